@@ -1,0 +1,104 @@
+# Everything a fresh machine needs: Python 3.11 or newer, make and git.
+#
+#   make demo       environment, install, and the main job: strategies compared on real prompts
+#   make test       the same environment with the development tools, then the whole test suite
+#   make test-fast  only the tests that take no more than a few seconds each
+#   make lint       ruff: rules and formatting          make types  mypy
+#
+# All targets are safe to repeat; what is installed already is not installed again.
+# Choose another interpreter with `make demo PYTHON=python3.12`, another place with `VENV=dir`.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST_ARGS ?=
+
+# One folder per revision of the code, so that a second `make demo` shows the results it has; with
+# uncommitted changes every run gets a folder of its own.
+REVISION := $(shell git describe --always --dirty --match '' 2>/dev/null || echo unknown-dirty)
+DEMO_DIR ?= $(if $(findstring dirty,$(REVISION)),outputs/demo/$(shell date +%Y%m%d-%H%M%S),outputs/demo/$(REVISION))
+DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_generate,hf_assisted
+
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+
+.PHONY: help demo test test-fast lint types format install install-dev clean
+
+help:  ## this text
+	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
+
+demo: install  ## strategies compared on held-out code of the standard library
+	@echo "== demo: $(DEMO_STRATEGIES)"
+	@echo "== on prompts from Python's standard library, with the bundled models, on this machine's CPU"
+	@$(BIN)/specdec compare "strategies=[$(DEMO_STRATEGIES)]" data=stdlib data.limit=4 \
+	  max_new_tokens=96 sampling=no_repeat4 repeats=2 output_dir=$(DEMO_DIR)
+	@echo "== table:  $(DEMO_DIR)/comparison.md    plot: $(DEMO_DIR)/comparison.png"
+	@echo "== figures: $(DEMO_DIR)/comparison.json  every token: $(DEMO_DIR)/requests.jsonl"
+	@echo "== next: $(BIN)/specdec list    $(BIN)/specdec compare --help"
+
+test: install-dev  ## the whole test suite
+	@echo "== test: the whole suite (make test-fast runs the quick part)"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: install-dev
+	@echo "== test-fast: tests that are not marked slow, distributed or gpu"
+	@$(BIN)/python -m pytest -m fast $(PYTEST_ARGS)
+
+lint: install-dev
+	@echo "== lint: ruff rules and formatting"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: install-dev
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+types: install-dev
+	@echo "== types: mypy"
+	@$(BIN)/mypy
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.python:
+	@python="$(PYTHON)"; \
+	for candidate in python3 python3.11 python3.12 python3.13 python; do \
+	  if [ -z "$$python" ] && $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+	    >/dev/null 2>&1; then python=$$candidate; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "No Python 3.11 or newer with venv found; install one or name it: make PYTHON=/path/to/python"; exit 2; \
+	fi; \
+	echo "== environment: $(VENV) with $$($$python --version)"; \
+	$$python -m venv $(VENV)
+	@touch $@
+
+# A machine without an NVIDIA GPU does not need PyTorch's CUDA libraries, which are gigabytes: there
+# the CPU wheel is taken, from PyTorch's own index where that can be reached.
+$(VENV)/.torch: $(VENV)/.python constraints.txt
+	@echo "== install: torch $(TORCH_VERSION) (the largest download)"
+	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1; then \
+	  $(PIP) install --no-deps --retries 0 --timeout 20 --extra-index-url $(CPU_WHEELS) \
+	    -c constraints.txt torch==$(TORCH_VERSION) 2>&1 | sed "/Retrying/d"; \
+	else \
+	  $(PIP) install --no-deps -c constraints.txt torch==$(TORCH_VERSION); \
+	fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "== install: specdec and what it needs (pinned in constraints.txt)"
+	@$(PIP) install --progress-bar off -c constraints.txt -e . | sed "/already satisfied/d"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml constraints.txt
+	@echo "== install: development tools"
+	@$(PIP) install --progress-bar off -c constraints.txt -e ".[dev]" | sed "/already satisfied/d"
+	@touch $@
+
+clean:  ## removes the environment and caches, not the results under outputs/
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

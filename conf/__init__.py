@@ -1,0 +1,1 @@
+"""The Hydra tree: one folder per config group, installed as ``specdec.conf``."""

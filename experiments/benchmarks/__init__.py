@@ -1,0 +1,1 @@
+"""Timings of single operations on one core."""

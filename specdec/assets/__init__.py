@@ -1,0 +1,1 @@
+"""Weights, tokenizers and samples of the bundled family; see tiny/README.md."""

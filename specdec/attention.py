@@ -1,0 +1,333 @@
+"""Tree attention over our own caches, as an attention function that transformers calls.
+
+Letters: H query heads, G key/value heads, D head size, R rows of one request in this pass, n slots
+of its cache in use.
+
+A pass packs the rows of one or many requests into one sequence [1, sum R]. Everything but attention
+treats rows alike; here each request's rows meet their own cache. What this pass needs to know (the
+plan, ``AttentionStep``) comes from a context variable, so that nothing is set on a model. transformers
+makes no mask for an attention function that it has no mask function for: ours come from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from specdec.cache import Rows
+
+IMPLEMENTATION = "specdec"
+"""Name under which the attention function is registered with transformers."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
+
+
+class Attention(StrEnum):
+    """How scores and values are put together; both are exact.
+
+    ``DENSE``: one pass over all keys with one mask. ``TWO_LEVEL``: the prefix without a mask, the
+    tree with it, merged by their log-sum-exp (PipeDec Alg. 1, which takes one softmax over both).
+    """
+
+    DENSE = "dense"
+    TWO_LEVEL = "two_level"
+
+
+class Step(Protocol):
+    """What the attention function needs of the pass that it serves."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor: ...
+
+
+_STEP: ContextVar[Step] = ContextVar("specdec_attention_step")
+
+
+@contextmanager
+def attending(step: Step) -> Iterator[None]:
+    """Makes ``step`` the plan of the forward passes inside the block."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, in the form that transformers calls.
+
+    Args:
+        module, attention_mask, dropout: not used (inference; masks come from the plan).
+        query: [1, H, sum R, D].
+        key, value: [1, G, sum R, D], of the rows of this pass only.
+        scaling: factor of the scores; 1 / sqrt(D) where None.
+        sliding_window: keys at least so many positions back are not seen.
+        softcap: scores s become softcap * tanh(s / softcap).
+        **options: whatever else the family passes; checked once, when a runner is made.
+
+    Returns:
+        [1, sum R, H, D], and no attention weights.
+    """
+    step = _STEP.get()
+    return step.attend(query, key, value, scaling, sliding_window, softcap, options), None
+
+
+AttentionInterface.register(IMPLEMENTATION, tree_attention)
+
+
+class StepCache:
+    """Stands in for transformers' cache: notes the layer and passes the rows' keys on.
+
+    They are written into the requests' caches by ``AttentionStep.attend``.
+    """
+
+    is_compileable = False
+
+    def __init__(self, *, first_layer: int) -> None:
+        self.first_layer = first_layer
+        self.layer = -1
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Pair:
+        """Notes which layer of the slice is at work."""
+        self.layer = layer_idx - self.first_layer
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are always given explicitly, and no mask is made from this."""
+        return 0
+
+
+class _Part:
+    """One request's share of a pass."""
+
+    def __init__(self, rows: Rows, offset: int) -> None:
+        cache = rows.cache
+        self.rows = rows
+        self.columns = slice(offset, offset + len(rows))
+        self.written = cache.flat[:, :, :, rows.start : rows.end].unbind(0)
+        self.read = cache.flat[:, :, :, : rows.end].unbind(0)
+        self._masks: dict[int | None, torch.Tensor | None] = {}
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        """Writes the rows' keys and values; returns all keys and values [1, G, n, D]."""
+        self.written[2 * layer].copy_(key)
+        self.written[2 * layer + 1].copy_(value)
+        return self.read[2 * layer], self.read[2 * layer + 1]
+
+    def mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
+        """[R, n], 0 where a row sees a slot and the lowest number where not; None: sees all."""
+        rows = self.rows
+        if window is not None and rows.positions.max() < window:
+            window = None
+        if window in self._masks:
+            return self._masks[window]
+        visible = rows.visible
+        if window is None and visible.all():
+            mask = None
+        else:
+            lowest = torch.finfo(like.dtype).min
+            dense = np.zeros((len(rows), rows.end), _NUMPY.get(like.dtype, np.float32))
+            dense[:, rows.first_masked :][~visible] = lowest
+            if window is not None:
+                keys = rows.cache.key_positions(rows.end)
+                dense[keys <= rows.positions[:, None] - window] = lowest
+            mask = torch.from_numpy(dense).to(device=like.device, dtype=like.dtype)
+        self._masks[window] = mask
+        return mask
+
+
+class AttentionStep:
+    """The plan of one pass: which rows meet which cache, and under which masks.
+
+    Attributes:
+        cache: what the model is given as its cache.
+        captured: global layer index -> hidden states [1, sum R, E], filled by the runner's hooks.
+        hidden: [1, sum R, E], what enters the first layer of a slice that is not the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: Sequence[Rows],
+        first_layer: int,
+        attention: Attention = Attention.DENSE,
+        hidden: torch.Tensor | None = None,
+    ) -> None:
+        self.cache = StepCache(first_layer=first_layer)
+        self.captured: dict[int, torch.Tensor] = {}
+        self.hidden = hidden
+        self._two_level = attention is Attention.TWO_LEVEL
+        self._parts = []
+        offset = 0
+        for part in rows:
+            self._parts.append(_Part(part, offset))
+            offset += len(part)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Writes the rows' keys and values and attends; see ``tree_attention``."""
+        layer = self.cache.layer
+        if len(self._parts) == 1:
+            part = self._parts[0]
+            stored = part.store(layer, key, value)
+            return self._one(part, query, stored, scaling, window, softcap).transpose(1, 2)
+        outputs = []
+        for part in self._parts:
+            columns = part.columns
+            stored = part.store(layer, key[:, :, columns], value[:, :, columns])
+            outputs.append(self._one(part, query[:, :, columns], stored, scaling, window, softcap))
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+    def _one(
+        self,
+        part: _Part,
+        query: torch.Tensor,
+        stored: Pair,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        mask = part.mask(window, query)
+        if softcap is not None:
+            return capped_attention(query, stored, mask, scaling, softcap)
+        split = part.rows.first_masked
+        if self._two_level and split and mask is not None and part.mask(None, query) is mask:
+            return two_level_attention(query, stored, mask, scaling, split)
+        key, value = stored
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+
+
+def capped_attention(
+    query: torch.Tensor,
+    stored: Pair,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention written out, for soft-capped scores (Gemma 2) which no fused kernel here offers.
+
+    Args:
+        query: [1, H, R, D].
+        stored: keys and values, [1, G, n, D] each.
+        mask: [R, n] or None.
+        scaling, softcap: see ``tree_attention``.
+
+    Returns:
+        [1, H, R, D].
+    """
+    scores, values = _scores(query, stored, scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1, dtype=_accumulator(query.dtype)).to(query.dtype)
+    return (weights @ values).flatten(1, 2)
+
+
+def two_level_attention(
+    query: torch.Tensor,
+    stored: Pair,
+    mask: torch.Tensor,
+    scaling: float | None,
+    split: int,
+) -> torch.Tensor:
+    """Attention over the prefix, then over the tree, merged (PipeDec Alg. 1).
+
+    Alg. 1 concatenates the scores of both parts and takes one softmax; merging normalised parts by
+    their log-sum-exp is the same function, and lets a kernel without masks serve the long prefix.
+
+    Args:
+        query: [1, H, R, D].
+        stored: keys and values, [1, G, n, D] each.
+        mask: [R, n]; 0 in the columns before ``split``.
+        scaling: see ``tree_attention``.
+        split: slots that every row sees.
+
+    Returns:
+        [1, H, R, D].
+    """
+    key, value = stored
+    prefix = key[:, :, :split], value[:, :, :split]
+    tree = key[:, :, split:], value[:, :, split:]
+    first, first_lse = _attention_lse(query, prefix, None, scaling)
+    second, second_lse = _attention_lse(query, tree, mask[:, split:], scaling)
+    share = torch.sigmoid(second_lse - first_lse).unsqueeze(-1).to(query.dtype)
+    return torch.lerp(first, second, share)
+
+
+def _attention_lse(
+    query: torch.Tensor, stored: Pair, mask: torch.Tensor | None, scaling: float | None
+) -> Pair:
+    """Normalised attention [1, H, R, D] and its log-sum-exp [1, H, R]."""
+    if query.device.type == "cpu":
+        key, value = stored
+        groups = key.shape[1]
+        folded = query[0].unflatten(0, (groups, -1))  # [G, H / G, R, D]
+        shape = (groups, folded.shape[1], *key.shape[2:])
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            folded,
+            key[0].unsqueeze(1).expand(shape),
+            value[0].unsqueeze(1).expand(shape),
+            attn_mask=None if mask is None else mask[None, None],
+            scale=scaling,
+        )
+        return out.flatten(0, 1).unsqueeze(0), lse.flatten(0, 1).unsqueeze(0)
+    scores, values = _scores(query, stored, scaling)
+    if mask is not None:
+        scores = scores + mask
+    scores = scores.to(_accumulator(query.dtype))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().to(query.dtype)
+    return (weights @ values).flatten(1, 2), lse.flatten(1, 2)
+
+
+def _scores(query: torch.Tensor, stored: Pair, scaling: float | None) -> Pair:
+    """Scores [1, G, H / G, R, n] and the values to weigh, [1, G, 1, n, D]."""
+    key, value = stored
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return grouped @ key.unsqueeze(2).transpose(-1, -2) * scale, value.unsqueeze(2)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type in which softmax is taken: float32 for half types."""
+    return dtype if dtype == torch.float64 else torch.float32

@@ -1,0 +1,93 @@
+"""Watching transformers' ``generate`` from outside: passes by hooks, tokens by a streamer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from specdec.state import StopRules
+
+
+@dataclass(slots=True)
+class PassLog:
+    """Forward passes of one model.
+
+    Attributes:
+        rows: tokens fed, per pass.
+        seconds: wall time in the passes, embedding to logits.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    _started: float = 0.0
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Counts the model's forward passes within the block; its hooks go with the block."""
+        before = model.register_forward_pre_hook(self._before)
+        after = model.register_forward_hook(self._after, with_kwargs=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _before(self, model: torch.nn.Module, args: Any) -> None:
+        self._started = perf_counter()
+
+    def _after(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.seconds += perf_counter() - self._started
+        tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        self.rows.append(int(tokens.shape[1]))
+
+
+class EmissionLog(BaseStreamer):
+    """Receives tokens as ``generate`` emits them: one entry per target pass.
+
+    Attributes:
+        chunks: emitted tokens per pass.
+        times: ``perf_counter`` at each emission.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[list[int]] = []
+        self.times: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by ``generate``: first with the prompt, then with each pass's tokens."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.times.append(perf_counter())
+        self.chunks.append(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        """Called by ``generate`` at the end; nothing is buffered."""
+
+
+class StopStrings(StoppingCriteria):
+    """Ends generation with the token that completes a stop string, by the engine's own rules."""
+
+    def __init__(self, stop: StopRules, *, num_prompt: int) -> None:
+        """Takes the rules and the number of prompt tokens, which do not count as output."""
+        self._stop = stop
+        self._checked = num_prompt
+        self._num_prompt = num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
+        """bool[1]: whether one of the tokens that are new since the last call ends the request."""
+        output = input_ids[0, self._num_prompt :].tolist()
+        first = self._checked - self._num_prompt + 1
+        self._checked = input_ids.shape[1]
+        done = any(
+            self._stop.reason(output[:end]) is not None for end in range(first, len(output) + 1)
+        )
+        return torch.tensor([done], device=input_ids.device)

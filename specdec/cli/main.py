@@ -1,0 +1,84 @@
+"""The console script ``specdec``: finds the command and turns its errors into exit statuses."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from specdec.cli.suggest import did_you_mean
+from specdec.errors import UserError
+
+BAD_INPUT = 2
+"""Exit status for input that cannot be used."""
+
+_INTERRUPTED = 130
+_COMMANDS = {
+    "run": ("specdec.cli.running", "one strategy on one workload; -m sweeps"),
+    "compare": ("specdec.cli.comparing", "several strategies on the same prompts: table and plot"),
+    "train": ("specdec.cli.training", "train the models that ship with the package"),
+    "list": ("specdec.cli.listing", "strategies, their parts, datasets, profiles"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: the words after the program's name; None takes them from the process.
+
+    Returns:
+        The exit status: 0, 2 for bad input, 130 when interrupted. A defect of the library is an
+        exception with its traceback, and status 1.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except UserError as error:
+        if os.environ.get("SPECDEC_TRACEBACK"):
+            raise
+        print(f"specdec: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("specdec: interrupted; start the same command again to go on", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone; keep Python from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage(), end="")
+        return 0 if words else BAD_INPUT
+    if words[0] == "--version":
+        from specdec import __version__
+
+        print(f"specdec {__version__}")
+        return 0
+    command, *rest = words
+    if command not in _COMMANDS:
+        raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
+    status: int = importlib.import_module(_COMMANDS[command][0]).main(rest)
+    return status
+
+
+def _usage() -> str:
+    lines = [f"  specdec {name:<8} {about}" for name, (_, about) in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "specdec: composable speculative decoding",
+            "",
+            *lines,
+            "",
+            "`specdec COMMAND --help` explains a command. SPECDEC_DATA names the folder of the",
+            "data sets; SPECDEC_TRACEBACK=1 shows where an error was raised.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

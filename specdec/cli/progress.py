@@ -1,0 +1,103 @@
+"""Progress on the terminal: a bar where there is one, a line now and then where there is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+_LINE_EVERY_S = 10.0
+
+
+class Reporter(Protocol):
+    """What long work tells the user while it runs."""
+
+    def phase(self, label: str, total: int | None = None) -> None:
+        """A new piece of work of ``total`` units (None: unknown) begins; the one before is over."""
+        ...
+
+    def advance(self, count: int = 1, detail: str = "") -> None:
+        """``count`` units are done; ``detail`` says where it stands."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A line, or a table, for the user."""
+        ...
+
+
+class _Bars:
+    """Bars on a terminal."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task: TaskID | None = None
+
+    def phase(self, label: str, total: int | None = None) -> None:
+        if self._task is not None:
+            self._progress.stop_task(self._task)
+        self._task = self._progress.add_task(label, total=total, detail="")
+
+    def advance(self, count: int = 1, detail: str = "") -> None:
+        if self._task is not None:
+            self._progress.update(self._task, advance=count, detail=detail)
+
+    def note(self, text: str) -> None:
+        self._progress.stop()  # the bars live on standard error, the text belongs on the other
+        print(text, flush=True)
+        self._progress.start()
+
+
+class _Lines:
+    """Lines in a log: one per phase, and one every so many seconds."""
+
+    def __init__(self) -> None:
+        self._label = ""
+        self._total: int | None = None
+        self._done = 0
+        self._last = 0.0
+
+    def phase(self, label: str, total: int | None = None) -> None:
+        self._label, self._total, self._done, self._last = label, total, 0, monotonic()
+        self._write("")
+
+    def advance(self, count: int = 1, detail: str = "") -> None:
+        self._done += count
+        if self._done == self._total or monotonic() - self._last >= _LINE_EVERY_S:
+            self._last = monotonic()
+            self._write(detail)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def _write(self, detail: str) -> None:
+        of = "" if self._total is None else f" {self._done}/{self._total}"
+        print(f"{self._label}{of} {detail}".rstrip(), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def reporting() -> Iterator[Reporter]:
+    """Progress on standard error, notes on standard output."""
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as progress:
+        yield _Bars(progress)

@@ -1,0 +1,154 @@
+"""From a resolved configuration to the parts of a strategy.
+
+A part is a node ``{"_target_": "package.Class", key: value, ...}``. Keys are constructor arguments;
+what a constructor needs beyond plain values (the draft's runner, the clock, ...) it gets by
+parameter name. So a part from outside this repository is one file and one YAML. Unknown keys and
+combinations that cannot be right are refused here, with the reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specdec.clocks import Clock, CostCurve, LatencyProfile, MeasuredClock, SimulatedClock
+from specdec.errors import UserError
+from specdec.executors import LocalExecutor, PipelineExecutor
+from specdec.pairs import ModelPair
+from specdec.workbench import Parts, Workbench
+
+DRAFT_MODEL_TARGET = "specdec.sources.DraftModelSource"
+SYNTHETIC_TARGET = "specdec.sources.SyntheticSource"
+
+
+def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
+    """Builds and checks the parts that ``cfg`` names.
+
+    Args:
+        cfg: resolved plain configuration (``conf/config.yaml``) with the nodes source, policy,
+            verifier, executor, clock and the key seed.
+        pair: target and draft.
+
+    Raises:
+        UserError: for an unknown key, a bad value or parts that do not fit together.
+    """
+    bench = Workbench(pair, seed=int(cfg["seed"]), clock=build_clock(cfg["clock"]))
+    policy = build_part(cfg["policy"], {}, "policy")
+    verifier = build_part(cfg["verifier"], {}, "verifier")
+    runtime: dict[str, Callable[[], Any]] = {
+        "runner": bench.draft_runner,
+        "clock": lambda: bench.clock,
+        "meter": lambda: bench.meter,
+        "draws": lambda: bench.draws,
+        "vocab_size": lambda: pair.vocab_size,
+        "pair": pair.synthetic,
+        "katz": pair.katz,
+        "sample": lambda: verifier.needs.draft_probs,
+    }
+    source = build_part(_fitted_source(cfg["source"], pair), runtime, "source")
+    return bench.parts(
+        source=source, policy=policy, verifier=verifier, stages=_num_stages(cfg["executor"])
+    )
+
+
+def build_part(
+    node: Mapping[str, Any], runtime: Mapping[str, Callable[[], Any]], where: str
+) -> Any:
+    """Builds one part from its configuration node; nested nodes are built first.
+
+    Raises:
+        UserError: for a class that cannot be imported, an unknown key or a refused value.
+    """
+    cls = locate(node["_target_"], where)
+    parameters = inspect.signature(cls).parameters
+    kwargs: dict[str, Any] = {}
+    for key, value in node.items():
+        if key == "_target_":
+            continue
+        if key not in parameters:
+            close = difflib.get_close_matches(key, parameters, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(parameters)}"
+            raise UserError(f"{where}.{key}: {cls.__name__} has no such key{hint}")
+        kwargs[key] = _built(value, runtime, f"{where}.{key}")
+    for name in parameters:
+        if name not in kwargs and name in runtime:
+            kwargs[name] = runtime[name]()
+    try:
+        return cls(**kwargs)
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where} ({cls.__name__}): {error}") from error
+
+
+def locate(path: str, where: str) -> type:
+    """Imports the class that a ``_target_`` names.
+
+    Raises:
+        UserError: if there is none.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{where}._target_={path}: {error}; give an importable class as package.module.Class"
+        ) from error
+
+
+def build_clock(node: Mapping[str, Any]) -> Clock:
+    """Builds the clock of a run from ``clock=`` (measured or simulated)."""
+    if node["kind"] == "measured":
+        return MeasuredClock()
+    costs = {
+        kind: CostCurve(
+            tokens=tuple(curve["tokens"]),
+            ms=tuple(curve["ms"]),
+            block_tokens=curve.get("block_tokens", 0),
+            block_ms=curve.get("block_ms", 0.0),
+        )
+        for kind, curve in node["costs"].items()
+    }
+    profile = LatencyProfile(name=node["profile"], costs=costs, note=node.get("note", ""))
+    return SimulatedClock(profile, scale=node["scale"], trace=bool(node.get("trace", False)))
+
+
+def _built(value: Any, runtime: Mapping[str, Callable[[], Any]], where: str) -> Any:
+    if isinstance(value, Mapping) and "_target_" in value:
+        return build_part(value, runtime, where)
+    if isinstance(value, list) and any(isinstance(v, Mapping) and "_target_" in v for v in value):
+        return [_built(v, runtime, f"{where}[{i}]") for i, v in enumerate(value)]
+    return value
+
+
+def _fitted_source(node: Any, pair: ModelPair) -> Any:
+    """The source node, with draft models replaced by synthetic ones where the pair is synthetic."""
+    if not pair.is_synthetic:
+        return node
+    if isinstance(node, list):
+        return [_fitted_source(v, pair) for v in node]
+    if not isinstance(node, Mapping):
+        return node
+    if node.get("_target_") == DRAFT_MODEL_TARGET:
+        return {"_target_": SYNTHETIC_TARGET}
+    return {key: _fitted_source(value, pair) for key, value in node.items()}
+
+
+def _num_stages(node: Mapping[str, Any]) -> int | None:
+    """Stages of a pipeline, None for the local executor.
+
+    Raises:
+        UserError: for an executor that this version cannot build.
+    """
+    cls = locate(node["_target_"], "executor")
+    if cls is PipelineExecutor:
+        return int(node["stages"])
+    if cls is LocalExecutor:
+        return None
+    raise UserError(
+        f"executor._target_={node['_target_']} is not an executor this version can build;"
+        " use executor=local or executor=pipeline"
+    )

@@ -1,0 +1,111 @@
+"""Prompts from held-out modules of the running Python's standard library.
+
+Real input on every machine: a function's head (the imports it uses, its signature and docstring)
+cut right before the body. Modules are those that training never reads (``train.corpus``).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MIN_CHARS, MAX_CHARS = 200, 600
+"""Lengths of the prompts that are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionHead:
+    """A function or method up to its body.
+
+    Attributes:
+        place: "json/decoder.py:JSONDecoder.decode".
+        text: imports used, class line (for a method), signature and docstring, newline at the end.
+    """
+
+    place: str
+    text: str
+
+
+@functools.cache
+def function_heads() -> tuple[FunctionHead, ...]:
+    """All heads of the held-out modules in an order that depends on their names only.
+
+    The order is by CRC-32 of the place, so that the first few come from many modules.
+    """
+    from specdec.train.corpus import is_held_out, python_files, read_source, stdlib_root
+
+    heads: dict[str, FunctionHead] = {}
+    for relative, path in python_files(stdlib_root()):
+        if not is_held_out(relative):
+            continue
+        text = read_source(path)
+        if text is not None:
+            for head in heads_of(text, relative):
+                heads.setdefault(head.text, head)
+    order = sorted(heads.values(), key=lambda head: (zlib.crc32(head.place.encode()), head.place))
+    return tuple(order)
+
+
+def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
+    """Yields the heads in one module's source; none where it does not parse.
+
+    Args:
+        text: the module's source.
+        relative: its path below the standard library, for ``place``.
+    """
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    lines = text.split("\n")
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef):
+            yield from _head(module, lines, node, owner=None, relative=relative)
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    yield from _head(module, lines, inner, owner=node, relative=relative)
+
+
+def _head(
+    module: ast.Module,
+    lines: list[str],
+    function: ast.FunctionDef,
+    *,
+    owner: ast.ClassDef | None,
+    relative: str,
+) -> Iterator[FunctionHead]:
+    docstring = ast.get_docstring(function)
+    # Without anything after the docstring there is nothing to continue with.
+    if not docstring or len(function.body) < 2:
+        return
+    first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
+    parts = lines[first - 1 : function.body[0].end_lineno]
+    if owner is not None:
+        parts = [*lines[owner.lineno - 1 : _class_line_end(owner)], *parts]
+    imports = _imports_used(module, function)
+    text = "\n".join([*imports, "", "", *parts] if imports else parts) + "\n"
+    if MIN_CHARS <= len(text) <= MAX_CHARS and text.isascii():
+        name = function.name if owner is None else f"{owner.name}.{function.name}"
+        yield FunctionHead(place=f"{relative}:{name}", text=text)
+
+
+def _class_line_end(owner: ast.ClassDef) -> int:
+    ends = [owner.lineno]
+    ends += [base.end_lineno or 0 for base in owner.bases]
+    ends += [keyword.end_lineno or 0 for keyword in owner.keywords]
+    return max(ends)
+
+
+def _imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    used = []
+    for node in module.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            if bound & names and len(node.names) <= 6:
+                used.append(ast.unparse(node))
+    return used

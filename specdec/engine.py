@@ -1,0 +1,279 @@
+"""Runs and comparisons: prompts in, run folders out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from specdec.data import data_provenance, fit_prompt, load_prompts
+from specdec.errors import UserError
+from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
+from specdec.pairs import ModelPair, build_pair
+from specdec.report import (
+    RequestWriter,
+    print_table,
+    provenance,
+    read_requests,
+    write_comparison,
+    write_json,
+    write_run,
+)
+from specdec.runners import Runner, TokenPrompt, build_runner
+from specdec.state import StopRules
+
+_SYNTHETIC_PROMPT_TOKENS = 16
+
+
+class Progress(Protocol):
+    """Where long work reports to."""
+
+    def phase(self, label: str, total: int | None) -> None: ...
+
+    def advance(self, count: int = 1, detail: str = "") -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
+    """Decodes a workload with one strategy; resumes behind the prompts already on disk.
+
+    Args:
+        cfg: resolved configuration.
+        output_dir: the run folder; ``requests.jsonl`` grows, ``summary.json`` is written last.
+        progress: told of every finished prompt.
+
+    Returns:
+        The summary: every metric of DESIGN section 7.
+    """
+    _set_threads(cfg)
+    progress.phase("loading models", None)
+    pair, prompts, cut = _prepare(cfg)
+    runner = build_runner(cfg, pair, _stop_rules(cfg, pair))
+    path = output_dir / "requests.jsonl"
+    records = [r for r in read_requests(path) if r.totals is not None] if path.is_file() else []
+    done = {record.result.id for record in records}
+    todo = [p for p in prompts if p.id not in done]
+    results, totals = [r.result for r in records], [r.totals for r in records if r.totals]
+    progress.phase(f"{runner.name}: decoding", len(todo))
+    try:
+        if todo and _measured(cfg):
+            _warm_up(runner, todo[0])
+        with RequestWriter(path) as writer:
+            for group in _groups(todo, cfg["batch_size"]):
+                found: list[RequestResult] = []
+                total = runner.run(group, found.append)
+                for i, result in enumerate(found):
+                    writer.write(runner.name, result, totals=total if i == 0 else _no_totals(total))
+                    progress.advance(detail=f"prompt {result.id}")
+                results += found
+                totals.append(total)
+    finally:
+        runner.close()
+    summary = {"strategy": runner.name, **summarise(results, RunTotals.merge(totals))}
+    conditions = _conditions(cfg, pair, len(prompts), cut, repeats=1)
+    _write_provenance(cfg, output_dir)
+    write_run(output_dir, summary, results, conditions)
+    print_table([summary], conditions)
+    return summary
+
+
+def compare_jobs(
+    cfgs: list[dict[str, Any]], output_dir: Path, repeats: int, progress: Progress
+) -> dict[str, Any]:
+    """Decodes the same prompts with several strategies, interleaved prompt by prompt.
+
+    Interleaving lets a machine's drift fall on all rows alike; ratios are taken within a repeat.
+
+    Args:
+        cfgs: one resolved configuration per row.
+        output_dir: gets requests.jsonl, comparison.json, comparison.md and comparison.png.
+        repeats: how often everything is measured.
+        progress: told of every finished prompt of every row.
+
+    Returns:
+        The content of ``comparison.json``.
+    """
+    base = cfgs[0]
+    _set_threads(base)
+    progress.phase("loading models", None)
+    pair, prompts, cut = _prepare(base)
+    runners = [build_runner(cfg, pair, _stop_rules(cfg, pair)) for cfg in cfgs]
+    runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {r.name: [] for r in runners}
+    try:
+        if _measured(base):
+            progress.phase("warming up", len(runners))
+            for runner in runners:
+                _warm_up(runner, prompts[0])
+                progress.advance(detail=runner.name)
+        progress.phase("decoding", repeats * len(prompts) * len(runners))
+        with RequestWriter(output_dir / "requests.jsonl") as writer:
+            for repeat in range(repeats):
+                _one_repeat(base, runners, prompts, repeat, runs, writer, progress)
+    finally:
+        for runner in runners:
+            runner.close()
+    conditions = _conditions(base, pair, len(prompts), cut, repeats)
+    merged = {name: [_as_run(parts) for parts in found] for name, found in runs.items()}
+    rows = [
+        comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims) for r in runners
+    ]
+    _write_provenance(base, output_dir, strategies=[r.name for r in runners])
+    write_comparison(output_dir, rows, conditions, merged)
+    print_table(rows, conditions)
+    return {"rows": rows, "conditions": conditions}
+
+
+def _one_repeat(
+    base: Mapping[str, Any],
+    runners: Sequence[Runner],
+    prompts: Sequence[TokenPrompt],
+    repeat: int,
+    runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]],
+    writer: RequestWriter,
+    progress: Progress,
+) -> None:
+    for runner in runners:
+        runs[runner.name].append([])
+    for turn, group in enumerate(_groups(prompts, base["batch_size"])):
+        shift = (turn + repeat) % len(runners)  # nobody always runs first on a cold cache
+        for runner in [*runners[shift:], *runners[:shift]]:
+            found: list[RequestResult] = []
+            total = runner.run(group, found.append)
+            for i, result in enumerate(found):
+                totals = total if i == 0 else _no_totals(total)
+                writer.write(runner.name, result, repeat=repeat, totals=totals)
+                runs[runner.name][-1].append((result, totals))
+                progress.advance(detail=runner.name)
+
+
+def _groups(prompts: Sequence[TokenPrompt], batch_size: int) -> list[list[TokenPrompt]]:
+    """Prompts run together: one by one, or all where requests share batches."""
+    if batch_size == 1:
+        return [[p] for p in prompts]
+    return [list(prompts)] if prompts else []
+
+
+def _as_run(parts: Sequence[tuple[RequestResult, RunTotals]]) -> Run:
+    return Run(tuple(result for result, _ in parts), RunTotals.merge([t for _, t in parts]))
+
+
+def _no_totals(like: RunTotals) -> RunTotals:
+    """Zero counts with the flags of ``like``: totals of a batch are booked on its first request."""
+    return RunTotals(
+        latency=like.latency,
+        level_per_step=like.level_per_step,
+        whole_tree=like.whole_tree,
+        measured=like.measured,
+        target_bytes=like.target_bytes,
+        draft_bytes=like.draft_bytes,
+    )
+
+
+def _prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
+    """Pair, tokenised prompts that fit its positions, and how many of them were cut."""
+    pair = build_pair(cfg["model"])
+    data = cfg["data"]
+    tokenizer = pair.tokenizer
+    if tokenizer is None:
+        return pair, _made_up_prompts(pair, data["limit"], int(cfg["seed"])), 0
+    found = load_prompts(
+        name=data["name"],
+        limit=data["limit"],
+        path=data["path"],
+        field=data["field"],
+        tokenizer=tokenizer,
+    )
+    positions = pair.max_positions
+    room = None if positions is None else positions - int(cfg["max_new_tokens"])
+    if room is not None and room < 1:
+        raise UserError(
+            f"max_new_tokens={cfg['max_new_tokens']} leaves no room for a prompt in the model's"
+            f" {positions} positions; choose a smaller number"
+        )
+    limit = data.get("max_prompt_tokens")
+    bounds = [b for b in (room, limit) if b is not None]
+    prompts, cut = [], 0
+    for prompt in found:
+        tokens = np.asarray(tokenizer(prompt.text)["input_ids"], np.int64)
+        if bounds:
+            tokens, num_cut = fit_prompt(
+                tokens,
+                max_len=min(bounds),
+                truncation=data.get("truncation", "left"),
+                label=f"prompt {prompt.id} of data={data['name']}",
+            )
+            cut += num_cut > 0
+        prompts.append(TokenPrompt(prompt.id, np.asarray(tokens, np.int64)))
+    return pair, prompts, cut
+
+
+def _made_up_prompts(pair: ModelPair, limit: int | None, seed: int) -> list[TokenPrompt]:
+    """Random prompts, where there is no tokenizer to read text with."""
+    rng = np.random.default_rng(seed)
+    shape = (limit or 16, _SYNTHETIC_PROMPT_TOKENS)
+    tokens = rng.integers(1, pair.vocab_size, shape, np.int64)
+    return [TokenPrompt(i, row) for i, row in enumerate(tokens)]
+
+
+def _stop_rules(cfg: Mapping[str, Any], pair: ModelPair, max_new: int | None = None) -> StopRules:
+    tokenizer = pair.tokenizer
+    strings = tuple(cfg.get("stop_strings") or ())
+    if strings and tokenizer is None:
+        raise UserError(
+            f"stop_strings={list(strings)} need a tokenizer; use model=tiny or model=hf"
+        )
+    return StopRules(
+        max_new_tokens=max_new or int(cfg["max_new_tokens"]),
+        eos_ids=frozenset() if cfg.get("ignore_eos") else pair.eos_ids,
+        stop_strings=strings,
+        decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids))),
+    )
+
+
+def _warm_up(runner: Runner, prompt: TokenPrompt) -> None:
+    """One uncounted prompt: first calls allocate, compile and page in."""
+    runner.run([prompt], lambda _: None)
+
+
+def _measured(cfg: Mapping[str, Any]) -> bool:
+    return cfg.get("clock", {}).get("kind", "measured") == "measured"
+
+
+def _set_threads(cfg: Mapping[str, Any]) -> None:
+    if cfg.get("threads"):
+        torch.set_num_threads(int(cfg["threads"]))
+
+
+def _conditions(
+    cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
+) -> dict[str, Any]:
+    clock, model = cfg.get("clock", {}), cfg["model"]
+    found: dict[str, Any] = {
+        "clock": clock.get("kind", "measured"),
+        "data": cfg["data"]["name"] if pair.tokenizer is not None else "random tokens",
+        "num_prompts": num_prompts,
+        "prompts_truncated": cut,
+        "max_new_tokens": cfg["max_new_tokens"],
+        "sampling": (cfg.get("choices") or {}).get("sampling", cfg["sampling"]),
+        "seed": cfg["seed"],
+        "batch_size": cfg["batch_size"],
+        "model": model["kind"],
+        "dtype": model.get("dtype"),
+        "threads": torch.get_num_threads(),
+        "repeats": repeats,
+    }
+    if clock.get("kind") == "simulated":
+        found["clock_profile"] = clock["profile"]
+        found["clock_scale"] = clock["scale"]
+    return found
+
+
+def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:
+    data = {} if cfg["model"]["kind"] != "pretrained" else data_provenance(cfg["data"]["name"])
+    found = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
+    write_json(output_dir / "provenance.json", found)

@@ -1,0 +1,109 @@
+"""The answering rank: from the target's logits to its own next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from specdec.histories import PathBook
+from specdec.sampling import TargetSampler
+from specdec.types import Answers, Batch, Commit
+
+if TYPE_CHECKING:
+    from specdec.sources.synthetic import SyntheticTarget
+    from specdec.state import RequestState
+
+
+class Answerer(Protocol):
+    """Turns a batch that left the last stage into answers."""
+
+    def open(self, request: RequestState) -> None: ...
+
+    def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
+        """One ``Answers`` per request with tree rows; ``logits``: [tree rows, V]."""
+        ...
+
+    def commit(self, commits: Sequence[Commit]) -> None: ...
+
+    def close(self, request_id: int) -> None: ...
+
+
+class ModelAnswerer:
+    """Draws from the target's logits with the request's own transform and keyed draws.
+
+    A node's history is rebuilt from the rows that travelled through the executor, so logits
+    processors see what they would see token by token, wherever the last stage runs.
+    """
+
+    def __init__(self, *, sampler: TargetSampler) -> None:
+        """Uses ``sampler`` for every request."""
+        self._sampler = sampler
+        self._requests: dict[int, RequestState] = {}
+        self._paths = PathBook()
+
+    def open(self, request: RequestState) -> None:
+        """Starts to follow a request; its paths only where its processors look at them."""
+        self._requests[request.id] = request
+        if request.sampling.needs_history:
+            self._paths.open(request.id, request.tokens)
+
+    def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
+        """Samples every tree row of the batch."""
+        assert logits is not None, "the last stage owes logits"
+        answers, start = [], 0
+        for rows in batch.trees:
+            request = self._requests[rows.request]
+            histories = None
+            if request.sampling.needs_history:
+                self._paths.observe(rows)
+                histories = self._paths.histories(rows.request, rows.node_ids)
+            stop = start + len(rows.node_ids)
+            answers.append(
+                self._sampler.answer(
+                    request, rows.node_ids, rows.positions, logits[start:stop], histories
+                )
+            )
+            start = stop
+        return tuple(answers)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Moves retired nodes into the histories."""
+        for commit in commits:
+            if self._requests[commit.request].sampling.needs_history:
+                self._paths.commit(commit)
+
+    def close(self, request_id: int) -> None:
+        """Forgets a request."""
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.sampling.needs_history:
+            self._paths.close(request_id)
+
+
+class SyntheticAnswerer:
+    """Answers from a hidden target sequence instead of a model (``model=synthetic``)."""
+
+    def __init__(self, *, target: SyntheticTarget) -> None:
+        """Asks ``target`` for the token after each position."""
+        self._target = target
+
+    def open(self, request: RequestState) -> None:
+        """The sequence is keyed by the request's id; nothing to hold."""
+
+    def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
+        """The hidden token after every row's position (off-path answers are never consumed)."""
+        return tuple(
+            Answers(
+                request=rows.request,
+                node_ids=rows.node_ids,
+                tokens=self._target.answer(rows.request, rows.positions),
+            )
+            for rows in batch.trees
+        )
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Nothing to follow."""
+
+    def close(self, request_id: int) -> None:
+        """Nothing to forget."""

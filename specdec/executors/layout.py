@@ -1,0 +1,97 @@
+"""How the rows of a batch are packed in a forward, and how pruning shrinks them in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from specdec.types import Batch, BoolArray, Commit, IntArray, PrefillChunk, TreeRows
+
+_NO_TOKENS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RowItem:
+    """One request's rows: its prefill chunk first, then its tree nodes."""
+
+    request: int
+    prefill: PrefillChunk | None
+    tree: TreeRows | None
+
+    @property
+    def prefill_tokens(self) -> IntArray:
+        """int64[T], empty without a chunk."""
+        return _NO_TOKENS if self.prefill is None else self.prefill.tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the packed forward."""
+        return len(self.prefill_tokens) + (0 if self.tree is None else len(self.tree.node_ids))
+
+
+def row_items(batch: Batch) -> list[RowItem]:
+    """The batch's rows by request, in packing order (the same on every stage)."""
+    chunks = {chunk.request: chunk for chunk in batch.prefills}
+    items = [RowItem(t.request, chunks.pop(t.request, None), t) for t in batch.trees]
+    return items + [RowItem(chunk.request, chunk, None) for chunk in chunks.values()]
+
+
+def tree_row_index(items: list[RowItem]) -> IntArray:
+    """int64[W]: packed indices of the tree rows, in the order of ``batch.trees``."""
+    parts, start = [], 0
+    for item in items:
+        stop = start + item.num_rows
+        parts.append(np.arange(start + len(item.prefill_tokens), stop))
+        start = stop
+    return np.concatenate(parts) if parts else _NO_TOKENS
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A batch between two stages.
+
+    Attributes:
+        batch: the rows that are still alive.
+        hidden: [sum of rows, E] output of the stage that it left; None before the first stage and
+            where stages compute nothing.
+    """
+
+    batch: Batch
+    hidden: torch.Tensor | None = None
+
+    def prune(self, commits: Mapping[int, Commit], closed: frozenset[int] = frozenset()) -> None:
+        """Drops rows that a commit did not keep and all rows of closed requests.
+
+        SpecPipe 3.3.2, second stage of a step: hidden states are pruned as the caches are.
+        """
+        items = row_items(self.batch)
+        if not any(item.request in commits or item.request in closed for item in items):
+            return
+        keep = [_kept_rows(item, commits, closed) for item in items]
+        trees = [
+            item.tree.keep(mask[len(item.prefill_tokens) :])
+            for item, mask in zip(items, keep, strict=True)
+            if item.tree is not None
+        ]
+        if self.hidden is not None:
+            mask = np.concatenate(keep) if keep else np.zeros(0, np.bool_)
+            if not mask.all():
+                self.hidden = self.hidden[torch.from_numpy(mask)]
+        self.batch = replace(
+            self.batch,
+            trees=tuple(tree for tree in trees if len(tree.node_ids)),
+            prefills=tuple(c for c in self.batch.prefills if c.request not in closed),
+        )
+
+
+def _kept_rows(item: RowItem, commits: Mapping[int, Commit], closed: frozenset[int]) -> BoolArray:
+    mask = np.ones(item.num_rows, np.bool_)
+    if item.request in closed:
+        mask[:] = False
+    elif item.request in commits and item.tree is not None:
+        commit = commits[item.request]
+        mask[len(item.prefill_tokens) :] = commit.keeps(item.tree.node_ids)
+    return mask

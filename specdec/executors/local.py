@@ -1,0 +1,79 @@
+"""The local executor: the whole target on one device, latency 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.executors.answering import Answerer
+from specdec.executors.stage import Stage
+from specdec.types import Batch, Commit, ExecutorCounters, Output
+
+if TYPE_CHECKING:
+    from specdec.state import RequestState
+
+
+class LocalExecutor:
+    """Runs each batch at once, on the device that the draft uses too.
+
+    Attributes:
+        counters: passes and rows so far (an empty batch costs none).
+    """
+
+    latency = 1
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, *, stage: Stage, answerer: Answerer, clock: Clock) -> None:
+        """Composes the executor.
+
+        Args:
+            stage: the whole target.
+            answerer: turns its logits into answers.
+            clock: charged one stage and one head per pass.
+        """
+        self._stage = stage
+        self._answerer = answerer
+        self._clock = clock
+        self._batch: Batch | None = None
+        self.counters = ExecutorCounters()
+
+    def open(self, request: RequestState) -> None:
+        """Allocates the request's cache."""
+        self._stage.open(request.id, request.num_prompt + request.stop.max_new_tokens)
+        self._answerer.open(request)
+
+    def submit(self, batch: Batch) -> None:
+        """Takes the batch; the pass itself runs in ``collect``."""
+        self._batch = batch
+        if batch.num_tokens:
+            self.counters.count(batch)
+            self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
+            self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
+
+    def ready(self) -> bool:
+        """Always: one device does one thing at a time."""
+        return True
+
+    def collect(self) -> Output:
+        """Runs the target over the batch."""
+        batch = self._batch
+        assert batch is not None, "submit comes before collect"
+        if not batch.num_tokens:
+            return Output(step=batch.step)
+        out = self._stage.run(batch, None)
+        answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
+        return Output(step=batch.step, answers=answers)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Prunes the cache."""
+        self._stage.commit(commits)
+        self._answerer.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        """Frees the request's cache."""
+        self._stage.close(request_id)
+        self._answerer.close(request_id)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,157 @@
+"""The pipeline executor over an in-process transport: N stages, levels in flight.
+
+One step is compute, prune, transmit (SpecPipe Algorithm 1, PipeDec 3.4): every stage computes the
+batch that waits before it, the last one answers, the commit prunes caches and hidden states alike,
+and what survives moves on by one stage. With a simulated clock this is the simulator; with any
+other it is the test bed of the distributed executor, which runs the same steps over messages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.executors.answering import Answerer
+from specdec.executors.layout import InFlight
+from specdec.executors.stage import Stage
+from specdec.types import Answers, Batch, Commit, ExecutorCounters, Output
+
+if TYPE_CHECKING:
+    from specdec.state import RequestState
+
+
+class PipelineExecutor:
+    """N stages on ranks 1 .. N; the controller and the draft are on rank 0.
+
+    Attributes:
+        latency: N, the number of stages.
+        counters: batches and rows that entered the first stage.
+        stage_rows: rows computed per stage (pruned rows are not computed further on).
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, *, stages: Sequence[Stage], answerer: Answerer, clock: Clock) -> None:
+        """Composes the pipeline.
+
+        Args:
+            stages: first to last.
+            answerer: turns the last stage's logits into answers.
+            clock: charged per stage and step for compute, pruning and transfer.
+        """
+        self._stages = list(stages)
+        self._answerer = answerer
+        self._clock = clock
+        self._ranks = range(1, len(self._stages) + 1)
+        self._slots: list[InFlight | None] = [None] * len(self._stages)
+        self._held: Counter[int] = Counter()  # live submitted nodes per request
+        self._step = -1
+        self.latency = len(self._stages)
+        self.counters = ExecutorCounters()
+        self.stage_rows = [0] * len(self._stages)
+
+    def open(self, request: RequestState) -> None:
+        """Allocates the request's cache on every stage."""
+        for stage in self._stages:
+            stage.open(request.id, request.num_prompt + request.stop.max_new_tokens)
+        self._answerer.open(request)
+
+    def submit(self, batch: Batch) -> None:
+        """Puts the batch before the first stage; all stages start on what waits before them."""
+        self._step = batch.step
+        if batch.num_tokens:
+            self._slots[0] = InFlight(batch)
+            self.counters.count(batch)
+            for rows in batch.trees:
+                self._held[rows.request] += len(rows.node_ids)
+        for rank, slot in zip(self._ranks, self._slots, strict=True):
+            self._clock.align(rank, CONTROLLER)
+            if slot is not None:
+                self._clock.charge(rank, Work.STAGE, slot.batch.num_tokens)
+        if self._slots[-1] is not None:
+            self._clock.charge(self._ranks[-1], Work.HEAD, self._slots[-1].batch.num_nodes)
+
+    def ready(self) -> bool:
+        """Whether every stage has finished from the controller's point of view."""
+        return not any(self._clock.busy(rank) for rank in self._ranks)
+
+    def collect(self) -> Output:
+        """Runs every stage once; answers what left the last one."""
+        answers: tuple[Answers, ...] = ()
+        for i, (stage, slot) in enumerate(zip(self._stages, self._slots, strict=True)):
+            if slot is None:
+                continue
+            self.stage_rows[i] += slot.batch.num_tokens
+            out = stage.run(slot.batch, slot.hidden)
+            slot.hidden = out.hidden
+            if i == len(self._stages) - 1 and slot.batch.trees:
+                answers = self._answerer.answer(slot.batch, out.logits)
+        self._clock.barrier(self._ranks)
+        return Output(step=self._step, answers=answers)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Prunes, then moves what survives on to the next stage, and ends the step."""
+        by_request = {commit.request: commit for commit in commits}
+        if commits:
+            for stage in self._stages:
+                stage.commit(commits)
+            self._answerer.commit(commits)
+            self._charge_prune(commits)
+        self._slots[-1] = None
+        for i in range(len(self._slots) - 1, 0, -1):
+            slot = self._slots[i - 1]
+            self._slots[i - 1] = None
+            if slot is not None:
+                slot.prune(by_request)
+                if slot.batch.num_tokens:
+                    self._slots[i] = slot
+        self._transfer(answered=bool(output.answers))
+        self._clock.barrier(self._ranks)
+
+    def close(self, request_id: int) -> None:
+        """Frees the request's caches; its rows in flight are dropped."""
+        for stage in self._stages:
+            stage.close(request_id)
+        self._answerer.close(request_id)
+        del self._held[request_id]
+        for i, slot in enumerate(self._slots):
+            if slot is not None:
+                slot.prune({}, frozenset([request_id]))
+                if not slot.batch.num_tokens:
+                    self._slots[i] = None
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+    def _charge_prune(self, commits: Sequence[Commit]) -> None:
+        """Charges pruning where there was more than the verified path to look at."""
+        pruned = 0
+        for commit in commits:
+            before = self._held[commit.request]
+            pruned += before - len(commit.retired_ids)
+            self._held[commit.request] = self._alive(commit)
+        for rank in self._ranks:
+            self._clock.charge(rank, Work.PRUNE, pruned)
+
+    def _alive(self, commit: Commit) -> int:
+        """Submitted nodes of the request that survive the commit.
+
+        Those still in flight keep their rows; those answered are retired or pruned with it.
+        """
+        count = 0
+        for slot in self._slots[:-1]:
+            if slot is not None:
+                for rows in slot.batch.trees:
+                    if rows.request == commit.request:
+                        count += int(commit.keeps(rows.node_ids).sum())
+        return count
+
+    def _transfer(self, *, answered: bool) -> None:
+        """Charges each sender: hidden states to the next stage, answers to the controller."""
+        for i, slot in enumerate(self._slots):
+            if slot is not None and i > 0:
+                self._clock.charge(self._ranks[i - 1], Work.TRANSFER, slot.batch.num_tokens)
+        if answered:
+            self._clock.charge(self._ranks[-1], Work.TRANSFER, 1)

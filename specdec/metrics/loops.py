@@ -1,0 +1,48 @@
+"""How much of a text is loops: they flatter every speculative method, so every table says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+NGRAM = 8
+
+
+def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
+    """Which tokens end an n-gram that was generated before (overlap allowed).
+
+    Args:
+        tokens: int[T], generated tokens only; the prompt does not count.
+        n: length of the n-gram.
+
+    Returns:
+        bool[T]; the first n - 1 are False, and an n-gram's first occurrence is not a repetition.
+    """
+    row = np.asarray(tokens, np.int64)
+    repeated = np.zeros(len(row), np.bool_)
+    if len(row) >= n:
+        grams = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(row, n))
+        keys = grams.view(np.dtype((np.void, grams.dtype.itemsize * n))).ravel()
+        _, first = np.unique(keys, return_index=True)
+        repeated[n - 1 :] = True
+        repeated[n - 1 + first] = False
+    return repeated
+
+
+def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None:
+    """Share of generated tokens that end an n-gram already generated in the same output.
+
+    Args:
+        outputs: the generated tokens of each request.
+        n: length of the n-gram.
+
+    Returns:
+        Repeated tokens over all tokens, pooled over requests; None where nothing was generated.
+    """
+    repeated = total = 0
+    for output in outputs:
+        repeated += int(repeated_ngrams(output, n).sum())
+        total += len(output)
+    return repeated / total if total else None

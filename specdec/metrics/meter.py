@@ -1,0 +1,57 @@
+"""Where the controller's wall time goes: model calls, declared waits, and the rest (overhead)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+
+class Meter:
+    """Sums the wall time of model calls (embedding to logits) and of declared waits.
+
+    Attributes:
+        model_s: seconds by model name ("target", "draft", ...).
+        calls: calls by model name.
+        wait_s: seconds of declared waits (paced clocks, transport).
+    """
+
+    def __init__(self) -> None:
+        self.model_s: defaultdict[str, float] = defaultdict(float)
+        self.calls: defaultdict[str, int] = defaultdict(int)
+        self.wait_s = 0.0
+
+    def reset(self) -> None:
+        """Starts again from zero (holders keep their reference)."""
+        self.model_s.clear()
+        self.calls.clear()
+        self.wait_s = 0.0
+
+    @contextmanager
+    def model(self, name: str) -> Iterator[None]:
+        """Counts the block as one call of model ``name``."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Counts one call of model ``name`` that took ``seconds``."""
+        self.model_s[name] += seconds
+        self.calls[name] += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the block as a declared wait."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s += perf_counter() - start
+
+    @property
+    def total_model_s(self) -> float:
+        """Seconds in model calls, over all models."""
+        return sum(self.model_s.values())

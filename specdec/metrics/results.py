@@ -1,0 +1,233 @@
+"""Raw counts of finished requests and of whole runs: what every rate is derived from.
+
+Baselines and our own strategies fill the same two classes, and ``rates`` knows only these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.metrics.meter import Meter
+    from specdec.state import RequestCounters, RequestState
+    from specdec.types import SourceCounters
+
+_HISTOGRAMS = ("accepted_by_depth", "judged_by_depth", "path_lengths")
+_TIME_DIGITS = 7  # 0.1 microseconds, in files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestResult:
+    """One finished request.
+
+    Attributes:
+        id: the prompt's id.
+        num_prompt: prompt tokens fed, after truncation.
+        output: generated tokens, the end token included.
+        origins: per generated token the source that proposed it, -1 where none did.
+        finish_reason: eos, stop_string, length or cancelled.
+        text: the decoded output.
+        emitted_s: per generated token when it was emitted, on the run's clock; not decreasing.
+        arrival_s, admitted_s: when the request arrived and when its work began.
+        counters: raw counts.
+    """
+
+    id: int
+    num_prompt: int
+    output: tuple[int, ...]
+    origins: tuple[int, ...]
+    finish_reason: str
+    text: str
+    emitted_s: tuple[float, ...]
+    arrival_s: float
+    admitted_s: float
+    counters: RequestCounters
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.output), len(self.origins), len(self.emitted_s)}
+        assert len(lengths) == 1, f"request {self.id}: token, origin and time counts {lengths}"
+
+    @staticmethod
+    def from_state(state: RequestState, *, text: str) -> RequestResult:
+        """Takes over a finished request of the engine."""
+        return RequestResult(
+            id=state.id,
+            num_prompt=state.num_prompt,
+            output=tuple(state.output),
+            origins=tuple(state.output_origins),
+            finish_reason=state.finish_reason or "cancelled",
+            text=text,
+            emitted_s=tuple(state.emitted_s),
+            arrival_s=state.arrival_s,
+            admitted_s=state.admitted_s,
+            counters=state.counters,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for one line of ``requests.jsonl``."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found["emitted_s"] = [round(t, _TIME_DIGITS) for t in self.emitted_s]
+        found["output"], found["origins"] = list(self.output), list(self.origins)
+        counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
+        for name in _HISTOGRAMS:
+            counters[name] = {str(k): v for k, v in sorted(counters[name].items())}
+        return {**found, "counters": counters}
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> RequestResult:
+        """The inverse of ``to_json``.
+
+        Raises:
+            KeyError, TypeError: the mapping is not one of ours.
+        """
+        from specdec.state import RequestCounters
+
+        counters = dict(found["counters"])
+        for name in _HISTOGRAMS:
+            counters[name] = Counter({int(k): v for k, v in counters[name].items()})
+        values = {**found, "counters": RequestCounters(**counters)}
+        for name in ("output", "origins", "emitted_s"):
+            values[name] = tuple(values[name])
+        return RequestResult(**values)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunTotals:
+    """Raw totals of one strategy over some prompts, loading and warm-up left out.
+
+    Attributes:
+        steps: turns of the loop (baselines: target passes).
+        target_passes: target passes that answered at least one token position: those with tree
+            nodes, and a baseline's prefill, whose last row is answered.
+        prefill_passes: passes with prompt rows only.
+        target_rows, prefill_rows: tree nodes and prompt rows sent to the target.
+        draft_passes, draft_rows, draft_catch_up_rows: the sources' own model work.
+        draft_passes_by_level: passes per stage of a staged source.
+        wall_s: wall clock of the controller in decode calls, prefill included.
+        clock_s: the same on the run's clock; equal to ``wall_s`` where that is measured.
+        model_s, model_calls: seconds in and number of model calls by model name.
+        wait_s: seconds of declared waits.
+        target_bytes, draft_bytes: bytes of the models' weights; 0 where there is no draft model.
+        latency: steps from submission to answer.
+        level_per_step: an answer emits exactly one token (pipelines fed one level per step).
+        whole_tree: the whole tree is submitted and answered at once.
+        measured: times are what the wall clock says.
+        stage_busy_s: rank -> seconds of work on the run's clock, stages only; None where unknown.
+        draft_total_s, draft_hidden_s: draft seconds on the run's clock, and those of them that
+            passed while the target was busy.
+        theoretical_s: seconds that a latency profile gives for the run's counts.
+        bytes_sent: bytes that crossed between ranks.
+    """
+
+    steps: int = 0
+    target_passes: int = 0
+    prefill_passes: int = 0
+    target_rows: int = 0
+    prefill_rows: int = 0
+    draft_passes: int = 0
+    draft_rows: int = 0
+    draft_catch_up_rows: int = 0
+    draft_passes_by_level: dict[str, int] = field(default_factory=dict)
+    wall_s: float = 0.0
+    clock_s: float = 0.0
+    model_s: dict[str, float] = field(default_factory=dict)
+    model_calls: dict[str, int] = field(default_factory=dict)
+    wait_s: float = 0.0
+    target_bytes: int = 0
+    draft_bytes: int = 0
+    latency: int = 1
+    level_per_step: bool = False
+    whole_tree: bool = True
+    measured: bool = True
+    stage_busy_s: dict[int, float] | None = None
+    draft_total_s: float | None = None
+    draft_hidden_s: float | None = None
+    theoretical_s: float | None = None
+    bytes_sent: int | None = None
+
+    def add_source(self, counters: SourceCounters) -> None:
+        """Adds a source's counts."""
+        self.draft_passes += counters.passes
+        self.draft_rows += counters.rows
+        self.draft_catch_up_rows += counters.catch_up_rows
+        _add_into(self.draft_passes_by_level, counters.by_level)
+
+    def add_meter(self, meter: Meter) -> None:
+        """Adds a meter's sums."""
+        _add_into(self.model_s, meter.model_s)
+        _add_into(self.model_calls, meter.calls)
+        self.wait_s += meter.wait_s
+
+    @property
+    def total_model_s(self) -> float:
+        """Seconds in model calls, over all models."""
+        return sum(self.model_s.values())
+
+    @staticmethod
+    def merge(parts: Iterable[RunTotals]) -> RunTotals:
+        """Sums the totals of parts of one run (prompt by prompt, for interleaved repeats).
+
+        Raises:
+            ValueError: there are no parts, or they are not parts of one run (flags differ).
+        """
+        items = list(parts)
+        if not items:
+            raise ValueError("no totals to merge: the run has no finished prompts")
+        merged = RunTotals()
+        for f in fields(RunTotals):
+            values = [getattr(item, f.name) for item in items]
+            if f.name in _SAME:
+                if any(value != values[0] for value in values):
+                    raise ValueError(f"totals of different runs: {f.name} is {values}")
+                setattr(merged, f.name, values[0])
+            else:
+                setattr(merged, f.name, _sum(values))
+        return merged
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        found = asdict(self)
+        if self.stage_busy_s is not None:
+            found["stage_busy_s"] = {str(k): v for k, v in self.stage_busy_s.items()}
+        return found
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> RunTotals:
+        """The inverse of ``to_json``."""
+        totals = RunTotals(**found)
+        if totals.stage_busy_s is not None:
+            totals.stage_busy_s = {int(k): v for k, v in totals.stage_busy_s.items()}
+        return totals
+
+
+_SAME = frozenset(
+    ["target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "measured"]
+)  # these describe the run and are not summed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One repeat of one strategy: its requests and its totals."""
+
+    results: tuple[RequestResult, ...]
+    totals: RunTotals
+
+
+def _add_into(total: dict[Any, Any], more: Mapping[Any, Any]) -> None:
+    for key, value in more.items():
+        total[key] = total.get(key, 0) + value
+
+
+def _sum(values: list[Any]) -> Any:
+    if any(value is None for value in values):
+        return None  # unknown for a part is unknown for the whole
+    if isinstance(values[0], dict):
+        summed: defaultdict[Any, Any] = defaultdict(int)
+        for value in values:
+            for key, item in value.items():
+                summed[key] += item
+        return dict(summed)
+    return sum(values)

@@ -1,0 +1,79 @@
+"""Times per token and per request, from emission times on the run's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.metrics.results import RequestResult
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePhase:
+    """A request after its first emission.
+
+    Tokens emitted together with the first one belong to the prefill, which has produced them; the
+    decode phase starts at that moment with the next token.
+
+    Attributes:
+        tokens: tokens emitted later than the first.
+        seconds: from the first emission to the last.
+        gaps_s: float64[tokens], time since the token before; 0 for tokens emitted together.
+    """
+
+    tokens: int
+    seconds: float
+    gaps_s: npt.NDArray[np.float64]
+
+
+def decode_phase(result: RequestResult) -> DecodePhase:
+    """The decode phase of a request; empty where everything came at once."""
+    times = np.asarray(result.emitted_s, np.float64)
+    if not len(times):
+        return DecodePhase(0, 0.0, times)
+    together = int(np.searchsorted(times, times[0], side="right"))
+    gaps = np.diff(times[together - 1 :])
+    return DecodePhase(len(gaps), float(times[-1] - times[0]), gaps)
+
+
+def decode_speed(results: Sequence[RequestResult]) -> float | None:
+    """Tokens per second of the decode phases, pooled; None where they take no time."""
+    phases = [decode_phase(result) for result in results]
+    seconds = sum(phase.seconds for phase in phases)
+    return sum(phase.tokens for phase in phases) / seconds if seconds > 0 else None
+
+
+def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[str, float | None]:
+    """Latencies and speeds.
+
+    ``tokens_per_s``: tokens of the decode phases over their seconds, so 1000 / ``tbt_ms_mean``.
+    ``tbt_ms_*``: time between consecutive tokens in the decode phases (0 within one emission).
+    ``ttft_ms``: mean time from admission to the first emission; ``queue_ms`` from arrival to
+    admission. ``throughput_tokens_per_s``: all new tokens over the run's seconds.
+
+    Args:
+        results: finished requests.
+        clock_s: seconds of the run on its clock.
+    """
+    gaps = [decode_phase(result).gaps_s for result in results]
+    all_gaps = np.concatenate(gaps) if gaps else np.zeros(0)
+    new_tokens = sum(len(result.output) for result in results)
+    started = [result for result in results if result.emitted_s]
+    found: dict[str, float | None] = {
+        "tokens_per_s": decode_speed(results),
+        "ttft_ms": _mean_ms([r.emitted_s[0] - r.admitted_s for r in started]),
+        "queue_ms": _mean_ms([r.admitted_s - r.arrival_s for r in results]),
+        "tbt_ms_mean": _mean_ms(all_gaps),
+        "throughput_tokens_per_s": new_tokens / clock_s if clock_s > 0 else None,
+    }
+    for percent in (50, 95, 99):
+        value = float(np.percentile(all_gaps, percent)) * 1e3 if len(all_gaps) else None
+        found[f"tbt_ms_p{percent}"] = value
+    return found
+
+
+def _mean_ms(seconds: Sequence[float] | npt.NDArray[np.float64]) -> float | None:
+    return float(np.mean(seconds)) * 1e3 if len(seconds) else None

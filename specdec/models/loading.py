@@ -1,0 +1,265 @@
+"""Loading models and tokenizers: safetensors only, no remote code, whole or by layers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from specdec.errors import UserError
+from specdec.models.inspection import ModelInfo, inspect_model
+from specdec.models.slicing import layers_name
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Names of the types that a model can be run in."""
+
+
+def load_model(
+    model: ModelInfo | str | Path, *, dtype: str = "float32", device: str = "cpu"
+) -> PreTrainedModel:
+    """The whole model, in evaluation mode and without gradients.
+
+    Args:
+        model: what ``inspect_model`` gave, or a path or id for it.
+        dtype: a key of ``DTYPES``.
+        device: "cpu", "cuda", "cuda:1", ...
+
+    Raises:
+        UserError: for anything that ``inspect_model`` refuses, an unknown type or device, or
+            weights that do not fill the model.
+    """
+    info = _info(model)
+    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    config = _config(info)
+    try:
+        with _quiet():
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                info.path,
+                config=config,
+                dtype=torch_dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                attn_implementation=_reference_attention(config),
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{info.path} could not be loaded ({error}); check that config.json and the weights "
+            "belong together"
+        ) from error
+    # transformers fills missing tensors at random and only warns.
+    _refuse_missing(info, sorted(report["missing_keys"]))
+    loaded.requires_grad_(False)
+    return loaded.to(torch_device).eval()
+
+
+def load_stage(
+    model: ModelInfo | str | Path,
+    first_layer: int,
+    last_layer: int,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> PreTrainedModel:
+    """A model with weights for layers first .. last - 1 only; the rest takes no memory.
+
+    Only tensors of these layers are read, the embeddings where the slice begins at 0, the head
+    where it ends the model, and the few parameters outside the layers (norms). All others stay on
+    the meta device. Give it to ``ModelRunner`` with the same layers.
+
+    Raises:
+        UserError: as ``load_model``; also for quantised weights.
+        ValueError: for layers that the model has not.
+    """
+    info = _info(model)
+    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    config = _config(info)
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{info.path} is quantised; stages load plain weights only")
+    with init_empty_weights(include_buffers=False):
+        loaded = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch_dtype,
+            trust_remote_code=False,
+            attn_implementation=_reference_attention(config),
+        )
+    loaded.tie_weights()
+    total = len(loaded.get_submodule(layers_name(loaded)))
+    if not 0 <= first_layer < last_layer <= total:
+        raise ValueError(f"no layers {first_layer} .. {last_layer} in a model of {total} layers")
+    _fill(loaded, info, first_layer, last_layer, torch_dtype, torch_device)
+    for module in loaded.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(torch_device))
+    loaded.requires_grad_(False)
+    return loaded.eval()
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local model folder.
+
+    Raises:
+        UserError: where there is none that can be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # depends on the tokenizer's kind
+        raise UserError(
+            f"{path} has no tokenizer that can be loaded ({error}); copy tokenizer.json and "
+            "tokenizer_config.json beside the weights"
+        ) from error
+
+
+def _fill(
+    model: PreTrainedModel,
+    info: ModelInfo,
+    first_layer: int,
+    last_layer: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Reads the tensors that a stage needs and puts them in place of meta parameters."""
+    needed = _needed_names(model, first_layer, last_layer)
+    groups: dict[int, list[str]] = defaultdict(list)  # tied parameters are one group
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups[id(parameter)].append(name)
+    sources: dict[str, list[str]] = {}  # tensor in the files -> names in the model
+    missing = []
+    for names in groups.values():
+        wanted = [name for name in names if name in needed]
+        if not wanted:
+            continue
+        source = next((s for name in names for s in _aliases(model, name) if s in info.tensors), "")
+        if source:
+            sources[source] = wanted
+        else:
+            missing.append(wanted[0])
+    _refuse_missing(info, missing)
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for source in sources:
+        by_file[info.tensors[source]].append(source)
+    for file, names in by_file.items():
+        with safe_open(info.path / file, framework="pt", device=str(device)) as tensors:
+            for source in names:
+                parameter = nn.Parameter(tensors.get_tensor(source).to(dtype), requires_grad=False)
+                for name in sources[source]:
+                    _put(model, name, parameter, info)
+
+
+def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> set[str]:
+    """Names of the parameters that layers first .. last - 1 need in order to run."""
+    layers = layers_name(model)
+    total = len(model.get_submodule(layers))
+    base = model.base_model
+    in_base = {id(module) for module in base.modules()}
+    needed = set()
+    for path, module in model.named_modules():
+        if path.startswith(f"{layers}."):
+            wanted = first_layer <= int(path[len(layers) + 1 :].split(".")[0]) < last_layer
+        elif id(module) not in in_base:
+            wanted = last_layer == total
+        elif isinstance(module, nn.Embedding):
+            wanted = first_layer == 0
+        else:
+            wanted = True
+        if wanted:
+            needed |= {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
+    return needed
+
+
+def _aliases(model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Names that a checkpoint may have for a parameter: with or without the base model's prefix."""
+    prefix = f"{model.base_model_prefix}."
+    yield name
+    if name.startswith(prefix):
+        yield name[len(prefix) :]
+
+
+def _put(model: PreTrainedModel, name: str, parameter: nn.Parameter, info: ModelInfo) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    expected = module.get_parameter(leaf).shape
+    if expected != parameter.shape:
+        raise UserError(
+            f"{info.path}: tensor {name!r} has shape {tuple(parameter.shape)} where config.json "
+            f"means {tuple(expected)}; use the config.json that belongs to the weights"
+        )
+    setattr(module, leaf, parameter)
+
+
+def _refuse_missing(info: ModelInfo, names: list[str]) -> None:
+    if names:
+        raise UserError(
+            f"{info.path} lacks {len(names)} tensors of its model, first {names[0]!r}; check that "
+            "config.json and the weights belong together"
+        )
+
+
+def _info(model: ModelInfo | str | Path) -> ModelInfo:
+    return model if isinstance(model, ModelInfo) else inspect_model(model)
+
+
+def _config(info: ModelInfo) -> AutoConfig:
+    try:
+        return AutoConfig.from_pretrained(
+            info.path, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # configs validate themselves in many ways
+        raise UserError(
+            f"{info.path / 'config.json'} is not accepted by transformers ({error}); correct it"
+        ) from error
+
+
+def _reference_attention(config: AutoConfig) -> str:
+    """The attention for those who call the model without a runner: soft caps need "eager"."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is unknown; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); use 'cpu' or a "
+            "device that torch reports as available"
+        ) from error
+    return device
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()

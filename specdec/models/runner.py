@@ -1,0 +1,234 @@
+"""Forward passes of a model, or of a slice of its layers, over our own caches.
+
+Letters: R rows of one request, A rows whose logits are asked for, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from specdec.attention import Attention, AttentionStep, StepCache, attending
+from specdec.cache import CacheSpec, Rows, TreeCache
+from specdec.errors import UserError
+from specdec.metrics.meter import Meter
+from specdec.models.slicing import layers_name, own_instance
+from specdec.types import IntArray
+
+NO_ROWS: IntArray = np.zeros(0, np.int64)
+"""``logits_rows`` of a pass that wants none, such as prefill."""
+
+_HARMLESS = frozenset(
+    {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOutput:
+    """What one pass gives.
+
+    Attributes:
+        hidden: [sum R, E], after the last layer of the slice and before the final norm: what the
+            next stage takes.
+        logits: [A, V] in the order of ``logits_rows``; None where none were asked for, or where
+            the slice is not the last.
+        captured: global layer index (from 0) -> [sum R, E] after that layer.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """Layers ``first_layer .. last_layer - 1`` of a model.
+
+    Attributes:
+        name: under which its passes are metered.
+        first_layer, last_layer, num_layers: the slice.
+        is_first, is_last: whether it begins with the embeddings, ends with the logits.
+        spec: what its caches hold.
+        vocab_size, hidden_size, max_positions: of the model.
+        dtype, device: of its weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        name: str,
+        meter: Meter,
+        first_layer: int = 0,
+        last_layer: int | None = None,
+        capture_layers: Sequence[int] = (),
+        attention: str = Attention.DENSE,
+    ) -> None:
+        """Prepares the slice and runs one token through it, as a check.
+
+        Args:
+            model: the whole model, or what ``load_stage`` gave; it is not changed.
+            name: "target", "draft", ...
+            meter: told of every pass.
+            first_layer, last_layer: the slice; to the end where ``last_layer`` is None.
+            capture_layers: layers (global, from 0) whose output every pass hands out.
+            attention: "dense" or "two_level".
+
+        Raises:
+            UserError: for a family that this attention cannot serve.
+            ValueError: for layers that the model has not.
+        """
+        total = len(model.get_submodule(layers_name(model)))
+        last_layer = total if last_layer is None else last_layer
+        if not 0 <= first_layer < last_layer <= total:
+            raise ValueError(f"no layers {first_layer} .. {last_layer} in a model of {total} layers")
+        for layer in capture_layers:
+            if not first_layer <= layer < last_layer:
+                raise ValueError(
+                    f"layer {layer} is not among layers {first_layer} .. {last_layer - 1}"
+                )
+        if attention not in list(Attention):
+            raise ValueError(f"attention={attention!r}; choose from {[a.value for a in Attention]}")
+        config = model.config.get_text_config()
+        self.name = name
+        self.first_layer, self.last_layer = first_layer, last_layer
+        self.num_layers = last_layer - first_layer
+        self.is_first, self.is_last = first_layer == 0, last_layer == total
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.max_positions: int = config.max_position_embeddings
+        self._meter = meter
+        self._attention = Attention(attention)
+        self._captured = tuple(capture_layers)
+        self._model = own_instance(
+            model,
+            first_layer=first_layer,
+            last_layer=last_layer,
+            capture_layers={*capture_layers, last_layer - 1},
+        )
+        weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
+        self.dtype, self.device = weight.dtype, weight.device
+        embedding = model.get_input_embeddings()
+        self._embedding_dim: int = embedding.embedding_dim
+        self.spec = self._probe(config.model_type)
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """An empty cache for one request, with room for ``capacity`` tokens and nodes at first."""
+        return TreeCache(spec=self.spec, capacity=capacity)
+
+    def forward(
+        self,
+        rows: Sequence[Rows],
+        *,
+        hidden: torch.Tensor | None = None,
+        logits_rows: IntArray | None = None,
+    ) -> RunnerOutput:
+        """One packed pass over the rows of one or many requests; fills their caches.
+
+        Args:
+            rows: at least one row in all; what ``TreeCache.rows`` returned, in packing order.
+            hidden: [sum R, E], what the stage before gave; for the first slice None.
+            logits_rows: int64[A], packed row indices; every row where None, no logits where empty.
+        """
+        assert (hidden is None) == self.is_first, "hidden states enter every slice but the first"
+        if len(rows) == 1:
+            tokens, positions = rows[0].tokens, rows[0].positions
+        else:
+            tokens = np.concatenate([part.tokens for part in rows])
+            positions = np.concatenate([part.positions for part in rows])
+        with torch.inference_mode():
+            step = AttentionStep(
+                rows=rows,
+                first_layer=self.first_layer,
+                attention=self._attention,
+                hidden=None if hidden is None else hidden.to(self.device)[None],
+            )
+            inputs = self._inputs(tokens, positions, step.cache)
+            wants_logits = self.is_last and (logits_rows is None or len(logits_rows) > 0)
+            with attending(step):
+                start = perf_counter()
+                if not wants_logits:
+                    self._model.base_model(**inputs)
+                    logits = None
+                else:
+                    keep: int | torch.Tensor = 0
+                    if logits_rows is not None:
+                        keep = torch.from_numpy(logits_rows).to(self.device)
+                    logits = self._model(**inputs, logits_to_keep=keep).logits[0]
+                self._meter.add(self.name, perf_counter() - start)
+        captured = {layer: step.captured[layer][0] for layer in self._captured}
+        return RunnerOutput(
+            hidden=step.captured[self.last_layer - 1][0], logits=logits, captured=captured
+        )
+
+    def _inputs(self, tokens: IntArray, positions: IntArray, cache: StepCache) -> dict[str, Any]:
+        """Arguments of transformers' forward; in a later slice the embeddings are placeholders."""
+        inputs: dict[str, Any] = {
+            "position_ids": torch.from_numpy(positions).to(self.device)[None],
+            "past_key_values": cache,
+        }
+        if self.is_first:
+            inputs["input_ids"] = torch.from_numpy(tokens).to(self.device)[None]
+        else:
+            shape = (1, len(tokens), self._embedding_dim)
+            inputs["inputs_embeds"] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return inputs
+
+    def _probe(self, model_type: str) -> CacheSpec:
+        """Runs one token through the slice to learn what its layers keep."""
+        probe = _Probe(model_type=model_type, first_layer=self.first_layer)
+        probe.hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        zero = np.zeros(1, np.int64)
+        with torch.inference_mode(), attending(probe):
+            self._model.base_model(**self._inputs(zero, zero, probe.cache))
+        if sorted(probe.shapes) != list(range(self.num_layers)) or len({*probe.shapes.values()}) > 1:
+            raise UserError(
+                f"model type {model_type!r} cannot be used: its layers do not all attend through "
+                f"transformers' attention interface with one shape of keys and values (layers seen: "
+                f"{probe.shapes}); use a plain decoder-only family such as llama, qwen3 or gpt2"
+            )
+        num_kv_heads, head_dim = probe.shapes[0]
+        return CacheSpec(
+            num_layers=self.num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+
+class _Probe:
+    """A step that notes the shapes of keys and refuses what ``tree_attention`` does not do."""
+
+    def __init__(self, *, model_type: str, first_layer: int) -> None:
+        self.cache = StepCache(first_layer=first_layer)
+        self.captured: dict[int, torch.Tensor] = {}
+        self.hidden: torch.Tensor | None = None
+        self.shapes: dict[int, tuple[int, int]] = {}
+        self._model_type = model_type
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Zeros of the right shape."""
+        unknown = [k for k, v in options.items() if k not in _HARMLESS and v is not None]
+        if unknown or key.shape != value.shape:
+            raise UserError(
+                f"model type {self._model_type!r} cannot be used: its attention has features that "
+                f"tree attention does not know ({', '.join(unknown) or 'unequal key and value'}); "
+                "use a plain decoder-only family such as llama, qwen3 or gpt2"
+            )
+        self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
+        return torch.zeros_like(query).transpose(1, 2)

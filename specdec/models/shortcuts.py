@@ -1,0 +1,87 @@
+"""Cheaper dispatch inside an own copy of a model; what is computed stays bit for bit the same.
+
+At batch size 1 a small model spends more time in Python between its operations than in them: a
+third of a layer of hidden size 192. Three things are cut, on the runner's private copy only, where
+nobody adds hooks or swaps modules later.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from transformers import PreTrainedModel
+
+_SAMPLE_SCALES = (1.0, 1e-3, 30.0)
+
+
+def shorten(model: PreTrainedModel) -> None:
+    """Applies the short cuts to every module of ``model``, a copy that nobody else holds."""
+    for module in model.modules():
+        for name, child in list(module.named_children()):
+            if is_plain_rms_norm(child):
+                module._modules[name] = _FusedNorm(child)
+    for module in model.modules():
+        # Found at once, where nn.Module looks through three dictionaries by a slow fallback.
+        module.__dict__.update(module._parameters)
+        module.__dict__.update(module._modules)
+        if not isinstance(module, PreTrainedModel) and not _is_hooked(module):
+            module.__class__ = _direct(type(module))
+
+
+@cache
+def _direct(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose call is its forward, without nn.Module's search for hooks."""
+    if kind.__call__ is not nn.Module.__call__:
+        return kind
+    return type(kind.__name__, (kind,), {"__call__": kind.forward, "__module__": kind.__module__})
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    )
+
+
+class _FusedNorm(nn.Module):
+    """Root-mean-square norm in one call instead of six."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight: torch.Tensor = norm.weight  # type: ignore[assignment]
+        self.eps = _epsilon(norm)
+        self.shape = tuple(self.weight.shape)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.rms_norm(hidden, self.shape, self.weight, self.eps)
+
+
+def is_plain_rms_norm(module: nn.Module) -> bool:
+    """Whether torch's own RMS norm gives the same bits as ``module`` in its type.
+
+    Families differ in where they round and what they multiply by, so this is tried, not assumed:
+    in float64, for one, they do not agree, because transformers' norms pass through float32.
+    """
+    weight, eps = getattr(module, "weight", None), _epsilon(module)
+    names = {name for name, _ in module.named_parameters()}
+    if not isinstance(eps, float) or names != {"weight"} or list(module.children()):
+        return False
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.is_meta:
+        return False
+    if _is_hooked(module) or isinstance(module, nn.LayerNorm):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for scale in _SAMPLE_SCALES:
+        sample = torch.randn(3, 5, len(weight), generator=generator) * scale
+        sample = sample.to(device=weight.device, dtype=weight.dtype)
+        with torch.inference_mode():
+            if not torch.equal(module(sample), torch.rms_norm(sample, weight.shape, weight, eps)):
+                return False
+    return True
+
+
+def _epsilon(module: nn.Module) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))

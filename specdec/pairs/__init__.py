@@ -1,0 +1,46 @@
+"""A target and its draft, as the parts of a strategy see them: pretrained, random or synthetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import UserError
+from specdec.pairs.huggingface import HuggingFacePair
+from specdec.pairs.interface import ModelPair
+from specdec.pairs.pretrained import PretrainedPair, check_vocabularies, resolve
+from specdec.pairs.random import RandomPair
+from specdec.pairs.synthetic import SyntheticModels, build_synthetic
+
+__all__ = [
+    "HuggingFacePair",
+    "ModelPair",
+    "PretrainedPair",
+    "RandomPair",
+    "SyntheticModels",
+    "build_pair",
+    "check_vocabularies",
+    "resolve",
+]
+
+
+def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
+    """The pair that ``model=`` describes.
+
+    Raises:
+        UserError: for an unknown kind or key, or unusable paths.
+    """
+    keys = {k: v for k, v in cfg.items() if k != "kind"}
+    builders: dict[str, Any] = {
+        "pretrained": PretrainedPair,
+        "random": RandomPair,
+        "synthetic": build_synthetic,
+    }
+    if cfg["kind"] not in builders:
+        raise UserError(f"model.kind={cfg['kind']} is unknown; use {', '.join(builders)}")
+    try:
+        return builders[cfg["kind"]](**keys)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"model: {error}") from error

@@ -1,0 +1,123 @@
+"""Pairs of Hugging Face models: how any of them is run."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.errors import UserError
+from specdec.executors.answering import Answerer, ModelAnswerer
+from specdec.executors.stage import ModelStage, Stage
+from specdec.metrics.meter import Meter
+from specdec.models import ModelRunner
+from specdec.randomness import KeyedDraws
+from specdec.sampling import TargetSampler
+from specdec.sources.katz import KatzModel
+from specdec.sources.synthetic import SyntheticPair
+
+
+class HuggingFacePair:
+    """Two Hugging Face models, loaded when first asked for.
+
+    Subclasses say where models, tokenizer and n-gram counts come from.
+    """
+
+    is_synthetic = False
+
+    def __init__(self, *, dtype: str, device: str, attention: str) -> None:
+        """Remembers how to load.
+
+        Args:
+            dtype: float64, float32, bfloat16 or float16.
+            device: a torch device, or auto (a GPU where there is one).
+            attention: dense, two_level, or auto (dense).
+        """
+        self.dtype = dtype
+        has_gpu = torch.cuda.is_available()
+        self.device = ("cuda" if has_gpu else "cpu") if device == "auto" else device
+        self._attention = "dense" if attention == "auto" else attention
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The target model."""
+        raise NotImplementedError
+
+    @property
+    def draft(self) -> PreTrainedModel:
+        """The draft model."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target's vocabulary."""
+        return int(self.target.config.get_text_config().vocab_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the target."""
+        return int(self.target.config.get_text_config().num_hidden_layers)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions of the target; a draft with fewer is refused by its own runner."""
+        value = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        return None if value is None else int(value)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a request, as the generation config (or the model config) names them."""
+        config = self.target.generation_config
+        eos = config.eos_token_id if config is not None else self.target.config.eos_token_id
+        if eos is None:
+            return frozenset()
+        return frozenset(eos if isinstance(eos, list) else [eos])
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The target's tokenizer, if there is one."""
+        return None
+
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the target's and of the draft's weights in memory."""
+        return num_bytes(self.target), num_bytes(self.draft)
+
+    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+        """Layers ``first`` .. ``last`` of the target."""
+        runner = ModelRunner(
+            model=self.target,
+            name="target",
+            meter=meter,
+            first_layer=first,
+            last_layer=last,
+            attention=self._attention,  # type: ignore[arg-type]
+        )
+        return ModelStage(runner=runner)
+
+    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
+        """Samples from the target's logits."""
+        return ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
+
+    def draft_runner(self, meter: Meter) -> ModelRunner:
+        """The whole draft model."""
+        return ModelRunner(
+            model=self.draft,
+            name="draft",
+            meter=meter,
+            attention=self._attention,  # type: ignore[arg-type]
+        )
+
+    def katz(self) -> KatzModel:
+        """The n-gram model that goes with the pair."""
+        raise NotImplementedError
+
+    def synthetic(self) -> SyntheticPair:
+        """Refused: this pair has real models."""
+        raise UserError(
+            "source=synthetic proposes for model=synthetic only; choose source=draft_model"
+        )
+
+
+def num_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's parameters in memory."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())

@@ -1,0 +1,135 @@
+"""Pairs from folders, from the hub, or from the bundled family."""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from importlib import resources
+from pathlib import Path
+
+from safetensors.numpy import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.errors import UserError
+from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
+from specdec.pairs.huggingface import HuggingFacePair, num_bytes
+from specdec.sources.katz import KatzModel
+
+BUNDLED = "bundled:"
+"""Prefix of model paths that name a folder of the bundled family."""
+
+
+class PretrainedPair(HuggingFacePair):
+    """Models from folders, from the hub, or from the bundled family."""
+
+    def __init__(
+        self,
+        *,
+        target: str,
+        draft: str | None,
+        ngram: str | None,
+        dtype: str,
+        device: str,
+        attention: str,
+    ) -> None:
+        """Checks the paths; nothing is loaded yet.
+
+        Args:
+            target: path, hub id or ``bundled:NAME``.
+            draft: likewise; None where no strategy needs one.
+            ngram: safetensors file of token samples that n-gram models are counted from.
+            dtype, device, attention: see ``HuggingFacePair``.
+
+        Raises:
+            UserError: for a path without a usable model, or vocabularies that differ.
+        """
+        super().__init__(dtype=dtype, device=device, attention=attention)
+        self._target_info = inspect_model(resolve(target))
+        self._draft_info = None if draft is None else inspect_model(resolve(draft))
+        self._ngram = None if ngram is None else Path(resolve(ngram))
+        check_vocabularies(self._target_info, self._draft_info)
+
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        """The target model."""
+        return load_model(self._target_info, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def draft(self) -> PreTrainedModel:
+        """The draft model."""
+        if self._draft_info is None:
+            raise UserError(
+                "this strategy needs a draft model; give model.draft=PATH (same tokenizer as the"
+                " target) or a source without one, e.g. source=prompt_lookup"
+            )
+        return load_model(self._draft_info, dtype=self.dtype, device=self.device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the target, from its config."""
+        return self._target_info.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target's vocabulary, from its config."""
+        return self._target_info.vocab_size
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The target's tokenizer."""
+        return load_tokenizer(self._target_info.path)
+
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of weights; 0 for an absent draft."""
+        return num_bytes(self.target), 0 if self._draft_info is None else num_bytes(self.draft)
+
+    def katz(self) -> KatzModel:
+        """Counted from the pair's token samples, once per process."""
+        if self._ngram is None:
+            raise UserError(
+                "this strategy needs n-gram counts; give model.ngram=FILE (safetensors with a 1-d"
+                " integer tensor `tokens`), or choose source=prompt_lookup"
+            )
+        return _katz_from_file(self._ngram, self.vocab_size)
+
+
+def resolve(path: str) -> str:
+    """Turns ``bundled:NAME`` into the folder of the installed package; other paths stay."""
+    if not path.startswith(BUNDLED):
+        return path
+    folder = resources.files("specdec.assets").joinpath("tiny", path.removeprefix(BUNDLED))
+    return str(folder)
+
+
+def check_vocabularies(target: ModelInfo, draft: ModelInfo | None) -> None:
+    """Refuses a draft whose vocabulary is not the target's.
+
+    Raises:
+        UserError: naming both sizes, or the differing tokenizers.
+    """
+    if draft is None:
+        return
+    if target.vocab_size != draft.vocab_size:
+        raise UserError(
+            f"model.draft has a vocabulary of {draft.vocab_size} tokens, model.target has"
+            f" {target.vocab_size}; give a draft trained with the target's tokenizer"
+        )
+    files = [info.path / "tokenizer.json" for info in (target, draft)]
+    if all(f.is_file() for f in files) and files[0].read_bytes() != files[1].read_bytes():
+        tokenizers = [load_tokenizer(info.path) for info in (target, draft)]
+        if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+            raise UserError(
+                f"model.draft ({draft.path.name}) and model.target ({target.path.name}) number their"
+                " tokens differently; give a draft trained with the target's tokenizer"
+            )
+
+
+@cache
+def _katz_from_file(path: Path, vocab_size: int) -> KatzModel:
+    if not path.is_file():
+        raise UserError(
+            f"model.ngram={path.name}: no such file; give a safetensors file of samples"
+        )
+    return KatzModel.from_tokens(
+        load_file(path)["tokens"].astype("int64"), order=3, vocab_size=vocab_size, separator=0
+    )

@@ -1,0 +1,115 @@
+"""Tiny untrained pairs: for tests, where only equality matters."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from specdec.errors import UserError
+from specdec.pairs.huggingface import HuggingFacePair
+from specdec.sources.katz import KatzModel
+from specdec.types import IntArray
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class RandomPair(HuggingFacePair):
+    """Tiny random Llama models: for tests, where only equality matters."""
+
+    def __init__(
+        self,
+        *,
+        family: str = "llama",
+        num_layers: int = 4,
+        draft_layers: int = 1,
+        hidden_size: int = 32,
+        num_heads: int = 4,
+        vocab_size: int = 64,
+        max_positions: int = 512,
+        seed: int = 0,
+        dtype: str = "float64",
+        device: str = "cpu",
+        attention: str = "auto",
+    ) -> None:
+        """Describes the models; they are made when first asked for.
+
+        Args:
+            family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
+            num_layers: of the target.
+            draft_layers: the draft is so many first layers of the target.
+            hidden_size, num_heads, vocab_size, max_positions: shapes.
+            seed: of the weights.
+            dtype, device, attention: see ``HuggingFacePair``.
+
+        Raises:
+            UserError: for a draft deeper than the target or a family that transformers lacks.
+        """
+        super().__init__(dtype=dtype, device=device, attention=attention)
+        if not 1 <= draft_layers <= num_layers:
+            raise UserError(
+                f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
+                f"{num_layers}"
+            )
+        if family not in CONFIG_MAPPING:
+            raise UserError(f"model.family={family} is unknown to transformers; try llama")
+        self._sizes = {
+            "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads if num_heads % 2 else num_heads // 2,
+            "head_dim": hidden_size // num_heads,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": max_positions,
+            "initializer_range": 0.2,  # wide enough that the next tokens vary
+            "tie_word_embeddings": False,
+        }
+        self._family = family
+        self._layers = (num_layers, draft_layers)
+        self._seed = seed
+
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        """The target model."""
+        return self._make(self._layers[0], self._seed)
+
+    @cached_property
+    def draft(self) -> PreTrainedModel:
+        """The target's first layers: agreement well above chance, far from certain."""
+        draft = self._make(self._layers[1], self._seed)
+        draft.load_state_dict(self.target.state_dict(), strict=False)
+        return draft
+
+    def katz(self) -> KatzModel:
+        """Counted from greedy continuations of the draft."""
+        return KatzModel.from_tokens(
+            self._samples(), order=3, vocab_size=self.vocab_size, separator=0
+        )
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """None: random models would end at random."""
+        return frozenset()
+
+    def _make(self, num_layers: int, seed: int) -> PreTrainedModel:
+        config = CONFIG_MAPPING[self._family](num_hidden_layers=num_layers, **self._sizes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config)
+        model = model.to(device=self.device, dtype=_DTYPES[self.dtype]).eval()
+        return model.requires_grad_(False)
+
+    def _samples(self) -> IntArray:
+        starts = torch.arange(1, min(self.vocab_size, 33), device=self.device)[:, None]
+        with torch.inference_mode():
+            tokens = self.draft.generate(
+                starts, max_new_tokens=32, do_sample=False, pad_token_id=0, eos_token_id=None
+            )
+        separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
+        return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]

@@ -1,0 +1,65 @@
+"""Pairs without models: hidden target sequences and a draft of known quality."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.errors import UserError
+from specdec.executors.answering import Answerer, SyntheticAnswerer
+from specdec.executors.stage import NullStage, Stage
+from specdec.metrics.meter import Meter
+from specdec.models import ModelRunner
+from specdec.randomness import KeyedDraws
+from specdec.sources.katz import KatzModel
+from specdec.sources.synthetic import SyntheticPair
+
+
+class SyntheticModels:
+    """No models: hidden target sequences and a draft of known quality (DESIGN 6)."""
+
+    is_synthetic = True
+    tokenizer = None
+    eos_ids: frozenset[int] = frozenset()
+    max_positions = None
+    weight_bytes = (0, 0)
+
+    def __init__(self, *, pair: SyntheticPair, num_layers: int = 80) -> None:
+        """Wraps ``pair``; ``num_layers`` bounds the number of stages."""
+        self._pair = pair
+        self.num_layers = num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the synthetic vocabulary."""
+        return self._pair.vocab_size
+
+    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+        """A stage that computes nothing."""
+        return NullStage()
+
+    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
+        """Answers from the hidden sequences; they have no distributions."""
+        if needs_probs:
+            raise UserError(
+                "model=synthetic has target tokens but no target distributions; use verifier=match"
+            )
+        return SyntheticAnswerer(target=self._pair.target)
+
+    def draft_runner(self, meter: Meter) -> ModelRunner:
+        """Refused: compose replaces draft models by the synthetic source."""
+        raise UserError("model=synthetic has no draft model; choose source=synthetic")
+
+    def katz(self) -> KatzModel:
+        """Refused: there is no text."""
+        raise UserError(
+            "model=synthetic has no text to count n-grams from; choose source=synthetic"
+        )
+
+    def synthetic(self) -> SyntheticPair:
+        """The pair itself."""
+        return self._pair
+
+
+def build_synthetic(*, num_layers: int = 80, **keys: Any) -> SyntheticModels:
+    """The models of a ``SyntheticPair`` with the given laws."""
+    return SyntheticModels(pair=SyntheticPair(**keys), num_layers=num_layers)

@@ -1,0 +1,14 @@
+"""Tree policies: which tokens to propose, keep and verify.
+
+Every policy is deterministic: equal scores fall in slot order. ``serial`` tells whether a policy
+feeds a request nothing while answers are awaited.
+"""
+
+from specdec.policies.best_first import BestFirst
+from specdec.policies.chain import Chain
+from specdec.policies.fixed_width import FixedWidth
+from specdec.policies.root_only import RootOnly
+from specdec.policies.staged import StagedTree
+from specdec.policies.static import Static
+
+__all__ = ["BestFirst", "Chain", "FixedWidth", "RootOnly", "StagedTree", "Static"]

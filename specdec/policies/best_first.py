@@ -1,0 +1,195 @@
+"""Maximum-likelihood trees of any shape (SwiftSpec 3.1, Alg. 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.policies.growing import (
+    NO_SLOTS,
+    Stateless,
+    check_count,
+    expand,
+    last_position,
+    ready_requests,
+)
+from specdec.tree import TokenTree, top_set
+from specdec.types import FloatArray, IntArray, Nodes
+
+if TYPE_CHECKING:
+    from specdec.interfaces import TokenSource
+    from specdec.state import DecodeState, RequestState
+
+
+class BestFirst(Stateless):
+    """Expands the most probable leaves and verifies the most probable connected subgraph.
+
+    A *leaf* is a node that was not expanded, or a candidate that was not made a node yet: nodes are
+    made only of what is expanded or submitted. An expansion asks for ``max(bs, w)`` children, so no
+    child left out could be among the ``bs`` best nodes or the ``w`` best leaves.
+
+    *Serial* form (SwiftSpec-base, the paper's ablation): ``select`` expands the ``w`` best leaves
+    ``d`` times, goes on while fewer than ``bs`` nodes are available, and submits the ``bs`` best
+    ones, root included; then nothing until they are answered.
+
+    *Asynchronous* form (SwiftSpec, Alg. 1): the ``d`` expansions run in ``overlap``, while the
+    target verifies; ``select`` only makes good what is missing to ``bs`` nodes (lines 13-15).
+
+    ``continuous``, in either form: every ``select`` feeds the ``bs`` most probable nodes not yet
+    submitted, however many there are and whatever is in flight (for pipelines).
+    """
+
+    value_dependent = True
+
+    def __init__(
+        self,
+        *,
+        bs: int,
+        w: int,
+        d: int | None,
+        asynchronous: bool = False,
+        continuous: bool = False,
+    ) -> None:
+        """Sets the sizes, by the paper's names.
+
+        Args:
+            bs: nodes per target pass, root included, at least 2 (the paper: 8).
+            w: leaves per expansion (the paper: 8).
+            d: expansions per round; None: until the target is ready (asynchronous form only).
+            asynchronous: expand in ``overlap`` instead of in ``select``.
+            continuous: feed every step instead of waiting for answers.
+
+        Raises:
+            ValueError: for a size out of range.
+        """
+        check_count(
+            "bs", bs, minimum=2, remedy="the root is one of them; alone it is policy=root_only"
+        )
+        check_count("w", w)
+        if d is None and not asynchronous:
+            raise ValueError(
+                "policy.d=None (expand until the target is ready) needs policy.asynchronous=true;"
+                " give a number of expansions"
+            )
+        if d is not None:
+            check_count("d", d)
+        self.bs = bs
+        self.w = w
+        self.d = d
+        self.asynchronous = asynchronous
+        self.continuous = continuous
+        self.serial = not continuous
+        self._children = max(bs, w)
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The ``bs`` most probable nodes of every idle request (of every request: continuous)."""
+        requests = ready_requests(state, serial=self.serial)
+        silent: dict[int, IntArray] = {}
+        if not self.asynchronous:
+            for _ in range(self.d or 0):
+                self._grow(state, source, requests, silent)
+        short = [] if self.continuous else requests
+        while short := [r for r in short if _num_available(r.tree) < self.bs]:
+            short = self._grow(state, source, short, silent)
+        items = []
+        for request in requests:
+            slots = self._best_unsubmitted(request.tree)
+            if len(slots):
+                items.append((request.id, request.tree.ids[slots]))
+        return Nodes(tuple(items))
+
+    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+        """Asynchronous form: ``d`` expansions, or as many as fit before the target is ready."""
+        if not self.asynchronous:
+            return
+        growing = [request for request in state.requests.values() if not request.finished]
+        silent: dict[int, IntArray] = {}
+        rounds = 0
+        while growing and (rounds < self.d if self.d is not None else not ready()):
+            growing = self._grow(state, source, growing, silent)
+            rounds += 1
+
+    def _grow(
+        self,
+        state: DecodeState,
+        source: TokenSource,
+        requests: list[RequestState],
+        silent: dict[int, IntArray],
+    ) -> list[RequestState]:
+        """One growth round: expands the ``w`` most probable leaves of each request.
+
+        Args:
+            state: the forest.
+            source: asked once for all of them.
+            requests: whose trees grow.
+            silent: request id -> slots that had no answer in this call of the policy; they are not
+                asked again before the next, and are added to here.
+
+        Returns:
+            The requests that had leaves to expand.
+        """
+        wanted = []
+        for request in requests:
+            slots = self._best_leaves(request, silent.get(request.id, NO_SLOTS))
+            if len(slots):
+                wanted.append((request, slots))
+        answers = expand(state, source, wanted, self._children)
+        for (request, slots), counts in zip(wanted, answers, strict=True):
+            if not counts.all():
+                known = silent.get(request.id, NO_SLOTS)
+                silent[request.id] = np.concatenate([known, slots[counts == 0]])
+        return [request for request, _ in wanted]
+
+    def _best_leaves(self, request: RequestState, silent: IntArray) -> IntArray:
+        """int64[<= w]: slots of the most probable leaves, made nodes where they were candidates.
+
+        Not a leaf: what stands where only the last token of the request could follow.
+        """
+        tree = request.tree
+        room = last_position(request) - tree.positions  # levels that may still follow
+        closed = tree.expanded | (room < 1)
+        closed[silent] = True
+        nodes = np.where(closed, -np.inf, tree.scores)
+        return _best(tree, nodes, np.where(room > 1, tree.scores, -np.inf), self.w)
+
+    def _best_unsubmitted(self, tree: TokenTree) -> IntArray:
+        """int64[<= bs]: slots of the most probable nodes not yet submitted, parents first.
+
+        Together with the submitted ones they are connected: scores do not rise downwards, and of
+        equals the made node, hence the parent, comes first.
+        """
+        nodes = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
+        return _best(tree, nodes, tree.scores, self.bs)
+
+
+def _best(
+    tree: TokenTree, node_scores: FloatArray, parent_scores: FloatArray, num: int
+) -> IntArray:
+    """The ``num`` best of the nodes and of all candidates; candidates among them become nodes.
+
+    Args:
+        tree: the tree that is chosen from.
+        node_scores: float64[N], what the nodes count for, -inf for those that may not be chosen.
+        parent_scores: float64[N], what their candidates' log-probabilities are added to.
+        num: how many at most; ties fall to nodes before candidates, then in slot order.
+
+    Returns:
+        int64[<= num]: slots, in slot order.
+    """
+    num_nodes = len(tree)
+    candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
+    scores = np.concatenate([node_scores, candidate_scores.ravel()])
+    best = top_set(scores, num)
+    best = best[scores.take(best) > -np.inf]
+    split = int(best.searchsorted(num_nodes))
+    if split == len(best):
+        return best
+    rows, columns = np.divmod(best[split:] - num_nodes, candidate_scores.shape[1])
+    return np.concatenate([best[:split], tree.take(rows, columns)])
+
+
+def _num_available(tree: TokenTree) -> int:
+    """Nodes and candidates: the size of the tree in SwiftSpec's sense."""
+    return len(tree) + int(np.count_nonzero(tree.candidate_logprobs > -np.inf))

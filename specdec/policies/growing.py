@@ -1,0 +1,160 @@
+"""What the policies share: asking the source for a forest at once, and who may be fed.
+
+A *growth round* is one call of the source for the chosen nodes of all requests together, so that
+many requests share one draft forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.tree import TokenTree, top_set
+from specdec.types import Commit, IntArray, Nodes, Output
+
+if TYPE_CHECKING:
+    from specdec.interfaces import TokenSource
+    from specdec.state import DecodeState, RequestState
+
+NO_SLOTS: IntArray = np.zeros(0, np.int64)
+"""int64[0], shared and never written."""
+
+
+class Stateless:
+    """The calls that mean nothing to a policy whose whole state is in the trees."""
+
+    def open(self, request: RequestState) -> None:
+        """Nothing to prepare."""
+
+    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+        """Nothing: a serial policy drafts in ``select``, before the target starts."""
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Nothing: the trees have already been rerooted."""
+
+    def close(self, request_id: int) -> None:
+        """Nothing to release."""
+
+
+def check_count(key: str, value: object, *, minimum: int = 1, remedy: str = "") -> None:
+    """Refuses a size that is not a whole number of at least ``minimum``.
+
+    Raises:
+        ValueError: naming the key, the value and the remedy.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        hint = f"; {remedy}" if remedy else ""
+        raise ValueError(
+            f"policy.{key}={value!r} must be a whole number of at least {minimum}{hint}"
+        )
+
+
+def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
+    """Requests that may be fed now, in order of admission.
+
+    Their prefill is entirely sent, they are not finished, and, for ``serial`` policies, no answer
+    is awaited.
+    """
+    return [
+        request
+        for request in state.requests.values()
+        if request.prefill_sent >= request.num_prefill
+        and not request.finished
+        and not (serial and request.awaiting)
+    ]
+
+
+def last_position(request: RequestState) -> int:
+    """Position of the last token that the request can emit.
+
+    No node may stand beyond it: it could not be emitted, and the model may have no such position.
+    """
+    return request.num_prompt - 1 + request.stop.max_new_tokens
+
+
+def expand(
+    state: DecodeState,
+    source: TokenSource,
+    wanted: Sequence[tuple[RequestState, IntArray]],
+    k: int,
+) -> list[IntArray]:
+    """One growth round: asks the source once for all requests and stores its answers in the trees.
+
+    Args:
+        state: the forest.
+        source: asked for one packed batch of nodes; not at all when there is none.
+        wanted: (request, int64[W_r] slots of unexpanded nodes); a request at most once.
+        k: candidates per node at most.
+
+    Returns:
+        Per entry of ``wanted``, int64[W_r]: how many candidates each node got.
+    """
+    asked = [(request, slots) for request, slots in wanted if len(slots)]
+    if not asked:
+        return [NO_SLOTS for _ in wanted]
+    nodes = Nodes(tuple((request.id, request.tree.ids[slots]) for request, slots in asked))
+    candidates = source.expand(state, nodes, k)
+    assert len(candidates.counts) == len(nodes), "a source answers every node it is asked for"
+    counts, start = [], 0
+    for request, slots in wanted:
+        rows = slice(start, start + len(slots))
+        start = rows.stop
+        counts.append(candidates.counts[rows])
+        if len(slots):
+            request.tree.set_candidates(slots, candidates, rows)
+            _drop_known_children(request.tree, slots)
+    return counts
+
+
+def _drop_known_children(tree: TokenTree, slots: IntArray) -> None:
+    """Marks candidates as taken whose token a child of the node carries already.
+
+    A node may have children before it is expanded (``StagedTree``); siblings must differ.
+    """
+    is_parent = np.zeros(len(tree), np.bool_)
+    is_parent[tree.parents[1:]] = True
+    for slot in slots[is_parent.take(slots)].tolist():
+        known = np.isin(tree.candidate_tokens[slot], tree.tokens[tree.children(slot)])
+        tree.candidate_logprobs[slot, known] = -np.inf
+
+
+def bottom_level(tree: TokenTree) -> IntArray:
+    """int64[W]: slots of the deepest nodes."""
+    positions = tree.positions
+    return np.flatnonzero(positions == positions.max())
+
+
+def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:
+    """Makes nodes of the ``width`` most probable candidates of some nodes (PipeDec 3.3.3).
+
+    Args:
+        tree: the tree that grows.
+        parents: int64[W], slots, one level as a rule.
+        width: nodes to make at most, by cumulative probability, ties in slot order.
+        children: candidates of each parent that are looked at, best first.
+
+    Returns:
+        int64[<= width]: slots of the new nodes, in the order of their parents (breadth-first,
+        SpecPipe 3.2.1).
+    """
+    logprobs = tree.candidate_logprobs[parents, :children]  # [W, K]
+    scores = (logprobs + tree.scores.take(parents)[:, None]).ravel()
+    best = top_set(scores, width)
+    best = best[scores.take(best) > -np.inf]
+    if not len(best):
+        return NO_SLOTS
+    rows, columns = np.divmod(best, logprobs.shape[1])
+    return tree.take(parents.take(rows), columns)
+
+
+def unsubmitted(requests: Sequence[RequestState]) -> Nodes:
+    """All nodes of the requests' trees that the target has not been given, parents first."""
+    items = []
+    for request in requests:
+        tree = request.tree
+        slots = np.flatnonzero(tree.submitted_at < 0)
+        if len(slots):
+            items.append((request.id, tree.ids[slots]))
+    return Nodes(tuple(items))

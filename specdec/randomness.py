@@ -1,0 +1,196 @@
+"""Keyed draws: counter-based randomness, so that a draw depends on its key and on nothing else.
+
+DESIGN 3: the draw for prompt r at position t is a function of (seed, r, t, purpose, index), the
+same on every rank, in every batch and under every strategy. The generator is Philox4x32-10 (Salmon
+et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised.
+
+Shape letters: n draws, I sibling indices, T positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.types import FloatArray, IntArray
+
+_Words = npt.NDArray[np.uint64]  # 32-bit words, kept in 64 bits so that products do not overflow
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)  # key schedule: golden ratio and sqrt(3) - 1
+_MASK = 0xFFFFFFFF
+_LOW = np.uint64(_MASK)
+_SHIFT = np.uint64(32)
+_INDEX_BITS = 24
+
+_BLOCK = 256  # positions computed at a time
+_MAX_BLOCKS = 4  # a table that would grow beyond so many blocks starts afresh
+_MAX_CACHED_INDEX = 128
+_MAX_TABLES = 4096
+
+
+class Purpose(IntEnum):
+    """What a draw decides; draws of different purposes are independent.
+
+    ``TARGET``: the target's own next token, also the bonus token. ``DRAFT``: a sampled candidate.
+    ``ACCEPT``: the acceptance test of a candidate. ``RESIDUAL``: the correction token.
+    """
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def philox4x32(counter: tuple[_Words, ...], key: tuple[int, int]) -> tuple[_Words, ...]:
+    """Philox4x32-10 on arrays of counters.
+
+    Args:
+        counter: four uint64 arrays of one shape, each entry below 2**32.
+        key: two integers below 2**32.
+
+    Returns:
+        Four uint64 arrays of that shape with entries below 2**32.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        left = c0 * _MULTIPLIERS[0]
+        right = c2 * _MULTIPLIERS[1]
+        c0 = (right >> _SHIFT) ^ c1 ^ np.uint64(k0)
+        c2 = (left >> _SHIFT) ^ c3 ^ np.uint64(k1)
+        c1 = right & _LOW
+        c3 = left & _LOW
+        k0 = (k0 + _WEYL[0]) & _MASK
+        k1 = (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def keyed_uniforms(
+    seed: int,
+    prompt_ids: int | IntArray,
+    positions: int | IntArray,
+    purpose: Purpose,
+    index: int | IntArray = 0,
+) -> FloatArray:
+    """Draws for any mixture of keys, without a cache; the definition of ``KeyedDraws``.
+
+    Args:
+        seed: any integer; its low 64 bits are the key.
+        prompt_ids: int or int64, broadcast against the others.
+        positions: int or int64, 0 <= position < 2**32.
+        purpose: what the draws decide.
+        index: int or int64, sibling number, 0 <= index < 2**24.
+
+    Returns:
+        float64 in [0, 1), multiples of 2**-53, of the broadcast shape.
+    """
+    prompts, places, indices = (
+        np.asarray(value, np.int64).astype(np.uint64) for value in (prompt_ids, positions, index)
+    )
+    prompts, places, indices = np.broadcast_arrays(prompts, places, indices)
+    counter = (
+        places & _LOW,
+        indices | np.uint64(int(purpose) << _INDEX_BITS),
+        prompts & _LOW,
+        prompts >> _SHIFT,
+    )
+    high, low, _, _ = philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK))
+    bits = (high << np.uint64(21)) | (low >> np.uint64(11))
+    return bits * 2.0**-53
+
+
+@dataclass(slots=True)
+class _Table:
+    """Draws of one prompt and purpose: values[I, T] for positions first .. first + T."""
+
+    first: int
+    values: FloatArray
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.values.shape[1]
+
+
+class KeyedDraws:
+    """The uniform draws of a run, keyed by (seed, prompt id, position, purpose, index).
+
+    Draws are computed in blocks of positions and kept in a bounded cache, which changes their cost
+    and never their values.
+
+    Attributes:
+        seed: the run's seed.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        """Starts with an empty cache.
+
+        Args:
+            seed: any integer; its low 64 bits count.
+        """
+        self.seed = seed
+        self._tables: dict[tuple[int, int], _Table] = {}
+
+    def uniform(
+        self, prompt_id: int, positions: IntArray, purpose: Purpose, index: int | IntArray = 0
+    ) -> FloatArray:
+        """Draws for one prompt.
+
+        Args:
+            prompt_id: the prompt's id.
+            positions: int64[n], absolute positions of the tokens that are drawn: a node at position
+                p has its next token at p + 1. Any shape is allowed.
+            purpose: what the draws decide.
+            index: sibling number, or an array that broadcasts against ``positions``.
+
+        Returns:
+            float64 in [0, 1) with 53 bits, of the broadcast shape.
+        """
+        if positions.size == 0:
+            return np.zeros(np.broadcast_shapes(positions.shape, np.shape(index)))
+        if positions.size == 1:
+            low = high = int(positions.flat[0])
+        else:
+            low, high = int(positions.min()), int(positions.max())
+        top = index if isinstance(index, int) else int(np.max(index))
+        table = self._tables.get((prompt_id, purpose))
+        if table is None or low < table.first or high >= table.stop or top >= table.values.shape[0]:
+            spread = high // _BLOCK - low // _BLOCK
+            if top >= _MAX_CACHED_INDEX or spread >= _MAX_BLOCKS:
+                return keyed_uniforms(self.seed, prompt_id, positions, purpose, index)
+            table = self._extend(prompt_id, purpose, table, (low, high), top)
+        values: FloatArray = table.values[index, positions - table.first]
+        return values
+
+    def _extend(
+        self,
+        prompt_id: int,
+        purpose: Purpose,
+        old: _Table | None,
+        span: tuple[int, int],
+        top: int,
+    ) -> _Table:
+        """A table that covers the positions ``span`` and the index ``top``.
+
+        It keeps the old table's range where that is near: two users of one purpose may be a few
+        positions apart.
+        """
+        first, stop = span[0] // _BLOCK, span[1] // _BLOCK + 1
+        rows = 1 << top.bit_length()
+        if old is not None:
+            rows = max(rows, old.values.shape[0])
+            near_first = min(first, old.first // _BLOCK)
+            near_stop = max(stop, old.stop // _BLOCK)
+            if near_stop - near_first <= _MAX_BLOCKS:
+                first, stop = near_first, near_stop
+        elif len(self._tables) >= _MAX_TABLES:
+            del self._tables[next(iter(self._tables))]
+        positions = np.arange(first * _BLOCK, stop * _BLOCK)
+        values = keyed_uniforms(self.seed, prompt_id, positions, purpose, np.arange(rows)[:, None])
+        table = _Table(first * _BLOCK, values)
+        self._tables[(prompt_id, int(purpose))] = table
+        return table

@@ -1,0 +1,28 @@
+"""Results as files, tables and pictures, with where each number comes from."""
+
+from specdec.report.files import plain, write_bytes, write_json, write_text
+from specdec.report.folders import write_comparison, write_run
+from specdec.report.plots import comparison_png, run_png
+from specdec.report.provenance import config_hash, provenance
+from specdec.report.requests import RequestRecord, RequestWriter, finished_keys, read_requests
+from specdec.report.tables import best_row, markdown_table, print_table
+
+__all__ = [
+    "RequestRecord",
+    "RequestWriter",
+    "best_row",
+    "comparison_png",
+    "config_hash",
+    "finished_keys",
+    "markdown_table",
+    "plain",
+    "print_table",
+    "provenance",
+    "read_requests",
+    "run_png",
+    "write_bytes",
+    "write_comparison",
+    "write_json",
+    "write_run",
+    "write_text",
+]

@@ -1,0 +1,50 @@
+"""The files of a comparison's folder and of a run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.report.files import write_bytes, write_json, write_text
+from specdec.report.plots import comparison_png, run_png
+from specdec.report.tables import markdown_table
+
+if TYPE_CHECKING:
+    from specdec.metrics.results import RequestResult, Run
+
+
+def write_comparison(
+    folder: str | Path,
+    rows: Sequence[Mapping[str, Any]],
+    conditions: Mapping[str, Any],
+    runs: Mapping[str, Sequence[Run]] | None = None,
+) -> list[Path]:
+    """Writes comparison.json, comparison.md and comparison.png; returns their paths.
+
+    Args:
+        folder: made as needed.
+        rows: one object per strategy (``metrics.comparison_row``).
+        conditions: what was compared, where and how; provenance included.
+        runs: strategy -> repeats, for the picture's spread over prompts.
+    """
+    base = Path(folder)
+    return [
+        write_json(base / "comparison.json", {"rows": list(rows), "conditions": conditions}),
+        write_text(base / "comparison.md", markdown_table(rows, conditions)),
+        write_bytes(base / "comparison.png", comparison_png(rows, conditions, runs)),
+    ]
+
+
+def write_run(
+    folder: str | Path,
+    summary: Mapping[str, Any],
+    results: Sequence[RequestResult],
+    conditions: Mapping[str, Any],
+) -> list[Path]:
+    """Writes summary.json (metrics and ``conditions``) and run.png; returns their paths."""
+    base = Path(folder)
+    return [
+        write_json(base / "summary.json", {**summary, "conditions": conditions}),
+        write_bytes(base / "run.png", run_png(summary, results, conditions)),
+    ]

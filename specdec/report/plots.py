@@ -1,0 +1,239 @@
+"""Pictures of a comparison and of one run. Matplotlib's Agg canvas; no window is ever opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.report.tables import lossless_label, percent, title_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from specdec.metrics.results import RequestResult, Run
+
+Row = Mapping[str, Any]
+
+_PLAIN, _OURS, _THEIRS, _BAD = "#8a8a8a", "#2f6db3", "#c98a2b", "#b33a3a"
+_DPI = 150
+
+
+def comparison_png(
+    rows: Sequence[Row],
+    conditions: Mapping[str, Any],
+    runs: Mapping[str, Sequence[Run]] | None = None,
+) -> bytes:
+    """Speed-up over ``ar``, tokens per second and acceptance of each strategy, as a PNG.
+
+    Args:
+        rows: the rows of the comparison, drawn from the top in this order.
+        conditions: what was compared; its clock is named in the title.
+        runs: strategy -> repeats, for the spread over prompts; without it only medians are drawn.
+    """
+    figure = _figure(11.0, 2.2 + 0.46 * len(rows))
+    axes = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
+    colors = [_color(row) for row in rows]
+    _speedup_panel(axes[0], rows, colors, runs or {})
+    _bar_panel(axes[1], rows, colors, "tokens_per_s", "tokens per second (decoding)", "{:.0f}")
+    if any(row.get("hit_rate") is not None for row in rows):
+        _bar_panel(axes[2], rows, colors, "hit_rate", "hit rate (share of answers)", "{:.2f}")
+    else:
+        label = "acceptance length (tokens per target pass)"
+        _bar_panel(axes[2], rows, colors, "acceptance_length", label, "{:.2f}")
+    axes[0].set_yticks(range(len(rows)), [_row_label(row) for row in rows])
+    axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    title = _wrap(f"Strategies compared: {title_of(conditions)}")
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    legend = _wrap(_legend(rows, bool(runs)), 150)
+    figure.supxlabel(legend, fontsize=7.5, color="#444444", x=0.01, ha="left")
+    return _png(figure)
+
+
+def run_png(
+    summary: Mapping[str, Any], results: Sequence[RequestResult], conditions: Mapping[str, Any]
+) -> bytes:
+    """One run: emission over time, tokens per answer, acceptance by depth, as a PNG."""
+    figure = _figure(11.0, 3.9)
+    emission, paths, depth = figure.subplots(1, 3)
+    for result in results[:32]:
+        if result.emitted_s:
+            times = np.asarray(result.emitted_s) - result.admitted_s
+            counts = np.arange(1, len(times) + 1)
+            emission.step(times, counts, where="post", lw=0.9, alpha=0.6, color=_OURS)
+    emission.set_xlabel("seconds since admission")
+    emission.set_ylabel("tokens emitted")
+    shown = min(len(results), 32)
+    emission.set_title(f"{shown} prompt{'s' if shown != 1 else ''}, one line each", fontsize=9)
+    lengths = summary.get("path_lengths") or {}
+    if len(lengths) > 1:
+        _histogram(paths, lengths)
+        paths.set_xlabel("tokens decided per answer")
+        paths.set_ylabel("answers")
+        paths.set_title("accepted path and one more token", fontsize=9)
+    else:
+        _gap_panel(paths, results)
+    shares = summary.get("acceptance_by_depth") or {}
+    if any(shares.values()):
+        _histogram(depth, shares)
+        depth.set_ylim(0, 1)
+        depth.set_xlabel("depth below the root")
+        depth.set_ylabel("accepted / judged")
+    else:
+        shares = summary.get("drafted_share_by_position") or {}
+        depth.plot([int(k) for k in shares], list(shares.values()), marker="o", ms=3, color=_OURS)
+        depth.set_ylim(0, 1)
+        depth.set_xlabel("position in the output (tokens)")
+        depth.set_ylabel("share of tokens that a source proposed")
+    for ax in (emission, paths, depth):
+        _tidy(ax)
+    name = f"{conditions['strategy']}: " if conditions.get("strategy") else ""
+    head = _wrap(name + title_of(conditions))
+    loops = percent(summary.get("loop_share"))
+    figure.suptitle(f"{head}\nloop_share {loops}", fontsize=10, x=0.01, ha="left")
+    return _png(figure)
+
+
+def _gap_panel(ax: Axes, results: Sequence[RequestResult]) -> None:
+    from specdec.metrics.times import decode_phase
+
+    gaps = [decode_phase(result).gaps_s for result in results]
+    ax.hist(np.concatenate(gaps) * 1e3 if gaps else [], bins=40, color=_OURS, alpha=0.85, zorder=2)
+    ax.set_xlabel("milliseconds between tokens")
+    ax.set_ylabel("tokens")
+    ax.set_title("one token per answer", fontsize=9)
+
+
+def _speedup_panel(
+    ax: Axes, rows: Sequence[Row], colors: Sequence[str], runs: Mapping[str, Sequence[Run]]
+) -> None:
+    from specdec.metrics.compare import prompt_speedups
+
+    plain = runs.get("ar")
+    for y, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        value = row.get("speedup_wall")
+        if value is None:
+            continue
+        ax.barh(y, value, height=0.62, color=color, alpha=0.85, zorder=2)
+        points = _spread(row, runs, plain, prompt_speedups)
+        if len(points) and row["strategy"] != "ar":
+            jitter = (np.arange(len(points)) % 5 - 2) * 0.06
+            ax.scatter(points, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
+        spread = row.get("speedup_wall_range")
+        if spread and spread[0] < spread[1]:
+            ax.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
+        right = max([value, *(spread or ()), *points])
+        ax.annotate(
+            f"{value:.2f}x",
+            (right, y),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            zorder=5,
+        )
+    ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
+    ax.set_xlabel("speed-up over ar (tokens per second of decoding, ar = 1)")
+    _room(ax)
+    _tidy(ax)
+
+
+def _spread(
+    row: Row, runs: Mapping[str, Sequence[Run]], plain: Sequence[Run] | None, ratios: Any
+) -> npt.NDArray[np.float64]:
+    mine = runs.get(row["strategy"])
+    return ratios(mine, plain) if mine and plain else np.zeros(0)
+
+
+def _bar_panel(
+    ax: Axes, rows: Sequence[Row], colors: Sequence[str], name: str, label: str, form: str
+) -> None:
+    for y, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        value = row.get(name)
+        if value is None:
+            ax.annotate("-", (0, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            continue
+        ax.barh(y, value, height=0.62, color=color, alpha=0.85, zorder=2)
+        ax.annotate(
+            form.format(value),
+            (value, y),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    ax.set_xlabel(label)
+    _room(ax)
+    _tidy(ax)
+
+
+def _histogram(ax: Axes, counts: Mapping[str, float]) -> None:
+    ax.bar([int(k) for k in counts], list(counts.values()), color=_OURS, alpha=0.85, zorder=2)
+    if 0 < len(counts) <= 12:
+        ax.set_xticks([int(k) for k in counts])
+
+
+def _row_label(row: Row) -> str:
+    loops = row.get("loop_share")
+    label = lossless_label(row)
+    second = f"lossless: {label}" if label[:2] in ("ye", "NO") else label
+    second += f", loops {percent(loops)}" if loops is not None else ""
+    return f"{row['strategy']}\n{second}"
+
+
+def _legend(rows: Sequence[Row], spread: bool) -> str:
+    parts = ["grey ar", "blue ours"]
+    if any(str(row["strategy"]).startswith("hf_") for row in rows):
+        parts.append("amber transformers")
+    if any(_color(row) == _BAD for row in rows):
+        parts.append("red lossy or not lossless")
+    text = "Bars: " + ", ".join(parts) + ", median over repeats; black line: range over repeats"
+    if spread:
+        text += "; dots: single prompts"
+    return text + ". Loops: share of tokens ending an 8-gram generated before."
+
+
+def _color(row: Row) -> str:
+    if row.get("lossless") is False or row.get("claims") == "lossy":
+        return _BAD
+    if row["strategy"] == "ar":
+        return _PLAIN
+    return _THEIRS if str(row["strategy"]).startswith("hf_") else _OURS
+
+
+def _room(ax: Axes) -> None:
+    """Room on the right for the numbers at the bars' ends."""
+    ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)
+
+
+def _tidy(ax: Axes) -> None:
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    ax.grid(axis="both" if ax.get_ylabel() else "x", color="#dddddd", lw=0.6, zorder=0)
+    ax.tick_params(labelsize=8)
+    ax.xaxis.label.set_fontsize(8.5)
+    ax.yaxis.label.set_fontsize(8.5)
+
+
+def _wrap(text: str, width: int = 118) -> str:
+    from textwrap import fill
+
+    return fill(text, width)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+
+
+def _png(figure: Figure) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    stream = BytesIO()
+    FigureCanvasAgg(figure).print_png(stream)
+    return stream.getvalue()

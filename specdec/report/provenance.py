@@ -1,0 +1,176 @@
+"""Where a number comes from: versions, hardware, revision, command, configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from specdec.report.files import plain
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+)
+_SECRET_KEY = re.compile(
+    r"(^|[._+-])(token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"\b(hf|sk|ghp|github_pat)[_-]\w{16,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
+_GIT_TIMEOUT_S = 5.0
+
+
+def provenance(
+    *,
+    command: Sequence[str],
+    config: Mapping[str, Any],
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything that a reader needs to judge or repeat a run.
+
+    Paths are given relative to the working directory or the home folder where they lie in one of
+    them; values whose key or option looks like a secret are left out; the host's name is not
+    recorded.
+
+    Args:
+        command: the command line (``sys.argv``).
+        config: the resolved configuration, hashed.
+        extra: more facts, such as ``data.data_provenance``.
+    """
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [redact(part) for part in command],
+        "config_sha256": config_hash(config),
+        "git": git_state(),
+        "versions": versions(),
+        "hardware": hardware(),
+        **{key: _without_paths(plain(value)) for key, value in (extra or {}).items()},
+    }
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a resolved configuration, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Python's version, ours and those of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("specdec-lab", *_PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, cores, memory, threads and accelerators, as far as this process knows.
+
+    torch is asked only where it is loaded already.
+    """
+    found: dict[str, Any] = {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "logical_cpus": os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch_threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            found["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Revision of the repository that this package was imported from; None outside of one.
+
+    Returns:
+        ``revision``, ``dirty``, and for a dirty tree ``diff_sha256`` of its tracked changes.
+    """
+    folder = Path(__file__).resolve().parent
+    revision = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain")
+    tracked = _git(folder, "ls-files", "--error-unmatch", "provenance.py") is not None
+    # Installed into an environment that lies inside somebody else's repository: not our revision.
+    if revision is None or status is None or not tracked:
+        return None
+    state: dict[str, Any] = {"revision": revision, "dirty": bool(status)}
+    if status:
+        diff = _git(folder, "diff", "HEAD") or ""
+        state["diff_sha256"] = hashlib.sha256(diff.encode()).hexdigest()
+    return state
+
+
+def redact(part: str) -> str:
+    """One word of a command line without secrets and without the machine's own folders."""
+    key, equals, _ = part.partition("=")
+    if equals and _SECRET_KEY.search(key):
+        return f"{key}=<redacted>"
+    found = _SECRET_VALUE.sub("<redacted>", part)
+    for folder, short in ((str(Path.cwd()), "."), (str(Path.home()), "~")):
+        # Whole path components only: /root must not eat the start of /rooted.
+        if folder != "/":
+            found = re.sub(rf"(?<![\w.]){re.escape(folder)}(?=/|$|[,\]\s])", short, found)
+    return found
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    if isinstance(value, dict):
+        return {
+            k: "<redacted>" if _SECRET_KEY.search(k) and isinstance(v, str) else _without_paths(v)
+            for k, v in value.items()
+        }
+    return value
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed arguments
+            ["git", "-C", str(folder), *arguments],  # noqa: S607
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,217 @@
+"""The comparison as a terminal table and as Markdown; both show the same columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, Any]
+
+NONE = "-"
+"""What stands for an undefined value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its heading, its unit or explanation, and how a row's cell is written."""
+
+    heading: str
+    about: str
+    cell: Callable[[Row], str]
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """A number with so many digits after the point, or the sign for undefined."""
+    return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: Any, digits: int = 0) -> str:
+    """A share as per cent."""
+    return NONE if value is None else f"{100 * value:.{digits}f} %"
+
+
+def lossless_label(row: Row) -> str:
+    """What may be said about the row's tokens.
+
+    "reference" for ``ar`` itself; "yes" and the number of ties; "NO" and how many prompts differ;
+    "in distribution" and "LOSSY" where token parity is not claimed.
+    """
+    if row.get("strategy") == "ar":
+        return "reference"
+    if row.get("claims") == "lossy":
+        return "LOSSY"
+    lossless = row.get("lossless")
+    if lossless is None:
+        return "in distribution" if row.get("claims") == "distribution" else NONE
+    if not lossless:
+        return f"NO ({row.get('num_differing', '?')} differ)"
+    ties = len(row.get("ties") or ())
+    return f"yes ({ties} tie{'s' if ties > 1 else ''})" if ties else "yes"
+
+
+def speedup_label(row: Row) -> str:
+    """Median speed-up and, with several repeats, the least and the most."""
+    value, spread = row.get("speedup_wall"), row.get("speedup_wall_range")
+    if value is None:
+        return NONE
+    if spread and row.get("repeats", 1) > 1:
+        return f"{value:.2f}x ({spread[0]:.2f}-{spread[1]:.2f})"
+    return f"{value:.2f}x"
+
+
+COLUMNS = (
+    Column("strategy", "", lambda r: str(r["strategy"])),
+    Column("lossless", "tokens compared with ar", lossless_label),
+    Column("tokens/s", "decoding only", lambda r: number(r.get("tokens_per_s"), 1)),
+    Column("vs ar", "median (range of repeats)", speedup_label),
+    Column("TBT ms", "mean between tokens", lambda r: number(r.get("tbt_ms_mean"))),
+    Column("accept len", "emitted per target pass", lambda r: number(r.get("acceptance_length"))),
+    Column("hit rate", "of level-per-step answers", lambda r: percent(r.get("hit_rate"))),
+    Column("target", "passes", lambda r: number(r.get("target_passes"), 0)),
+    Column("draft", "passes", lambda r: number(r.get("draft_passes"), 0)),
+    Column("overhead", "outside model calls", lambda r: percent(r.get("overhead_share"), 1)),
+    Column("loops", "loop_share", lambda r: percent(r.get("loop_share"))),
+)
+
+
+def used_columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns in which at least one row has a value."""
+    cells = [[column.cell(row) for row in rows] for column in COLUMNS]
+    return [
+        column
+        for column, values in zip(COLUMNS, cells, strict=True)
+        if any(value != NONE for value in values)
+    ]
+
+
+def title_of(conditions: Mapping[str, Any]) -> str:
+    """One line that says what was compared, under which clock."""
+    clock = conditions.get("clock", "measured")
+    parts = [f"{clock} time"]
+    if conditions.get("data") is not None:
+        count = conditions.get("num_prompts")
+        parts.append(f"data={conditions['data']}" + (f" ({count} prompts)" if count else ""))
+    for key in ("sampling", "max_new_tokens", "executor", "dtype"):
+        if conditions.get(key) is not None:
+            parts.append(f"{key}={conditions[key]}")
+    return ", ".join(parts)
+
+
+def print_table(
+    rows: Sequence[Row], conditions: Mapping[str, Any], console: Console | None = None
+) -> None:
+    """Prints the comparison; the fastest lossless row is marked with an asterisk."""
+    console = console or Console()
+    console.print(title_of(conditions), highlight=False, soft_wrap=True)
+    best = best_row(rows)
+    for columns in _blocks(rows, console):
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+        for column in columns:
+            left = column in COLUMNS[:2]
+            table.add_column(column.heading, justify="left" if left else "right", no_wrap=True)
+        for row in rows:
+            style = "bold" if row is best else ("red" if row.get("lossless") is False else None)
+            table.add_row(*_cells(row, columns, best), style=style)
+        _wide(console, _width(rows, columns)).print(table)
+    for line in notes_of(rows):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _wide(console: Console, width: int) -> Console:
+    """The console itself, or one on the same stream on which so many characters fit.
+
+    rich assumes 80 characters for files and pipes and would cut the cells.
+    """
+    if console.width >= width:
+        return console
+    return Console(file=console.file, width=width, force_terminal=console.is_terminal)
+
+
+def _cells(row: Row, columns: Sequence[Column], best: Row | None) -> list[str]:
+    cells = [column.cell(row) for column in columns]
+    if row is best:
+        cells[0] += " *"
+    return cells
+
+
+def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
+    """Characters that these columns need, with their padding."""
+    longest = [max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns]
+    return sum(longest) + 3 * len(columns) + 2  # two characters of padding, one between
+
+
+def _blocks(rows: Sequence[Row], console: Console) -> list[list[Column]]:
+    """All columns at once, or on a narrow terminal in blocks that each begin with the names."""
+    first, *others = used_columns(rows)
+    blocks = [[first]]
+    for column in others:
+        wide = _width(rows, [*blocks[-1], column]) > console.width
+        if wide and console.is_terminal and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    return blocks
+
+
+def best_row(rows: Sequence[Row]) -> Row | None:
+    """The row with the highest speed-up over ``ar``, lossy and failed ones apart."""
+    able = [
+        row
+        for row in rows
+        if row.get("speedup_wall") is not None
+        and row.get("lossless") is not False
+        and row.get("claims") != "lossy"
+        and row.get("strategy") != "ar"
+    ]
+    return max(able, key=lambda row: row["speedup_wall"], default=None)
+
+
+def notes_of(rows: Sequence[Row]) -> list[str]:
+    """What a reader must know beside the table: differing prompts, ties, loops."""
+    notes = []
+    for row in rows:
+        for found in list(row.get("differing") or ())[:3]:
+            notes.append(f"{row['strategy']} differs from ar: {_place(found)}")
+        for found in list(row.get("ties") or ())[:3]:
+            notes.append(f"{row['strategy']} tie: {_place(found)}")
+    shares = [row["loop_share"] for row in rows if row.get("loop_share") is not None]
+    if shares and max(shares) >= 0.2:
+        notes.append(
+            f"Up to {percent(max(shares))} of the tokens end an 8-gram generated before. Loops"
+            " flatter every speculative method: compare under sampling=t06 or no_repeat4 too."
+        )
+    return notes
+
+
+def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
+    """The comparison as a Markdown page, with notes and all conditions."""
+    columns = used_columns(rows)
+    lines = [f"# Comparison: {title_of(conditions)}", ""]
+    lines.append("| " + " | ".join(column.heading for column in columns) + " |")
+    aligns = ["---" if column in COLUMNS[:2] else "---:" for column in columns]
+    lines.append("| " + " | ".join(aligns) + " |")
+    lines += ["| " + " | ".join(column.cell(row) for column in columns) + " |" for row in rows]
+    lines += ["", *(f"- {note}" for note in notes_of(rows))]
+    meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
+    lines += ["", f"Columns: {meanings}.", "", "## Conditions", ""]
+    lines += [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _place(found: Mapping[str, Any]) -> str:
+    if found["position"] < 0:
+        return f"prompt {found['id']} has no answer to compare"
+    text = f"prompt {found['id']}, token {found['position']}: {found['token']}"
+    text += f" instead of {found['ar_token']}"
+    distance = found.get("distance")
+    return text if distance is None else f"{text} (distance {distance:.2g})"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_inline(item)}" for key, item in value.items())
+    return str(value)

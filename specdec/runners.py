@@ -1,0 +1,249 @@
+"""Runners: one strategy, ready to decode prompts, ours or transformers' own.
+
+Both kinds hand back the same raw counts, so every rate of a table comes from the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+from specdec.baselines import HFBaseline, HFOptions
+from specdec.clocks import SimulatedClock
+from specdec.compose import compose
+from specdec.errors import UserError
+from specdec.loop import decode
+from specdec.metrics import RequestResult, RunTotals
+from specdec.pairs import HuggingFacePair, ModelPair
+from specdec.sampling import SamplingParams
+from specdec.scheduler import FifoScheduler
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import Commit, IntArray, Lossless
+from specdec.workbench import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A tokenised prompt.
+
+    Attributes:
+        id: the prompt's id in its data set, which keys its randomness.
+        tokens: int64[T].
+    """
+
+    id: int
+    tokens: IntArray
+
+
+class Runner(Protocol):
+    """One strategy of a comparison."""
+
+    name: str
+    claims: Lossless
+
+    def run(
+        self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
+    ) -> RunTotals:
+        """Decodes the prompts, reporting each as it finishes; returns the totals of this call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PartsRunner:
+    """A strategy composed of parts, run by the one loop."""
+
+    def __init__(self, *, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> None:
+        """Composes the strategy.
+
+        Args:
+            cfg: resolved configuration (see ``compose``).
+            pair: target and draft.
+            stop: when requests are complete.
+
+        Raises:
+            UserError: see ``compose``.
+        """
+        self.name = str(cfg["strategy"]["name"])
+        self.parts: Parts = compose(cfg, pair)
+        self.claims = self.parts.verifier.lossless
+        self._cfg = cfg
+        self._stop = stop
+        self._pair = pair
+        self._sampling = sampling_params(cfg["sampling"])
+
+    def run(
+        self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
+    ) -> RunTotals:
+        """Decodes the prompts; see ``Runner``."""
+        parts = self.parts
+        parts.meter.reset()
+        drafted = deepcopy(parts.source.counters)
+        counted = replace(parts.executor.counters)
+        began_s, busy_before = parts.clock.now(), _busy(parts)
+        state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
+        start = perf_counter()
+        for _ in self.steps(state, prompts, lambda r: on_finish(self._result(r))):
+            pass
+        wall_s = perf_counter() - start
+        totals = RunTotals(
+            steps=state.step,
+            wall_s=wall_s,
+            clock_s=wall_s if parts.clock.measured else parts.clock.now() - began_s,
+            measured=parts.clock.measured,
+            latency=parts.executor.latency,
+            level_per_step=self._level_per_step,
+            whole_tree=not self._pipelined,
+            stage_busy_s=_busy_since(parts, busy_before),
+        )
+        counters = parts.executor.counters
+        totals.target_passes = counters.passes - counted.passes
+        totals.target_rows = counters.rows - counted.rows
+        totals.prefill_passes = counters.prefill_passes - counted.prefill_passes
+        totals.prefill_rows = counters.prefill_rows - counted.prefill_rows
+        totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
+        totals.add_source(parts.source.counters.since(drafted))
+        totals.add_meter(parts.meter)
+        return totals
+
+    def steps(
+        self,
+        state: DecodeState,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestState], None],
+    ) -> Iterator[list[Commit]]:
+        """The loop over the prompts, step by step (streaming, checks between steps)."""
+        parts = self.parts
+        arrival_s = parts.clock.now()
+        requests = [
+            RequestState(
+                request_id=p.id,
+                prompt=p.tokens,
+                stop=self._stop,
+                sampling=self._sampling,
+                arrival_s=arrival_s,
+            )
+            for p in prompts
+        ]
+        scheduler = FifoScheduler(
+            requests=requests,
+            parts=(parts.policy, parts.source, parts.executor),
+            batch_size=int(self._cfg["batch_size"]),
+            prefill_chunk=int(self._cfg["prefill_chunk"]),
+            on_finish=on_finish,
+        )
+        return decode(
+            state=state,
+            scheduler=scheduler,
+            policy=parts.policy,
+            source=parts.source,
+            verifier=parts.verifier,
+            executor=parts.executor,
+        )
+
+    def close(self) -> None:
+        """Releases the executor."""
+        self.parts.executor.shutdown()
+
+    @property
+    def _pipelined(self) -> bool:
+        return getattr(self.parts.policy, "levels_per_step", None) is not None
+
+    @property
+    def _level_per_step(self) -> bool:
+        return getattr(self.parts.policy, "levels_per_step", None) == 1
+
+    def _result(self, request: RequestState) -> RequestResult:
+        tokenizer = self._pair.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(request.output)
+        return RequestResult.from_state(request, text=str(text))
+
+
+class HFRunner:
+    """transformers' own generate, for comparison."""
+
+    def __init__(self, *, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> None:
+        """Prepares a baseline.
+
+        Args:
+            cfg: resolved configuration of a strategy of kind ``hf``.
+            pair: target and draft; must be real models.
+            stop: when requests are complete.
+
+        Raises:
+            UserError: if there are no real models, or for options that do not apply.
+        """
+        strategy = dict(cfg["strategy"])
+        self.name = str(strategy["name"])
+        if not isinstance(pair, HuggingFacePair):
+            raise UserError(f"strategy={self.name} needs real models; use model=tiny or model=hf")
+        sampling = sampling_params(cfg["sampling"])
+        self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
+        self._pair = pair
+        assisted = strategy["method"] == "hf_assisted"
+        self._baseline = HFBaseline(
+            kind=strategy["method"],
+            target=pair.target,
+            draft=pair.draft if assisted else None,
+            stop=stop,
+            sampling=sampling,
+            seed=int(cfg["seed"]),
+            tokenizer=pair.tokenizer,
+            options=HFOptions(**strategy["options"]),
+        )
+
+    def run(
+        self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
+    ) -> RunTotals:
+        """Decodes the prompts one by one; see ``Runner``."""
+        self._baseline.take_totals()
+        for prompt in prompts:
+            on_finish(self._baseline.generate_one(prompt.id, prompt.tokens))
+        totals = self._baseline.take_totals()
+        totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
+        return totals
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
+    """The runner of one strategy: transformers' own for kind ``hf``, ours otherwise."""
+    kind = HFRunner if cfg["strategy"]["kind"] == "hf" else PartsRunner
+    return kind(cfg=cfg, pair=pair, stop=stop)
+
+
+def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:
+    """The sampling transform that ``sampling=`` describes.
+
+    Raises:
+        UserError: for a value out of range.
+    """
+    try:
+        return SamplingParams(**cfg)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"sampling: {error}") from error
+
+
+def _busy(parts: Parts) -> dict[int, float] | None:
+    return dict(parts.clock.busy_s) if isinstance(parts.clock, SimulatedClock) else None
+
+
+def _busy_since(parts: Parts, before: dict[int, float] | None) -> dict[int, float] | None:
+    now = _busy(parts)
+    if now is None or before is None:
+        return None
+    return {rank: s - before.get(rank, 0.0) for rank, s in now.items() if rank > 0}
+
+
+__all__ = [
+    "HFRunner",
+    "PartsRunner",
+    "Runner",
+    "TokenPrompt",
+    "build_runner",
+    "sampling_params",
+]

@@ -1,0 +1,271 @@
+"""The sampling transform: from logits to the distribution that is sampled, the same for all models.
+
+Order and meaning are those of transformers' ``generate``: no_repeat_ngram, other processors,
+temperature, top-k, top-p. Probabilities are float64 from the temperature on.
+
+Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from specdec.distribution import Distribution, sample_candidates
+from specdec.filters import (
+    CHUNK,
+    argmax,
+    at_least_kth,
+    filter_top_k,
+    filter_top_p,
+    log_mass,
+    row_max,
+    stacked,
+    weights,
+)
+from specdec.processors import LogitsProcessor, apply_processors, repeated_ngrams
+from specdec.randomness import KeyedDraws, Purpose
+from specdec.types import Answers, FloatArray, IntArray
+
+__all__ = ["SamplingParams", "SamplingTransform", "TargetSampler", "sample_candidates"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen from the target's logits.
+
+    Attributes:
+        temperature: 0 is greedy (the lowest token id wins a tie); then top_k and top_p do nothing.
+        top_k: keep the k most probable tokens, all those tied with the k-th included; 0 is off.
+        top_p: keep the smallest set of most probable tokens with at least this mass; 1 is off.
+        no_repeat_ngram: no n-gram of this size occurs twice in prompt and output; 0 is off.
+        processors: Hugging Face logits processors, applied before the temperature.
+
+    Raises:
+        ValueError: for a value out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    no_repeat_ngram: int = 0
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature={self.temperature} is not allowed: give 0 for greedy decoding or a"
+                " positive number such as 0.8"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(
+                f"top_p={self.top_p} is not allowed: give a number above 0 and at most 1"
+                " (1 turns it off)"
+            )
+        for key, value in (("top_k", self.top_k), ("no_repeat_ngram", self.no_repeat_ngram)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(
+                    f"{key}={value} is not allowed: give a whole number of at least 0 (0 turns it"
+                    " off)"
+                )
+        if not isinstance(self.processors, tuple) or not all(map(callable, self.processors)):
+            raise ValueError(
+                f"processors={self.processors!r} is not allowed: give a tuple of Hugging Face"
+                " logits processors, e.g. (RepetitionPenaltyLogitsProcessor(1.1),)"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken instead of a draw."""
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the transform looks at the tokens before the one that is chosen."""
+        return bool(self.no_repeat_ngram or self.processors)
+
+
+class SamplingTransform:
+    """Applies ``SamplingParams`` to logits.
+
+    In every method logits are [A, V] tensors of any float type and device, and ``histories[i]`` is
+    the int64 sequence up to and including the node that row i answers; None is allowed where
+    ``params.needs_history`` is false. Results do not depend on which rows share a call.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+
+    def probs(
+        self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
+    ) -> FloatArray:
+        """float64[A, V]: the distribution that is sampled; one-hot at the argmax if greedy."""
+        return self.distribution(logits, histories).probs()
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        uniforms: FloatArray,
+        histories: Sequence[IntArray] | None = None,
+    ) -> IntArray:
+        """int64[A]: the token at ``uniforms``[A] of each row's CDF; the argmax if greedy."""
+        if self.params.greedy:
+            return argmax(self._processed(logits, histories))
+        return self.distribution(logits, histories).sample(uniforms)
+
+    def distribution(
+        self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
+    ) -> Distribution:
+        """The processed distribution on its support, to be sampled and written out at one cost."""
+        params, vocab_size = self.params, logits.shape[1]
+        logits = self._processed(logits, histories)
+        if params.greedy:
+            best = argmax(logits)
+            return Distribution(best[:, None], np.ones((len(best), 1)), vocab_size)
+        if 0 < params.top_k < vocab_size:
+            return filter_top_k(logits, params.temperature, params.top_k, params.top_p)
+        return _by_chunks(logits, params.temperature, params.top_p)
+
+    def proposal_probs(
+        self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
+    ) -> FloatArray:
+        """float64[W, V]: the distribution a draft samples candidates from, for rejection.
+
+        The processed distribution; at temperature 1 and unfiltered if greedy, where the processed
+        one has a single token and could not propose siblings. Any distribution is lossless, as long
+        as it is the one that was sampled from.
+        """
+        if not self.params.greedy:
+            return self.probs(logits, histories)
+        return _by_chunks(self._processed(logits, histories), 1.0, 1.0).probs()
+
+    def top(
+        self, logits: torch.Tensor, k: int, histories: Sequence[IntArray] | None = None
+    ) -> tuple[IntArray, FloatArray]:
+        """The best draft candidates of each row.
+
+        Processors and temperature (1 if greedy) are applied, so that scores estimate the chance
+        that the target draws the token; top-k and top-p are not.
+
+        Args:
+            logits: [W, V].
+            k: candidates per row; at most V are returned.
+            histories: as in the class.
+
+        Returns:
+            tokens int64[W, K], best first, ties in token-id order; log probabilities float64[W, K],
+            <= 0, and -inf for tokens that a processor bans: those are no candidates.
+        """
+        logits = self._processed(logits, histories)
+        k = min(k, logits.shape[1])
+        temperature = self.params.temperature or 1.0
+        ids, chosen, best = at_least_kth(logits, k)
+        order = np.argsort(-chosen, axis=1, kind="stable")[:, :k]
+        chosen = np.take_along_axis(chosen, order, axis=1).astype(np.float64)
+        logprobs = (chosen - best) / temperature - log_mass(logits, best, temperature)
+        return np.take_along_axis(ids, order, axis=1), np.minimum(logprobs, 0.0)
+
+    def _processed(
+        self, logits: torch.Tensor, histories: Sequence[IntArray] | None
+    ) -> torch.Tensor:
+        """[A, V] in float32 or float64, processors applied; never the caller's tensor changed."""
+        logits = logits.detach()
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        params = self.params
+        if not params.needs_history:
+            return logits
+        assert histories is not None, "these sampling parameters need histories"
+        if params.no_repeat_ngram:
+            rows, tokens = repeated_ngrams(histories, params.no_repeat_ngram)
+            inside = tokens < logits.shape[1]
+            logits = logits.clone()
+            logits[rows[inside], tokens[inside]] = -torch.inf
+        if params.processors:
+            logits = apply_processors(params.processors, logits, histories)
+        return logits
+
+
+def _by_chunks(logits: torch.Tensor, temperature: float, top_p: float) -> Distribution:
+    """Temperature and top-p over whole rows, in chunks of rows that fit the cache."""
+    values = logits.cpu().numpy()
+    num_rows, vocab_size = values.shape
+    step = max(1, CHUNK // vocab_size)
+    parts = []
+    for start in range(0, max(num_rows, 1), step):
+        chunk = values[start : start + step]
+        if top_p < 1.0:
+            parts.append(filter_top_p(chunk, temperature, top_p))
+        else:
+            mass = weights(chunk, row_max(chunk), temperature)
+            parts.append(Distribution(None, mass, vocab_size))
+    return stacked(parts) if len(parts) > 1 else parts[0]
+
+
+class _AnswerableRequest(Protocol):
+    """What the answering rank knows of a request (``RequestState`` has it)."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+
+class TargetSampler:
+    """Turns the target's logits into answers, on the rank that has them."""
+
+    def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
+        """Takes what all requests share.
+
+        Args:
+            draws: the run's keyed draws.
+            needs_probs: whether answers carry the processed distributions (``Needs.target_probs``).
+        """
+        self._draws = draws
+        self._needs_probs = needs_probs
+        self._transforms: dict[SamplingParams, SamplingTransform] = {}
+
+    def answer(
+        self,
+        request: _AnswerableRequest,
+        node_ids: IntArray,
+        positions: IntArray,
+        logits: torch.Tensor,
+        histories: Sequence[IntArray] | None = None,
+    ) -> Answers:
+        """The target's own next token after each node, by its keyed draw.
+
+        Where probabilities are needed they are the processed distribution; for a greedy request
+        the model's own at temperature 1, which lossy verifiers compare tokens by (the one-hot
+        distribution that greedy decoding follows is in the tokens already).
+
+        Args:
+            request: id and sampling parameters.
+            node_ids: int64[A].
+            positions: int64[A], absolute positions of the nodes (their next tokens are at + 1).
+            logits: [A, V].
+            histories: A sequences up to and including the node, where the parameters need them.
+        """
+        params = request.sampling
+        transform = self._transforms.get(params)
+        if transform is None:
+            transform = self._transforms[params] = SamplingTransform(params)
+        if params.greedy:
+            uniforms = np.zeros(len(node_ids))
+        else:
+            uniforms = self._draws.uniform(request.id, positions + 1, Purpose.TARGET)
+        if not self._needs_probs:
+            tokens = transform.sample(logits, uniforms, histories)
+            return Answers(request=request.id, node_ids=node_ids, tokens=tokens)
+        if params.greedy:
+            tokens = transform.sample(logits, uniforms, histories)
+            probs = transform.proposal_probs(logits, histories)
+        else:
+            distribution = transform.distribution(logits, histories)
+            tokens, probs = distribution.sample(uniforms), distribution.probs()
+        return Answers(request=request.id, node_ids=node_ids, tokens=tokens, probs=probs)

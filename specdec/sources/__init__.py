@@ -1,0 +1,25 @@
+"""Token sources: who proposes tokens, and with which probabilities."""
+
+from specdec.sources.draft_model import DraftModelSource
+from specdec.sources.katz import KatzModel
+from specdec.sources.lookup import PromptLookupSource
+from specdec.sources.mixture import MixtureSource
+from specdec.sources.ngram import NGramSource
+from specdec.sources.null import NullSource
+from specdec.sources.random import RandomSource
+from specdec.sources.staged import StagedSource
+from specdec.sources.synthetic import SyntheticPair, SyntheticSource, SyntheticTarget
+
+__all__ = [
+    "DraftModelSource",
+    "KatzModel",
+    "MixtureSource",
+    "NGramSource",
+    "NullSource",
+    "PromptLookupSource",
+    "RandomSource",
+    "StagedSource",
+    "SyntheticPair",
+    "SyntheticSource",
+    "SyntheticTarget",
+]

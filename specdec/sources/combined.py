@@ -1,0 +1,30 @@
+"""What sources made of other sources need and count, in sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specdec.types import Needs, SourceCounters
+
+
+def joined_needs(needs: Iterable[Needs]) -> Needs:
+    """Everything that any of them needs."""
+    every = list(needs)
+    return Needs(
+        target_probs=any(n.target_probs for n in every),
+        draft_probs=any(n.draft_probs for n in every),
+        target_draws=any(n.target_draws for n in every),
+        hidden_layers=tuple(sorted({layer for n in every for layer in n.hidden_layers})),
+    )
+
+
+def tally(total: SourceCounters, parts: Iterable[SourceCounters]) -> None:
+    """Sets ``total`` to the sum of ``parts``, in place; levels in the order of the parts."""
+    total.passes = total.rows = total.catch_up_rows = 0
+    total.by_level.clear()
+    for part in parts:
+        total.passes += part.passes
+        total.rows += part.rows
+        total.catch_up_rows += part.catch_up_rows
+        for name, passes in part.by_level.items():
+            total.by_level[name] = total.by_level.get(name, 0) + passes

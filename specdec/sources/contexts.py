@@ -1,0 +1,79 @@
+"""What sources share: the tokens before a node, and keyed hashes.
+
+Shape letters: W nodes, L tokens of a context.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.types import NO_NODE, IntArray
+
+if TYPE_CHECKING:
+    from specdec.state import RequestState
+
+NO_TOKEN = -1
+"""Stands for a token before the start of the sequence."""
+
+_GAMMA = 0x9E3779B97F4A7C15  # odd constant of splitmix64 (Steele et al. 2014)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def recent_tokens(request: RequestState, slots: IntArray, length: int) -> IntArray:
+    """The last ``length`` tokens up to and including each node.
+
+    Args:
+        request: whose committed tokens and tree are read.
+        slots: int64[W], tree slots.
+        length: L.
+
+    Returns:
+        int64[W, L], oldest first, ``NO_TOKEN`` before the start of the sequence.
+    """
+    tree, committed = request.tree, request.tokens
+    recent = np.empty((len(slots), length), np.int64)
+    positions = tree.positions[slots]
+    tokens, parents = tree.tokens, tree.parents
+    here = slots
+    for column in range(length - 1, -1, -1):
+        # Above the root the sequence goes on in the committed tokens, the last of which it is.
+        index = np.clip(positions, 0, len(committed) - 1)
+        line = np.where(here == NO_NODE, committed[index], tokens[here])
+        recent[:, column] = np.where(positions >= 0, line, NO_TOKEN)
+        here = np.where(here == NO_NODE, NO_NODE, parents[here])
+        positions = positions - 1
+    return recent
+
+
+def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """Keyed hash of integers, element by element (broadcast): splitmix64 folded over the parts.
+
+    Args:
+        seed: any integer.
+        parts: integer arrays or scalars that broadcast against each other.
+
+    Returns:
+        uint64 of the broadcast shape, uniform over 64 bits.
+    """
+    value: npt.NDArray[np.uint64] = np.array(seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
+    value = _finish(value)
+    for part in parts:
+        value = _finish(value ^ np.asarray(part).astype(np.uint64))
+    return value
+
+
+def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """``hash_u64`` as float64 in [0, 1) with 53 random bits."""
+    return (hash_u64(seed, *parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _finish(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+        value = value + np.uint64(_GAMMA)
+        value = (value ^ (value >> np.uint64(30))) * _MIX_1
+        value = (value ^ (value >> np.uint64(27))) * _MIX_2
+        return value ^ (value >> np.uint64(31))

@@ -1,0 +1,142 @@
+"""Random candidates of chosen quality, to test losslessness with good, bad and hostile drafts.
+
+Shape letters: W nodes, K candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.sources.contexts import hash_u64, hash_uniform
+from specdec.sources.sampled import sampled_candidates
+from specdec.types import (
+    Candidates,
+    Commit,
+    FloatArray,
+    IntArray,
+    Needs,
+    Nodes,
+    Output,
+    SourceCounters,
+)
+
+if TYPE_CHECKING:
+    from specdec.state import DecodeState, RequestState
+
+_SCORES, _HIT, _PLACE, _SILENT = range(4)  # streams of the hash
+
+
+class RandomSource:
+    """Candidates by keyed hash of the node's whole path, so that every strategy sees the same.
+
+    With ``target_token`` it is an oracle for a share ``quality`` of the nodes (the target's own
+    token is among the candidates, at a hashed place) and hostile for the others (it is not).
+    """
+
+    needs = Needs()
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        sample: bool = False,
+        seed: int = 0,
+        quality: float = 0.0,
+        silence: float = 0.0,
+        target_token: Callable[[RequestState, IntArray], int] | None = None,
+    ) -> None:
+        """Sets what to propose.
+
+        Args:
+            vocab_size: V.
+            sample: draw candidates from a random distribution and give it (rejection verifiers).
+            seed: of the hashes.
+            quality: share of nodes where the target's token is proposed.
+            silence: share of nodes with count 0.
+            target_token: (request, int64 tokens up to and including the node) -> the target's next
+                token.
+
+        Raises:
+            ValueError: for shares outside 0 .. 1, or a quality that nobody can provide.
+        """
+        if not (0.0 <= quality <= 1.0 and 0.0 <= silence <= 1.0):
+            raise ValueError(f"quality={quality} and silence={silence} must lie between 0 and 1")
+        if quality and (target_token is None or sample):
+            raise ValueError(
+                f"quality={quality} needs target_token, and candidates that are not sampled"
+            )
+        self.gives_probs = sample
+        self.vocab_size: int | None = vocab_size
+        self.counters = SourceCounters()
+        self._num_tokens = vocab_size
+        self._seed = seed
+        self._quality = quality
+        self._silence = silence
+        self._target_token = target_token
+
+    def open(self, request: RequestState) -> None:
+        """Nothing to prepare."""
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Up to ``k`` different candidates per node."""
+        paths = [
+            (state.requests[request_id], state.requests[request_id].path_tokens(slot))
+            for request_id, ids in nodes.items
+            for slot in state.requests[request_id].tree.slots(ids).tolist()
+        ]
+        probs = np.stack([self._probs(request.id, path) for request, path in paths])
+        if self.gives_probs:
+            return sampled_candidates(state, nodes, probs, k)
+        k = min(k, self._num_tokens)
+        tokens = np.argsort(-probs, axis=1, kind="stable")[:, :k]
+        logprobs = np.log(np.take_along_axis(probs, tokens, axis=1))
+        counts = np.full(len(paths), k)
+        for row, (request, path) in enumerate(paths):
+            counts[row] = self._steer(request, path, tokens[row])
+        return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Nothing to follow."""
+
+    def close(self, request_id: int) -> None:
+        """Nothing to forget."""
+
+    def _draw(self, stream: int, request_id: int, path: IntArray) -> float:
+        return float(hash_uniform(self._seed, stream, request_id, _digest(path)))
+
+    def _probs(self, request_id: int, path: IntArray) -> FloatArray:
+        """float64[V]: a random distribution with a few probable tokens, all positive."""
+        digest, vocabulary = _digest(path), np.arange(self._num_tokens)
+        drawn = hash_uniform(self._seed, _SCORES, request_id, digest, vocabulary)
+        weights = (1.0 - drawn) ** -1.0  # a heavy tail: few tokens hold most of the mass
+        return weights / weights.sum()
+
+    def _steer(self, request: RequestState, path: IntArray, tokens: IntArray) -> int:
+        """Puts the target's token among ``tokens`` (in place) or out of them; their count."""
+        if self._silence and self._draw(_SILENT, request.id, path) < self._silence:
+            return 0
+        if self._target_token is None:
+            return len(tokens)
+        true = self._target_token(request, path)
+        at = np.flatnonzero(tokens == true)
+        if self._draw(_HIT, request.id, path) < self._quality:
+            if not len(at):
+                tokens[int(self._draw(_PLACE, request.id, path) * len(tokens))] = true
+            return len(tokens)
+        if not len(at):
+            return len(tokens)
+        unused = np.setdiff1d(np.arange(self._num_tokens), np.append(tokens, true))
+        if len(unused):
+            tokens[at[0]] = unused[0]
+            return len(tokens)
+        tokens[at[0] : -1] = tokens[at[0] + 1 :]
+        return len(tokens) - 1
+
+
+def _digest(path: IntArray) -> np.uint64:
+    """A hash of a token path."""
+    places = hash_u64(0, np.arange(len(path)), path)
+    return np.bitwise_xor.reduce(places)

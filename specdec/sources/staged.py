@@ -1,0 +1,286 @@
+"""A draft sped up by a cheaper source (Staged Speculative Decoding, 3.2), to any depth.
+
+Shape letters: W nodes, K candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from specdec.interfaces import TokenSource
+from specdec.sources.combined import joined_needs, tally
+from specdec.sources.remembering import RememberingSource
+from specdec.sources.scratch import ScratchRequest
+from specdec.tree import top_stable
+from specdec.types import (
+    Candidates,
+    Commit,
+    FloatArray,
+    IntArray,
+    Nodes,
+    Output,
+    SourceCounters,
+)
+
+if TYPE_CHECKING:
+    from specdec.state import DecodeState, RequestState
+
+_DEFAULT_CHILDREN = 16
+
+
+class StagedSource:
+    """Answers as its draft would, in fewer passes of it.
+
+    When the draft must run for some nodes, the cheaper source first guesses which nodes will be
+    asked for next, below them; the draft computes the guesses in the same pass, in a scratch tree.
+    When the policy then makes a node of the draft's candidates that had been guessed, its answer is
+    there. Every answer is the draft's own, so the real tree is the one the draft alone would have
+    built (with a draft that has ``guess_draw``, up to the agreement it has measured so far, on
+    which the scores depend).
+
+    The cheaper source may be staged itself: 20B, 1B, 50M, n-gram (the paper's future work 2).
+
+    Attributes:
+        cheap: the cheaper source, to be asked about nodes of the real trees.
+        counters: sums over both sources; ``by_level`` has the draft's levels first.
+    """
+
+    def __init__(
+        self,
+        *,
+        draft: TokenSource,
+        cheap: TokenSource,
+        guess_width: int = 2,
+        guess_depth: int = 4,
+        guess_rows: int = 8,
+        max_children: int | None = None,
+    ) -> None:
+        """Wraps two sources, which must not be used otherwise.
+
+        Args:
+            draft: whose answers are given.
+            cheap: guesses what they will be.
+            guess_width: guesses under each node at most.
+            guess_depth: levels of guesses under the nodes that the draft must run for.
+            guess_rows: guesses per pass and request at most; the most probable ones are taken.
+            max_children: candidates that the draft is asked for from the start, so that a later
+                call for more of them finds them; by default 16, or 1 where candidates are sampled.
+                A call for more than ever before makes what is computed count as unknown.
+
+        Raises:
+            ValueError: for sizes below 1 or vocabularies that differ.
+        """
+        sizes = {"guess_width": guess_width, "guess_depth": guess_depth, "guess_rows": guess_rows}
+        for key, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"source.{key}={value} must be at least 1")
+        if (
+            None not in (draft.vocab_size, cheap.vocab_size)
+            and draft.vocab_size != cheap.vocab_size
+        ):
+            raise ValueError(
+                f"the draft's vocabulary has {draft.vocab_size} tokens, the cheaper source's"
+                f" {cheap.vocab_size}; both need the target's tokenizer"
+            )
+        self.gives_probs: bool = getattr(draft, "gives_probs", False)
+        self.vocab_size = draft.vocab_size
+        self.needs = joined_needs([draft.needs, cheap.needs])
+        self.counters = SourceCounters()
+        self._draft = draft
+        self._cheap = RememberingSource(source=cheap)
+        self.cheap: TokenSource = _RealView(self, self._cheap)
+        self._width = guess_width
+        self._depth = guess_depth
+        self._rows = guess_rows
+        if max_children is None:
+            max_children = 1 if self.gives_probs else _DEFAULT_CHILDREN
+        self._k = max_children
+        self._requests: dict[int, ScratchRequest] = {}
+        self._state: DecodeState | None = None
+
+    def open(self, request: RequestState) -> None:
+        """Starts a scratch tree for the request, in which both sources work."""
+        scratch = ScratchRequest(request)
+        self._requests[request.id] = scratch
+        for source in (self._draft, self._cheap):
+            source.open(cast("RequestState", scratch))
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """The draft's candidates; runs it only for nodes whose answer is not there yet."""
+        if k > self._k:
+            self._k = k
+            for scratch in self._requests.values():
+                scratch.tree.expanded[:] = False
+        asked = self._located(nodes)
+        unknown = [(r, slots[~r.tree.expanded[slots]]) for r, slots in asked]
+        unknown = [(r, slots) for r, slots in unknown if len(slots)]
+        if unknown:
+            scratch_state = self._scratch_state(state)
+            self._run_draft(scratch_state, self._with_guesses(scratch_state, unknown))
+            tally(self.counters, (self._draft.counters, self._cheap.counters))
+        return self._answers(asked, k)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Moves the scratch trees on and tells both sources, in scratch ids.
+
+        ``output`` is passed on as it is: its node ids are those of the real trees.
+        """
+        moved = []
+        for commit in commits:
+            scratch = self._requests.get(commit.request)
+            followed = None if scratch is None else scratch.commit(commit)
+            if followed is not None:
+                moved.append(followed)
+        for source in (self._draft, self._cheap):
+            source.commit(moved, output)
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._requests.pop(request_id, None)
+        for source in (self._draft, self._cheap):
+            source.close(request_id)
+
+    def ask_cheap(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """What the cheaper source says about nodes of the real trees."""
+        items = [(r.id, r.tree.ids[slots]) for r, slots in self._located(nodes)]
+        candidates = self._cheap.expand(self._scratch_state(state), Nodes(tuple(items)), k)
+        tally(self.counters, (self._draft.counters, self._cheap.counters))
+        return candidates
+
+    # ------------------------------------------------------------------ the scratch forest
+
+    def _located(self, nodes: Nodes) -> list[tuple[ScratchRequest, IntArray]]:
+        """(request, int64[W] scratch slots) of real nodes."""
+        found = []
+        for request_id, ids in nodes.items:
+            scratch = self._requests[request_id]
+            found.append((scratch, scratch.slots(ids)))
+        return found
+
+    def _scratch_state(self, state: DecodeState) -> DecodeState:
+        """The run's state with scratch requests in place of the real ones."""
+        if self._state is None or self._state.draws is not state.draws:
+            self._state = type(state)(draws=state.draws, clock=state.clock, meter=state.meter)
+            self._state.requests = cast("dict[int, RequestState]", self._requests)
+        self._state.step = state.step
+        return self._state
+
+    def _with_guesses(
+        self, state: DecodeState, unknown: list[tuple[ScratchRequest, IntArray]]
+    ) -> list[tuple[ScratchRequest, IntArray]]:
+        """The unknown nodes and the most probable guesses below them, sorted slots per request."""
+        guesses = [_Guesses(request, slots, self._rows) for request, slots in unknown]
+        for depth in range(self._depth):
+            growing = [g for g in guesses if len(g.frontier)]
+            if not growing:
+                break
+            nodes = Nodes(tuple((g.request.id, g.request.tree.ids[g.frontier]) for g in growing))
+            candidates = self._cheap.expand(state, nodes, self._width)
+            start = 0
+            for guess in growing:
+                stop = start + len(guess.frontier)
+                guess.grow(candidates, start, stop, last=depth == self._depth - 1)
+                start = stop
+        return [(g.request, g.chosen()) for g in guesses]
+
+    def _run_draft(self, state: DecodeState, wanted: list[tuple[ScratchRequest, IntArray]]) -> None:
+        nodes = Nodes(tuple((r.id, r.tree.ids[slots]) for r, slots in wanted))
+        candidates = self._draft.expand(state, nodes, self._k)
+        start = 0
+        for request, slots in wanted:
+            stop = start + len(slots)
+            request.tree.set_candidates(slots, candidates, slice(start, stop))
+            start = stop
+
+    def _answers(self, asked: list[tuple[ScratchRequest, IntArray]], k: int) -> Candidates:
+        """What the scratch trees know about the nodes, at most ``k`` children each."""
+        tokens, logprobs, probs = [], [], []
+        width = min([k, *(r.tree.candidate_tokens.shape[1] for r, _ in asked)])
+        for request, slots in asked:
+            tree = request.tree
+            tokens.append(tree.candidate_tokens[slots, :width])
+            logprobs.append(tree.candidate_logprobs[slots, :width])
+            if self.gives_probs:
+                uniform = np.full(self.vocab_size or 1, 1.0 / (self.vocab_size or 1))
+                probs += [tree.draft_probs.get(i, uniform) for i in tree.ids[slots].tolist()]
+        scores = np.concatenate(logprobs)
+        return Candidates(
+            tokens=np.concatenate(tokens),
+            logprobs=scores,
+            counts=(scores > -np.inf).sum(axis=1),
+            probs=np.stack(probs) if probs else None,
+        )
+
+
+class _Guesses:
+    """Grows one request's guesses level by level and chooses the most probable of them.
+
+    Attributes:
+        request: whose scratch tree.
+        frontier: int64[F], slots whose children come next.
+    """
+
+    def __init__(self, request: ScratchRequest, slots: IntArray, max_rows: int) -> None:
+        self.request = request
+        self.frontier = slots
+        self._scores: FloatArray = np.zeros(len(slots))
+        self._asked = slots
+        self._max_rows = max_rows
+        self._made: list[IntArray] = []
+        self._made_scores: list[FloatArray] = []
+
+    def grow(self, candidates: Candidates, start: int, stop: int, *, last: bool) -> None:
+        """Makes nodes of the best candidates of the frontier, rows ``start`` .. ``stop``."""
+        logprobs = candidates.logprobs[start:stop]
+        valid = np.arange(logprobs.shape[1]) < candidates.counts[start:stop, None]
+        scores = np.where(valid, logprobs + self._scores[:, None], -np.inf).ravel()
+        best = top_stable(scores, self._max_rows)
+        best = best[scores[best] > -np.inf]
+        rows, columns = np.divmod(best, logprobs.shape[1])
+        tokens = candidates.tokens[start:stop][rows, columns].tolist()
+        parents = self.frontier[rows].tolist()
+        child = self.request.child
+        made = [child(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+        slots, scores = np.array(made, np.int64), scores[best]
+        # A guess may be among the nodes asked for, or known already.
+        fresh = ~np.isin(slots, self._asked) & ~self.request.tree.expanded[slots]
+        self._made.append(slots[fresh])
+        self._made_scores.append(scores[fresh])
+        self.frontier, self._scores = slots[fresh], scores[fresh]
+
+    def chosen(self) -> IntArray:
+        """int64: sorted slots of the nodes asked for and the best guesses.
+
+        No guess without its parent: scores do not rise downwards, and ties fall to the shallower.
+        """
+        made, scores = np.concatenate(self._made), np.concatenate(self._made_scores)
+        best = made[top_stable(scores, self._max_rows)]
+        return np.sort(np.concatenate([self._asked, best]))
+
+
+class _RealView:
+    """The cheaper source seen from outside: asked in real ids, answered in its scratch forest."""
+
+    def __init__(self, owner: StagedSource, cheap: TokenSource) -> None:
+        self._owner = owner
+        self._cheap = cheap
+        self.needs = cheap.needs
+        self.vocab_size = cheap.vocab_size
+        self.counters = cheap.counters
+        self.gives_probs: bool = getattr(cheap, "gives_probs", False)
+
+    def open(self, request: RequestState) -> None:
+        """Nothing: its owner opens it."""
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Asks the cheaper source about real nodes."""
+        return self._owner.ask_cheap(state, nodes, k)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Nothing: its owner tells it."""
+
+    def close(self, request_id: int) -> None:
+        """Nothing: its owner closes it."""

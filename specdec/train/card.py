@@ -1,0 +1,235 @@
+"""The model card: measures the shipped family and writes specdec/assets/tiny/README.md."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from specdec.train.cardtext import write_card
+from specdec.train.corpus import (
+    data_root,
+    is_held_out,
+    python_files,
+    read_jsonl,
+    read_source,
+    stdlib_root,
+    why_junk,
+)
+from specdec.train.lm import Report, held_out_loss
+from specdec.train.model import LanguageModel, load_hf
+from specdec.train.samples import Sampling, generate
+from specdec.train.streams import encode
+
+RANKS = (1, 2, 4, 8, 16, 32)
+LOOP_GRAM = 8
+SETTINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "0.6/0.9/80": Sampling(temperature=0.6, top_p=0.9, top_k=80),
+}
+
+
+def in_loop(tokens: Sequence[int], gram: int = LOOP_GRAM) -> list[bool]:
+    """For each generated token, whether it ends an n-gram that was generated before.
+
+    Args:
+        tokens: generated tokens only, no prompt.
+        gram: n.
+    """
+    seen: set[tuple[int, ...]] = set()
+    flags = []
+    for end in range(1, len(tokens) + 1):
+        piece = tuple(tokens[max(0, end - gram) : end])
+        flags.append(len(piece) == gram and piece in seen)
+        if len(piece) == gram:
+            seen.add(piece)
+    return flags
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Counts of target tokens by their rank in the draft's distribution.
+
+    Attributes:
+        hits_inside, hits_outside: per entry of RANKS, tokens among the draft's first k.
+        inside, outside: tokens inside and outside loops.
+    """
+
+    hits_inside: list[int]
+    hits_outside: list[int]
+    inside: int = 0
+    outside: int = 0
+
+    @property
+    def loop_share(self) -> float:
+        """Share of generated tokens that end an 8-gram already generated."""
+        return self.inside / max(1, self.inside + self.outside)
+
+    def rates(self, *, inside: bool) -> list[float]:
+        """Top-k agreement, in [0, 1], for each k of RANKS."""
+        hits, count = (
+            (self.hits_inside, self.inside) if inside else (self.hits_outside, self.outside)
+        )
+        return [hit / max(1, count) for hit in hits]
+
+    def add(self, ranks: Sequence[int], loops: Sequence[bool]) -> None:
+        """Counts one continuation: each token's rank (0 is first) and whether it is in a loop."""
+        for rank, loop in zip(ranks, loops, strict=True):
+            hits = self.hits_inside if loop else self.hits_outside
+            for place, limit in enumerate(RANKS):
+                hits[place] += rank < limit
+            self.inside += loop
+            self.outside += not loop
+
+
+def draft_ranks(draft: LanguageModel, prompt: Tensor, new: Tensor) -> list[int]:
+    """Rank, 0 first, of each new token in the draft's distribution at its position."""
+    row = torch.cat((prompt, new))[None]
+    with torch.no_grad():
+        logits = draft(row[:, :-1])[0, len(prompt) - 1 :]
+    chosen = logits.gather(-1, new[:, None])
+    return (logits > chosen).sum(-1).tolist()
+
+
+def measure_agreement(
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: list[Tensor],
+    sampling: Sampling,
+    new_tokens: int,
+    seed: int,
+) -> Agreement:
+    """Draft's top-k agreement on the target's own continuations, ended at the end token."""
+    generator = torch.Generator().manual_seed(seed)
+    total = Agreement([0] * len(RANKS), [0] * len(RANKS))
+    lengths = sorted({len(p) for p in prompts})
+    for length in lengths:
+        group = [p for p in prompts if len(p) == length]
+        out = generate(
+            target, torch.stack(group), new_tokens, [sampling], generator, stop_at_end=True
+        )
+        for prompt, new in zip(group, out, strict=True):
+            ends = (new == 0).nonzero()
+            new = new[: int(ends[0]) + 1] if len(ends) else new
+            total.add(draft_ranks(draft, prompt, new), in_loop(new.tolist()))
+    return total
+
+
+def held_out_texts() -> list[str]:
+    """Held-out files of this interpreter's standard library, as training filtered them."""
+    texts = []
+    for relative, path in python_files(stdlib_root()):
+        text = read_source(path) if is_held_out(relative) else None
+        if text is not None and why_junk(text) is None:
+            texts.append(text)
+    return texts
+
+
+def measure_loss(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, float]:
+    """Held-out loss in nats per token and per byte, and the counts behind them."""
+    texts = held_out_texts()
+    ids = encode(tokenizer, texts)
+    size = sum(len(text.encode("utf-8")) for text in texts)
+    loss = held_out_loss(model, ids, length)
+    return {
+        "per_token": loss,
+        "per_byte": loss * len(ids) / size,
+        "tokens": len(ids),
+        "bytes": size,
+    }
+
+
+def pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
+    """Median milliseconds of one transformers forward of one token after a cached prefix.
+
+    Float32 on the CPU, as the library runs the family by default.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, model.config.vocab_size, (1, prefix), generator=generator)
+    times = []
+    with torch.inference_mode():
+        cache = model(tokens, use_cache=True).past_key_values
+        for _ in range(repeats):
+            began = time.perf_counter()
+            cache = model(tokens[:, :1], past_key_values=cache, use_cache=True).past_key_values
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def human_eval_prompts(tokenizer: Tokenizer, limit: int) -> list[Tensor] | None:
+    """Token ids of HumanEval prompts, or None without the SPECDEC_DATA folder."""
+    data = data_root()
+    path = data / "humaneval" / "HumanEval.jsonl.gz" if data else None
+    if path is None or not path.exists():
+        return None
+    rows = read_jsonl(path)[:limit]
+    return [torch.tensor(tokenizer.encode(row["prompt"]).ids) for row in rows]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def make_card(
+    *,
+    output_dir: str,
+    new_tokens: int,
+    prompts: int,
+    length: int,
+    seed: int,
+    num_threads: int,
+    report: Report,
+) -> None:
+    """Measures target and draft in output_dir and writes its README.md and measured.json.
+
+    Arguments: conf/train/card.yaml. The agreement table needs SPECDEC_DATA; without it the card
+    says so.
+
+    Raises:
+        FileNotFoundError: a model is missing.
+    """
+    out = Path(output_dir)
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    for part in ("target", "draft"):
+        if not (out / part / "model.safetensors").exists():
+            raise FileNotFoundError(f"{out / part} holds no model: train it first")
+    tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
+    models = {part: load_hf(out / part) for part in ("target", "draft")}
+    measured: dict[str, Any] = {"loss_window": length, "agreement": {}}
+    for part, model in models.items():
+        report(0.1, f"held-out loss of the {part}")
+        measured[part] = measure_loss(model, tokenizer, length)
+        measured[part]["pass_ms"] = pass_ms(out / part)
+    heads = human_eval_prompts(tokenizer, prompts)
+    for place, (name, sampling) in enumerate(SETTINGS.items()):
+        if heads is None:
+            report(0.5, "SPECDEC_DATA has no HumanEval: agreement skipped")
+            break
+        report(0.3 + 0.3 * place, f"agreement, {name}")
+        found = measure_agreement(
+            models["target"], models["draft"], heads, sampling, new_tokens, seed
+        )
+        measured["agreement"][name] = {
+            "loop_share": found.loop_share,
+            "tokens": found.inside + found.outside,
+            "inside": found.rates(inside=True),
+            "outside": found.rates(inside=False),
+        }
+    measured["prompts"] = 0 if heads is None else len(heads)
+    measured["new_tokens"] = new_tokens
+    (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
+    records = {part: _read(out / part / "training.json") for part in ("target", "draft")}
+    write_card(out, measured, records, _read(out / "corpus.json"))
+    report(1.0, "card written")

@@ -1,0 +1,180 @@
+"""Text of the model card, from measurements alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specdec.train.corpus import HELD_OUT_MODULUS
+
+RANKS = (1, 2, 4, 8, 16, 32)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _losses(measured: dict[str, Any], records: dict[str, Any]) -> str:
+    rows = []
+    for part in ("target", "draft"):
+        loss, record = measured[part], records[part]
+        rows.append(
+            [
+                part,
+                f"{record.get('parameters', 0) / 1e6:.2f} M",
+                f"{loss['per_token']:.3f}",
+                f"{loss['per_byte']:.4f}",
+                f"{record.get('tokens', 0) / 1e6:.1f} M",
+                f"{record.get('minutes', 0):.0f}",
+                f"{loss['pass_ms']:.2f}",
+            ]
+        )
+    head = ["model", "parameters", "nats/token", "nats/byte", "tokens seen", "minutes", "pass, ms"]
+    target, draft = measured["target"], measured["draft"]
+    ratio = target["pass_ms"] / draft["pass_ms"]
+    return "\n".join(
+        [
+            table(head, rows),
+            "",
+            f"Losses: all {target['tokens']} tokens ({target['bytes']} bytes) of the held-out "
+            f"files, windows of {measured['loss_window']} positions. A pass is one transformers "
+            "forward of one token after 128 cached ones (float32, CPU, median); target over "
+            f"draft: {ratio:.1f}. Tokens and minutes of the draft are those "
+            "of distillation.",
+        ]
+    )
+
+
+def _agreement(measured: dict[str, Any]) -> str:
+    if not measured["agreement"]:
+        return "Not measured: SPECDEC_DATA named no folder with HumanEval."
+    head = ["sampling", "tokens", "loop_share", "where", *[f"top-{k}" for k in RANKS]]
+    rows = []
+    for name, found in measured["agreement"].items():
+        first = [name, str(found["tokens"]), f"{found['loop_share']:.3f}"]
+        for where in ("outside", "inside"):
+            rows.append([*first, f"{where} loops", *[f"{rate:.3f}" for rate in found[where]]])
+            first = ["", "", ""]
+    note = (
+        f"Continuations of {measured['prompts']} HumanEval prompts by the target, at most "
+        f"{measured['new_tokens']} tokens each, ended at the end token. top-k: share of those "
+        "tokens among the draft's k likeliest. A token is inside a loop when it ends an 8-gram "
+        "already generated; loop_share is the share of such tokens."
+    )
+    return table(head, rows) + "\n\n" + note
+
+
+def _curve(record: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{row['step']:.0f}",
+            f"{row['tokens'] / 1e6:.2f}",
+            f"{row['minutes']:.1f}",
+            f"{row['layers']:.0f}",
+            f"{row['loss']:.3f}",
+            f"{row['held_out']:.3f}" if "held_out" in row else "",
+        ]
+        for row in record.get("curve", [])
+    ]
+    head = ["step", "million tokens", "minutes", "layers", "loss", "held-out"]
+    return table(head, rows) if rows else "No record of the run is present."
+
+
+def _data(corpus: dict[str, Any]) -> str:
+    if not corpus:
+        return "No record of the corpus is present."
+    rows = [
+        [
+            name,
+            str(row["licence"]),
+            str(row["files"]),
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['functions'] / 1e6:.2f}",
+        ]
+        for name, row in corpus["sources"].items()
+    ]
+    streams = [
+        [name, f"{row['tokens'] / 1e6:.2f}", f"{row['bytes'] / 1e6:.2f}"]
+        for name, row in corpus["streams"].items()
+    ]
+    dropped = ", ".join(f"{reason} {count}" for reason, count in corpus["dropped"].items())
+    head = ["source", "licence as its metadata states", "documents", "MB", "MB as functions"]
+    return "\n".join(
+        [
+            table(head, rows),
+            "",
+            table(["stream", "million tokens", "MB"], streams),
+            "",
+            f"Files dropped: {dropped}.",
+            "",
+            f"Held out (CRC-32 of the path is a multiple of {HELD_OUT_MODULUS}), Python "
+            f"{corpus['python']}: " + ", ".join(corpus["held_out_files"]) + ".",
+        ]
+    )
+
+
+INTRODUCTION = """# The tiny family
+
+A target of 24 layers, a draft of 2 layers distilled from it, and token sequences sampled from the
+draft from which n-gram models are counted. All share one byte-level BPE tokenizer of 4096 entries;
+`<|end|>`, id 0, begins, ends and pads. They exist so that speculative decoding can be tried and
+tested where there is no network: they continue Python text plausibly for a few lines and are of no
+use as programmers or as calculators.
+
+This page is written by `specdec train card`; every figure on it is measured by that command or
+recorded by the run it describes. Rebuild in this order: `specdec train tokenizer`,
+`specdec train target`, `specdec train draft`, `specdec train ngram`, `specdec train card`.
+"""
+
+LIMITS = """## Limits
+
+- Trained in about an hour on two CPU cores: every loss here is far above what the size allows.
+- Greedy decoding loops. Loops are easy to draft, so read acceptance figures with `loop_share`
+  beside them, and prefer sampled settings for comparisons.
+- Text: Python code and a little GSM8K-style English arithmetic. Other text is outside its domain.
+- No evaluation prompt was trained on: a file that shares 13 consecutive words with HumanEval or
+  with GSM8K's test questions was dropped, and held-out files were never read for training or for
+  the tokenizer. A near copy of a held-out file in another package was dropped as well (half of
+  its 3-line shingles seen before); shorter shared passages may remain.
+"""
+
+
+def write_card(
+    folder: Path, measured: dict[str, Any], records: dict[str, Any], corpus: dict[str, Any]
+) -> None:
+    """Writes folder/README.md.
+
+    Args:
+        folder: of the family.
+        measured: what card.make_card measured.
+        records: training.json of "target" and "draft", {} where absent.
+        corpus: corpus.json, {} where absent.
+    """
+    draft = records["draft"]
+    distilled = (
+        f"Before distillation the draft saw {draft['text_tokens'] / 1e6:.1f} M tokens of text in "
+        f"{draft['text_minutes']:.0f} minutes. The target's own samples hold "
+        f"{draft['sampled_tokens'] / 1e6:.2f} M tokens, prompts included."
+        if "text_tokens" in draft
+        else ""
+    )
+    machine = records["target"].get("machine", "not recorded")
+    parts = [
+        INTRODUCTION,
+        f"## Figures\n\nMachine: {machine}.\n",
+        _losses(measured, records),
+        "\n## Draft's agreement with the target\n",
+        _agreement(measured),
+        "\n## Data\n",
+        _data(corpus),
+        "\n## Loss of the target while training\n",
+        _curve(records["target"]),
+        "\n## Distillation of the draft\n",
+        f"{distilled} The loss is the divergence KL(target || draft) in nats; held-out is the "
+        "cross entropy on the held-out text.\n",
+        _curve(draft),
+        "\n" + LIMITS,
+    ]
+    (folder / "README.md").write_text("\n".join(parts), encoding="ascii", errors="replace")

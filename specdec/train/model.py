@@ -1,0 +1,310 @@
+"""A Llama for training: the mathematics of transformers' LlamaForCausalLM in few operations.
+
+Parameter names are those of transformers, so a state dict loads there unchanged. Residuals and
+norms are float32; matrix products and attention run in a chosen compute dtype.
+
+Shape letters: B sequences, S positions, E hidden, H query heads, K key/value heads, D head size,
+V vocabulary, F feed-forward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of one Llama.
+
+    Attributes:
+        num_layers: decoder layers.
+        hidden: residual width E.
+        feed_forward: feed-forward width F.
+        num_heads, num_kv_heads, head_dim: attention; num_heads is a multiple of num_kv_heads.
+        vocab_size: token ids; embeddings are tied.
+        max_positions: longest sequence.
+        rope_theta: base of the rotary frequencies.
+    """
+
+    num_layers: int
+    hidden: int
+    feed_forward: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int = 4096
+    max_positions: int = 2048
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        """Checks what the sizes must satisfy."""
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} evenly")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+
+
+EPSILON = 1e-6
+INIT_STD = 0.02
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
+
+
+def _rotate(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    half = x_BHSD.shape[-1] // 2
+    turned = torch.cat((-x_BHSD[..., half:], x_BHSD[..., :half]), dim=-1)
+    return x_BHSD * cos_SD + turned * sin_SD
+
+
+class _Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, queries, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, keys, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, keys, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden, bias=False)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.feed_forward, bias=False)
+        self.down_proj = nn.Linear(shape.feed_forward, shape.hidden, bias=False)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        """Takes the model's sizes; weights are drawn by LanguageModel."""
+        super().__init__()
+        self.input_layernorm = _Scale(shape.hidden)
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = _Scale(shape.hidden)
+        self.mlp = _FeedForward(shape)
+        self.shape = shape
+
+    def queries_keys_values(
+        self, x_BSE: Tensor, cos_SD: Tensor, sin_SD: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (B, H, S, D), rotated keys and values (B, K, S, D), all in `dtype`."""
+        shape, attention = self.shape, self.self_attn
+        batch, length, _ = x_BSE.shape
+        h = _norm(x_BSE, self.input_layernorm.weight).to(dtype)
+        q = F.linear(h, attention.q_proj.weight.to(dtype))
+        k = F.linear(h, attention.k_proj.weight.to(dtype))
+        v = F.linear(h, attention.v_proj.weight.to(dtype))
+        q = q.view(batch, length, shape.num_heads, shape.head_dim).transpose(1, 2)
+        k = k.view(batch, length, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+        v = v.view(batch, length, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+        q = _rotate(q.float(), cos_SD, sin_SD).to(dtype)
+        k = _rotate(k.float(), cos_SD, sin_SD).to(dtype)
+        return q, k, v
+
+    def finish(self, x_BSE: Tensor, mixed_BHSD: Tensor, dtype: torch.dtype) -> Tensor:
+        """Residual stream after the output projection and the feed-forward, float32."""
+        batch, length, _ = x_BSE.shape
+        mixed = mixed_BHSD.transpose(1, 2).reshape(batch, length, -1)
+        x_BSE = x_BSE + F.linear(mixed, self.self_attn.o_proj.weight.to(dtype))
+        h = _norm(x_BSE, self.post_attention_layernorm.weight).to(dtype)
+        gate = F.linear(h, self.mlp.gate_proj.weight.to(dtype))
+        up = F.linear(h, self.mlp.up_proj.weight.to(dtype))
+        return x_BSE + F.linear(F.silu(gate) * up, self.mlp.down_proj.weight.to(dtype))
+
+    def forward(self, x_BSE: Tensor, cos_SD: Tensor, sin_SD: Tensor, dtype: torch.dtype) -> Tensor:
+        """Residual stream after this layer, float32; products run in `dtype`."""
+        q, k, v = self.queries_keys_values(x_BSE, cos_SD, sin_SD, dtype)
+        share = self.shape.num_heads // self.shape.num_kv_heads
+        k = k.repeat_interleave(share, dim=1)
+        v = v.repeat_interleave(share, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.finish(x_BSE, mixed, dtype)
+
+
+def token_loss(
+    x_BSE: Tensor, norm_E: Tensor, embedding_VE: Tensor, targets_BS: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Mean next-token cross entropy in nats, from the last residual stream."""
+    h = _norm(x_BSE, norm_E).to(dtype).flatten(0, 1)
+    logits = F.linear(h, embedding_VE.to(dtype)).float()
+    return F.cross_entropy(logits, targets_BS.flatten())
+
+
+class _Decoder(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = _Scale(shape.hidden)
+
+
+class LanguageModel(nn.Module):
+    """Llama with tied embeddings.
+
+    `compiled=True` compiles one layer (shared by all) and the loss; the first step of each
+    sequence shape then takes up to a minute on two cores.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
+    ) -> None:
+        """Draws weights: normal of deviation INIT_STD, smaller on the way into the residual."""
+        super().__init__()
+        self.shape = shape
+        self.dtype = dtype
+        self.model = _Decoder(shape)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = INIT_STD / (2 * shape.num_layers) ** 0.5 if into_residual else INIT_STD
+                nn.init.normal_(weight, std=std, generator=generator)
+        powers = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
+        angles = torch.outer(torch.arange(shape.max_positions).float(), shape.rope_theta**-powers)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self._block: Callable[..., Tensor] = Block.forward
+        self._loss: Callable[..., Tensor] = token_loss
+        if compiled:
+            self._block = torch.compile(Block.forward, dynamic=False)
+            self._loss = torch.compile(token_loss, dynamic=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.embed_tokens.weight.device
+
+    def residual(self, tokens_BS: Tensor) -> Tensor:
+        """Residual stream after the last layer, (B, S, E) float32, before the final norm."""
+        length = tokens_BS.shape[1]
+        x = F.embedding(tokens_BS, self.model.embed_tokens.weight)
+        cos, sin = self.cos[:length], self.sin[:length]  # type: ignore[index]
+        for layer in self.model.layers:
+            x = self._block(layer, x, cos, sin, self.dtype)
+        return x
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Logits, (B, S, V) float32."""
+        return self.logits(self.residual(tokens_BS))
+
+    def logits(self, x_BSE: Tensor) -> Tensor:
+        """Logits, (B, S, V) float32, of a last residual stream."""
+        h = _norm(x_BSE, self.model.norm.weight).to(self.dtype)
+        return F.linear(h, self.model.embed_tokens.weight.to(self.dtype)).float()
+
+    def loss(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean cross entropy of targets given inputs, in nats per token."""
+        norm, embedding = self.model.norm.weight, self.model.embed_tokens.weight
+        return self._loss(self.residual(inputs_BS), norm, embedding, targets_BS, self.dtype)
+
+
+def hf_config(shape: ModelShape) -> dict[str, object]:
+    """The config.json of transformers' LlamaForCausalLM for these sizes, bfloat16 weights."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.feed_forward,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": EPSILON,
+        "initializer_range": INIT_STD,
+        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "dtype": "bfloat16",
+        "use_cache": True,
+    }
+
+
+def save_hf(model: LanguageModel, folder: Path) -> None:
+    """Writes config.json, generation_config.json and model.safetensors (bfloat16)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = hf_config(model.shape)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    weights = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, value in model.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def load_hf(
+    folder: Path, *, dtype: torch.dtype = torch.float32, compiled: bool = False
+) -> LanguageModel:
+    """Reads what save_hf wrote; weights become float32, products run in `dtype`."""
+    config = json.loads((folder / "config.json").read_text())
+    shape = ModelShape(
+        num_layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        feed_forward=config["intermediate_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        rope_theta=config["rope_parameters"]["rope_theta"],
+    )
+    model = LanguageModel(shape, dtype=dtype, compiled=compiled)
+    weights = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    weights.pop("lm_head.weight", None)
+    model.load_state_dict(weights)
+    return model
+
+
+def grow(model: LanguageModel, num_layers: int, *, compiled: bool = False) -> LanguageModel:
+    """A deeper model whose layers repeat the given one's in order (ABC becomes ABCABC).
+
+    Raises:
+        ValueError: num_layers is not a multiple of the present depth.
+    """
+    depth = model.shape.num_layers
+    if num_layers % depth:
+        raise ValueError(f"{num_layers} layers are not a multiple of {depth}")
+    sizes = asdict(model.shape) | {"num_layers": num_layers}
+    deeper = LanguageModel(ModelShape(**sizes), dtype=model.dtype, compiled=compiled)
+    old = model.state_dict()
+    new = {}
+    for name, value in deeper.state_dict().items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(int(parts[2]) % depth)
+        new[name] = old.get(".".join(parts), value).clone()
+    deeper.load_state_dict(new)
+    return deeper

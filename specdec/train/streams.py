@@ -1,0 +1,153 @@
+"""Token streams: encoded documents, and a seeded, resumable mixture of windows over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from specdec.train.corpus import Corpus, Document
+
+STREAMS = ("stdlib", "function", "package", "gsm8k")
+"""Streams of training text."""
+ALIGNED = frozenset({"function", "samples"})
+"""Streams whose windows begin where a document does, as a prompt would."""
+
+
+def stream_of(document: Document) -> str:
+    """Name of the stream a training document belongs to, one of STREAMS."""
+    if document.kind == "functions":
+        return "function"
+    return document.source if document.source in ("stdlib", "gsm8k") else "package"
+
+
+def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
+    """Token ids of all texts, uint16, each preceded by the end token 0."""
+    ids: list[int] = []
+    for encoding in tokenizer.encode_batch_fast(list(texts)):
+        ids.append(0)
+        ids.extend(encoding.ids)
+    return np.asarray(ids, dtype=np.uint16)
+
+
+def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, np.ndarray]:
+    """One shuffled token array per stream, and "held_out" in path order.
+
+    Args:
+        corpus: as build_corpus gives it.
+        tokenizer: the family's.
+        seed: order of documents within each stream.
+    """
+    groups: dict[str, list[str]] = {name: [] for name in STREAMS}
+    for document in corpus.train:
+        groups[stream_of(document)].append(document.text)
+    generator = np.random.default_rng(seed)
+    streams = {}
+    for name, texts in groups.items():
+        order = generator.permutation(len(texts))
+        streams[name] = encode(tokenizer, (texts[i] for i in order))
+    streams["held_out"] = encode(tokenizer, (d.text for d in corpus.held_out))
+    return streams
+
+
+def save_streams(streams: dict[str, np.ndarray], path: Path) -> None:
+    """Writes token arrays to an .npz file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **streams)  # type: ignore[arg-type]
+
+
+def load_streams(path: Path) -> dict[str, np.ndarray]:
+    """Reads what save_streams wrote."""
+    with np.load(path) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+@dataclass(slots=True)
+class _Cursor:
+    epoch: int = 0
+    index: int = 0
+
+
+class Mixture:
+    """Draws windows of one length from several streams in fixed proportions.
+
+    A window of an ALIGNED stream begins at a document's first token; windows of the others
+    tile the stream. Each epoch of a stream visits its windows in a new order. The same seed and
+    the same calls give the same batches; `state` and `restore` carry the position across runs.
+    """
+
+    def __init__(
+        self, streams: dict[str, np.ndarray], weights: dict[str, float], seed: int
+    ) -> None:
+        """Takes token arrays, the share of windows from each, and a seed.
+
+        Raises:
+            ValueError: a weighted stream is missing or no weight is positive.
+        """
+        self.names = [name for name, weight in weights.items() if weight > 0]
+        missing = [name for name in self.names if name not in streams]
+        if missing or not self.names:
+            raise ValueError(f"no stream for weights {missing or weights}")
+        self.names = [name for name in self.names if len(streams[name]) > 2]
+        self.streams = streams
+        share = np.asarray([weights[name] for name in self.names], dtype=np.float64)
+        self.share = share / share.sum()
+        self.seed = seed
+        self.draws = 0
+        self.cursors = {name: _Cursor() for name in self.names}
+        self._orders: dict[tuple[str, int, int], np.ndarray] = {}
+        self._starts: dict[tuple[str, int], np.ndarray] = {}
+
+    def _windows(self, name: str, length: int) -> np.ndarray:
+        if (name, length) not in self._starts:
+            stream = self.streams[name]
+            last = max(1, len(stream) - length - 1)
+            if name in ALIGNED:
+                starts = np.flatnonzero(stream == 0) + 1
+                starts = starts[starts < last]
+            else:
+                starts = np.arange(0, last, length)
+            self._starts[name, length] = starts
+        return self._starts[name, length]
+
+    def _order(self, name: str, length: int, epoch: int) -> np.ndarray:
+        key = (name, length, epoch)
+        if key not in self._orders:
+            self._orders = {k: v for k, v in self._orders.items() if k[0] != name}
+            rng = np.random.default_rng((self.seed, self.names.index(name), length, epoch))
+            self._orders[key] = rng.permutation(len(self._windows(name, length)))
+        return self._orders[key]
+
+    def batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
+        """Inputs and next-token targets, two int64 tensors of (size, length)."""
+        rng = np.random.default_rng((self.seed, 7919, self.draws))
+        self.draws += 1
+        rows = []
+        for choice in rng.choice(len(self.names), size=size, p=self.share):
+            name = self.names[choice]
+            cursor, starts = self.cursors[name], self._windows(name, length)
+            if cursor.index >= len(starts):
+                cursor.epoch, cursor.index = cursor.epoch + 1, 0
+            start = starts[self._order(name, length, cursor.epoch)[cursor.index]]
+            cursor.index += 1
+            rows.append(self.streams[name][start : start + length + 1].astype(np.int64))
+        tokens = torch.from_numpy(np.stack(rows))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def state(self) -> dict[str, object]:
+        """Position of the draws, as plain values."""
+        cursors = {name: (c.epoch, c.index) for name, c in self.cursors.items()}
+        return {"draws": self.draws, "cursors": cursors}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Returns to a position that `state` gave."""
+        draws, cursors = state["draws"], state["cursors"]
+        assert isinstance(draws, int)
+        assert isinstance(cursors, dict)
+        self.draws = draws
+        self.cursors = {name: _Cursor(*pair) for name, pair in cursors.items()}

@@ -1,0 +1,84 @@
+"""The family's tokenizer: byte-level BPE over Python text, shared by target, draft and n-gram."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from specdec.train.corpus import Corpus
+
+END = "<|end|>"
+"""Begins, ends and pads every text; id 0."""
+
+# A word keeps one space or underscore before it, a digit stands alone, a run of white space keeps
+# together but for the last space, so that a line break with its indentation is one token.
+PIECES = r"[ _]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
+    """Learns byte-level BPE merges; every byte string round-trips.
+
+    Args:
+        texts: training text only.
+        vocab_size: entries, END and the 256 bytes included.
+
+    Raises:
+        ValueError: vocab_size leaves no room for END and the bytes.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size must be at least 257, got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them.
+
+    Args:
+        tokenizer: as train_tokenizer returns it.
+        folder: created where absent.
+        max_length: positions of the models it serves.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "pad_token": END,
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def tokenizer_texts(corpus: Corpus, max_mb: float) -> list[str]:
+    """Training texts for the merges: functions, standard library and questions first, then files.
+
+    Args:
+        corpus: its held-out part is not touched.
+        max_mb: most megabytes (10**6 characters) of other packages' files, spread evenly.
+    """
+    first = [d.text for d in corpus.train if d.kind != "file" or d.source == "stdlib"]
+    rest = [d.text for d in corpus.train if d.kind == "file" and d.source != "stdlib"]
+    total = sum(map(len, rest))
+    stride = max(1, round(total / max(1.0, max_mb * 1e6)))
+    return first + rest[::stride]

@@ -1,0 +1,103 @@
+"""Rejection sampling: every emitted token is distributed as under the target model.
+
+Shape letters: V vocabulary, S support of the target, C children.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from specdec.distribution import inverse_cdf
+from specdec.randomness import KeyedDraws, Purpose
+from specdec.state import DecodeState
+from specdec.types import NO_NODE, FloatArray, IntArray, Lossless, Needs, Output, Verdict
+from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answers
+
+
+class RejectionVerifier:
+    """Accepts a sampled draft token with probability min(1, target_probs / draft_probs).
+
+    *Accepted token*: a draft token that passed its test. *Correction token*: drawn from the
+    residual distribution when all children of a node were rejected. *Bonus token*: drawn from the
+    target where a node has no children.
+
+    On a chain this is Leviathan et al. 2023, Alg. 1 (Chen et al. 2023, Alg. 2). On a tree it is the
+    multi-round form of SpecInfer (Miao et al. 2024, Alg. 2, verify_stochastic): children are tested
+    one after the other, each against the residual norm(max(0, target - draft)) that the rejections
+    before it left. SpecInfer's siblings are independent draws; here they are drawn without
+    replacement, so the draft distribution is renormalised without the earlier siblings, as in
+    recursive rejection sampling (Jeon et al. 2024, RSD) and Sequoia (Chen et al. 2024, Alg. 1).
+
+    A node's children must be a prefix of its sampled candidates, chosen without a look at their
+    values; the first is asserted here, the second when a strategy is composed. With a greedy target
+    its distribution is one-hot at the target's token, and the output is that of greedy decoding.
+    """
+
+    needs = Needs(target_probs=True, draft_probs=True)
+    lossless = Lossless.DISTRIBUTION
+
+    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
+        """One verdict per request whose root was answered."""
+        return [
+            follow(answered, partial(_judge, answered, state.draws))
+            for answered in record_answers(state, output)
+        ]
+
+
+def _judge(answered: RootAnswered, draws: KeyedDraws, slot: int) -> Choice:
+    """Tests the children of an answered node in sampling order."""
+    request, tree = answered.request, answered.request.tree
+    children = tree.children(slot)
+    own_token = answered.token(slot)
+    if not len(children):
+        return Choice(NO_NODE, own_token, 0)  # the bonus token: the target's own draw
+    tokens = tree.tokens[children]
+    assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
+        "children must be taken in sampling order"
+    )
+    position = tree.positions[slot, None] + 1
+    tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
+    draft = tree.draft_probs[int(tree.ids[slot])]
+    if request.sampling.greedy:
+        support, target = np.array([own_token]), np.ones(1)
+    else:
+        probs = answered.probs(slot)
+        support = np.flatnonzero(probs)
+        target = probs[support]
+    for judged, (child, token) in enumerate(zip(children.tolist(), tokens.tolist(), strict=True)):
+        if judged:
+            draft = _without(draft, int(tokens[judged - 1]))
+        chance = target[support == token].sum()  # 0 where the target never draws the token
+        if tests[judged] * draft[token] < chance:
+            return Choice(child, token, judged)
+        target = _residual(target, _on_support(draft, support))
+    draw = draws.uniform(request.id, position, Purpose.RESIDUAL)
+    token = int(support[inverse_cdf(target[None], draw)[0]])
+    return Choice(NO_NODE, token, len(children))
+
+
+def _without(draft: FloatArray, token: int) -> FloatArray:
+    """float64[V]: the distribution that the next sibling was drawn from."""
+    draft = draft.copy()
+    draft[token] = 0.0
+    return draft / draft.sum()
+
+
+def _on_support(draft: FloatArray, support: IntArray) -> FloatArray:
+    """float64[S]; 0 for tokens beyond the draft's vocabulary, where that is the smaller one."""
+    if support[-1] < len(draft):
+        return draft[support]
+    inside = support < len(draft)
+    chances = np.zeros(len(support))
+    chances[inside] = draft[support[inside]]
+    return chances
+
+
+def _residual(target: FloatArray, draft: FloatArray) -> FloatArray:
+    """float64[S]: norm(max(0, target - draft)), Leviathan et al. 2023, Alg. 1."""
+    rest = np.maximum(target - draft, 0.0)
+    mass = rest.sum()
+    # Without mass the two are equal up to rounding, where a rejection has probability ~1e-16.
+    return rest / mass if mass > 0.0 else target

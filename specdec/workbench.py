@@ -1,0 +1,160 @@
+"""Puts parts together in Python: what ``compose`` does for YAML, for research code.
+
+bench = Workbench(pair, seed=0)
+parts = bench.parts(
+    source=DraftModelSource(runner=bench.draft_runner()),
+    policy=BestFirst(bs=32, w=4, d=6),
+    verifier=MatchVerifier(),
+)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.clocks import Clock, MeasuredClock
+from specdec.errors import UserError
+from specdec.executors import LocalExecutor, PipelineExecutor
+from specdec.executors.stage import split_layers
+from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
+from specdec.metrics.meter import Meter
+from specdec.models import ModelRunner
+from specdec.pairs import ModelPair
+from specdec.policies import StagedTree
+from specdec.policies.staged import cheap_source
+from specdec.randomness import KeyedDraws
+from specdec.types import Lossless, Needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """One strategy, ready to run."""
+
+    source: TokenSource
+    policy: TreePolicy
+    verifier: Verifier
+    executor: Executor
+    clock: Clock
+    meter: Meter
+    draws: KeyedDraws
+
+
+class Workbench:
+    """A pair of models, a clock and a seed: what parts share.
+
+    Attributes:
+        pair, clock, meter, draws: shared by everything that is built here.
+    """
+
+    def __init__(self, pair: ModelPair, *, seed: int = 0, clock: Clock | None = None) -> None:
+        """Prepares; models are loaded when first asked for.
+
+        Args:
+            pair: target and draft.
+            seed: keys every draw.
+            clock: the wall clock where omitted.
+        """
+        self.pair = pair
+        self.clock: Clock = MeasuredClock() if clock is None else clock
+        self.meter = Meter()
+        self.draws = KeyedDraws(seed=seed)
+
+    def draft_runner(self) -> ModelRunner:
+        """The whole draft model, for ``DraftModelSource``."""
+        return self.pair.draft_runner(self.meter)
+
+    def parts(
+        self,
+        *,
+        source: TokenSource,
+        policy: TreePolicy,
+        verifier: Verifier,
+        stages: int | None = None,
+    ) -> Parts:
+        """Builds the executor for checked parts.
+
+        Args:
+            source, policy, verifier: the strategy.
+            stages: of a pipeline; None for the local executor.
+
+        Raises:
+            UserError: parts that do not fit together, or more stages than layers.
+        """
+        needs = joined(verifier.needs, source.needs)
+        parts = Parts(
+            source=source,
+            policy=policy,
+            verifier=verifier,
+            executor=self._executor(needs, stages),
+            clock=self.clock,
+            meter=self.meter,
+            draws=self.draws,
+        )
+        check(parts, self.pair.vocab_size)
+        return parts
+
+    def _executor(self, needs: Needs, stages: int | None) -> Executor:
+        pair = self.pair
+        answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
+        if stages is None:
+            whole = pair.stage(0, pair.num_layers, self.meter)
+            return LocalExecutor(stage=whole, answerer=answerer, clock=self.clock)
+        try:
+            bounds = split_layers(pair.num_layers, stages)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        slices = [pair.stage(first, last, self.meter) for first, last in bounds]
+        return PipelineExecutor(stages=slices, answerer=answerer, clock=self.clock)
+
+
+def check(parts: Parts, target_vocab: int) -> None:
+    """Refuses parts that cannot work together, with the reason and the remedy.
+
+    Raises:
+        UserError: see the messages.
+    """
+    source, policy, verifier = parts.source, parts.policy, parts.verifier
+    names = {k: type(getattr(parts, k)).__name__ for k in ("source", "policy", "verifier")}
+    if isinstance(policy, StagedTree):
+        try:
+            cheap_source(source)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    if verifier.needs.draft_probs and policy.value_dependent:
+        raise UserError(
+            f"{names['policy']} chooses among a node's candidates by their probability, which would"
+            f" bias {names['verifier']}; use verifier=match, or a policy that takes candidates in"
+            " sampling order (policy=chain, policy=static)"
+        )
+    if verifier.needs.draft_probs and not getattr(source, "gives_probs", False):
+        raise UserError(
+            f"{names['verifier']} needs the distribution that candidates were sampled from, which"
+            f" {names['source']} does not give; use verifier=match or source=draft_model"
+        )
+    if source.needs.target_draws and verifier.lossless is not Lossless.TOKEN:
+        raise UserError(
+            f"{names['source']} reads the target's own draws, which is lossless under"
+            f" verifier=match only, not under {names['verifier']}; use verifier=match or"
+            " source.guess_draw=false"
+        )
+    missing = set(source.needs.hidden_layers) - set(parts.executor.hidden_layers)
+    if missing:
+        raise UserError(
+            f"{names['source']} needs hidden states of target layers {sorted(missing)}, which"
+            f" {type(parts.executor).__name__} does not deliver; choose another source or executor"
+        )
+    if source.vocab_size is not None and source.vocab_size != target_vocab:
+        raise UserError(
+            f"the source proposes from a vocabulary of {source.vocab_size} tokens, the target has"
+            f" {target_vocab}; use a draft trained with the target's tokenizer (model.draft)"
+        )
+
+
+def joined(a: Needs, b: Needs) -> Needs:
+    """What either of two parts needs."""
+    return Needs(
+        target_probs=a.target_probs or b.target_probs,
+        draft_probs=a.draft_probs or b.draft_probs,
+        target_draws=a.target_draws or b.target_draws,
+        hidden_layers=tuple(sorted({*a.hidden_layers, *b.hidden_layers})),
+    )

@@ -1,0 +1,38 @@
+"""SpecInfer's static token tree (Miao et al. 2024), in a pipeline the papers' STPP.
+
+The whole tree is verified at once. PAPER_VALUES reads STPP's tree as 1,1,3,1,1,1,1,1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.interfaces import Verifier
+from specdec.policies import Static
+from specdec.sources import DraftModelSource
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Parts, Workbench
+
+BRANCHING = (1, 1, 3, 1, 1, 1, 1, 1)
+"""Children per node, level by level."""
+
+
+def build(
+    bench: Workbench,
+    *,
+    branching: Sequence[int] = BRANCHING,
+    verifier: Verifier | None = None,
+    stages: int | None = None,
+) -> Parts:
+    """A static tree from a draft model.
+
+    Args:
+        bench: models, clock and seed.
+        branching: children per node, level by level.
+        verifier: ``match`` where omitted; the paper's own is multi-round rejection.
+        stages: of a pipeline; None for one device.
+    """
+    verifier = verifier or MatchVerifier()
+    source = DraftModelSource(runner=bench.draft_runner(), sample=verifier.needs.draft_probs)
+    policy = Static(branching=list(branching))
+    return bench.parts(source=source, policy=policy, verifier=verifier, stages=stages)

@@ -1,0 +1,28 @@
+"""SwiftSpec's tree (arXiv 2506.11309, 3.1), in its serial form on one device.
+
+Maximum-likelihood expansion of the w best leaves, d times, then the best connected subgraph of bs
+nodes. The asynchronous form on two device groups needs tensor parallelism, which is not here yet.
+"""
+
+from __future__ import annotations
+
+from specdec.policies import BestFirst
+from specdec.sources import DraftModelSource
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Parts, Workbench
+
+
+def build(bench: Workbench, *, bs: int = 32, w: int = 4, d: int = 6) -> Parts:
+    """Best-first trees, drafted before each target pass.
+
+    Args:
+        bench: models, clock and seed.
+        bs: nodes verified per pass, root included (8 on the paper's GPUs).
+        w: leaves per expansion.
+        d: expansions per pass.
+    """
+    return bench.parts(
+        source=DraftModelSource(runner=bench.draft_runner()),
+        policy=BestFirst(bs=bs, w=w, d=d),
+        verifier=MatchVerifier(),
+    )

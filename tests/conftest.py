@@ -1,0 +1,85 @@
+"""Shared by all tests: no network, one thread, the fast marker, and the data folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before torch or transformers is imported anywhere.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+NOT_FAST = ("slow", "gpu", "distributed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as fast what is not marked otherwise; skips GPU tests where there is no GPU."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in NOT_FAST):
+            item.add_marker(pytest.mark.fast)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def data_dir() -> Path:
+    """The folder of the data sets; tests that need it are skipped where there is none."""
+    folder = os.environ.get("SPECDEC_DATA", "")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("SPECDEC_DATA names no folder")
+    return Path(folder)
+
+
+class FakeEngine(types.ModuleType):
+    """Stands for ``specdec.engine``: records what crosses the door and writes result files.
+
+    Attributes:
+        runs: (config, folder) per ``run_job``.
+        comparisons: (configs, folder, repeats) per ``compare_jobs``.
+        failing: strategies whose run raises ``error``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("specdec.engine")
+        self.runs: list[tuple[dict[str, Any], Path]] = []
+        self.comparisons: list[tuple[list[dict[str, Any]], Path, int]] = []
+        self.failing: set[str] = set()
+        self.error: Exception = RuntimeError("planted")
+
+    def run_job(self, config: dict[str, Any], output_dir: Path, progress: Any) -> dict[str, Any]:
+        self.runs.append((config, output_dir))
+        if config["strategy"]["name"] in self.failing:
+            raise self.error
+        progress.phase("decode", 1)
+        progress.advance()
+        (output_dir / "summary.json").write_text("{}", encoding="utf-8")
+        return {}
+
+    def compare_jobs(
+        self, configs: list[dict[str, Any]], output_dir: Path, repeats: int, progress: Any
+    ) -> dict[str, Any]:
+        self.comparisons.append((configs, output_dir, repeats))
+        (output_dir / "comparison.md").write_text("| the table |\n", encoding="utf-8")
+        (output_dir / "comparison.json").write_text("{}", encoding="utf-8")
+        return {}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """The command line with a fake engine behind it."""
+    fake = FakeEngine()
+    monkeypatch.setitem(sys.modules, "specdec.engine", fake)
+    return fake

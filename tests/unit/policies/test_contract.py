@@ -1,0 +1,187 @@
+"""What every policy owes the loop, and what it refuses. ``CheckedPolicy`` asserts on every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from specdec.interfaces import TreePolicy
+from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, StagedTree, Static
+from specdec.policies.staged import cheap_source
+
+from .bench import TableSource, autoregressive, children_of, new_request, new_state, run
+
+POLICIES: dict[str, Callable[[], TreePolicy]] = {
+    "root": RootOnly,
+    "chain": lambda: Chain(gamma=4),
+    "static": lambda: Static(branching=[2, 1, 3, 1]),
+    "specinfer": Static,
+    "fixed": lambda: FixedWidth(width=6, children=4),
+    "fixed2": lambda: FixedWidth(width=5, children=3, levels_per_step=2),
+    "fixed_serial": lambda: FixedWidth(width=5, children=3, levels_per_step=None, depth=4),
+    "best": lambda: BestFirst(bs=8, w=4, d=3),
+    "best_async": lambda: BestFirst(bs=8, w=4, d=3, asynchronous=True),
+    "best_until_ready": lambda: BestFirst(bs=8, w=4, d=None, asynchronous=True),
+    "best_continuous": lambda: BestFirst(bs=6, w=4, d=1, continuous=True),
+    "best_pipe": lambda: BestFirst(bs=6, w=4, d=2, asynchronous=True, continuous=True),
+    "staged": lambda: StagedTree(inner=Chain(gamma=3), extend_leaves=2, extend_depth=3),
+    "staged_best": lambda: StagedTree(
+        inner=BestFirst(bs=6, w=3, d=3), extend_leaves=2, extend_depth=2
+    ),
+}
+
+
+def source_for(name: str, *, silent: bool = False) -> TableSource:
+    """A source; a silent one knows nothing of a third of the contexts."""
+    rule = (lambda c: sum(c[-2:]) % 3 == 0) if silent else (lambda c: False)
+    cheap = TableSource(table=lambda c: children_of(c, salt=1), silent=rule)
+    return TableSource(cheap=cheap if name.startswith("staged") else None, silent=rule)
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["answers", "silent"])
+@pytest.mark.parametrize("latency", [1, 4])
+@pytest.mark.parametrize("name", POLICIES)
+def test_output_is_the_targets_own(name: str, latency: int, silent: bool) -> None:
+    """Any policy on any latency, alone and among others: the target's own tokens, exactly."""
+    done = run(
+        POLICIES[name](),
+        latency=latency,
+        num_requests=3,
+        batch_size=2,
+        source=source_for(name, silent=silent),
+        max_new_tokens=20,
+    )
+    for request in done.requests:
+        prompt = request.tokens[: request.num_prompt].tolist()
+        assert request.output == autoregressive(prompt, 20)
+
+
+@pytest.mark.parametrize("name", [n for n in POLICIES if n != "root"])
+def test_speculation_saves_steps(name: str) -> None:
+    """A policy that submitted roots only would pass every other test of this file."""
+    pipelined = name.startswith(("fixed", "best_pipe", "best_cont")) and name != "fixed_serial"
+    latency = 4 if pipelined else 1
+    plain = run(RootOnly(), latency=latency).steps
+    assert run(POLICIES[name](), latency=latency, source=source_for(name)).steps < 0.8 * plain
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_runs_are_repeatable_and_batch_mates_change_nothing(name: str) -> None:
+    """The same trees alone, again, and in a batch: nothing leaks from request to request."""
+    logs = []
+    for batch_size in (1, 1, 2):
+        done = run(
+            POLICIES[name](),
+            latency=3,
+            num_requests=2,
+            batch_size=batch_size,
+            source=source_for(name),
+            max_new_tokens=15,
+            prefill_chunk=99,
+        )
+        log = done.policy.log
+        logs.append([[s.chosen for s in log if s.request == r and s.chosen] for r in range(2)])
+    assert logs[0] == logs[1] == logs[2]
+
+
+@pytest.mark.parametrize("name", [n for n in POLICIES if n != "root"])
+def test_one_source_call_per_round_for_all_requests(name: str) -> None:
+    """Five requests in a batch cost as many source calls as the busiest of them, not the sum."""
+    alone = new_state(new_request(1))
+    together = new_state(*(new_request(i) for i in range(5)))
+    calls = []
+    for state in (alone, together):
+        source, policy = source_for(name), POLICIES[name]()
+        for step in range(3):
+            nodes = policy.select(state, source)
+            state.step = step
+            state.mark_submitted(nodes)
+            policy.overlap(state, source, lambda: True)
+        assert all(len(call) == len(state.requests) for call in source.calls)
+        calls.append((len(source.calls), source.widths))
+    assert calls[0] == calls[1]
+    assert calls[0][0] > 0
+
+
+def test_nothing_for_requests_that_wait_for_prefill_or_are_over() -> None:
+    for name, make in POLICIES.items():
+        filling, over, live = new_request(1), new_request(2), new_request(3)
+        state = new_state(filling, over, live)
+        filling.prefill_sent -= 1
+        over.cancel()
+        nodes = make().select(state, source_for(name))
+        assert [request for request, _ in nodes.items] == [3], name
+
+
+def test_no_node_stands_beyond_the_last_token() -> None:
+    """With two tokens left a tree has at most two levels (``CheckedPolicy`` checks positions)."""
+    for name, make in POLICIES.items():
+        state = new_state(new_request(1, max_new_tokens=2))
+        policy, source = make(), source_for(name)
+        for _ in range(4):
+            state.mark_submitted(policy.select(state, source))
+            policy.overlap(state, source, lambda: True)
+        depth = int(state.requests[1].tree.depths.max())
+        assert depth <= 2, name
+        assert depth == 2 or name == "root" or "async" in name or "until" in name, name
+
+
+def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
+    made = {name: make() for name, make in POLICIES.items()}
+    waiting = {name for name, policy in made.items() if policy.serial}  # type: ignore[attr-defined]
+    assert set(made) - waiting == {"fixed", "fixed2", "best_continuous", "best_pipe"}
+    dependent = {name for name, policy in made.items() if policy.value_dependent}
+    assert dependent == {n for n in made if "fixed" in n or "best" in n}
+    assert all(isinstance(policy, TreePolicy) for policy in made.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Chain(gamma=0), ["policy.gamma=0", "at least 1", "policy=root_only"]),
+        (lambda: Chain(gamma=True), ["policy.gamma=True"]),
+        (lambda: Chain(gamma=2.5), ["policy.gamma=2.5", "whole number"]),  # type: ignore[arg-type]
+        (lambda: Static(branching=[]), ["policy.branching=[]", "at least one entry"]),
+        (lambda: Static(branching="113"), ["policy.branching='113'", "list"]),
+        (lambda: Static(branching=[1, 0]), ["policy.branching[1]=0", "shorten"]),
+        (lambda: FixedWidth(width=0, children=1), ["policy.width=0", "policy=root_only"]),
+        (lambda: FixedWidth(width=1, children=-3), ["policy.children=-3"]),
+        (
+            lambda: FixedWidth(width=1, children=1, levels_per_step=0),
+            ["policy.levels_per_step=0", "null"],
+        ),
+        (
+            lambda: FixedWidth(width=1, children=1, depth=3),
+            ["policy.depth=3", "policy.levels_per_step=null"],
+        ),
+        (
+            lambda: FixedWidth(width=1, children=1, levels_per_step=None),
+            ["policy.depth=None", "needs policy.depth"],
+        ),
+        (lambda: BestFirst(bs=1, w=1, d=1), ["policy.bs=1", "at least 2"]),
+        (lambda: BestFirst(bs=8, w=0, d=1), ["policy.w=0"]),
+        (lambda: BestFirst(bs=8, w=1, d=0, asynchronous=True), ["policy.d=0"]),
+        (lambda: BestFirst(bs=8, w=8, d=None), ["policy.d=None", "policy.asynchronous=true"]),
+        (
+            lambda: StagedTree(inner=Chain(gamma=1), extend_leaves=0, extend_depth=1),
+            ["policy.extend_leaves=0", "inner policy alone"],
+        ),
+        (
+            lambda: StagedTree(inner=Chain(gamma=1), extend_leaves=1, extend_depth=0),
+            ["policy.extend_depth=0"],
+        ),
+        (
+            lambda: StagedTree(
+                inner=FixedWidth(width=2, children=2), extend_leaves=1, extend_depth=1
+            ),
+            ["policy.inner=FixedWidth", "policy.inner.levels_per_step=null"],
+        ),
+        (lambda: cheap_source(TableSource()), ["policy=staged", "TableSource", "source=staged"]),
+    ],
+)
+def test_refusals_name_key_value_and_remedy(make: Callable[[], object], words: list[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        make()
+    for word in words:
+        assert word in str(refusal.value)

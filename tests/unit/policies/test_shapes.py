@@ -1,0 +1,364 @@
+"""The trees themselves, level by level, against brute force from the table."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from specdec.policies import BestFirst, Chain, FixedWidth, StagedTree, Static
+from specdec.policies.growing import expand
+from specdec.types import Candidates, Nodes
+
+from .bench import (
+    Context,
+    Selection,
+    TableSource,
+    beam,
+    best_first,
+    children_of,
+    new_request,
+    new_state,
+    run,
+    score,
+)
+
+ROOT = (1, 2, 3)
+NUM_TOKENS = 50
+
+
+def chosen_contexts(nodes: Nodes, state) -> list[Context]:
+    ((request_id, ids),) = nodes.items
+    request = state.requests[request_id]
+    slots = request.tree.slots(ids).tolist()
+    return [tuple(request.path_tokens(slot).tolist()) for slot in slots]
+
+
+def select_once(policy, source=None, max_new_tokens: int = 40) -> list[Context]:
+    """What a policy submits for a fresh root of an idle request."""
+    state = new_state(new_request(1, ROOT, max_new_tokens))
+    return chosen_contexts(policy.select(state, source or TableSource()), state)
+
+
+def greedy_chain(context: Context, num: int, salt: int = 0) -> list[Context]:
+    chain = []
+    for _ in range(num):
+        context = (*context, children_of(context, salt)[0][0])
+        chain.append(context)
+    return chain
+
+
+# ---------------------------------------------------------------------- chain and static
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 7])
+def test_chain_follows_the_first_candidates(gamma: int) -> None:
+    source = TableSource()
+    assert select_once(Chain(gamma=gamma), source) == [ROOT, *greedy_chain(ROOT, gamma)]
+    assert source.widths == [1] * gamma
+    assert len(select_once(Chain(gamma=gamma), max_new_tokens=2)) == 1 + min(gamma, 2)
+
+
+def test_chain_goes_on_from_what_survived() -> None:
+    """Two unsubmitted nodes are left of a chain: two expansions make it four again."""
+    state = new_state(new_request(1, ROOT))
+    source, tree = TableSource(), state.requests[1].tree
+    Chain(gamma=2).select(state, source)
+    assert chosen_contexts(Chain(gamma=4).select(state, source), state) == [
+        ROOT,
+        *greedy_chain(ROOT, 4),
+    ]
+    assert source.widths == [1] * 4
+    assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("branching", [(1,), (3, 2), (1, 1, 3, 1, 1, 1, 1, 1), (2, 3, 1, 2)])
+def test_static_topology(branching: tuple[int, ...]) -> None:
+    expected, level = [ROOT], [ROOT]
+    for children in branching:
+        level = [(*c, t) for c in level for t, _ in children_of(c)[:children]]
+        expected += level
+    source = TableSource()
+    assert select_once(Static(branching=branching), source) == expected
+    assert source.widths == list(branching)
+
+
+def test_static_completes_a_surviving_tree() -> None:
+    """Known nodes are not expanded again, and get the children that they lack."""
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    Static(branching=[3, 1]).select(state, source)  # expanded with three and one candidates
+    chosen = chosen_contexts(Static(branching=[3, 1, 2]).select(state, source), state)
+    fresh = select_once(Static(branching=[3, 1, 2]))
+    assert set(chosen) == set(fresh)
+    assert len(chosen) == len(fresh)
+    assert source.widths == [3, 1, 2]
+
+
+# ---------------------------------------------------------------------- fixed width
+
+
+@pytest.mark.parametrize(("width", "children", "depth"), [(1, 1, 5), (6, 2, 4), (8, 20, 3)])
+def test_serial_fixed_width_is_beam_search(width: int, children: int, depth: int) -> None:
+    policy = FixedWidth(width=width, children=children, levels_per_step=None, depth=depth)
+    source = TableSource()
+    chosen = select_once(policy, source)
+    levels = beam(ROOT, width, children, depth)
+    assert chosen[0] == ROOT
+    assert sorted(chosen[1:]) == sorted(itertools.chain(*levels))
+    assert [len(c) for c in chosen] == sorted(len(c) for c in chosen), "breadth-first"
+    assert source.widths == [children] * depth
+
+
+def check_level(selection: Selection, width: int, children: int, levels: int = 1) -> bool:
+    """One step of the pipelined form: the last level is the best of the bottom's children."""
+    root, before, chosen = selection.root, selection.before, selection.chosen
+    if not chosen:
+        return False
+    if chosen == [root]:
+        assert list(before) == [root], "a root goes alone only when it is fresh"
+        return False
+    assert len({len(c) for c in chosen}) <= levels
+    depth = max(len(c) for c in before)
+    bottom = [c for c in before if len(c) == depth]
+    if depth == NUM_TOKENS + 1 + 3 * selection.request:  # no token could follow
+        assert not any(before[c] for c in bottom)
+        return False
+    assert all(before[c] for c in bottom)
+    pool = [(*c, t) for c in bottom for t, _ in children_of(c)[:children]]
+    pool.sort(key=lambda c: -score(c, root))
+    new = [c for c in chosen if len(c) == depth + 1]
+    assert sorted(new) == sorted(pool[:width])
+    place = {c: i for i, c in enumerate(bottom)}
+    assert [place[c[:-1]] for c in new] == sorted(place[c[:-1]] for c in new), "parents' order"
+    return True
+
+
+@pytest.mark.parametrize(("width", "children", "levels"), [(6, 4, 1), (4, 20, 1), (5, 3, 2)])
+def test_pipelined_level_is_the_best_after_pruning(width: int, children: int, levels: int) -> None:
+    """Each select equals brute force on what the pruning left, and drafts nothing itself."""
+    policy = FixedWidth(width=width, children=children, levels_per_step=levels)
+    log = run(policy, latency=4, num_requests=2, max_new_tokens=NUM_TOKENS).policy.log
+    formed = sum(check_level(selection, width, children, levels) for selection in log)
+    assert formed > 30
+    assert all(selection.calls == 0 for selection in log)
+
+
+def test_fresh_root_goes_alone_then_a_level_per_step() -> None:
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    policy = FixedWidth(width=4, children=4)
+    levels = [[ROOT], *beam(ROOT, 4, 4, 3)]
+    for step, level in enumerate(levels):
+        state.step = step
+        nodes = policy.select(state, source)
+        assert sorted(chosen_contexts(nodes, state)) == sorted(level)
+        state.mark_submitted(nodes)
+        policy.overlap(state, source, lambda: False)
+        assert len(source.calls) == step + 1
+        assert sorted(source.calls[-1][1]) == sorted(level)
+
+
+def test_two_levels_per_step() -> None:
+    """The first of two levels is chosen in overlap, the second in select; the beam is the same."""
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    policy = FixedWidth(width=4, children=4, levels_per_step=2)
+    levels = beam(ROOT, 4, 4, 4)
+    steps = [[ROOT], levels[0] + levels[1], levels[2] + levels[3]]
+    for step, expected in enumerate(steps):
+        state.step = step
+        nodes = policy.select(state, source)
+        assert sorted(chosen_contexts(nodes, state)) == sorted(expected)
+        state.mark_submitted(nodes)
+        policy.overlap(state, source, lambda: True)
+        assert len(source.calls) == 2 * (step + 1)
+
+
+def test_partial_refill_costs_no_forward() -> None:
+    """A prune leaves a shallower, expanded level: the next one comes from known candidates."""
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    request = state.requests[1]
+    policy = FixedWidth(width=3, children=6)
+    for step in range(4):
+        state.step = step
+        state.mark_submitted(policy.select(state, source))
+        policy.overlap(state, source, lambda: True)
+    tree = request.tree
+    has_child = np.isin(np.arange(len(tree)), tree.parents)
+    barren = np.flatnonzero(tree.expanded & ~has_child & (tree.depths < tree.depths.max()))
+    assert len(barren), "the beam dropped every child of an expanded node"
+    slot = int(barren[0])
+    expected = [token for token, _ in children_of(tuple(request.path_tokens(slot).tolist()))[:3]]
+    tree.reroot(slot)
+    num_calls = len(source.calls)
+    nodes = policy.select(state, source)
+    slots = tree.slots(nodes.items[0][1])
+    assert tree.parents[slots].tolist() == [0, 0, 0]
+    assert tree.tokens[slots].tolist() == expected
+    state.mark_submitted(nodes)
+    policy.overlap(state, source, lambda: True)
+    assert len(source.calls) == num_calls + 1, "the overlap expands the new level, not the root"
+
+
+def test_a_root_is_drafted_during_its_prefill_once() -> None:
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    state.requests[1].prefill_sent = 0
+    policy = FixedWidth(width=4, children=4, levels_per_step=2)
+    for _ in range(3):
+        assert not len(policy.select(state, source))
+        policy.overlap(state, source, lambda: True)
+    assert source.calls == [{1: [ROOT]}]
+    state.requests[1].prefill_sent = 2
+    assert chosen_contexts(policy.select(state, source), state) == [ROOT]
+
+
+def test_ties_fall_in_slot_order() -> None:
+    """Equal candidates everywhere: the first parents and the first columns win, in both forms."""
+
+    def flat(context: Context):
+        return [(token, -1.0) for token in (9, 4, 7, 5)]
+
+    policy = FixedWidth(width=3, children=4, levels_per_step=None, depth=2)
+    assert select_once(policy, TableSource(table=flat)) == [
+        ROOT,
+        *((*ROOT, t) for t in (9, 4, 7)),
+        *((*ROOT, 9, t) for t in (9, 4, 7)),
+    ]
+    chosen = select_once(BestFirst(bs=4, w=2, d=2), TableSource(table=flat))
+    assert chosen == [ROOT, *((*ROOT, t) for t in (9, 4, 7))]
+
+
+# ---------------------------------------------------------------------- best first
+
+
+@pytest.mark.parametrize(
+    ("bs", "w", "d"), [(2, 1, 1), (8, 8, 3), (8, 2, 6), (16, 4, 4), (18, 1, 1), (12, 18, 2)]
+)
+def test_serial_best_first_is_algorithm_1(bs: int, w: int, d: int) -> None:
+    """Against Alg. 1 over the whole vocabulary, where every child of an expansion is a node."""
+    source = TableSource()
+    chosen = select_once(BestFirst(bs=bs, w=w, d=d), source)
+    assert sorted(chosen) == sorted(best_first(ROOT, bs, w, d))
+    assert len(chosen) == bs
+    assert len(source.calls) == d
+    assert all(len(call[1]) <= w for call in source.calls)
+
+
+def test_best_first_grows_on_until_bs_nodes_are_there() -> None:
+    """Two candidates per node: one expansion does not give twelve nodes."""
+    source = TableSource(table=lambda c: children_of(c)[:2])
+    chosen = select_once(BestFirst(bs=12, w=2, d=1), source)
+    assert len(chosen) == 12
+    assert len(source.calls) == 4  # 1 + 2 + 4 + 4 + 4 nodes
+    silent = TableSource(silent=lambda c: True)
+    assert select_once(BestFirst(bs=12, w=2, d=3), silent) == [ROOT]
+    assert len(silent.calls) == 1, "a source without an answer is not asked again at once"
+
+
+def test_asynchronous_best_first_expands_in_overlap() -> None:
+    """Alg. 1: select makes good what is missing; d expansions while the target runs, or until it
+    is ready."""
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    policy = BestFirst(bs=8, w=4, d=3, asynchronous=True)
+    first = policy.select(state, source)
+    assert len(source.calls) == 1
+    assert sorted(chosen_contexts(first, state)) == sorted(best_first(ROOT, 8, 4, 1))
+    state.mark_submitted(first)
+    policy.overlap(state, source, lambda: True)
+    assert len(source.calls) == 4
+    assert not len(policy.select(state, source)), "answers are awaited"
+    assert len(source.calls) == 4
+
+    polls = iter([False, False, True])
+    policy = BestFirst(bs=8, w=4, d=None, asynchronous=True)
+    policy.overlap(state, source, lambda: next(polls))
+    assert len(source.calls) == 6
+
+
+def test_asynchronous_best_first_reuses_the_tree() -> None:
+    """Hits on nodes drafted while the target ran spare draft rounds in select."""
+    done = run(BestFirst(bs=4, w=4, d=3, asynchronous=True), latency=1, max_new_tokens=60)
+    fed = [s for s in done.policy.log if s.chosen]
+    assert any(len(s.before) > 1 and s.calls == 0 for s in fed)
+    assert all(s.calls >= 1 for s in fed if s.before == {s.root: False})
+    assert done.policy.overlaps[:-1] == [3] * (len(done.policy.overlaps) - 1)
+
+
+def test_continuous_best_first_feeds_the_best_of_what_is_left() -> None:
+    """Every step feeds the next bs nodes in order of probability; nothing waits for answers."""
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    policy = BestFirst(bs=5, w=30, d=1, continuous=True)
+    fed: set[Context] = set()
+    for step in range(4):
+        state.step = step
+        nodes = policy.select(state, source)
+        chosen = chosen_contexts(nodes, state)
+        state.mark_submitted(nodes)
+        known = {ROOT} | {
+            (*c, t) for call in source.calls for c in call[1] for t, _ in children_of(c)
+        }
+        left = sorted(known - fed, key=lambda c: -score(c, ROOT))
+        assert sorted(chosen) == sorted(left[:5])
+        fed |= set(chosen)
+
+
+# ---------------------------------------------------------------------- staged
+
+
+def test_staged_extends_the_best_leaves_with_cheap_chains() -> None:
+    cheap = TableSource(table=lambda c: children_of(c, salt=1))
+    source = TableSource(cheap=cheap)
+    policy = StagedTree(inner=Static(branching=[3, 2]), extend_leaves=2, extend_depth=3)
+    state = new_state(new_request(1, ROOT))
+    nodes = policy.select(state, source)
+    inner = select_once(Static(branching=[3, 2]))
+    leaves = sorted(inner[4:], key=lambda c: -score(c, ROOT))[:2]
+    tails = [greedy_chain(leaf, 3, salt=1) for leaf in leaves]
+    chosen = chosen_contexts(nodes, state)
+    assert chosen[: len(inner)] == inner
+    assert sorted(chosen[len(inner) :]) == sorted(itertools.chain(*tails))
+    tree = state.requests[1].tree
+    slots = tree.slots(nodes.items[0][1])
+    assert tree.origins[slots].tolist() == [0] * len(inner) + [1] * 6
+    assert source.widths == [3, 2]
+    assert cheap.widths == [1, 1, 1], "the leaves' chains grow together"
+    assert not tree.expanded[tree.origins == 1].any()
+
+
+def test_staged_stops_where_the_cheap_source_is_silent() -> None:
+    root_length = len(ROOT)
+    cheap = TableSource(silent=lambda c: len(c) > root_length + 3)
+    policy = StagedTree(inner=Chain(gamma=2), extend_leaves=1, extend_depth=5)
+    chosen = select_once(policy, TableSource(cheap=cheap))
+    assert chosen == [ROOT, *greedy_chain(ROOT, 4)]
+    assert len(cheap.calls) == 3
+
+
+def test_staged_keeps_the_distribution_that_cheap_guesses_were_sampled_from() -> None:
+    """A rejection verifier needs it under the node that the guess hangs from."""
+
+    class Sampling(TableSource):
+        def expand(self, state, nodes, k):
+            answer = super().expand(state, nodes, k)
+            probs = np.tile(np.arange(20.0), (len(nodes), 1)) + np.arange(len(nodes))[:, None]
+            return Candidates(
+                tokens=answer.tokens, logprobs=answer.logprobs, counts=answer.counts, probs=probs
+            )
+
+    policy = StagedTree(inner=Static(branching=[2]), extend_leaves=2, extend_depth=1)
+    state = new_state(new_request(1, ROOT))
+    policy.select(state, TableSource(cheap=Sampling()))
+    probs = state.requests[1].tree.draft_probs
+    assert {node_id: row[0] for node_id, row in probs.items()} == {1: 0.0, 2: 1.0}
+
+
+def test_candidates_that_are_children_already_are_not_taken_twice() -> None:
+    """A cheap guess that survives as a child is no longer a candidate of the main source."""
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    request = state.requests[1]
+    tree = request.tree
+    tokens = [t for t, _ in children_of(ROOT)]
+    tree.append(np.zeros(2, np.int64), np.array([tokens[0], tokens[3]]), np.full(2, -1.0))
+    counts = expand(state, source, [(request, np.array([0]))], 5)
+    assert [c.tolist() for c in counts] == [[5]]
+    left = tree.candidate_tokens[0][tree.candidate_logprobs[0] > -np.inf]
+    assert left.tolist() == [tokens[i] for i in (1, 2, 4)]

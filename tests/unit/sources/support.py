@@ -1,0 +1,110 @@
+"""A tiny draft model, requests, and a driver that grows trees and commits at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.clocks import MeasuredClock
+from specdec.interfaces import TokenSource
+from specdec.metrics.meter import Meter
+from specdec.models import ModelRunner
+from specdec.randomness import KeyedDraws
+from specdec.sampling import SamplingParams
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import Candidates, Commit, IntArray, Nodes, Output, Verdict
+
+VOCAB = 32
+
+
+def tiny_model(*, max_positions: int = 256, seed: int = 0) -> LlamaForCausalLM:
+    """Two random layers in float64; next tokens vary with the context."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=max_positions,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).double().eval().requires_grad_(False)
+
+
+def make_runner(model: LlamaForCausalLM, name: str = "draft") -> ModelRunner:
+    return ModelRunner(model=model, name=name, meter=Meter())
+
+
+def make_state(seed: int = 0) -> DecodeState:
+    return DecodeState(draws=KeyedDraws(seed=seed), clock=MeasuredClock(), meter=Meter())
+
+
+def make_request(
+    request_id: int,
+    prompt: Sequence[int] | IntArray,
+    *,
+    max_new_tokens: int = 200,
+    sampling: SamplingParams | None = None,
+) -> RequestState:
+    request = RequestState(
+        request_id=request_id,
+        prompt=np.asarray(prompt, np.int64),
+        stop=StopRules(max_new_tokens=max_new_tokens),
+        sampling=sampling or SamplingParams(),
+    )
+    request.prefill_sent = request.num_prefill
+    return request
+
+
+def open_request(state: DecodeState, source: TokenSource, request: RequestState) -> RequestState:
+    state.requests[request.id] = request
+    source.open(request)
+    return request
+
+
+def expand(
+    state: DecodeState, source: TokenSource, wanted: dict[int, Sequence[int]], k: int
+) -> Candidates:
+    """Asks for slots by request and stores the answer in the trees, as policies do."""
+    items = tuple((i, state.requests[i].tree.ids[list(slots)]) for i, slots in wanted.items())
+    candidates = source.expand(state, Nodes(items), k)
+    start = 0
+    for request_id, ids in items:
+        tree = state.requests[request_id].tree
+        stop = start + len(ids)
+        tree.set_candidates(tree.slots(ids), candidates, slice(start, stop))
+        start = stop
+    return candidates
+
+
+def commit(
+    state: DecodeState, sources: Sequence[TokenSource], request_id: int, path: Sequence[int], token: int
+) -> Commit:
+    """Accepts the nodes at slots ``path`` (without the root) and then ``token``."""
+    tree = state.requests[request_id].tree
+    verdict = Verdict(
+        request=request_id, accepted_ids=tree.ids[list(path)].copy(), next_token=token
+    )
+    (decided,) = state.commit([verdict])
+    for source in sources:
+        source.commit([decided], Output(step=decided.step))
+    return decided
+
+
+def random_path(tree, rng: np.random.Generator) -> tuple[list[int], int]:
+    """A path below the root, and a next token that is in the tree half of the time."""
+    path, slot = [], 0
+    while len(children := tree.children(slot)) and rng.random() < 0.6:
+        slot = int(rng.choice(children))
+        path.append(slot)
+    children = tree.children(slot)
+    if len(children) and rng.random() < 0.6:
+        return path, int(tree.tokens[rng.choice(children)])
+    return path, int(rng.integers(VOCAB))

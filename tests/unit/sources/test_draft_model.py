@@ -1,0 +1,288 @@
+"""The draft model source against fresh forwards, and its accounting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.clocks import CONTROLLER, LatencyProfile, SimulatedClock
+from specdec.randomness import Purpose
+from specdec.sampling import SamplingParams, SamplingTransform, sample_candidates
+from specdec.sources import DraftModelSource
+from specdec.types import NO_NODE, Nodes
+
+from .support import (
+    VOCAB,
+    commit,
+    expand,
+    make_request,
+    make_runner,
+    make_state,
+    open_request,
+    random_path,
+    tiny_model,
+)
+
+MODEL = tiny_model()
+TEMPERATE = SamplingParams(temperature=0.7, top_k=10, top_p=0.9)
+NO_REPEAT = SamplingParams(temperature=0.7, no_repeat_ngram=2)
+
+
+def fresh_logits(request, slot, model=MODEL):
+    """[1, V]: one plain forward over the whole sequence up to the node."""
+    tokens = torch.from_numpy(request.path_tokens(slot))[None]
+    with torch.inference_mode():
+        return model(tokens).logits[0, -1:]
+
+
+def assert_answers(state, items, candidates, k, transforms):
+    row = 0
+    for request_id, slots in items.items():
+        request = state.requests[request_id]
+        transform = transforms[request.sampling]
+        for slot in slots:
+            history = [request.path_tokens(slot)]
+            tokens, logprobs = transform.top(fresh_logits(request, slot), k, history)
+            valid = int((logprobs > -np.inf).sum())
+            assert candidates.counts[row] == valid
+            assert (candidates.tokens[row, :valid] == tokens[0, :valid]).all()
+            np.testing.assert_allclose(
+                candidates.logprobs[row, :valid], logprobs[0, :valid], atol=1e-10
+            )
+            row += 1
+
+
+class Mirror:
+    """Counts, independently, the rows that expanding and committing ought to cost."""
+
+    def __init__(self, request):
+        self.request = request
+        self.entries = set()
+        self.cached = 0
+        self.rows = 0
+        self.catch_up = 0
+
+    def expand(self, slots):
+        tree = self.request.tree
+        self.catch_up += self.request.prefix_len - self.cached
+        self.rows += self.request.prefix_len - self.cached
+        self.cached = self.request.prefix_len
+        wanted = {int(tree.ids[s]) for slot in slots for s in tree.path(slot)}
+        self.rows += len(wanted - self.entries)
+        self.entries |= wanted
+
+    def commit(self, decided):
+        position = decided.prefix_len - len(decided.retired_ids)
+        for node_id in decided.retired_ids.tolist():
+            if self.cached == position and node_id in self.entries:
+                self.cached += 1
+            position += 1
+        self.entries &= set(decided.kept_ids.tolist())
+        if self.cached < decided.prefix_len:
+            assert not self.entries, "a kept node has its ancestors"
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), TEMPERATE, NO_REPEAT])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_trees_and_commits(sampling, seed):
+    """Answers, prefix cache and row counts stay right over random expansions and commits."""
+    rng = np.random.default_rng(seed)
+    runner = make_runner(MODEL)
+    source, state = DraftModelSource(runner=runner, prefill_chunk=16), make_state()
+    params = {4: sampling, 9: TEMPERATE if seed else sampling}
+    transforms = {p: SamplingTransform(p) for p in params.values()}
+    mirrors = {}
+    for request_id, own in params.items():
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 40))
+        request = make_request(request_id, prompt, sampling=own)
+        mirrors[request_id] = Mirror(open_request(state, source, request))
+    for _ in range(12):
+        for _ in range(rng.integers(1, 4)):
+            wanted = {}
+            for request_id in params:
+                tree = state.requests[request_id].tree
+                free = np.flatnonzero(~tree.expanded)
+                if len(free):
+                    wanted[request_id] = rng.permutation(free)[:3].tolist()
+            if not wanted:
+                continue
+            k = int(rng.integers(1, 6))
+            candidates = expand(state, source, wanted, k)
+            assert_answers(state, wanted, candidates, k, transforms)
+            for request_id, slots in wanted.items():
+                mirrors[request_id].expand(slots)
+                take_some(state.requests[request_id].tree, rng)
+        for request_id in params:
+            path, token = random_path(state.requests[request_id].tree, rng)
+            mirrors[request_id].commit(commit(state, [source], request_id, path, token))
+            assert_prefix_is_fresh(source, state.requests[request_id], runner)
+    assert source.counters.rows == sum(m.rows for m in mirrors.values())
+    assert source.counters.catch_up_rows == sum(m.catch_up for m in mirrors.values())
+
+
+def take_some(tree, rng):
+    """Makes nodes of random candidates, and now and then one below an unexpanded node."""
+    slots, columns = np.nonzero(tree.candidate_logprobs > -np.inf)
+    chosen = rng.permutation(len(slots))[: rng.integers(0, 5)]
+    tree.take(slots[chosen], columns[chosen])
+    free = np.flatnonzero(~tree.expanded)
+    if len(free) and rng.random() < 0.5:
+        parent = rng.choice(free, 1)
+        if not len(tree.children(int(parent[0]))):
+            tree.append(parent, rng.integers(0, VOCAB, 1), np.array([-1.0]))
+
+
+def assert_prefix_is_fresh(source, request, runner):
+    cache = source._held[request.id].cache
+    assert cache.cached_len <= request.prefix_len
+    if not cache.cached_len:
+        return
+    fresh = runner.new_cache(cache.cached_len)
+    rows = fresh.rows(prefix_tokens=request.tokens[: cache.cached_len])
+    runner.forward([rows], logits_rows=np.zeros(0, np.int64))
+    length = cache.cached_len
+    torch.testing.assert_close(
+        cache.storage[:, :, :, :length], fresh.storage[:, :, :, :length], rtol=0, atol=1e-12
+    )
+
+
+def test_a_long_prompt_catches_up_in_chunks():
+    runner = make_runner(MODEL)
+    state = make_state()
+    state.clock = SimulatedClock(LatencyProfile(name="free"), trace=True)
+    charged = []
+    state.clock.charge = lambda rank, kind, num: charged.append((rank, str(kind), num))
+    source = DraftModelSource(runner=runner, prefill_chunk=10)
+    request = open_request(state, source, make_request(1, np.arange(36) % VOCAB))
+    candidates = expand(state, source, {1: [0]}, 3)
+    assert charged == [(CONTROLLER, "draft", n) for n in (10, 10, 10, 6)]  # 35 committed + root
+    assert (source.counters.passes, source.counters.rows) == (4, 36)
+    assert source.counters.catch_up_rows == 35
+    assert source.counters.by_level == {"draft": 4}
+    assert_answers(
+        state, {1: [0]}, candidates, 3, {request.sampling: SamplingTransform(request.sampling)}
+    )
+
+
+def test_many_requests_share_one_pass():
+    source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
+    for i in range(5):
+        open_request(state, source, make_request(i, [1, 2, i]))
+    expand(state, source, {i: [0] for i in range(5)}, 2)
+    assert source.counters.passes == 1
+    assert source.counters.rows == 15
+
+
+def test_ancestors_are_computed_once_and_answer_later():
+    source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
+    request = open_request(state, source, make_request(1, [3, 4, 5]))
+    slot = 0
+    for token in (6, 7, 8):
+        slot = int(request.tree.append(np.array([slot]), np.array([token]), np.array([-1.0]))[0])
+    transforms = {request.sampling: SamplingTransform(request.sampling)}
+    assert_answers(state, {1: [3]}, expand(state, source, {1: [3]}, 4), 4, transforms)
+    assert source.counters.rows == 2 + 4
+    candidates = expand(state, source, {1: [2, 0]}, 4)
+    assert_answers(state, {1: [2, 0]}, candidates, 4, transforms)
+    assert (source.counters.passes, source.counters.rows) == (1, 6)
+
+
+def test_a_second_question_is_answered_again():
+    """Policies ask once; whoever asks again gets the right answer, at the price of the tree."""
+    source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
+    open_request(state, source, make_request(1, [3, 4, 5]))
+    first = expand(state, source, {1: [0]}, 4)
+    again = expand(state, source, {1: [0]}, 4)
+    assert (first.tokens == again.tokens).all()
+    assert source.counters.rows == 2 + 1 + 1
+
+
+def test_nodes_beyond_the_models_positions_get_nothing():
+    model = tiny_model(max_positions=8)
+    source, state = DraftModelSource(runner=make_runner(model), sample=True), make_state()
+    request = open_request(state, source, make_request(1, np.arange(7)))
+    other = open_request(state, source, make_request(2, [1, 2]))
+    last = request.tree.append(np.array([0]), np.array([1]), np.array([-1.0]))
+    request.tree.append(last, np.array([2]), np.array([-1.0]))
+    candidates = expand(state, source, {1: [0, 1, 2], 2: [0]}, 3)
+    assert candidates.counts.tolist() == [3, 3, 0, 3]
+    assert not request.tree.expanded[2]
+    assert candidates.probs is not None
+    expected = torch.softmax(fresh_logits(other, 0, model), -1).numpy()
+    np.testing.assert_allclose(candidates.probs[3], expected[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), TEMPERATE])
+def test_sampled_candidates_are_those_of_the_keyed_draws(sampling):
+    """The distribution handed out is the one sampled from: the bug class of HF #47932."""
+    source, state = DraftModelSource(runner=make_runner(MODEL), sample=True), make_state(seed=5)
+    request = open_request(state, source, make_request(7, [3, 4, 5], sampling=sampling))
+    request.tree.append(np.array([0]), np.array([6]), np.array([-1.0]))
+    got = expand(state, source, {7: [0, 1]}, 3)
+    assert got.probs is not None
+    for row, slot in enumerate((0, 1)):
+        probs = SamplingTransform(sampling).proposal_probs(fresh_logits(request, slot))
+        np.testing.assert_allclose(got.probs[row], probs[0], atol=1e-12)
+        position = np.array([3 + slot])
+        uniforms = np.stack(
+            [state.draws.uniform(7, position, Purpose.DRAFT, j) for j in range(3)], axis=1
+        )
+        tokens, _, counts = sample_candidates(probs, 3, uniforms)
+        assert got.counts[row] == counts[0]
+        assert (got.tokens[row, : counts[0]] == tokens[0, : counts[0]]).all()
+
+
+def test_guess_draw_puts_the_draft_at_the_targets_draw_first():
+    source = DraftModelSource(runner=make_runner(MODEL), guess_draw=True)
+    state = make_state(seed=2)
+    assert source.needs.target_draws
+    rng = np.random.default_rng(0)
+    request = open_request(state, source, make_request(7, [3, 4, 5], sampling=TEMPERATE))
+    transform, plain = SamplingTransform(TEMPERATE), 0
+    for _ in range(40):
+        got = expand(state, source, {7: [0]}, 4)
+        logits = fresh_logits(request, 0)
+        position = np.array([request.prefix_len + 1])
+        draw = state.draws.uniform(7, position, Purpose.TARGET)
+        guess = int(transform.sample(logits, draw)[0])
+        assert got.tokens[0, 0] == guess
+        assert len(set(got.tokens[0].tolist())) == 4
+        assert (np.diff(got.logprobs[0]) <= 0).all()
+        assert np.exp(got.logprobs[0]).sum() < 1 + 1e-9
+        plain += int(transform.top(logits, 1)[0][0, 0]) == guess
+        token = guess if rng.random() < 0.7 else (guess + 1) % VOCAB  # a target that agrees at 70 %
+        commit(state, [source], 7, [], token)
+    guesser = source._guesser
+    assert guesser is not None
+    assert guesser.trials.sum() == 40
+    assert 18 <= guesser.hits.sum() <= 38  # binomial(40, 0.7): false alarm below 1e-4
+    assert plain < 40, "the test would pass without reading the draw"
+
+
+def test_guess_draw_needs_match():
+    with pytest.raises(ValueError, match="verifier=match"):
+        DraftModelSource(runner=make_runner(MODEL), guess_draw=True, sample=True)
+
+
+def test_only_live_nodes_may_be_asked():
+    source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
+    open_request(state, source, make_request(1, [3, 4]))
+    with pytest.raises(AssertionError, match="left the tree"):
+        source.expand(state, Nodes(((1, np.array([55])),)), 2)
+    assert NO_NODE == -1
+
+
+def test_commits_are_idempotent_by_step():
+    source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
+    request = open_request(state, source, make_request(1, [3, 4]))
+    expand(state, source, {1: [0]}, 2)
+    request.tree.take(np.array([0]), np.array([0]))
+    decided = commit(state, [source], 1, [], int(request.tree.tokens[1]))
+    from specdec.types import Output
+
+    source.commit([decided], Output(step=decided.step))
+    candidates = expand(state, source, {1: [0]}, 2)
+    assert source.counters.rows == 3
+    transforms = {request.sampling: SamplingTransform(request.sampling)}
+    assert_answers(state, {1: [0]}, candidates, 2, transforms)

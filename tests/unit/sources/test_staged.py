@@ -1,0 +1,242 @@
+"""A staged source builds the draft's own trees, in fewer passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.policies import BestFirst, Chain, Static
+from specdec.sampling import SamplingParams
+from specdec.sources import (
+    DraftModelSource,
+    KatzModel,
+    NGramSource,
+    NullSource,
+    PromptLookupSource,
+    RandomSource,
+    StagedSource,
+)
+
+from .support import (
+    VOCAB,
+    commit,
+    expand,
+    make_request,
+    make_runner,
+    make_state,
+    open_request,
+    random_path,
+    tiny_model,
+)
+
+MODEL = tiny_model()
+MIDDLE = tiny_model(seed=0)  # the same weights: a cheap source that guesses right
+
+
+def katz_of_draft() -> KatzModel:
+    """A trigram model of the draft's own greedy text."""
+    with torch.inference_mode():
+        starts = torch.arange(VOCAB)[:, None]
+        tokens = MODEL.generate(starts, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    return KatzModel.from_tokens(
+        tokens.numpy().ravel(), order=3, vocab_size=VOCAB, separator=None
+    )
+
+
+KATZ = katz_of_draft()
+
+
+def make_draft(*, sample: bool = False, name: str = "draft", model=MODEL) -> DraftModelSource:
+    return DraftModelSource(runner=make_runner(model, name), sample=sample)
+
+
+def cheap_sources(sample: bool = False) -> dict:
+    return {
+        "ngram": lambda: NGramSource(katz=KATZ, sample=sample),
+        "lookup": lambda: PromptLookupSource(),
+        "random": lambda: RandomSource(vocab_size=VOCAB, silence=0.3),
+        "nothing": NullSource,
+        "model": lambda: make_draft(name="middle", model=MIDDLE),
+        "staged": lambda: StagedSource(
+            draft=make_draft(name="middle", model=MIDDLE), cheap=NGramSource(katz=KATZ)
+        ),
+    }
+
+
+POLICIES = {
+    "chain": lambda: Chain(gamma=6),
+    "static": lambda: Static(branching=(1, 1, 3, 1, 1)),
+    "best_first": lambda: BestFirst(bs=6, w=3, d=3),
+}
+
+
+def drive(source, policy, *, sampling, rounds=10, seed=0, num_requests=2):
+    """Rounds of select and commit; the trees before each commit, and the state."""
+    rng = np.random.default_rng(seed)
+    state = make_state(seed=1)
+    trees = []
+    for i in range(num_requests):
+        prompt = rng.integers(0, VOCAB, 5 + i)
+        open_request(state, source, make_request(i, prompt, sampling=sampling))
+    for _ in range(rounds):
+        nodes = policy.select(state, source)
+        state.mark_submitted(nodes)
+        for request in state.requests.values():
+            tree = request.tree
+            trees.append([a.copy() for a in (tree.tokens, tree.parents, tree.positions)])
+            trees[-1].append(tree.logprobs.copy())
+            tree.answered[tree.submitted_at >= 0] = True
+            path, token = random_path(tree, rng)
+            commit(state, [source], request.id, path, token)
+    return trees, state
+
+
+def assert_same_trees(trees, expected):
+    assert len(trees) == len(expected)
+    for tree, other in zip(trees, expected, strict=True):
+        for array, wanted in zip(tree[:3], other[:3], strict=True):
+            assert (array == wanted).all()
+        np.testing.assert_allclose(tree[3], other[3], atol=1e-10)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cheap", cheap_sources())
+def test_trees_are_those_of_the_draft_alone(policy, cheap):
+    """Whatever the cheaper source says; float64, so tokens are equal and scores to rounding."""
+    sampling = SamplingParams(temperature=0.8)
+    draft = make_draft()
+    expected, _ = drive(draft, POLICIES[policy](), sampling=sampling)
+    inner = make_draft()
+    staged = StagedSource(draft=inner, cheap=cheap_sources()[cheap]())
+    trees, _ = drive(staged, POLICIES[policy](), sampling=sampling)
+    assert_same_trees(trees, expected)
+    assert inner.counters.passes <= draft.counters.passes
+    if cheap in ("ngram", "model", "staged") and policy == "chain":
+        assert inner.counters.passes <= 0.7 * draft.counters.passes
+
+
+@pytest.mark.parametrize("policy", ["chain", "static"])
+def test_sampled_trees_are_those_of_the_draft_alone(policy):
+    """Under rejection: the same keyed draws, the same distributions; the guesses share the draws."""
+    sampling = SamplingParams(temperature=0.8)
+    expected, state = drive(make_draft(sample=True), POLICIES[policy](), sampling=sampling)
+    staged = StagedSource(
+        draft=make_draft(sample=True), cheap=NGramSource(katz=KATZ, sample=True)
+    )
+    assert staged.gives_probs
+    trees, other = drive(staged, POLICIES[policy](), sampling=sampling)
+    assert_same_trees(trees, expected)
+    for request_id, request in state.requests.items():
+        probs = request.tree.draft_probs
+        for node_id, row in other.requests[request_id].tree.draft_probs.items():
+            np.testing.assert_allclose(row, probs[node_id], atol=1e-12)
+
+
+@pytest.mark.parametrize("cheap", ["ngram", "staged"])
+def test_random_order_of_questions(cheap):
+    """Deep nodes before shallow ones, nodes without candidates, several requests: same answers."""
+    rng = np.random.default_rng(4)
+    draft = make_draft()
+    staged = StagedSource(draft=make_draft(), cheap=cheap_sources()[cheap](), guess_rows=4)
+    state = make_state()
+    for i in range(2):
+        request = make_request(i, rng.integers(0, VOCAB, 6))
+        open_request(state, draft, request)
+        staged.open(request)
+    for _ in range(25):
+        wanted = {}
+        for i, request in state.requests.items():
+            tree = request.tree
+            slots, columns = np.nonzero(tree.candidate_logprobs > -np.inf)
+            chosen = rng.permutation(len(slots))[:3]
+            tree.take(slots[chosen], columns[chosen])
+            free = np.flatnonzero(~tree.expanded)
+            deep = tree.append(free[:1], rng.integers(0, VOCAB, 1), np.array([-1.0]))
+            if len(set(tree.tokens[tree.children(int(free[0]))])) == len(tree.children(int(free[0]))):
+                free = np.append(free, deep)
+            wanted[i] = rng.permutation(free)[:3].tolist()
+        k = int(rng.integers(1, 20))
+        one = expand(state, draft, wanted, k)
+        nodes_again = staged.expand(
+            state,
+            type_nodes(state, wanted),
+            k,
+        )
+        assert (one.counts == nodes_again.counts).all()
+        assert (one.tokens == nodes_again.tokens).all()
+        np.testing.assert_allclose(one.logprobs, nodes_again.logprobs, atol=1e-10)
+        if rng.random() < 0.5:
+            i = int(rng.integers(2))
+            path, token = random_path(state.requests[i].tree, rng)
+            commit(state, [draft, staged], i, path, token)
+
+
+def type_nodes(state, wanted):
+    from specdec.types import Nodes
+
+    return Nodes(tuple((i, state.requests[i].tree.ids[slots]) for i, slots in wanted.items()))
+
+
+def test_rows_are_distinct_scratch_nodes_and_catch_up():
+    inner = make_draft()
+    computed = []
+    ask = inner.expand
+
+    def watched(state, nodes, k):
+        computed.append(len(nodes))
+        return ask(state, nodes, k)
+
+    inner.expand = watched  # type: ignore[method-assign]
+    staged = StagedSource(draft=inner, cheap=NGramSource(katz=KATZ))
+    drive(staged, Chain(gamma=6), sampling=SamplingParams())
+    assert inner.counters.rows == sum(computed) + inner.counters.catch_up_rows
+    assert staged.counters.rows == inner.counters.rows
+    assert staged.counters.by_level == {"draft": len(computed)}
+
+
+def test_levels_are_counted_apart():
+    staged = StagedSource(draft=make_draft(), cheap=cheap_sources()["staged"]())
+    drive(staged, Chain(gamma=6), sampling=SamplingParams())
+    levels = staged.counters.by_level
+    assert list(levels) == ["draft", "middle"]
+    assert sum(levels.values()) == staged.counters.passes
+
+
+def test_the_cheaper_source_can_be_asked_about_real_nodes():
+    """``policies.StagedTree`` extends leaves by ``source.cheap``, in the ids of the real tree."""
+    staged = StagedSource(draft=make_draft(), cheap=make_draft(name="middle", model=MIDDLE))
+    alone, state = make_draft(), make_state()
+    request = open_request(state, staged, make_request(1, [3, 4, 5]))
+    alone.open(request)
+    expand(state, staged, {1: [0]}, 2)
+    request.tree.take(np.array([0, 0]), np.array([1, 0]))
+    nodes = type_nodes(state, {1: [2, 1]})
+    got, expected = staged.cheap.expand(state, nodes, 2), alone.expand(state, nodes, 2)
+    assert (got.tokens[:, :2] == expected.tokens).all()
+    assert staged.counters.by_level["middle"] > 0
+
+
+def test_guesses_survive_a_miss_they_foresaw():
+    """The real tree restarts on a miss; the scratch tree holds the new root if it was guessed."""
+    inner = make_draft()
+    staged, state = StagedSource(draft=inner, cheap=NGramSource(katz=KATZ)), make_state()
+    request = open_request(state, staged, make_request(1, [3, 4, 5]))
+    first = int(expand(state, staged, {1: [0]}, 1).tokens[0, 0])
+    guessed = KATZ.top([np.array([4, 5])], 2)[0][0].tolist()
+    token = next(t for t in guessed if t != first)
+    passes = inner.counters.passes
+    commit(state, [staged], 1, [], token)  # no node of the real tree carries it
+    assert len(request.tree) == 1
+    got = expand(state, staged, {1: [0]}, 3)
+    assert inner.counters.passes == passes
+    alone = make_draft()
+    alone.open(request)
+    assert (alone.expand(state, type_nodes(state, {1: [0]}), 3).tokens == got.tokens).all()
+
+
+def test_bad_sizes_and_vocabularies_are_refused():
+    with pytest.raises(ValueError, match="guess_depth=0"):
+        StagedSource(draft=make_draft(), cheap=NullSource(), guess_depth=0)
+    with pytest.raises(ValueError, match="vocabulary"):
+        StagedSource(draft=make_draft(), cheap=RandomSource(vocab_size=VOCAB + 1))

@@ -1,0 +1,317 @@
+"""transformers' baselines: our tokens, rules and counts, and nothing left on the models."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from specdec.baselines import HF_KINDS, HFBaseline, HFOptions, run_hf, weight_bytes
+from specdec.metrics import Run, comparison_row, lossless_against, summarise
+from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.state import StopRules
+
+VOCAB = 48
+PROMPTS = [(i, np.random.default_rng(i).integers(1, VOCAB, 5 + i)) for i in range(4)]
+
+
+def tiny(layers: int, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return tiny(2, 0)
+
+
+@pytest.fixture(scope="module")
+def draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The target, disturbed: agrees often, not always."""
+    model = tiny(2, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.02 * torch.randn(weights.shape, generator=generator)
+    return model
+
+
+def reference(
+    model: LlamaForCausalLM, tokens: np.ndarray, stop: StopRules, params: SamplingParams
+) -> list[int]:
+    """Greedy decoding by whole forward passes and our own transform and stop rules."""
+    transform = SamplingTransform(params)
+    row, output = tokens.tolist(), []
+    while not output or stop.reason(output) is None:
+        with torch.inference_mode():
+            logits = model(torch.tensor([row])).logits[0, -1:]
+        token = int(transform.sample(logits, np.zeros(1), [np.array(row)])[0])
+        row.append(token)
+        output.append(token)
+    return output
+
+
+@pytest.mark.parametrize("kind", HF_KINDS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(no_repeat_ngram=2, processors=(RepetitionPenaltyLogitsProcessor(1.3),)),
+    ],
+    ids=["greedy", "processors"],
+)
+def test_greedy_rows_equal_our_rules_token_by_token(
+    kind: str, params: SamplingParams, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    stop = StopRules(max_new_tokens=24, eos_ids=frozenset({7, 11}))
+    results, totals = run_hf(
+        kind=kind, target=target, draft=draft, prompts=PROMPTS, stop=stop, sampling=params
+    )
+    reasons = set()
+    for result, (prompt_id, tokens) in zip(results, PROMPTS, strict=True):
+        expected = reference(target, tokens, stop, params)
+        assert list(result.output) == expected
+        assert result.finish_reason == stop.reason(expected)
+        reasons.add(result.finish_reason)
+        assert (result.id, result.num_prompt) == (prompt_id, len(tokens))
+        assert all(a <= b for a, b in zip(result.emitted_s, result.emitted_s[1:], strict=False))
+        assert result.admitted_s < result.emitted_s[0]
+    assert summarise(results, totals)["new_tokens"] == sum(len(r.output) for r in results)
+
+
+@pytest.mark.parametrize("kind", HF_KINDS)
+def test_passes_and_acceptance_are_counted_from_what_was_fed(
+    kind: str, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    """Checked against an independent count of the calls of the models' forward methods."""
+    calls: Counter[str] = Counter()
+    hooks = [
+        model.model.register_forward_hook(lambda *_, name=name: calls.update([name]))
+        for name, model in (("target", target), ("draft", draft))
+    ]
+    stop = StopRules(max_new_tokens=20)
+    results, totals = run_hf(
+        kind=kind, target=target, draft=draft, prompts=PROMPTS, stop=stop, sampling=SamplingParams()
+    )
+    for hook in hooks:
+        hook.remove()
+    found = summarise(results, totals)
+    assert found["target_passes"] == calls["target"] == found["answers"]
+    assert found["draft_passes"] == calls["draft"]
+    assert found["new_tokens"] == 20 * len(PROMPTS)
+    assert found["new_tokens"] == found["accepted_tokens"] + found["answers"]
+    fed = sum(len(tokens) for _, tokens in PROMPTS)
+    assert totals.prefill_rows == fed - len(PROMPTS)
+    assert totals.target_rows == found["answers"] + found["proposed_nodes"]
+    assert totals.target_bytes == weight_bytes(target)
+    assert 0 < totals.model_s["target"] < totals.wall_s
+    if kind == "hf_generate":
+        assert found["acceptance_length"] == 1.0
+        assert found["proposed_nodes"] == found["draft_passes"] == 0
+    else:
+        assert found["acceptance_length"] > 1.0
+        assert found["proposed_nodes"] >= found["accepted_tokens"] > 0
+    assert (found["draft_passes"] > 0) == (kind == "hf_assisted") == (totals.draft_bytes > 0)
+
+
+@pytest.mark.parametrize("kind", HF_KINDS)
+def test_sampling_with_one_token_left_is_greedy(
+    kind: str, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    """Walks the sampling path (its rejection test included) where its result is known."""
+    stop = StopRules(max_new_tokens=16, eos_ids=frozenset({7, 11}))
+    results, totals = run_hf(
+        kind=kind,
+        target=target,
+        draft=draft,
+        prompts=PROMPTS,
+        stop=stop,
+        sampling=SamplingParams(temperature=0.6, top_k=1),
+    )
+    for result, (_, tokens) in zip(results, PROMPTS, strict=True):
+        assert list(result.output) == reference(target, tokens, stop, SamplingParams())
+    summarise(results, totals)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HF_KINDS)
+def test_sampled_tokens_follow_the_processed_distribution(
+    kind: str, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    """Chi-square over the first token of 600 runs; false alarm 1e-6.
+
+    The planted bug, another temperature, must be told apart at the same level.
+    """
+    from scipy.stats import chisquare
+
+    tokens = PROMPTS[1][1]
+    params = SamplingParams(temperature=0.6, top_k=8, top_p=0.9)
+    with torch.inference_mode():
+        logits = target(torch.from_numpy(tokens)[None]).logits[0, -1:]
+    right = SamplingTransform(params).probs(logits)[0]
+    wrong = SamplingTransform(SamplingParams(temperature=1.2, top_k=int((right > 0).sum())))
+    prompts = [(i, tokens) for i in range(600)]
+    results, _ = run_hf(
+        kind=kind,
+        target=target,
+        draft=draft,
+        prompts=prompts,
+        # Two tokens, so that the first one is drafted; the plain row needs one only.
+        stop=StopRules(max_new_tokens=1 if kind == "hf_generate" else 2),
+        sampling=params,
+    )
+    counts = np.bincount([r.output[0] for r in results], minlength=VOCAB)
+    support = right > 0
+    assert support.sum() >= 2
+    assert not counts[~support].any()
+    assert chisquare(counts[support], right[support] * len(prompts)).pvalue > 1e-6
+    planted = wrong.probs(logits)[0][support]
+    assert chisquare(counts[support], planted * len(prompts)).pvalue < 1e-6
+
+
+def test_seed_and_prompt_key_the_draws_and_the_global_generator_is_untouched(
+    target: LlamaForCausalLM,
+) -> None:
+    def outputs(seed: int, prompts: list[tuple[int, np.ndarray]]) -> dict[int, tuple[int, ...]]:
+        results, _ = run_hf(
+            kind="hf_generate",
+            target=target,
+            draft=None,
+            prompts=prompts,
+            stop=StopRules(max_new_tokens=12),
+            sampling=SamplingParams(temperature=1.0),
+            seed=seed,
+        )
+        return {r.id: r.output for r in results}
+
+    state = torch.get_rng_state()
+    first = outputs(5, PROMPTS)
+    assert outputs(5, PROMPTS[::-1]) == first
+    assert outputs(6, PROMPTS) != first
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_stop_strings_end_the_request_inside_an_accepted_block(target: LlamaForCausalLM) -> None:
+    """transformers itself does not cut a block at a stop string; the engine's rules do."""
+
+    def decode(tokens: object) -> str:
+        return "".join(chr(65 + t) for t in tokens)  # type: ignore[attr-defined]
+
+    tokens = PROMPTS[2][1]
+    plain = reference(target, tokens, StopRules(max_new_tokens=20), SamplingParams())
+    stop = StopRules(max_new_tokens=20, stop_strings=(decode(plain[5:7]),), decode=decode)
+    expected = reference(target, tokens, stop, SamplingParams())
+    assert len(expected) < 20
+    for kind in HF_KINDS:
+        (result,), totals = run_hf(
+            kind=kind,
+            target=target,
+            draft=tiny(2, 0),
+            prompts=[(0, tokens)],
+            stop=stop,
+            sampling=SamplingParams(),
+        )
+        assert list(result.output) == expected
+        assert result.finish_reason == "stop_string"
+        assert totals.target_passes <= len(expected)
+        summarise([result], totals)
+        if (
+            kind == "hf_assisted"
+        ):  # the draft equals the target: the block runs past the stop string
+            assert result.counters.cut_tokens > 0
+
+
+def test_settings_of_the_models_neither_leak_in_nor_are_changed(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    """A checkpoint's generation_config may hold sampling, penalties and limits of its own."""
+    stop, params = StopRules(max_new_tokens=16), SamplingParams()
+    clean, _ = run_hf(
+        kind="hf_assisted", target=target, draft=draft, prompts=PROMPTS, stop=stop, sampling=params
+    )
+    noisy = GenerationConfig(
+        do_sample=True, temperature=2.0, repetition_penalty=3.0, min_new_tokens=2, eos_token_id=7
+    )
+    before = target.generation_config, draft.generation_config
+    target.generation_config = draft.generation_config = noisy
+    try:
+        found, _ = run_hf(
+            kind="hf_assisted",
+            target=target,
+            draft=draft,
+            prompts=PROMPTS,
+            stop=stop,
+            sampling=params,
+            options=HFOptions(schedule="heuristic"),
+        )
+        assert target.generation_config is noisy
+        assert draft.generation_config is noisy
+    finally:
+        target.generation_config, draft.generation_config = before
+    assert lossless_against(found, clean).lossless
+    assert not target._forward_hooks
+    assert not target._forward_pre_hooks
+    assert not draft._forward_hooks
+
+
+def test_interleaved_prompts_merge_into_the_same_row(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    from specdec.metrics import RunTotals
+
+    stop, params = StopRules(max_new_tokens=10), SamplingParams()
+    baselines = [
+        HFBaseline(
+            kind=kind,
+            target=target,
+            draft=draft if kind == "hf_assisted" else None,
+            stop=stop,
+            sampling=params,
+        )
+        for kind in HF_KINDS
+    ]
+    parts: dict[str, list[RunTotals]] = {kind: [] for kind in HF_KINDS}
+    results: dict[str, list] = {kind: [] for kind in HF_KINDS}
+    for prompt_id, tokens in PROMPTS:
+        for baseline in baselines:
+            results[baseline.kind].append(baseline.generate_one(prompt_id, tokens))
+            parts[baseline.kind].append(baseline.take_totals())
+    runs = {k: [Run(tuple(results[k]), RunTotals.merge(parts[k]))] for k in HF_KINDS}
+    for kind in HF_KINDS:
+        row = comparison_row(kind, runs[kind], runs["hf_generate"])
+        assert row["lossless"] is True
+        assert row["num_compared"] == len(PROMPTS)
+        _, totals = run_hf(
+            kind=kind, target=target, draft=draft, prompts=PROMPTS, stop=stop, sampling=params
+        )
+        assert totals.target_passes == row["target_passes"]
+        assert totals.draft_passes == row["draft_passes"]
+
+
+def test_wrong_kinds_and_drafts_are_refused(target: LlamaForCausalLM) -> None:
+    def make(**arguments: object) -> HFBaseline:
+        given = {"stop": StopRules(max_new_tokens=1), "sampling": SamplingParams(), **arguments}
+        return HFBaseline(target=target, **given)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="'hf_beam'"):
+        make(kind="hf_beam")
+    with pytest.raises(ValueError, match="needs a draft"):
+        make(kind="hf_assisted")
+    with pytest.raises(ValueError, match="no use"):
+        make(kind="hf_generate", draft=target)

@@ -1,0 +1,264 @@
+"""Losslessness in distribution: the joint law of the next tokens against the target's own.
+
+Target and draft are tables of logits given the last token, so the exact law is known. Thousands of
+prompts, each with its own keyed draws, decode side by side through the real tree, verifier and
+commit. Every check has planted bugs that it must catch: those that shipped in other projects.
+
+False-alarm rate: 1e-6 per check (they are deterministic in the seed; the rate says how much a pass
+means, and that a change of the key layout should not need a new seed).
+
+Shape letters: R requests, V vocabulary, L tokens looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from specdec.clocks import MeasuredClock
+from specdec.metrics.meter import Meter
+from specdec.randomness import KeyedDraws, Purpose, keyed_uniforms
+from specdec.sampling import SamplingParams, SamplingTransform, sample_candidates
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import Answers, Candidates, Output
+from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
+
+FALSE_ALARM = 1e-6
+NUM_REQUESTS = 4000
+LENGTH = 3  # tokens whose joint law is tested
+MAX_POSITIONS, MAX_SIBLINGS = 12, 4
+
+# Draft and target disagree, and with top-k each excludes tokens that the other has.
+TARGET_LOGITS = torch.tensor(
+    [
+        [2.0, 1.0, 0.0, 0.5, -1.0],
+        [0.0, 1.5, 1.4, -0.5, 0.7],
+        [-1.0, 0.2, 2.0, 1.0, 0.3],
+        [1.0, 0.9, 0.8, 0.7, 2.5],
+        [0.1, 2.2, -0.4, 1.1, 0.6],
+    ],
+    dtype=torch.float64,
+)
+DRAFT_LOGITS = torch.tensor(
+    [
+        [0.5, 2.0, 0.3, -1.0, 1.0],
+        [1.5, 0.0, 1.0, 0.4, 0.1],
+        [1.0, 0.3, 1.0, 0.2, -0.5],
+        [0.4, 2.0, 0.1, 1.5, 1.0],
+        [1.0, 1.0, 0.9, -0.3, 1.2],
+    ],
+    dtype=torch.float64,
+)
+VOCAB = len(TARGET_LOGITS)
+SAMPLINGS = {
+    "plain": SamplingParams(temperature=1.0),
+    "filtered": SamplingParams(temperature=0.8, top_k=4, top_p=0.95),
+}
+
+
+class TableDraws(KeyedDraws):
+    """The same draws as ``KeyedDraws``, for all requests computed at once."""
+
+    def __init__(self, *, seed: int, num_requests: int, shared: bool = False) -> None:
+        super().__init__(seed=seed)
+        self.shared = shared
+        axes = np.ix_(range(num_requests), range(MAX_SIBLINGS), range(MAX_POSITIONS))
+        self.table = np.stack(
+            [keyed_uniforms(seed, axes[0], axes[2], purpose, axes[1]) for purpose in Purpose], 1
+        )  # [R, purposes, siblings, positions]
+
+    def uniform(self, prompt_id, positions, purpose, index=0):
+        if self.shared and purpose is Purpose.ACCEPT:
+            purpose = Purpose.DRAFT  # planted bug
+        return self.table[prompt_id, purpose, index, positions]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is run: tree shape, transform, pipeline or whole-tree answers, planted bugs."""
+
+    branching: tuple[int, ...]
+    sampling: str = "plain"
+    root_only: bool = False  # a level-per-step pipeline answers the root alone
+    shared_draws: bool = False
+    raw_draft_probs: bool = False
+
+
+def run(setup: Setup, verifier, num_requests: int = NUM_REQUESTS, seed: int = 0) -> np.ndarray:
+    """int64[R, L]: the first tokens of every request."""
+    params = SAMPLINGS[setup.sampling]
+    transform = SamplingTransform(params)
+    target, draft = transform.probs(TARGET_LOGITS), transform.proposal_probs(DRAFT_LOGITS)
+    kept = SamplingTransform(SAMPLINGS["plain"]).probs(DRAFT_LOGITS)
+    stored = kept if setup.raw_draft_probs else draft  # planted bug: not what was sampled from
+    draws = TableDraws(seed=seed, num_requests=num_requests, shared=setup.shared_draws)
+    state = DecodeState(draws=draws, clock=MeasuredClock(), meter=Meter())
+    stop = StopRules(max_new_tokens=LENGTH)
+    done = []
+    for i in range(num_requests):
+        state.requests[i] = RequestState(
+            request_id=i, prompt=np.array([0]), stop=stop, sampling=params
+        )
+    while state.requests:
+        live = list(state.requests.values())
+        for level, width in enumerate(setup.branching):
+            grow(live, level, width, draft, stored, draws)
+        answers = answer(live, target, draws, setup.root_only)
+        state.commit(verifier.verify(state, Output(step=state.step, answers=answers)))
+        for request in live:
+            if request.finished:
+                done.append(state.requests.pop(request.id))
+    return np.array([r.output for r in sorted(done, key=lambda r: r.id)])
+
+
+def grow(live, level, width, draft, stored, draws) -> None:
+    """Samples ``width`` children for every node at depth ``level`` that has none yet."""
+    slots = [np.flatnonzero((r.tree.depths == level) & ~r.tree.expanded) for r in live]
+    tokens = np.concatenate([r.tree.tokens[s] for r, s in zip(live, slots, strict=True)])
+    positions = np.concatenate([r.tree.positions[s] for r, s in zip(live, slots, strict=True)])
+    ids = np.repeat([r.id for r in live], [len(s) for s in slots])
+    uniforms = draws.table[ids, Purpose.DRAFT, :width, positions + 1]
+    chosen, logprobs, counts = sample_candidates(draft[tokens], width, uniforms)
+    probs = stored[tokens]
+    candidates = Candidates(tokens=chosen, logprobs=logprobs, counts=counts, probs=probs)
+    start = 0
+    for request, here in zip(live, slots, strict=True):
+        rows = slice(start, start + len(here))
+        start = rows.stop
+        if len(here):
+            request.tree.set_candidates(here, candidates, rows)
+            parents, columns = np.nonzero(np.arange(width) < counts[rows, None])
+            request.tree.take(here[parents], columns)
+
+
+def answer(live, target, draws, root_only) -> tuple[Answers, ...]:
+    """The target's distribution and own keyed draw after every node (or every root)."""
+    cdf = target.cumsum(axis=1)
+    answers = []
+    for request in live:
+        nodes = slice(0, 1) if root_only else slice(None)
+        tokens = request.tree.tokens[nodes]
+        uniforms = draws.uniform(request.id, request.tree.positions[nodes] + 1, Purpose.TARGET)
+        own = (cdf[tokens] <= uniforms[:, None]).sum(axis=1)
+        answers.append(
+            Answers(
+                request=request.id,
+                node_ids=request.tree.ids[nodes].copy(),
+                tokens=np.minimum(own, VOCAB - 1),
+                probs=target[tokens],
+            )
+        )
+    return tuple(answers)
+
+
+def exact_law(sampling: str) -> np.ndarray:
+    """float64[V ** L]: the joint law of the first tokens after the prompt [0]."""
+    target = SamplingTransform(SAMPLINGS[sampling]).probs(TARGET_LOGITS)
+    law = target[0]
+    for _ in range(LENGTH - 1):
+        law = law[..., None] * target
+    return law.ravel()
+
+
+def p_value(tokens: np.ndarray, sampling: str) -> float:
+    """Chi-square of the joint law; cells with less than 5 expected counts are merged."""
+    expected = exact_law(sampling) * len(tokens)
+    cells = tokens @ VOCAB ** np.arange(LENGTH)[::-1]
+    observed = np.bincount(cells, minlength=len(expected))
+    if observed[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    merge = np.append(expected[~rare], expected[rare].sum())
+    counts = np.append(observed[~rare], observed[rare].sum())
+    return float(stats.chisquare(counts[merge > 0], merge[merge > 0]).pvalue)
+
+
+def total_variation(tokens: np.ndarray, sampling: str) -> tuple[float, float]:
+    """(total variation from the exact law, its bound at the false-alarm rate).
+
+    Without a bias its mean is at most sqrt(cells / R) / 2, and by McDiarmid's inequality it exceeds
+    its mean by t with probability at most exp(-2 R t ** 2).
+    """
+    expected = exact_law(sampling)
+    cells = tokens @ VOCAB ** np.arange(LENGTH)[::-1]
+    observed = np.bincount(cells, minlength=len(expected)) / len(tokens)
+    mean = np.sqrt(np.count_nonzero(expected) / len(tokens)) / 2
+    slack = np.sqrt(np.log(1 / FALSE_ALARM) / (2 * len(tokens)))
+    return float(np.abs(observed - expected).sum() / 2), float(mean + slack)
+
+
+LOSSLESS = {
+    "chain": Setup(branching=(1, 1, 1)),
+    "chain, filtered": Setup(branching=(1, 1), sampling="filtered"),
+    "tree 2,2": Setup(branching=(2, 2)),
+    "tree 2,2, filtered": Setup(branching=(2, 2), sampling="filtered"),
+    "tree 3,1,2": Setup(branching=(3, 1, 2)),
+    "pipeline 3,1": Setup(branching=(3, 1), root_only=True),
+    "all siblings": Setup(branching=(4,), sampling="filtered"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_rejection_sampling_keeps_the_joint_law(name):
+    setup = LOSSLESS[name]
+    tokens = run(setup, RejectionVerifier())
+    assert p_value(tokens, setup.sampling) > FALSE_ALARM
+    distance, bound = total_variation(tokens, setup.sampling)
+    assert distance < bound
+
+
+def test_match_gives_the_law_and_the_tokens_of_plain_sampling():
+    """Token for token: the draws of plain decoding, whatever the tree was."""
+    draws = TableDraws(seed=0, num_requests=NUM_REQUESTS)
+    target = SamplingTransform(SAMPLINGS["plain"]).probs(TARGET_LOGITS)
+    last, plain = np.zeros(NUM_REQUESTS, np.int64), []
+    for position in range(1, LENGTH + 1):
+        uniforms = draws.table[:, Purpose.TARGET, 0, position]
+        last = (target.cumsum(axis=1)[last] <= uniforms[:, None]).sum(axis=1)
+        plain.append(last)
+    tokens = run(Setup(branching=(3, 1, 2)), MatchVerifier())
+    np.testing.assert_array_equal(tokens, np.stack(plain, axis=1))
+    assert p_value(tokens, "plain") > FALSE_ALARM
+
+
+def test_the_draws_of_these_tests_are_the_keyed_draws():
+    table, draws = TableDraws(seed=3, num_requests=5), KeyedDraws(seed=3)
+    positions = np.arange(MAX_POSITIONS)
+    for purpose in Purpose:
+        for request in range(5):
+            np.testing.assert_array_equal(
+                table.uniform(request, positions[:, None], purpose, np.arange(MAX_SIBLINGS)),
+                draws.uniform(request, positions[:, None], purpose, np.arange(MAX_SIBLINGS)),
+            )
+
+
+# ---------------------------------------------------------------------- planted bugs
+
+SPOILED = {
+    "correction from the target": Setup(branching=(1, 1)),
+    "correction from the target, tree": Setup(branching=(2, 2)),
+    "draft probs before processors": Setup(branching=(2, 2), sampling="filtered"),
+    "draft probs before processors, chain": Setup(branching=(1, 1), sampling="filtered"),
+    "candidate and test share a draw": Setup(branching=(1, 1)),
+    "candidate and test share a draw, tree": Setup(branching=(2, 2)),
+    "siblings not renormalised": Setup(branching=(3, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_planted_bugs_are_caught(name, monkeypatch):
+    setup = SPOILED[name]
+    if name.startswith("correction"):
+        monkeypatch.setattr(rejection, "_residual", lambda target, draft: target)
+    elif name.startswith("siblings"):
+        monkeypatch.setattr(rejection, "_without", lambda draft, token: draft)
+    changes = {
+        "shared_draws": name.startswith("candidate"),
+        "raw_draft_probs": name.startswith("draft"),
+    }
+    spoiled = Setup(branching=setup.branching, sampling=setup.sampling, **changes)
+    assert p_value(run(spoiled, RejectionVerifier()), setup.sampling) < FALSE_ALARM

@@ -1,0 +1,174 @@
+"""Executors: latency, pruning in flight, and the cache invariant of every stage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.cache import TreeCache
+from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.errors import UserError
+from specdec.executors import ModelStage, PipelineExecutor
+from specdec.executors.layout import InFlight, row_items, tree_row_index
+from specdec.executors.stage import split_layers
+from specdec.metrics.meter import Meter
+from specdec.pairs import RandomPair
+from specdec.runners import PartsRunner, TokenPrompt
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import Batch, Commit, CommitKind, PrefillChunk, TreeRows
+from tests.matrix.cells import Cell, config, pair
+
+STOP = StopRules(max_new_tokens=14)
+TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
+
+
+def rows(request: int, ids: list[int], parents: list[int]) -> TreeRows:
+    """Rows of tokens that equal their ids."""
+    return TreeRows(
+        request=request,
+        prefix_len=4,
+        node_ids=np.array(ids),
+        tokens=np.array(ids),
+        parent_ids=np.array(parents),
+        depths=np.arange(len(ids)),
+    )
+
+
+def commit(request: int, kept: list[int]) -> Commit:
+    """A commit that keeps some nodes."""
+    return Commit(
+        request=request,
+        step=3,
+        kind=CommitKind.HIT,
+        retired_ids=np.array([0]),
+        retired_tokens=np.array([0]),
+        next_token=1,
+        root_id=1,
+        prefix_len=5,
+        kept_ids=np.array(kept),
+    )
+
+
+def test_layers_are_split_evenly_and_all_used() -> None:
+    assert split_layers(80, 8) == [(10 * i, 10 * i + 10) for i in range(8)]
+    assert split_layers(5, 3) == [(0, 2), (2, 4), (4, 5)]
+    with pytest.raises(ValueError, match=r"executor\.stages=6"):
+        split_layers(5, 6)
+
+
+def test_rows_in_flight_shrink_with_their_hidden_states() -> None:
+    chunk = PrefillChunk(request=1, start=0, tokens=np.array([7, 8]))
+    batch = Batch(
+        step=0, trees=(rows(1, [1, 2, 3], [-1, 1, 2]), rows(2, [5, 6], [-1, 5])), prefills=(chunk,)
+    )
+    assert tree_row_index(row_items(batch)).tolist() == [2, 3, 4, 5, 6]
+    flight = InFlight(batch, hidden=torch.arange(7.0)[:, None])
+    flight.prune({1: commit(1, [1, 3, 9])})
+    assert flight.hidden is not None
+    assert flight.hidden[:, 0].tolist() == [0, 1, 2, 4, 5, 6], "row of node 2 must go, no other"
+    assert flight.batch.trees[0].node_ids.tolist() == [1, 3]
+    assert flight.batch.trees[1].node_ids.tolist() == [5, 6], "a miss of one disturbs no other"
+    flight.prune({}, frozenset([2]))
+    assert flight.hidden[:, 0].tolist() == [0, 1, 2, 4]
+    assert [t.request for t in flight.batch.trees] == [1]
+
+
+@pytest.mark.parametrize("policy", ["specpipe", "static", "chain"])
+@pytest.mark.parametrize("executor", ["local", "pipeline"])
+def test_every_cache_equals_a_fresh_forward_after_every_step(policy: str, executor: str) -> None:
+    """DESIGN 2: prefix as far as ``cached_len``, each tree entry over its path; draft included."""
+    values = config(Cell("draft_model", policy, "match", executor, "t06"))
+    if policy == "specpipe":
+        values["policy"].update(width=5, children=3)
+    runner = PartsRunner(cfg=values, pair=pair(), stop=STOP)
+    parts = runner.parts
+    state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
+    prompts = [TokenPrompt(1, np.array([3, 1, 4, 1, 5])), TokenPrompt(4, np.array([9]))]
+    stages = _stages(parts.executor)
+    compared = 0
+    for _ in runner.steps(state, prompts, lambda request: None):
+        for request in state.requests.values():
+            for stage in stages:
+                compared += check_cache(stage.cache(request.id), request, stage.runner)
+            held = parts.source._held[request.id]  # type: ignore[attr-defined]
+            compared += check_cache(held.cache, request, parts.source._runner)  # type: ignore
+    assert compared > 200, "the check must have had entries to look at"
+
+
+def _stages(executor: object) -> list[ModelStage]:
+    found = executor._stages if isinstance(executor, PipelineExecutor) else [executor._stage]  # type: ignore
+    return found
+
+
+def check_cache(cache: TreeCache, request: RequestState, runner) -> int:  # type: ignore[no-untyped-def]
+    """Compares a cache with fresh forwards; returns the number of entries compared."""
+    assert cache.cached_len <= request.prefix_len
+    model = pair().target if runner.name == "target" else pair().draft
+    compared = _same(
+        cache, slice(0, cache.cached_len), request.tokens[: cache.cached_len], runner, model
+    )
+    tree = request.tree
+    slots = tree.slots(cache.node_ids)
+    for at, slot in enumerate(slots.tolist()):
+        assert slot >= 0, f"entry {cache.node_ids[at]} is no live node"
+        where = cache.cached_len + at
+        compared += _same(cache, slice(where, where + 1), request.path_tokens(slot), runner, model)
+    return compared
+
+
+def _same(cache: TreeCache, where: slice, tokens, runner, model) -> int:  # type: ignore[no-untyped-def]
+    num = where.stop - where.start
+    if not num:
+        return 0
+    with torch.inference_mode():
+        fresh = model(torch.from_numpy(np.array(tokens))[None], use_cache=True).past_key_values
+    for layer in range(runner.num_layers):
+        both = fresh.layers[runner.first_layer + layer]
+        for part, expected in enumerate((both.keys[0], both.values[0])):
+            got = cache.storage[layer, part, :, where]
+            error = float((got - expected[:, -num:]).abs().max())
+            assert error < TOLERANCE, f"layer {layer}: entry differs by {error:.2e}"
+    return num
+
+
+def test_a_node_is_answered_latency_steps_later_and_time_adds_up() -> None:
+    """Plain PP: N steps per token, each costing one stage and one transfer."""
+    profile = LatencyProfile(
+        name="test",
+        costs={
+            "stage": CostCurve(tokens=(1,), ms=(10.0,)),
+            "transfer": CostCurve(tokens=(1,), ms=(1.0,)),
+        },
+    )
+    values = config(Cell("none", "root_only", "match", "pipeline", "greedy"))
+    values["batch_size"] = 1
+    runner = PartsRunner(cfg=values, pair=pair(), stop=STOP)
+    clock = SimulatedClock(profile)
+    runner.parts.executor._clock = clock  # type: ignore[attr-defined]
+    state = DecodeState(draws=runner.parts.draws, clock=clock, meter=Meter())
+    emitted: list[float] = []
+    for _ in runner.steps(
+        state, [TokenPrompt(0, np.array([1]))], lambda r: emitted.extend(r.emitted_s)
+    ):
+        pass
+    gaps = np.diff(emitted)
+    assert np.allclose(gaps, 3 * (10.0 + 1.0) * 1e-3), "3 stages, each 10 + 1 ms"
+
+
+def test_more_stages_than_layers_is_refused() -> None:
+    values = config(Cell("none", "root_only", "match", "pipeline", "greedy"))
+    values["executor"]["stages"] = 9
+    with pytest.raises(UserError, match=r"executor\.stages=9"):
+        PartsRunner(cfg=values, pair=RandomPair(), stop=STOP)
+
+
+@pytest.mark.parametrize("bug", ["stale cache", "hidden states not pruned"])
+def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above fail when a stage forgets to prune."""
+    if bug == "stale cache":
+        monkeypatch.setattr(ModelStage, "commit", lambda self, commits: None)
+    else:
+        monkeypatch.setattr(InFlight, "prune", lambda self, commits, closed=frozenset(): None)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        test_every_cache_equals_a_fresh_forward_after_every_step("specpipe", "pipeline")

@@ -1,0 +1,173 @@
+"""Files that survive crashes, tables that hide nothing, provenance without secrets."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from specdec.metrics import Run, RunTotals, comparison_row, summarise
+from specdec.report import (
+    RequestWriter,
+    best_row,
+    config_hash,
+    finished_keys,
+    markdown_table,
+    plain,
+    print_table,
+    provenance,
+    read_requests,
+    write_comparison,
+    write_json,
+    write_run,
+)
+from specdec.report.provenance import redact
+from specdec.types import Lossless
+from tests.unit.test_metrics import make_result, timed_run
+
+
+def test_requests_are_read_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "requests.jsonl"
+    result = make_result([[1, 2], [3]], prompt_id=4)
+    totals = RunTotals(steps=2, stage_busy_s={1: 0.25})
+    with RequestWriter(path) as writer:
+        writer.write("specpipe", result, repeat=1, totals=totals, prompt="stdlib/4")
+        # A reader sees the line while the run goes on.
+        (record,) = read_requests(path)
+    assert record.result == result
+    assert record.totals == totals
+    assert record.prompt == "stdlib/4"
+    assert finished_keys(path) == {("specpipe", 1, 4)}
+    assert read_requests(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("torn", ['{"strategy": "ar", "rep', "\x00\x00", '{"a": 1}'])
+def test_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path, torn: str) -> None:
+    """Appending behind a torn line would glue two records together and lose both."""
+    path = tmp_path / "requests.jsonl"
+    with RequestWriter(path) as writer:
+        writer.write("ar", make_result([[1]], prompt_id=0))
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(torn)
+    assert finished_keys(path) == {("ar", 0, 0)}
+    with RequestWriter(path) as writer:
+        writer.write("ar", make_result([[1]], prompt_id=1))
+    assert finished_keys(path) == {("ar", 0, 0), ("ar", 0, 1)}
+
+
+def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with RequestWriter(path) as writer:
+        writer.write("ar", make_result([[1]]))
+    path.write_text("{broken\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1"):
+        read_requests(path)
+
+
+def test_json_is_strict_and_atomic(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    value = {"x": np.float32(0.5), 3: np.arange(2), "l": Lossless.TOKEN, "p": Path("a/b"), "s": {2}}
+    write_json(path, value)
+    expected = {"x": 0.5, "3": [0, 1], "l": "token", "p": "a/b", "s": [2]}
+    assert json.loads(path.read_text(encoding="utf-8")) == expected
+    with pytest.raises(ValueError, match="None"):
+        write_json(path, {"x": float("nan")})
+    with pytest.raises(TypeError):
+        write_json(path, {"x": object()})
+    assert json.loads(path.read_text(encoding="utf-8")) == expected  # the old file is untouched
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert plain(True) is True
+
+
+def make_rows() -> tuple[list[dict[str, object]], dict[str, list[Run]]]:
+    runs = {
+        "ar": [timed_run(0.1), timed_run(0.1)],
+        "speculative": [timed_run(0.1, chunk=2), timed_run(0.1, chunk=2)],
+        "broken": [timed_run(0.02, tokens=9), timed_run(0.02, tokens=9)],
+        "relaxed": [timed_run(0.01), timed_run(0.01)],
+        "hf_generate": [timed_run(0.11), timed_run(0.11)],
+    }
+    claims = {"relaxed": "lossy"}
+    rows = [
+        comparison_row(name, found, runs["ar"], claims=claims.get(name, "token"))
+        for name, found in runs.items()
+    ]
+    return rows, runs
+
+
+def test_table_shows_every_column_and_marks_the_best_lossless_row() -> None:
+    rows, _ = make_rows()
+    best = best_row(rows)
+    assert best is not None
+    assert best["strategy"] == "speculative"  # not the lossy one, not the one that differs
+    for terminal, width in ((False, 80), (True, 60), (True, 200)):
+        stream = StringIO()
+        console = Console(file=stream, width=width, force_terminal=terminal, color_system=None)
+        print_table(rows, {"clock": "simulated", "data": "stdlib"}, console)
+        text = stream.getvalue()
+        assert text.startswith("simulated time, data=stdlib")
+        headings = ("lossless", "tokens/s", "vs ar", "TBT ms", "accept len", "target", "loops")
+        assert all(heading in text for heading in headings)
+        assert "\u2026" not in text, "a cell was cut"
+        assert "speculative *" in text
+        assert "NO (4 differ)" in text
+        assert "LOSSY" in text
+        assert "prompt 0, token 9: None instead of 9" in text
+
+
+def test_markdown_has_the_same_cells_and_all_conditions() -> None:
+    rows, _ = make_rows()
+    text = markdown_table(rows, {"clock": "measured", "seed": 3, "anything": {"a": 1}})
+    assert "| speculative | yes |" in text
+    assert "| ar | reference |" in text
+    assert "- seed: 3" in text
+    assert "- anything: a=1" in text
+
+
+def test_comparison_folder_holds_json_markdown_and_a_picture(tmp_path: Path) -> None:
+    rows, runs = make_rows()
+    paths = write_comparison(tmp_path, rows, {"clock": "measured"}, runs)
+    assert [p.name for p in paths] == ["comparison.json", "comparison.md", "comparison.png"]
+    stored = json.loads(paths[0].read_text(encoding="utf-8"))
+    assert [row["strategy"] for row in stored["rows"]] == list(runs)
+    assert stored["rows"][1]["speedup_wall"] == rows[1]["speedup_wall"]
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_folder_holds_summary_and_a_picture(tmp_path: Path) -> None:
+    run = timed_run(0.1, chunk=2)
+    summary = summarise(run.results, run.totals)
+    paths = write_run(tmp_path, summary, run.results, {"strategy": "x"})
+    assert json.loads(paths[0].read_text(encoding="utf-8"))["new_tokens"] == 40
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    write_run(tmp_path, summarise([], RunTotals()), [], {})  # an empty run is drawn empty
+
+
+def test_provenance_names_versions_hardware_and_configuration() -> None:
+    found = provenance(
+        command=["specdec", "run"], config={"b": 1, "a": 2}, extra={"data": "stdlib"}
+    )
+    assert found["command"] == ["specdec", "run"]
+    assert found["config_sha256"] == config_hash({"a": 2, "b": 1})
+    assert found["config_sha256"] != config_hash({"a": 2, "b": 2})
+    assert {"python", "torch", "transformers", "numpy"} <= found["versions"].keys()
+    assert found["hardware"]["cores"] >= 1
+    assert found["data"] == "stdlib"
+    json.dumps(plain(found))
+
+
+def test_provenance_leaks_neither_secrets_nor_folders() -> None:
+    secret = "hf_" + "a" * 34
+    command = [f"hub.token={secret}", secret, f"model.target={Path.home()}/m", "max_new_tokens=8"]
+    found = provenance(command=command, config={}, extra={"logger": {"api_key": "k", "x": secret}})
+    text = json.dumps(plain(found))
+    assert secret not in text
+    assert str(Path.cwd()) not in text
+    assert found["command"][2:] == ["model.target=~/m", "max_new_tokens=8"]
+    assert found["logger"]["api_key"] == "<redacted>"
+    assert redact(str(Path.cwd())) == "."
+    assert redact(f"{Path.home()}ed/x") == f"{Path.home()}ed/x"  # another folder

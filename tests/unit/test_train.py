@@ -1,0 +1,391 @@
+"""The training recipes: small real runs, and bounds on what ships."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+import specdec.assets
+from specdec.train import card, cli, corpus
+from specdec.train.distill import DistillationLoss, divergence, sample_documents
+from specdec.train.lm import Phase, Pretraining, RunPlan, held_out_loss
+from specdec.train.model import LanguageModel, ModelShape, grow, load_hf, save_hf
+from specdec.train.samples import Sampling, generate, pick
+from specdec.train.streams import Mixture, encode
+from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
+
+ASSETS = Path(next(iter(specdec.assets.__path__))) / "tiny"
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden=32,
+    feed_forward=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=300,
+    max_positions=128,
+)
+SOURCE = '''
+def area(width: int, height: int) -> int:
+    """Area of a rectangle.
+
+    >>> area(2, 3)
+    6
+    """
+    if width < 0 or height < 0:
+        raise ValueError("negative side")
+    return width * height
+'''
+
+shipped = pytest.mark.skipif(
+    not (ASSETS / "draft" / "model.safetensors").exists(), reason="no trained family here"
+)
+
+
+def toy(seed: int = 0, layers: int = 2) -> LanguageModel:
+    sizes = {name: getattr(SHAPE, name) for name in SHAPE.__slots__}
+    generator = torch.Generator().manual_seed(seed)
+    return LanguageModel(ModelShape(**(sizes | {"num_layers": layers})), generator=generator)
+
+
+def toy_streams() -> dict[str, np.ndarray]:
+    """Counting modulo 50 in steps of 1 and 3: learnt in a few steps."""
+    line = np.arange(4000) % 50 + 1
+    return {"stdlib": line.astype(np.uint16), "package": (line * 3 % 50 + 1).astype(np.uint16)}
+
+
+def plan(steps: int, layers: int = 2, **changes: object) -> RunPlan:
+    settings = {"max_steps": steps, "warmup_steps": 4, "log_every": 5, "decay_from": 0.9}
+    phases = (Phase(until=1.0, layers=layers, length=32, batch=8),)
+    return RunPlan(phases=phases, **(settings | changes))
+
+
+def train(folder: Path, steps: int, *, stop: int | None = None, **changes: object) -> Pretraining:
+    mixture = Mixture(toy_streams(), {"stdlib": 0.5, "package": 0.5}, seed=3)
+    run = Pretraining(toy(), mixture, plan(steps, **changes), folder)
+    run.run(stop_after_steps=stop)
+    return run
+
+
+# ---------------------------------------------------------------- corpus
+
+
+def test_held_out_rule_is_fixed_and_small():
+    """The rule is a promise to evaluation: these names were never trained on, in any version."""
+    assert corpus.is_held_out("copy.py")
+    assert corpus.is_held_out("http/server.py")
+    assert corpus.is_held_out("http\\server.py")
+    assert not corpus.is_held_out("json/decoder.py")
+    names = [relative for relative, _ in corpus.python_files(corpus.stdlib_root())]
+    share = np.mean([corpus.is_held_out(name) for name in names])
+    assert 0.02 < share < 0.10
+
+
+def test_corpus_keeps_held_out_files_out(tmp_path, monkeypatch):
+    """Held-out files, copies of them under other names, and near copies never enter training."""
+    library = tmp_path / "lib"
+    (library / "http").mkdir(parents=True)
+    texts = {
+        name: SOURCE.replace("area", f"area_{i}") + body(i)
+        for i, name in enumerate(["copy.py", "first.py", "second.py"])
+    }
+    for name, text in texts.items():
+        (library / name).write_text(text)
+    (library / "pilfered.py").write_text("# a copy\n" + texts["copy.py"])
+    (library / "first_again.py").write_text(texts["first.py"].replace("negative", "bad"))
+    monkeypatch.setattr(corpus, "stdlib_root", lambda: library)
+    monkeypatch.delenv("SPECDEC_DATA", raising=False)
+    built = corpus.build_corpus(packages={})
+    assert {d.path for d in built.held_out} == {"copy.py"}
+    assert {d.path for d in built.train} == {"first.py", "second.py"}
+    assert built.dropped["near copy"] == 2
+    assert {d.kind for d in built.train} == {"file", "functions"}
+
+
+def body(seed: int) -> str:
+    """Forty lines of code that differ between seeds."""
+    rng = np.random.default_rng(seed)
+    words = ["alpha", "beta", "gamma", "delta", "omega", "sigma", "kappa", "theta"]
+    lines = [
+        f"{words[a]}_{words[b]} = {words[c]}_{words[d]} + {words[e]}"
+        for a, b, c, d, e in rng.integers(0, 8, (40, 5))
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def test_evaluation_text_is_dropped(tmp_path, monkeypatch):
+    """A file that quotes thirteen words of an evaluation set is dropped, reworded ones stay."""
+    quoted = " ".join(f"word{i}" for i in range(20))
+    (tmp_path / "quotes.py").write_text(f'"""{quoted}"""\n' + body(1))
+    (tmp_path / "plain.py").write_text(body(2))
+    monkeypatch.setattr(corpus, "stdlib_root", lambda: tmp_path)
+    monkeypatch.setattr(corpus, "evaluation_grams", lambda data: corpus.word_grams(quoted))
+    built = corpus.build_corpus(packages={})
+    assert [d.path for d in built.train] == ["plain.py"]
+    assert built.dropped["evaluation n-gram"] == 1
+
+
+@pytest.mark.parametrize(
+    ("licence", "allowed"),
+    [
+        ("MIT", True),
+        ("BSD-3-Clause; BSD License", True),
+        ("Apache 2.0", True),
+        ("MPL-2.0", False),
+        ("MPL-2.0 AND MIT", False),
+        ("GPL-3.0-or-later", False),
+        ("none stated", False),
+    ],
+)
+def test_only_permissive_licences(licence, allowed):
+    assert corpus.is_permissive(licence) is allowed
+
+
+def test_function_documents_bring_their_imports():
+    text = "import math\nimport os\n\n" + SOURCE.replace(
+        "width * height", "math.prod((width, height))"
+    )
+    (document,) = corpus.function_documents(text)
+    assert document.startswith("import math\n\n\ndef area(")
+    assert "import os" not in document
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def test_tokenizer_round_trips(tmp_path):
+    from transformers import AutoTokenizer
+
+    save_tokenizer(train_tokenizer([SOURCE * 20], 400), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = SOURCE + "\tx = 'na\u00efve \u4e2d \U0001f600'\r\n        y = 12345 \n\n\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.convert_tokens_to_ids(END) == 0
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == 0
+    assert tokenizer(END).input_ids == [0]
+    digits = [tokenizer.decode([i]) for i in tokenizer("2024").input_ids]
+    assert digits == list("2024")
+
+
+# ---------------------------------------------------------------- model
+
+
+def test_weights_mean_the_same_in_transformers(tmp_path):
+    """Same weights, same float32 logits but for summation order; sampling's cache agrees too."""
+    from transformers import AutoModelForCausalLM
+
+    save_hf(toy(), tmp_path)
+    ours = load_hf(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 300, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=2e-5, rtol=0)
+    new = generate(ours, tokens, 12, [Sampling()], torch.Generator().manual_seed(0))
+    row = tokens
+    for position in range(12):
+        with torch.no_grad():
+            chosen = theirs(row).logits[:, -1].argmax(-1)
+        assert torch.equal(chosen, new[:, position])
+        row = torch.cat((row, chosen[:, None]), dim=1)
+
+
+def test_growth_repeats_layers():
+    small = toy()
+    deep = grow(small, 6)
+    assert deep.shape.num_layers == 6
+    for place in range(6):
+        old = small.model.layers[place % 2].state_dict()
+        assert all(torch.equal(old[k], v) for k, v in deep.model.layers[place].state_dict().items())
+    with pytest.raises(ValueError, match="multiple"):
+        grow(small, 5)
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_twenty_steps_lower_the_loss(tmp_path):
+    before = held_out_loss(toy(), toy_streams()["stdlib"], 32)
+    run = train(tmp_path, 20)
+    assert held_out_loss(run.model, toy_streams()["stdlib"], 32) < before - 1.0
+    assert run.state.tokens == 20 * 8 * 32
+    assert [row["step"] for row in json.loads((tmp_path / "curve.json").read_text())] == [
+        5,
+        10,
+        15,
+        20,
+    ]
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """Bit for bit, through a growth: batches, optimizers and schedule all come back."""
+    phases = (
+        Phase(until=0.4, layers=2, length=32, batch=4),
+        Phase(until=1.0, layers=4, length=32, batch=4),
+    )
+    runs = {}
+    for name, stops in {"whole": (None,), "parts": (4, 5, None)}.items():
+        for stop in stops:
+            mixture = Mixture(toy_streams(), {"stdlib": 0.5, "package": 0.5}, seed=3)
+            schedule = RunPlan(phases=phases, max_steps=15, warmup_steps=2, log_every=5)
+            run = Pretraining(toy(), mixture, schedule, tmp_path / name)
+            run.run(stop_after_steps=stop)
+            runs[name] = run
+    assert runs["parts"].state.step == runs["whole"].state.step == 15
+    for one, other in zip(
+        runs["whole"].model.parameters(), runs["parts"].model.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_mixture_shares_and_alignment():
+    """Windows come in the given proportions; those of functions begin at a document's start."""
+    streams = toy_streams() | {"function": np.array(([0, 7] + [9] * 38) * 50, dtype=np.uint16)}
+    mixture = Mixture(streams, {"stdlib": 0.75, "function": 0.25}, seed=0)
+    firsts = torch.cat([mixture.batch(50, 16)[0][:, 0] for _ in range(20)])
+    inputs, targets = mixture.batch(4, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    function_share = float((firsts == 7).float().mean())
+    assert 0.2 < function_share < 0.32  # 7 begins functions, and one counting window in fifty
+    with pytest.raises(ValueError, match="no stream"):
+        Mixture(streams, {"poems": 1.0}, seed=0)
+
+
+def test_distillation_lowers_the_divergence(tmp_path):
+    target = train(tmp_path / "target", 40).model
+    draft, streams = toy(seed=9, layers=1), toy_streams()
+    tokens = torch.from_numpy(streams["stdlib"][:96].astype(np.int64))[None]
+
+    def gap(model: LanguageModel) -> float:
+        with torch.no_grad():
+            return float(divergence(model(tokens)[0], target(tokens)[0]))
+
+    before = gap(draft)
+    mixture = Mixture(streams, {"stdlib": 1.0}, seed=1)
+    run = Pretraining(
+        draft, mixture, plan(30, layers=1), tmp_path / "draft", loss=DistillationLoss(target)
+    )
+    after = gap(run.run())
+    assert after < 0.6 * before
+    assert divergence(target(tokens)[0], target(tokens)[0]).abs() < 1e-6
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_pick_follows_top_k_top_p_and_temperature():
+    logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1])).expand(4000, 4)
+    generator = torch.Generator().manual_seed(0)
+    assert set(pick(logits, Sampling(), generator).tolist()) == {0}
+    rule = Sampling(temperature=1.0, top_p=0.65, top_k=3)
+    counts = torch.bincount(pick(logits, rule, generator), minlength=4) / 4000
+    # 4/9 and 3/9 of the top three reach 0.65; five standard deviations are 0.04.
+    assert torch.allclose(counts, torch.tensor([4 / 7, 3 / 7, 0.0, 0.0]), atol=0.04)
+
+
+def test_sampled_documents_are_separated_and_repeatable():
+    prompts = [np.arange(1, 6), np.arange(2, 9), np.arange(3, 10)]
+    rules = [Sampling(share=0.5), Sampling(temperature=1.0, share=0.5)]
+    settings = {"new_tokens": 9, "batch": 2, "seed": 5}
+    one = sample_documents(toy(), prompts, rules, **settings)
+    two = sample_documents(toy(), prompts, rules, **settings)
+    assert np.array_equal(one, two)
+    assert one[0] == 0
+    assert np.count_nonzero(one == 0) == 3
+
+
+def test_loops_and_ranks_are_counted():
+    """A token is in a loop when the 8-gram it ends was generated before, prompt apart."""
+    assert card.in_loop([1, 2, 3, 1, 2, 3], gram=3) == [False] * 5 + [True]
+    assert not any(card.in_loop(list(range(40))))
+    assert sum(card.in_loop([1, 2] * 10)) == 20 - 9
+    draft = toy()
+    prompt = torch.arange(1, 9)
+    new = generate(draft, prompt[None], 6, [Sampling()], torch.Generator())[0]
+    assert card.draft_ranks(draft, prompt, new) == [0] * 6
+
+
+def test_unknown_recipes_and_keys_are_refused():
+    with pytest.raises(ValueError, match="unknown recipe"):
+        cli.run("poet", {})
+    with pytest.raises(ValueError, match="did you mean 'work_dir'"):
+        cli.run("target", {"workdir": "x"})
+    with pytest.raises(ValueError, match="missing keys"):
+        cli.run("ngram", {"seed": 1})
+
+
+def test_yaml_defaults_are_the_recipes_arguments():
+    from omegaconf import OmegaConf
+
+    for what, recipe in cli.RECIPES.items():
+        path = Path(__file__).parents[2] / "conf" / "train" / f"{what}.yaml"
+        cfg = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        cli.check_keys(recipe, cfg)
+
+
+# ---------------------------------------------------------------- what ships
+
+
+@shipped
+@pytest.mark.parametrize(("part", "layers", "limit"), [("target", 24, 40e6), ("draft", 2, 12e6)])
+def test_shipped_models_load_and_predict(part, layers, limit):
+    """Held-out loss per byte on one held-out module stays below a bound a broken model misses."""
+    from transformers import AutoModelForCausalLM
+
+    folder = ASSETS / part
+    assert (folder / "model.safetensors").stat().st_size <= limit
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert model.config.num_hidden_layers == layers
+    assert model.config.max_position_embeddings >= 1024
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = (corpus.stdlib_root() / "copy.py").read_text()
+    ids = encode(tokenizer, [text])[:1024].astype(np.int64)
+    row = torch.from_numpy(ids)[None]
+    with torch.no_grad():
+        loss = float(model(row, labels=row).loss)
+    size = len(tokenizer.decode(ids.tolist()).encode())
+    assert loss * len(ids) / size < {"target": 0.85, "draft": 1.1}[part]
+
+
+@shipped
+def test_shipped_draft_is_a_tenth_of_the_target_and_agrees_with_it():
+    parts = {name: load_hf(ASSETS / name) for name in ("target", "draft")}
+    assert (ASSETS / "target" / "tokenizer.json").read_bytes() == (
+        ASSETS / "draft" / "tokenizer.json"
+    ).read_bytes()
+    tokenizer = Tokenizer.from_file(str(ASSETS / "target" / "tokenizer.json"))
+    prompt = torch.tensor(tokenizer.encode(SOURCE.split("    if")[0].lstrip()).ids)
+    found = card.measure_agreement(
+        parts["target"],
+        parts["draft"],
+        [prompt] * 4,
+        Sampling(temperature=0.6, top_p=0.9, top_k=80),
+        48,
+        0,
+    )
+    assert found.rates(inside=False)[card.RANKS.index(8)] > 0.6
+
+
+@shipped
+def test_shipped_ngram_samples():
+    path = ASSETS / "ngram" / "samples.safetensors"
+    assert path.stat().st_size <= 2e6
+    tokens = load_file(path)["tokens"]
+    assert tokens.ndim == 1
+    assert tokens[0] == 0
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 4096
+    assert len(tokens) > 100_000
+
+
+@shipped
+def test_shipped_files_name_no_machine():
+    for path in ASSETS.rglob("*"):
+        if path.suffix in {".json", ".md"}:
+            text = path.read_text()
+            assert "/root/" not in text, path
+            assert "http" not in text.replace("http/server.py", "") or path.name.startswith("token")

@@ -1,0 +1,332 @@
+"""TokenTree against a reference tree of plain Python objects."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.tree import TokenTree, top_set, top_stable
+from specdec.types import NO_NODE, Candidates
+
+LOGPROBS = [0.0, -0.25, -0.5, -0.5, -1.0, -2.0]  # exact in binary, with ties
+
+
+@dataclass
+class RefNode:
+    """A node that knows its parent object; everything else is found by walking."""
+
+    id: int
+    token: int
+    parent: RefNode | None
+    position: int
+    logprob: float
+    origin: int = 0
+    submitted_at: int = -1
+    expanded: bool = False
+    candidates: dict[int, tuple[int, float, int]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> list[RefNode]:
+        return [*(self.parent.path if self.parent else []), self]
+
+    @property
+    def score(self) -> float:
+        return sum(node.logprob for node in self.path[1:])
+
+
+class RefTree:
+    """Nodes in the order in which they were made."""
+
+    def __init__(self, token: int, position: int) -> None:
+        self.next_id = 0
+        self.nodes: list[RefNode] = []
+        self.reset(token, position)
+
+    def reset(self, token: int, position: int) -> None:
+        self.nodes = [RefNode(self.next_id, token, None, position, 0.0)]
+        self.next_id += 1
+
+    def append(self, parent: RefNode, token: int, logprob: float, origin: int = 0) -> None:
+        self.nodes.append(
+            RefNode(self.next_id, token, parent, parent.position + 1, logprob, origin)
+        )
+        self.next_id += 1
+
+    def reroot(self, root: RefNode) -> None:
+        self.nodes = [node for node in self.nodes if root in node.path]
+        root.parent = None
+
+    def slot(self, node: RefNode) -> int:
+        return self.nodes.index(node)
+
+
+def check_equal(tree: TokenTree, ref: RefTree) -> None:
+    nodes = ref.nodes
+    assert len(tree) == len(nodes)
+    assert tree.ids.tolist() == [n.id for n in nodes]
+    assert tree.root_id == nodes[0].id
+    assert tree.tokens.tolist() == [n.token for n in nodes]
+    assert tree.parents.tolist() == [
+        NO_NODE if n.parent is None else ref.slot(n.parent) for n in nodes
+    ]
+    assert tree.positions.tolist() == [n.position for n in nodes]
+    assert tree.depths.tolist() == [len(n.path) - 1 for n in nodes]
+    assert tree.scores.tolist() == [n.score for n in nodes]  # exact: dyadic log-probabilities
+    assert tree.logprobs[1:].tolist() == [n.logprob for n in nodes[1:]]
+    assert tree.origins.tolist() == [n.origin for n in nodes]
+    assert tree.submitted_at.tolist() == [n.submitted_at for n in nodes]
+    assert tree.expanded.tolist() == [n.expanded for n in nodes]
+    assert not tree.answered.any()
+    for slot, node in enumerate(nodes):
+        left = {
+            column: (int(tree.candidate_tokens[slot, column]), float(logprob))
+            for column, logprob in enumerate(tree.candidate_logprobs[slot])
+            if logprob > -np.inf
+        }
+        assert left == {c: (t, lp) for c, (t, lp, _) in node.candidates.items()}
+
+
+def check_questions(tree: TokenTree, ref: RefTree) -> None:
+    nodes = ref.nodes
+    paths = [{ref.slot(m) for m in n.path} for n in nodes]
+    square = np.array([[j in path for j in range(len(nodes))] for path in paths])
+    rows = np.arange(len(nodes))[::-2]  # neither square nor in slot order
+    assert np.array_equal(tree.ancestor_mask(rows), square[rows])
+    assert tree.ancestor_mask(rows[:0]).shape == (0, len(nodes))
+    for slot, node in enumerate(nodes):
+        assert tree.path(slot).tolist() == [ref.slot(m) for m in node.path]
+        assert np.array_equal(tree.subtree(slot), square[:, slot])
+        children = [i for i, n in enumerate(nodes) if n.parent is node]
+        assert tree.children(slot).tolist() == children
+        for child in children:
+            first = min(c for c in children if nodes[c].token == nodes[child].token)
+            assert tree.child(slot, nodes[child].token) == first
+        assert tree.child(slot, 99) == NO_NODE
+    ids = np.array([nodes[-1].id, nodes[0].id, ref.next_id, -5])
+    assert tree.slots(ids).tolist() == [len(nodes) - 1, 0, NO_NODE, NO_NODE]
+    assert len(tree.slots(ids[:0])) == 0
+
+
+def check_best(tree: TokenTree, ref: RefTree, num: int) -> None:
+    nodes = ref.nodes
+    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].score, i))
+    best = tree.best_subgraph(num).tolist()
+    assert best == sorted(order[:num])
+    assert num == 0 or 0 in best
+    assert all(ref.slot(nodes[i].parent) in best for i in best if nodes[i].parent is not None)
+
+    waiting = [i for i in order if nodes[i].submitted_at < 0]
+    chosen = tree.best_unsubmitted(num).tolist()
+    assert chosen == sorted(waiting[:num])
+
+    pool = [
+        (-(node.score + lp), slot, column)
+        for slot, node in enumerate(nodes)
+        for column, (_, lp, _) in node.candidates.items()
+    ]
+    slots, columns, scores = tree.best_candidates(num)
+    assert (
+        list(zip((-scores).tolist(), slots.tolist(), columns.tolist(), strict=True))
+        == (sorted(pool)[:num])
+    )
+
+
+class Pair:
+    """The tree under test and the reference, driven by the same random choices."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.tree = TokenTree(token=7, position=11)
+        self.ref = RefTree(7, 11)
+
+    def logprobs(self, *shape: int) -> np.ndarray:
+        return self.rng.choice(LOGPROBS, size=shape)
+
+    def append(self) -> None:
+        num = int(self.rng.integers(1, 9))
+        parents = self.rng.integers(0, len(self.tree), num)
+        tokens, logprobs = self.rng.integers(0, 6, num), self.logprobs(num)
+        origins = self.rng.integers(0, 2, num) if self.rng.random() < 0.3 else None
+        slots = self.tree.append(parents, tokens, logprobs, origins)
+        assert slots.tolist() == list(range(len(self.ref.nodes), len(self.ref.nodes) + num))
+        for i in range(num):
+            origin = 0 if origins is None else int(origins[i])
+            parent = self.ref.nodes[parents[i]]
+            self.ref.append(parent, int(tokens[i]), float(logprobs[i]), origin)
+
+    def expand(self) -> None:
+        num, k = int(self.rng.integers(1, 5)), int(self.rng.integers(1, 5))
+        slots = self.rng.choice(len(self.tree), min(num, len(self.tree)), replace=False)
+        before = int(self.rng.integers(0, 3))  # rows of another request in the same answer
+        shape = (before + len(slots), k)
+        candidates = Candidates(
+            tokens=self.rng.integers(0, 50, shape),
+            logprobs=self.logprobs(*shape),
+            counts=self.rng.integers(0, k + 1, shape[0]),
+            origins=self.rng.integers(0, 3, shape) if self.rng.random() < 0.3 else None,
+        )
+        self.tree.set_candidates(slots, candidates, slice(before, shape[0]))
+        for row, slot in enumerate(slots, start=before):
+            node, count = self.ref.nodes[slot], int(candidates.counts[row])
+            node.expanded = count > 0
+            node.candidates = {
+                c: (
+                    int(candidates.tokens[row, c]),
+                    float(candidates.logprobs[row, c]),
+                    0 if candidates.origins is None else int(candidates.origins[row, c]),
+                )
+                for c in range(count)
+            }
+
+    def take(self) -> None:
+        pool = [(i, c) for i, n in enumerate(self.ref.nodes) for c in n.candidates]
+        if not pool:
+            return
+        picked = [pool[i] for i in self.rng.permutation(len(pool))[: int(self.rng.integers(1, 6))]]
+        slots, columns = np.array(picked).T
+        self.tree.take(slots, columns)
+        for slot, column in picked:
+            token, logprob, origin = self.ref.nodes[slot].candidates.pop(column)
+            self.ref.append(self.ref.nodes[slot], token, logprob, origin)
+
+    def submit(self) -> None:
+        slots = self.tree.best_unsubmitted(int(self.rng.integers(1, 6)))
+        step = int(self.rng.integers(0, 100))
+        self.tree.submitted_at[slots] = step
+        for slot in slots:
+            node = self.ref.nodes[slot]
+            node.submitted_at = step
+            assert node.parent is None or node.parent.submitted_at >= 0
+
+    def reroot(self) -> None:
+        slot = int(self.rng.integers(0, len(self.tree)))
+        self.tree.reroot(slot)
+        self.ref.reroot(self.ref.nodes[slot])
+
+    def reset(self) -> None:
+        token, position = int(self.rng.integers(0, 9)), int(self.rng.integers(0, 99))
+        assert self.tree.reset(token=token, position=position) == self.ref.next_id
+        self.ref.reset(token, position)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    steps=st.lists(
+        st.sampled_from(
+            ["append", "append", "expand", "expand", "take", "take", "submit", "reroot", "reset"]
+        ),
+        max_size=25,
+    ),
+)
+def test_any_history_equals_the_reference(seed: int, steps: list[str]) -> None:
+    """Random appends, expansions, takes, submissions, reroots and resets."""
+    pair = Pair(np.random.default_rng(seed))
+    for step in steps:
+        getattr(pair, step)()
+        check_equal(pair.tree, pair.ref)
+    check_questions(pair.tree, pair.ref)
+    for num in (0, 1, 3, 1000):
+        check_best(pair.tree, pair.ref, num)
+
+
+def test_trees_beyond_the_first_capacity_equal_the_reference() -> None:
+    """Storage grows, and selections leave the small-array path (more than 256 values)."""
+    pair = Pair(np.random.default_rng(3))
+    for _ in range(70):
+        pair.append()
+        pair.expand()
+    assert len(pair.tree) > 257
+    check_equal(pair.tree, pair.ref)
+    check_questions(pair.tree, pair.ref)
+    for num in (1, 40, 300):
+        check_best(pair.tree, pair.ref, num)
+    pair.ref.reroot(pair.ref.nodes[1])
+    pair.tree.reroot(1)
+    check_equal(pair.tree, pair.ref)
+
+
+def test_best_subgraph_is_the_best_of_all_connected_ones() -> None:
+    """By enumeration of every node set of a 10-node tree, not by the argument about scores."""
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        tree = TokenTree(token=0, position=0)
+        for token in range(9):
+            tree.append(rng.integers(0, len(tree), 1), np.array([token]), -rng.exponential(size=1))
+        for num in range(1, 11):
+            connected = [
+                (0, *rest)
+                for rest in itertools.combinations(range(1, 10), num - 1)
+                if all(tree.parents[i] in (0, *rest) for i in rest)
+            ]
+            best = max(sum(tree.scores[list(nodes)]) for nodes in connected)
+            chosen = tree.best_subgraph(num)
+            assert tuple(chosen.tolist()) in connected
+            assert sum(tree.scores[chosen]) == pytest.approx(best, rel=0, abs=1e-12)
+
+
+def test_draft_probs_follow_their_nodes() -> None:
+    """A distribution outlives a reroot exactly where its node does, and no reset."""
+    tree = TokenTree(token=0, position=0, root_id=40)
+    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
+    tree.append(np.array([1]), np.array([3]), np.full(1, -1.0))
+    probs = np.random.default_rng(0).dirichlet(np.ones(5), size=5)
+    candidates = Candidates(
+        tokens=np.zeros((5, 1), np.int64),
+        logprobs=np.zeros((5, 1)),
+        counts=np.ones(5, np.int64),
+        probs=probs,
+    )
+    tree.set_candidates(np.arange(4), candidates, slice(1, 5))
+    tree.reroot(1)
+    assert sorted(tree.draft_probs) == [41, 43]
+    assert np.array_equal(tree.draft_probs[41], probs[2])
+    assert np.array_equal(tree.draft_probs[43], probs[4])
+    tree.reset(token=1, position=1)
+    assert not tree.draft_probs
+
+
+def test_candidate_origins_follow_their_nodes() -> None:
+    """Origins of untaken candidates move with their parents, also beside unlabelled answers."""
+    tree = TokenTree(token=0, position=0)
+    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
+    shape = (3, 2)
+    tokens, counts = np.arange(6).reshape(shape), np.full(3, 2)
+    labelled = Candidates(
+        tokens=tokens, logprobs=np.zeros(shape), counts=counts, origins=tokens + 10
+    )
+    tree.set_candidates(np.arange(3), labelled, slice(0, 3))
+    tree.reroot(2)
+    tree.take(np.array([0]), np.array([1]))
+    plain = Candidates(tokens=tokens, logprobs=np.zeros(shape), counts=counts)
+    tree.set_candidates(np.array([0]), plain, slice(0, 1))
+    tree.take(np.array([0]), np.array([0]))
+    assert tree.origins.tolist() == [0, 15, 0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([0.0, -1.0, -2.5, -np.inf]), max_size=700),
+    num=st.integers(0, 720),
+)
+def test_top_selections_break_ties_by_index(values: list[float], num: int) -> None:
+    array = np.array(values, dtype=np.float64)
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
+    assert top_stable(array, num).tolist() == order
+    assert top_set(array, num).tolist() == sorted(order)
+
+
+@pytest.mark.parametrize("size", [300, 600, 1000])
+def test_top_selections_of_large_arrays(size: int) -> None:
+    """The partition path, with ties at the cut and beyond."""
+    rng = np.random.default_rng(size)
+    values = rng.integers(-20, 1, size).astype(np.float64)
+    for num in (0, 1, 17, size - 1, size, size + 5):
+        order = sorted(range(size), key=lambda i: (-values[i], i))[:num]
+        assert top_stable(values, num).tolist() == order
+        assert top_set(values, num).tolist() == sorted(order)

@@ -1,0 +1,306 @@
+"""Verifiers on hand-made trees: the walk, its counts, and the rules against slow references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specdec.clocks import MeasuredClock
+from specdec.histories import PathBook
+from specdec.interfaces import Verifier
+from specdec.metrics.meter import Meter
+from specdec.randomness import KeyedDraws
+from specdec.sampling import SamplingParams
+from specdec.state import DecodeState, RequestState, StopRules, batch_of
+from specdec.tree import TokenTree
+from specdec.types import Answers, Candidates, CommitKind, Lossless, Nodes, Output
+from specdec.verifiers import (
+    MatchVerifier,
+    RejectionVerifier,
+    RelaxedVerifier,
+    StrictVerifier,
+    TypicalVerifier,
+)
+
+VOCAB = 4
+ALL = [MatchVerifier, RejectionVerifier, RelaxedVerifier, StrictVerifier, TypicalVerifier]
+
+
+def new_state(
+    prompt=(1, 2), request_id: int = 0, max_new_tokens: int = 1000, **sampling
+) -> tuple[DecodeState, RequestState]:
+    request = RequestState(
+        request_id=request_id,
+        prompt=np.array(prompt),
+        stop=StopRules(max_new_tokens=max_new_tokens),
+        sampling=SamplingParams(**sampling),
+    )
+    state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
+    state.requests[request.id] = request
+    return state, request
+
+
+def grow(tree: TokenTree, rng: np.random.Generator, num: int) -> None:
+    """Adds nodes at random places (siblings differ), so that shallow ones may come late."""
+    for _ in range(num):
+        parent = int(rng.integers(len(tree)))
+        free = np.setdiff1d(np.arange(VOCAB), tree.tokens[tree.children(parent)])
+        if len(free):
+            tree.append(np.array([parent]), rng.choice(free, 1), np.log(rng.uniform(0.1, 1.0, 1)))
+
+
+def answered_set(tree: TokenTree, rng: np.random.Generator) -> np.ndarray:
+    """The root and a random set of nodes closed under parents."""
+    chosen = [0]
+    for slot in range(1, len(tree)):
+        if tree.parents[slot] in chosen and rng.random() < 0.7:
+            chosen.append(slot)
+    return np.array(chosen)
+
+
+def answers_for(tree: TokenTree, slots: np.ndarray, rng: np.random.Generator) -> Answers:
+    """Random tokens and distributions, in random order, with rows of pruned nodes among them."""
+    order = rng.permutation(len(slots))
+    gone = np.array([10**6, int(tree.ids[-1]) + 1])
+    node_ids = np.concatenate([tree.ids[slots][order], gone])
+    probs = rng.random((len(node_ids), VOCAB)) ** 3
+    probs /= probs.sum(axis=1, keepdims=True)
+    tokens = (probs.cumsum(axis=1) <= rng.random(len(probs))[:, None]).sum(axis=1)
+    return Answers(request=0, node_ids=node_ids, tokens=tokens, probs=probs)
+
+
+def cases(num: int, nodes: int = 14):
+    for seed in range(num):
+        rng = np.random.default_rng(seed)
+        state, request = new_state(temperature=1.0)
+        grow(request.tree, rng, nodes)
+        slots = answered_set(request.tree, rng)
+        answers = answers_for(request.tree, slots, rng)
+        yield rng, state, request, slots, answers
+
+
+def test_every_verifier_keeps_the_protocol_and_states_its_promise():
+    for cls in ALL:
+        assert isinstance(cls(), Verifier)
+    promises = [cls().lossless for cls in ALL]
+    assert promises == [Lossless.TOKEN, Lossless.DISTRIBUTION, *[Lossless.LOSSY] * 3]
+
+
+def test_match_equals_a_walk_by_hand():
+    lengths = set()
+    for _, state, request, slots, answers in cases(300):
+        tree = request.tree
+        token_of = dict(zip(answers.node_ids.tolist(), answers.tokens.tolist(), strict=True))
+        here, path = 0, []
+        while True:
+            wanted = token_of[int(tree.ids[here])]
+            children = [c for c in range(len(tree)) if tree.parents[c] == here]
+            child = next((c for c in children if tree.tokens[c] == wanted), None)
+            if child is None or child not in slots:
+                break
+            path.append(child)
+            here = child
+        (verdict,) = MatchVerifier().verify(state, Output(step=0, answers=(answers,)))
+        assert verdict.accepted_ids.tolist() == tree.ids[path].tolist()
+        assert verdict.next_token == wanted
+        assert verdict.num_verified == len(path) + len(children) - (child is not None)
+        assert np.flatnonzero(tree.answered).tolist() == slots.tolist()
+        lengths.add(len(path))
+    assert lengths >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("verifier", [MatchVerifier(), RelaxedVerifier(), StrictVerifier(),
+                                      TypicalVerifier(), TypicalVerifier(epsilon=0.9, delta=2.0)],
+                         ids=lambda v: type(v).__name__)  # fmt: skip
+def test_a_new_root_still_waits_for_its_answer(verifier):
+    """A root that was answered before it became the root would never be answered again."""
+    kinds = set()
+    for _, state, request, _, answers in cases(200):
+        verdicts = verifier.verify(state, Output(step=0, answers=(answers,)))
+        path = request.tree.slots(verdicts[0].accepted_ids)
+        assert request.tree.answered[path].all()
+        assert request.tree.parents[path].tolist() == [0, *path.tolist()][:-1]
+        (commit,) = state.commit(verdicts)
+        assert not request.tree.answered.any()
+        kinds.add(commit.kind)
+    assert kinds == {CommitKind.HIT, CommitKind.MISS}
+
+
+def test_a_level_per_step_pipeline_accepts_nothing_and_hits_a_waiting_child():
+    state, request = new_state()
+    tree = request.tree
+    tree.append(np.zeros(3, np.int64), np.array([5, 6, 7]), np.log([0.5, 0.3, 0.2]))
+    answers = Answers(request=0, node_ids=tree.ids[:1].copy(), tokens=np.array([6]))
+    (verdict,) = MatchVerifier().verify(state, Output(step=0, answers=(answers,)))
+    assert (verdict.accepted_ids.tolist(), verdict.next_token) == ([], 6)
+    assert verdict.num_verified == 2
+    (commit,) = state.commit([verdict])
+    assert (commit.kind, commit.root_id) == (CommitKind.HIT, 2)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_answers_without_a_live_root_give_no_verdict(cls):
+    state, request = new_state(temperature=1.0)
+    slot = request.tree.append(np.array([0]), np.array([3]), np.zeros(1))
+    probs = np.full((1, VOCAB), 0.25)
+    tokens = np.array([1])
+    ids = request.tree.ids[slot]
+    outputs = (
+        Answers(request=0, node_ids=ids, tokens=tokens, probs=probs),
+        Answers(request=99, node_ids=np.array([0]), tokens=tokens, probs=probs),
+    )
+    assert cls().verify(state, Output(step=0, answers=outputs)) == []
+    assert request.tree.answered.tolist() == [False, True]
+    assert cls().verify(state, Output(step=0)) == []
+
+
+# ---------------------------------------------------------------------- rejection
+
+
+def test_rejection_with_a_greedy_target_is_greedy_decoding():
+    """One-hot target: a child passes where it is the argmax, whatever the draft thought of it."""
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        state, request = new_state()
+        tree = request.tree
+        draft = rng.dirichlet(np.ones(VOCAB))
+        order = rng.permutation(VOCAB)[:3]
+        tree.set_candidates(
+            np.array([0]),
+            Candidates(
+                tokens=order[None], logprobs=np.log(draft[order])[None], counts=np.array([3]),
+                probs=draft[None],
+            ),
+            slice(0, 1),
+        )  # fmt: skip
+        tree.take(np.zeros(3, np.int64), np.arange(3))
+        best = int(rng.integers(VOCAB))
+        answers = Answers(
+            request=0, node_ids=tree.ids[:1].copy(), tokens=np.array([best]),
+            probs=rng.dirichlet(np.ones(VOCAB), 1),
+        )  # fmt: skip
+        (verdict,) = RejectionVerifier().verify(state, Output(step=0, answers=(answers,)))
+        assert verdict.next_token == best
+        where = np.flatnonzero(order == best)
+        assert verdict.num_verified == (where[0] if len(where) else 3)
+
+
+def test_rejection_refuses_children_out_of_sampling_order():
+    state, request = new_state(temperature=1.0)
+    candidates = Candidates(
+        tokens=np.array([[2, 1]]), logprobs=np.log([[0.5, 0.5]]), counts=np.array([2]),
+        probs=np.array([[0, 0.5, 0.5, 0]]),
+    )  # fmt: skip
+    request.tree.set_candidates(np.array([0]), candidates, slice(0, 1))
+    request.tree.take(np.array([0]), np.array([1]))
+    answers = Answers(
+        request=0, node_ids=np.array([0]), tokens=np.array([0]), probs=np.full((1, 4), 0.25)
+    )
+    with pytest.raises(AssertionError, match="sampling order"):
+        RejectionVerifier().verify(state, Output(step=0, answers=(answers,)))
+
+
+# ---------------------------------------------------------------------- lossy
+
+
+def lossy_case(probs, tokens=(0, 1, 2), draft=(0.2, 0.5, 0.3), own_token=3):
+    """A root with three children, only the root answered."""
+    state, request = new_state(temperature=1.0)
+    request.tree.append(np.zeros(3, np.int64), np.array(tokens), np.log(draft))
+    answers = Answers(
+        request=0, node_ids=np.array([0]), tokens=np.array([own_token]), probs=np.array([probs])
+    )
+    return state, Output(step=0, answers=(answers,))
+
+
+def test_relaxed_takes_the_child_the_target_likes_best():
+    for probs, expected in (
+        ([0.1, 0.2, 0.15, 0.55], 1),
+        ([0.3, 0.1, 0.1, 0.5], 0),
+        ([0.0, 0.0, 0.0, 1.0], 1),  # all alike: the draft decides
+    ):
+        (verdict,) = RelaxedVerifier().verify(*lossy_case(probs))
+        assert (verdict.next_token, verdict.num_verified) == (expected, 2)
+    state, _ = new_state(temperature=1.0)
+    leaf = Answers(
+        request=0, node_ids=np.array([0]), tokens=np.array([3]), probs=np.full((1, 4), 0.25)
+    )
+    assert RelaxedVerifier().verify(state, Output(step=0, answers=(leaf,)))[0].next_token == 3
+
+
+def test_strict_takes_the_likeliest_draft_within_the_nucleus():
+    for probs, top_p, expected in (
+        ([0.4, 0.05, 0.15, 0.4], 0.9, 2),  # 1 lies outside: 0.95 is above it
+        ([0.4, 0.05, 0.15, 0.4], 0.8, 0),  # 2 too: 0.8 is above it
+        ([0.4, 0.05, 0.15, 0.4], 1.0, 1),
+        ([0.1, 0.1, 0.1, 0.7], 0.5, 3),  # none: the target's own token
+        ([0.0, 0.0, 0.1, 0.9], 1.0, 2),  # a token without mass is in no nucleus
+    ):
+        (verdict,) = StrictVerifier(top_p=top_p).verify(*lossy_case(probs))
+        assert verdict.next_token == expected
+        assert verdict.num_verified == (3 if expected == 3 else 2)
+
+
+def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
+    for probs, expected in (
+        ([0.25, 0.25, 0.25, 0.25], 0),  # threshold 0.3 / 4
+        ([0.06, 0.08, 0.05, 0.81], 3),  # below 0.09, and entropy is low
+        ([0.01, 0.10, 0.08, 0.81], 1),
+    ):
+        (verdict,) = TypicalVerifier().verify(*lossy_case(probs))
+        assert verdict.next_token == expected
+    state, request = new_state(temperature=1.0)
+    tree = request.tree
+    tree.append(np.array([0, 0]), np.array([0, 1]), np.log([0.5, 0.5]))
+    tree.append(np.array([1, 1, 3]), np.array([2, 3, 0]), np.log([0.5, 0.5, 0.5]))
+    likely = np.array([[0.3, 0.6, 0.05, 0.05], *[[0.25] * 4] * 3])
+    answers = Answers(request=0, node_ids=np.arange(4), tokens=np.full(4, 1), probs=likely)
+    (verdict,) = TypicalVerifier().verify(state, Output(step=0, answers=(answers,)))
+    assert verdict.accepted_ids.tolist() == [1, 3]  # not node 2, though the root prefers it
+    assert verdict.next_token == 0
+    assert tree.tokens[5] == 0
+
+
+@pytest.mark.parametrize(
+    "make, value",
+    [
+        (lambda: StrictVerifier(top_p=0.0), "top_p=0.0"),
+        (lambda: TypicalVerifier(epsilon=1.5), "epsilon=1.5"),
+        (lambda: TypicalVerifier(delta=0.0), "delta=0.0"),
+    ],
+)
+def test_thresholds_out_of_range_are_refused_by_name(make, value):
+    with pytest.raises(ValueError, match=value):
+        make()
+
+
+# ---------------------------------------------------------------------- histories
+
+
+def test_histories_follow_the_tree_through_commits():
+    """What the answering rank rebuilds from rows and commits is what the controller's tree says."""
+    kinds = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        state, request = new_state(prompt=(3, 1, 2), temperature=1.0)
+        book = PathBook()
+        book.open(0, request.tokens)
+        for _ in range(6):
+            tree = request.tree
+            grow(tree, rng, 8)
+            new = np.flatnonzero(tree.submitted_at < 0)
+            new = new[: rng.integers(1, len(new) + 1)]
+            nodes = Nodes(((0, tree.ids[new].copy()),))
+            state.mark_submitted(nodes)
+            book.observe(batch_of(state, nodes).trees[0])
+            slots = np.flatnonzero(tree.submitted_at >= 0)
+            for slot, history in zip(slots, book.histories(0, tree.ids[slots]), strict=True):
+                assert history.tolist() == request.path_tokens(int(slot)).tolist()
+            answers = answers_for(tree, slots[: rng.integers(1, len(slots) + 1)], rng)
+            verdicts = MatchVerifier().verify(state, Output(step=state.step, answers=(answers,)))
+            for commit in state.commit(verdicts):
+                book.commit(commit)
+                book.commit(commit)  # idempotent by step
+                kinds.append(commit.kind)
+        book.close(0)
+    assert set(kinds) == {CommitKind.HIT, CommitKind.MISS}
