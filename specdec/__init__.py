@@ -5,8 +5,21 @@ Importing the package is cheap: torch and transformers are imported when a part 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    from specdec.api import Generation, generate, stream
 
 __version__ = "0.1.0"
 
-__all__ = ["UserError", "__version__"]
+__all__ = ["Generation", "UserError", "__version__", "generate", "stream"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Generation", "generate", "stream"):
+        from specdec import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'specdec' has no attribute {name!r}")

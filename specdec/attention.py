@@ -191,8 +191,9 @@ class AttentionStep:
         self._parts = []
         offset = 0
         for part in rows:
-            self._parts.append(_Part(part, offset))
-            offset += len(part)
+            if len(part):
+                self._parts.append(_Part(part, offset))
+                offset += len(part)
 
     def attend(
         self,

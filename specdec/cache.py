@@ -208,6 +208,8 @@ class TreeCache:
     def _append(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
         """Enters W nodes; returns bool[W, T + W], which entries each of them sees."""
         num = len(ids)
+        if not num:
+            return np.zeros((0, self.num_nodes), np.bool_)
         self._claim(ids)
         lo, hi = self._lo, self._hi
         new_hi = hi + num

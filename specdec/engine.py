@@ -53,7 +53,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     _set_threads(cfg)
     progress.phase("loading models", None)
     pair, prompts, cut = _prepare(cfg)
-    runner = build_runner(cfg, pair, _stop_rules(cfg, pair))
+    runner = build_runner(cfg, pair, stop_rules(cfg, pair))
     path = output_dir / "requests.jsonl"
     records = [r for r in read_requests(path) if r.totals is not None] if path.is_file() else []
     done = {record.result.id for record in records}
@@ -102,7 +102,7 @@ def compare_jobs(
     _set_threads(base)
     progress.phase("loading models", None)
     pair, prompts, cut = _prepare(base)
-    runners = [build_runner(cfg, pair, _stop_rules(cfg, pair)) for cfg in cfgs]
+    runners = [build_runner(cfg, pair, stop_rules(cfg, pair)) for cfg in cfgs]
     runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {r.name: [] for r in runners}
     try:
         if _measured(base):
@@ -220,7 +220,12 @@ def _made_up_prompts(pair: ModelPair, limit: int | None, seed: int) -> list[Toke
     return [TokenPrompt(i, row) for i, row in enumerate(tokens)]
 
 
-def _stop_rules(cfg: Mapping[str, Any], pair: ModelPair, max_new: int | None = None) -> StopRules:
+def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
+    """When requests are complete, as the configuration and the model's own end tokens say.
+
+    Raises:
+        UserError: for stop strings without a tokenizer.
+    """
     tokenizer = pair.tokenizer
     strings = tuple(cfg.get("stop_strings") or ())
     if strings and tokenizer is None:
@@ -228,7 +233,7 @@ def _stop_rules(cfg: Mapping[str, Any], pair: ModelPair, max_new: int | None = N
             f"stop_strings={list(strings)} need a tokenizer; use model=tiny or model=hf"
         )
     return StopRules(
-        max_new_tokens=max_new or int(cfg["max_new_tokens"]),
+        max_new_tokens=int(cfg["max_new_tokens"]),
         eos_ids=frozenset() if cfg.get("ignore_eos") else pair.eos_ids,
         stop_strings=strings,
         decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids))),

@@ -244,6 +244,9 @@ def test_misuse_is_an_assertion(runner):
     one = np.array([1])
     cache = runner.new_cache(4)
     with pytest.raises(AssertionError, match="do not continue"):
+        cache.rows(node_ids=one, node_tokens=one, parent_ids=one - 1, node_positions=one)
+    with pytest.raises(AssertionError, match="before their parents"):
+        cache = runner.new_cache(4)
         cache.rows(node_ids=one, node_tokens=one, parent_ids=one, node_positions=one)
     cache = runner.new_cache(4)
     cache.rows(node_ids=one, node_tokens=one, parent_ids=-one, node_positions=one - 1)

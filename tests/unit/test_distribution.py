@@ -12,7 +12,7 @@ Shape letters: R requests, V vocabulary, L tokens looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -28,11 +28,10 @@ from specdec.types import Answers, Candidates, Output
 from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
 
 FALSE_ALARM = 1e-6
-NUM_REQUESTS = 4000
-LENGTH = 3  # tokens whose joint law is tested
 MAX_POSITIONS, MAX_SIBLINGS = 12, 4
 
-# Draft and target disagree, and with top-k each excludes tokens that the other has.
+# Draft and target disagree strongly, so that the planted bugs show with few requests; with top-k
+# each excludes tokens that the other has.
 TARGET_LOGITS = torch.tensor(
     [
         [2.0, 1.0, 0.0, 0.5, -1.0],
@@ -43,7 +42,7 @@ TARGET_LOGITS = torch.tensor(
     ],
     dtype=torch.float64,
 )
-DRAFT_LOGITS = torch.tensor(
+DRAFT_LOGITS = 2.0 * torch.tensor(
     [
         [0.5, 2.0, 0.3, -1.0, 1.0],
         [1.5, 0.0, 1.0, 0.4, 0.1],
@@ -86,18 +85,21 @@ class Setup:
     root_only: bool = False  # a level-per-step pipeline answers the root alone
     shared_draws: bool = False
     raw_draft_probs: bool = False
+    num_requests: int = 2000
+    length: int = 2  # tokens whose joint law is tested
 
 
-def run(setup: Setup, verifier, num_requests: int = NUM_REQUESTS, seed: int = 0) -> np.ndarray:
+def run(setup: Setup, verifier) -> np.ndarray:
     """int64[R, L]: the first tokens of every request."""
+    num_requests = setup.num_requests
     params = SAMPLINGS[setup.sampling]
     transform = SamplingTransform(params)
     target, draft = transform.probs(TARGET_LOGITS), transform.proposal_probs(DRAFT_LOGITS)
     kept = SamplingTransform(SAMPLINGS["plain"]).probs(DRAFT_LOGITS)
     stored = kept if setup.raw_draft_probs else draft  # planted bug: not what was sampled from
-    draws = TableDraws(seed=seed, num_requests=num_requests, shared=setup.shared_draws)
+    draws = TableDraws(seed=0, num_requests=num_requests, shared=setup.shared_draws)
     state = DecodeState(draws=draws, clock=MeasuredClock(), meter=Meter())
-    stop = StopRules(max_new_tokens=LENGTH)
+    stop = StopRules(max_new_tokens=setup.length)
     done = []
     for i in range(num_requests):
         state.requests[i] = RequestState(
@@ -155,46 +157,54 @@ def answer(live, target, draws, root_only) -> tuple[Answers, ...]:
     return tuple(answers)
 
 
-def exact_law(sampling: str) -> np.ndarray:
+def exact_law(setup: Setup) -> np.ndarray:
     """float64[V ** L]: the joint law of the first tokens after the prompt [0]."""
-    target = SamplingTransform(SAMPLINGS[sampling]).probs(TARGET_LOGITS)
+    target = SamplingTransform(SAMPLINGS[setup.sampling]).probs(TARGET_LOGITS)
     law = target[0]
-    for _ in range(LENGTH - 1):
+    for _ in range(setup.length - 1):
         law = law[..., None] * target
     return law.ravel()
 
 
-def p_value(tokens: np.ndarray, sampling: str) -> float:
+def counts_of(setup: Setup, tokens: np.ndarray) -> np.ndarray:
+    """int64[V ** L]: how often each sequence came."""
+    cells = tokens @ VOCAB ** np.arange(setup.length)[::-1]
+    return np.bincount(cells, minlength=VOCAB**setup.length)
+
+
+def p_value(setup: Setup, tokens: np.ndarray) -> float:
     """Chi-square of the joint law; cells with less than 5 expected counts are merged."""
-    expected = exact_law(sampling) * len(tokens)
-    cells = tokens @ VOCAB ** np.arange(LENGTH)[::-1]
-    observed = np.bincount(cells, minlength=len(expected))
+    expected = exact_law(setup) * len(tokens)
+    observed = counts_of(setup, tokens)
     if observed[expected == 0].any():
         return 0.0
     rare = expected < 5
-    merge = np.append(expected[~rare], expected[rare].sum())
+    merged = np.append(expected[~rare], expected[rare].sum())
     counts = np.append(observed[~rare], observed[rare].sum())
-    return float(stats.chisquare(counts[merge > 0], merge[merge > 0]).pvalue)
+    return float(stats.chisquare(counts[merged > 0], merged[merged > 0]).pvalue)
 
 
-def total_variation(tokens: np.ndarray, sampling: str) -> tuple[float, float]:
+def total_variation(setup: Setup, tokens: np.ndarray) -> tuple[float, float]:
     """(total variation from the exact law, its bound at the false-alarm rate).
 
     Without a bias its mean is at most sqrt(cells / R) / 2, and by McDiarmid's inequality it exceeds
     its mean by t with probability at most exp(-2 R t ** 2).
     """
-    expected = exact_law(sampling)
-    cells = tokens @ VOCAB ** np.arange(LENGTH)[::-1]
-    observed = np.bincount(cells, minlength=len(expected)) / len(tokens)
-    mean = np.sqrt(np.count_nonzero(expected) / len(tokens)) / 2
-    slack = np.sqrt(np.log(1 / FALSE_ALARM) / (2 * len(tokens)))
-    return float(np.abs(observed - expected).sum() / 2), float(mean + slack)
+    law, num = exact_law(setup), len(tokens)
+    mean = np.sqrt(np.count_nonzero(law) / num) / 2
+    slack = np.sqrt(np.log(1 / FALSE_ALARM) / (2 * num))
+    return float(np.abs(counts_of(setup, tokens) / num - law).sum() / 2), float(mean + slack)
+
+
+def assert_lossless(setup: Setup) -> None:
+    tokens = run(setup, RejectionVerifier())
+    assert p_value(setup, tokens) > FALSE_ALARM
+    distance, bound = total_variation(setup, tokens)
+    assert distance < bound
 
 
 LOSSLESS = {
-    "chain": Setup(branching=(1, 1, 1)),
-    "chain, filtered": Setup(branching=(1, 1), sampling="filtered"),
-    "tree 2,2": Setup(branching=(2, 2)),
+    "chain": Setup(branching=(1, 1)),
     "tree 2,2, filtered": Setup(branching=(2, 2), sampling="filtered"),
     "tree 3,1,2": Setup(branching=(3, 1, 2)),
     "pipeline 3,1": Setup(branching=(3, 1), root_only=True),
@@ -204,25 +214,39 @@ LOSSLESS = {
 
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_rejection_sampling_keeps_the_joint_law(name):
-    setup = LOSSLESS[name]
-    tokens = run(setup, RejectionVerifier())
-    assert p_value(tokens, setup.sampling) > FALSE_ALARM
-    distance, bound = total_variation(tokens, setup.sampling)
-    assert distance < bound
+    assert_lossless(LOSSLESS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("root_only", [False, True])
+@pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2), (3, 1, 2), (4, 2)], ids=str)
+def test_rejection_sampling_keeps_the_joint_law_of_three_tokens(branching, root_only, sampling):
+    """The same with eight times the requests and one token more."""
+    assert_lossless(
+        Setup(
+            branching=branching,
+            sampling=sampling,
+            root_only=root_only,
+            num_requests=16_000,
+            length=3,
+        )
+    )
 
 
 def test_match_gives_the_law_and_the_tokens_of_plain_sampling():
     """Token for token: the draws of plain decoding, whatever the tree was."""
-    draws = TableDraws(seed=0, num_requests=NUM_REQUESTS)
+    setup = Setup(branching=(3, 1))
+    draws = TableDraws(seed=0, num_requests=setup.num_requests)
     target = SamplingTransform(SAMPLINGS["plain"]).probs(TARGET_LOGITS)
-    last, plain = np.zeros(NUM_REQUESTS, np.int64), []
-    for position in range(1, LENGTH + 1):
+    last, plain = np.zeros(setup.num_requests, np.int64), []
+    for position in range(1, setup.length + 1):
         uniforms = draws.table[:, Purpose.TARGET, 0, position]
         last = (target.cumsum(axis=1)[last] <= uniforms[:, None]).sum(axis=1)
         plain.append(last)
-    tokens = run(Setup(branching=(3, 1, 2)), MatchVerifier())
+    tokens = run(setup, MatchVerifier())
     np.testing.assert_array_equal(tokens, np.stack(plain, axis=1))
-    assert p_value(tokens, "plain") > FALSE_ALARM
+    assert p_value(setup, tokens) > FALSE_ALARM
 
 
 def test_the_draws_of_these_tests_are_the_keyed_draws():
@@ -239,26 +263,31 @@ def test_the_draws_of_these_tests_are_the_keyed_draws():
 # ---------------------------------------------------------------------- planted bugs
 
 SPOILED = {
-    "correction from the target": Setup(branching=(1, 1)),
-    "correction from the target, tree": Setup(branching=(2, 2)),
-    "draft probs before processors": Setup(branching=(2, 2), sampling="filtered"),
-    "draft probs before processors, chain": Setup(branching=(1, 1), sampling="filtered"),
-    "candidate and test share a draw": Setup(branching=(1, 1)),
-    "candidate and test share a draw, tree": Setup(branching=(2, 2)),
-    "siblings not renormalised": Setup(branching=(3, 1, 2)),
+    "correction from the target": Setup(branching=(2, 2)),
+    "draft probs before processors": Setup(
+        branching=(2, 2), sampling="filtered", raw_draft_probs=True
+    ),
+    "candidate and test share a draw": Setup(branching=(2, 2), shared_draws=True),
+    "siblings not renormalised": Setup(branching=(3, 1)),
 }
 
 
-@pytest.mark.parametrize("name", SPOILED)
-def test_planted_bugs_are_caught(name, monkeypatch):
-    setup = SPOILED[name]
+def plant(name: str, monkeypatch) -> None:
     if name.startswith("correction"):
         monkeypatch.setattr(rejection, "_residual", lambda target, draft: target)
     elif name.startswith("siblings"):
         monkeypatch.setattr(rejection, "_without", lambda draft, token: draft)
-    changes = {
-        "shared_draws": name.startswith("candidate"),
-        "raw_draft_probs": name.startswith("draft"),
-    }
-    spoiled = Setup(branching=setup.branching, sampling=setup.sampling, **changes)
-    assert p_value(run(spoiled, RejectionVerifier()), setup.sampling) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_planted_bugs_are_caught(name, monkeypatch):
+    plant(name, monkeypatch)
+    assert p_value(SPOILED[name], run(SPOILED[name], RejectionVerifier())) < FALSE_ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SPOILED if not name.startswith("siblings")])
+def test_planted_bugs_are_caught_on_chains(name, monkeypatch):
+    plant(name, monkeypatch)
+    setup = replace(SPOILED[name], branching=(1, 1))
+    assert p_value(setup, run(setup, RejectionVerifier())) < FALSE_ALARM

@@ -97,7 +97,7 @@ def test_random_trees_and_commits(sampling, seed):
         prompt = rng.integers(0, VOCAB, rng.integers(1, 40))
         request = make_request(request_id, prompt, sampling=own)
         mirrors[request_id] = Mirror(open_request(state, source, request))
-    for _ in range(12):
+    for _ in range(7):
         for _ in range(rng.integers(1, 4)):
             wanted = {}
             for request_id in params:

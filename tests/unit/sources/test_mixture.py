@@ -1,0 +1,121 @@
+"""Mixtures: merged probabilities, origins, exact distributions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specdec.randomness import Purpose
+from specdec.sampling import sample_candidates
+from specdec.sources import MixtureSource, NullSource, PromptLookupSource, RandomSource
+from specdec.types import Candidates, Needs, SourceCounters
+
+from .support import VOCAB, expand, make_request, make_state, open_request
+
+
+class Fixed:
+    """Answers every node with given rows."""
+
+    def __init__(self, *rows, vocab_size=None):
+        self.needs = Needs()
+        self.counters = SourceCounters(passes=1, rows=2, by_level={"fixed": 1})
+        self.vocab_size = vocab_size
+        self.rows = rows
+
+    def open(self, request):
+        pass
+
+    def expand(self, state, nodes, k):
+        answer = Candidates.empty(len(nodes), max(map(len, self.rows)) or 1)
+        for at, row in enumerate(self.rows):
+            for column, (token, prob) in enumerate(row):
+                answer.tokens[at, column] = token
+                answer.logprobs[at, column] = np.log(prob)
+            answer.counts[at] = len(row)
+        return answer
+
+    def commit(self, commits, output):
+        pass
+
+    def close(self, request_id):
+        pass
+
+
+def ask(source, k, num_nodes=1):
+    state = make_state()
+    request = open_request(state, source, make_request(1, [3, 4, 3]))
+    for token in range(num_nodes - 1):
+        request.tree.append(np.array([0]), np.array([token]), np.array([-1.0]))
+    return expand(state, source, {1: list(range(num_nodes))}, k)
+
+
+def test_equal_tokens_add_up_and_origins_name_the_largest_share():
+    a = Fixed([(5, 0.6), (6, 0.3)], [(1, 0.5)])
+    b = Fixed([(6, 0.5), (7, 0.2), (5, 0.1)], [])
+    got = ask(MixtureSource(sources=[a, b], weights=[1.0, 3.0]), 3, num_nodes=2)
+    assert got.tokens[0].tolist() == [6, 5, 7]
+    expected = [0.25 * 0.3 + 0.75 * 0.5, 0.25 * 0.6 + 0.75 * 0.1, 0.75 * 0.2]
+    np.testing.assert_allclose(np.exp(got.logprobs[0]), expected)
+    assert got.origins is not None
+    assert got.origins[0].tolist() == [1, 0, 1]
+    # Only the first source answers for the second node: its weight is 1 there.
+    assert got.counts.tolist() == [3, 1]
+    assert got.tokens[1, 0] == 1
+    assert np.exp(got.logprobs[1, 0]) == pytest.approx(0.5)
+
+
+def test_no_answer_from_anybody_is_count_zero():
+    got = ask(MixtureSource(sources=[NullSource(), NullSource()]), 3)
+    assert got.counts.tolist() == [0]
+
+
+def test_token_zero_is_not_confused_with_padding():
+    a, b = Fixed([(0, 0.2)], [(4, 0.1)]), Fixed([(8, 0.3), (0, 0.1)], [])
+    got = ask(MixtureSource(sources=[a, b]), 4, num_nodes=2)
+    assert got.counts.tolist() == [2, 1]
+    assert sorted(got.tokens[0, :2].tolist()) == [0, 8]
+    assert got.tokens[1, 0] == 4
+
+
+def test_mixture_of_distributions_is_exact():
+    one = RandomSource(vocab_size=VOCAB, sample=True, seed=1)
+    two = RandomSource(vocab_size=VOCAB, sample=True, seed=2)
+    source = MixtureSource(sources=[one, two], weights=[1.0, 2.0], sample=True)
+    state = make_state(seed=9)
+    open_request(state, source, make_request(1, [3, 4, 3]))
+    got = expand(state, source, {1: [0]}, 4)
+    parts = [expand(state, s, {1: [0]}, 4).probs[0] for s in (one, two)]
+    probs = parts[0] / 3 + 2 * parts[1] / 3
+    assert got.probs is not None
+    np.testing.assert_allclose(got.probs[0], probs, atol=1e-15)
+    draws = [state.draws.uniform(1, np.array([3]), Purpose.DRAFT, j) for j in range(4)]
+    tokens, _, _ = sample_candidates(got.probs, 4, np.stack(draws, axis=1))
+    assert (got.tokens == tokens).all()
+    assert got.origins is not None
+    larger = (parts[0] / 3 < 2 * parts[1] / 3)[got.tokens[0]]
+    assert (got.origins[0] == larger).all()
+
+
+def test_counters_are_sums():
+    source = MixtureSource(sources=[Fixed([(5, 0.6)]), Fixed([(6, 0.5)])])
+    ask(source, 2)
+    assert (source.counters.passes, source.counters.rows) == (2, 4)
+    assert source.counters.by_level == {"fixed": 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"sources": []}, "at least one source"),
+        ({"sources": [NullSource()], "weights": [0.0]}, "positive"),
+        ({"sources": [NullSource()], "weights": [1.0, 1.0]}, "one for each of 1"),
+        ({"sources": [PromptLookupSource()], "sample": True}, "PromptLookupSource cannot give"),
+        (
+            {"sources": [Fixed([], vocab_size=5), Fixed([], vocab_size=6)]},
+            r"differ in size \(\[5, 6\]\)",
+        ),
+    ],
+)
+def test_bad_mixtures_are_refused(keys, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        MixtureSource(**keys)

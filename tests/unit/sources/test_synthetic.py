@@ -1,0 +1,138 @@
+"""The synthetic pair: its hit rates are what it says, and no strategy can change them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specdec.clocks import MeasuredClock
+from specdec.sources import SyntheticPair, SyntheticSource
+from specdec.types import Nodes
+
+from .support import commit, expand, make_request, make_state, open_request
+
+PAIR = SyntheticPair(vocab_size=1000, seed=3)
+
+
+def follow(request_id: int, num: int, k: int, source=None):
+    """Candidates of the nodes of the target's own path, one expand per node."""
+    source, state = source or SyntheticSource(pair=PAIR), make_state()
+    request = open_request(
+        state, source, make_request(request_id, [1, 2, 3], max_new_tokens=num + 1)
+    )
+    rows, true = [], []
+    for _ in range(num):
+        rows.append(expand(state, source, {request_id: [0]}, k))
+        token = int(PAIR.target.answer(request_id, request.tree.positions[:1])[0])
+        true.append(token)
+        commit(state, [source], request_id, [], token)
+    return rows, np.array(true)
+
+
+def test_hit_rates_match_rank_probabilities():
+    """3000 positions: every cumulative share within 5 standard deviations (false alarm 6e-7 each)."""
+    num = 3000
+    rows, true = follow(11, num, 64)
+    tokens = np.concatenate([r.tokens for r in rows])
+    assert all(len(set(row)) == 64 for row in tokens.tolist())
+    hit = tokens == true[:, None]
+    law = PAIR.rank_probabilities()
+    for k in (1, 2, 4, 8, 16, 32, 64):
+        share, wanted = hit[:, :k].any(axis=1).mean(), law[:k].sum()
+        assert abs(share - wanted) < 5 * np.sqrt(wanted * (1 - wanted) / num), k
+    assert abs(law[0] - 0.65) < 0.005
+    assert abs(law[:32].sum() - 0.97) < 0.01
+
+
+def test_the_draft_knows_where_it_is_unsure():
+    """Where it says p for its first candidate, it is right a share p of the time."""
+    rows, true = follow(12, 3000, 8)
+    first = np.array([r.tokens[0, 0] for r in rows]) == true
+    said = np.exp([r.logprobs[0, 0] for r in rows])
+    assert len(np.unique(said.round(6))) == 3
+    for p in np.unique(said.round(6)):
+        at = said.round(6) == p
+        assert abs(first[at].mean() - p) < 5 * np.sqrt(p * (1 - p) / at.sum())
+
+
+def test_probabilities_fall_and_stay_below_one():
+    rows, _ = follow(13, 20, 64)
+    for row in rows:
+        assert (np.diff(row.logprobs) <= 0).all()
+        assert np.exp(row.logprobs).sum() <= 1 + 1e-12
+
+
+def test_same_answers_in_any_order_and_company():
+    """Batches, the order of questions and other requests change nothing."""
+    rows, true = follow(5, 6, 4)
+    source, state = SyntheticSource(pair=PAIR), make_state()
+    a = open_request(state, source, make_request(5, [9, 9, 9], max_new_tokens=99))
+    b = open_request(state, source, make_request(6, [1], max_new_tokens=99))
+    slot = 0
+    for token in true[:5]:  # the whole target path as nodes, beside wrong ones
+        a.tree.append(np.array([slot]), np.array([7]), np.array([-1.0]))
+        slot = int(a.tree.append(np.array([slot]), np.array([token]), np.array([-1.0]))[0])
+    path = a.tree.path(slot)[::-1]
+    got = expand(state, source, {6: [0], 5: path.tolist()}, 4)
+    assert (got.tokens[1:] == np.concatenate([r.tokens for r in rows[5::-1]])).all()
+    assert (got.logprobs[1:] == np.concatenate([r.logprobs for r in rows[5::-1]])).all()
+    assert b.tree.expanded[0]
+
+
+def test_nodes_under_a_wrong_one_are_off_the_path():
+    """A node that carries the right token of its position below a wrong parent is still wrong."""
+    _, true = follow(5, 4, 4)
+    source, state = SyntheticSource(pair=PAIR), make_state()
+    request = open_request(state, source, make_request(5, [9, 9, 9], max_new_tokens=99))
+    tree = request.tree
+    wrong = tree.append(np.array([0]), np.array([(true[0] + 1) % 1000]), np.array([-1.0]))
+    right = tree.append(np.array([0]), true[:1], np.array([-1.0]))
+    under_wrong = tree.append(wrong, true[1:2], np.array([-1.0]))
+    under_right = tree.append(right, true[1:2], np.array([-1.0]))
+    got = expand(state, source, {5: [int(under_wrong[0]), int(under_right[0])]}, 64)
+    assert true[2] in got.tokens[1] or PAIR.ranks(5, np.array([4]))[0] >= 64
+    assert not (got.tokens[0] == got.tokens[1]).all()
+
+
+def test_rows_and_catch_up_are_those_of_a_draft_model():
+    source, state = SyntheticSource(pair=PAIR, prefill_chunk=10), make_state()
+    charged = []
+    state.clock = MeasuredClock()
+    state.clock.charge = lambda rank, kind, num: charged.append(num)  # type: ignore[method-assign]
+    request = open_request(state, source, make_request(5, np.zeros(26), max_new_tokens=99))
+    expand(state, source, {5: [0]}, 4)
+    assert charged == [10, 10, 6]  # 25 prompt tokens, then the root
+    request.tree.take(np.array([0, 0]), np.array([0, 1]))
+    expand(state, source, {5: [1]}, 4)
+    request.tree.take(np.array([2]), np.array([0])) if request.tree.expanded[2] else None
+    commit(state, [source], 5, [2], 3)  # the retired node 2 was never expanded
+    expand(state, source, {5: [0]}, 4)
+    assert charged[3:] == [1, 2]
+    assert source.counters.catch_up_rows == 26
+    assert source.counters.rows == sum(charged)
+    assert source.counters.passes == len(charged)
+
+
+def test_deep_trees_and_long_outputs_stay_inside_the_tables():
+    source, state = SyntheticSource(pair=PAIR), make_state()
+    request = open_request(state, source, make_request(5, [9], max_new_tokens=5))
+    slot = np.zeros(1, np.int64)
+    for _ in range(1200):
+        slot = request.tree.append(slot, np.array([1]), np.array([0.0]))
+    got = source.expand(state, Nodes(((5, request.tree.ids[slot]),)), 4)
+    assert got.counts.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"top1": (0.9,)}, "one value per class"),
+        ({"weights": (0.0, 0.0, 0.0)}, "must not all be 0"),
+        ({"miss": (0.1, 2.0, 0.1)}, "between 0 and 1"),
+        ({"top1": (0.9, 0.5, 0.01)}, "raise top1"),
+        ({"vocab_size": 100}, "vocab_size=100"),
+    ],
+)
+def test_bad_laws_are_refused(keys, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        SyntheticPair(**keys)

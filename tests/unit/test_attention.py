@@ -1,0 +1,168 @@
+"""The attention function: masks, packing, grouped heads, windows, and the two levels of Alg. 1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import specdec.attention as attention
+from specdec.attention import capped_attention, two_level_attention
+from specdec.metrics.meter import Meter
+from specdec.models.random import random_model
+from specdec.models.runner import NO_ROWS, ModelRunner
+
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
+# float64: order of sums; float32: 1e2 roundings of 1e-7 each, on outputs of about one
+
+
+def _problem(dtype, *, heads=4, groups=2, rows=5, slots=23, split=14, seed=0):
+    """query, keys, values, a mask that is open before ``split``, and the plain answer."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, heads, rows, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 1, groups, slots, 8, generator=generator, dtype=torch.float64)
+    hidden = torch.rand(rows, slots, generator=generator) < 0.5
+    hidden[:, :split] = False
+    hidden[torch.arange(rows), torch.arange(split, split + rows)] = False  # a row sees itself
+    scores = query @ key.repeat_interleave(heads // groups, 1).transpose(2, 3) * 8**-0.5
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    expected = weights @ value.repeat_interleave(heads // groups, 1)
+    lowest = torch.finfo(dtype).min
+    mask = torch.zeros(rows, slots, dtype=dtype).masked_fill(hidden, lowest)
+    return query.to(dtype), (key.to(dtype), value.to(dtype)), mask, expected
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
+def test_two_level_equals_one_softmax(dtype, heads, groups):
+    """Merging by log-sum-exp is PipeDec Alg. 1's softmax over both parts."""
+    query, stored, mask, expected = _problem(dtype, heads=heads, groups=groups)
+    result = two_level_attention(query, stored, mask, None, 14)
+    assert (result - expected).abs().max() < TOLERANCE[dtype]
+
+
+def test_two_level_needs_the_merge():
+    """The control: weighing both parts equally is far off."""
+    query, stored, mask, expected = _problem(torch.float64)
+    prefix, tree = (tuple(t[:, :, part] for t in stored) for part in (slice(14), slice(14, None)))
+    halves = capped_attention(query, prefix, None, None, None), capped_attention(
+        query, tree, mask[:, 14:], None, None
+    )
+    assert ((halves[0] + halves[1]) / 2 - expected).abs().max() > 1e-2
+
+
+def test_two_level_without_the_cpu_kernel():
+    """The written-out form, which other devices take, gives the same."""
+    query, stored, mask, expected = _problem(torch.float64)
+    scores, values = attention._scores(query, stored, None)
+    scores = scores + mask
+    lse = scores.logsumexp(-1)
+    out = ((scores - lse.unsqueeze(-1)).exp() @ values).flatten(1, 2)
+    kernel, kernel_lse = attention._attention_lse(query, stored, mask, None)
+    assert (out - expected).abs().max() < 1e-13
+    assert (kernel - expected).abs().max() < 1e-13
+    assert (kernel_lse - lse.flatten(1, 2)).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_capped_attention(softcap):
+    """Written-out attention against the formula, with and without a cap."""
+    query, (key, value), mask, expected = _problem(torch.float64)
+    if softcap is not None:
+        scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.5
+        scores = torch.tanh(scores / softcap) * softcap + mask
+        expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    scaling = None if softcap is None else 0.5
+    result = capped_attention(query, (key, value), mask, scaling, softcap)
+    assert (result - expected).abs().max() < 1e-13
+
+
+def _grow(runner, cache, seed, *, prefix=9, nodes=7):
+    """A prefix and then a random tree; returns the rows of the tree, not yet run."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(3, 61, prefix)
+    runner.forward([cache.rows(prefix_tokens=tokens)], logits_rows=NO_ROWS)
+    parents = np.array([-1] + [int(rng.integers(0, i)) for i in range(1, nodes)])
+    depths = np.zeros(nodes, np.int64)
+    for node in range(1, nodes):
+        depths[node] = depths[parents[node]] + 1
+    return cache.rows(
+        node_ids=np.arange(nodes),
+        node_tokens=rng.integers(3, 61, nodes),
+        parent_ids=parents,
+        node_positions=prefix + depths,
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["dense", "two_level"])
+def test_packed_requests_equal_single_ones(family, kind):
+    """Requests in one ragged pass do not see each other (SpecPipe-DB's batches)."""
+    model = random_model(family, dtype="float64", num_layers=2, options={"sliding_window": 6})
+    runner = ModelRunner(model=model, name="target", meter=Meter(), attention=kind)
+    sizes = [(9, 7), (2, 1), (20, 3)]
+    alone, together = [], []
+    for seed, (prefix, nodes) in enumerate(sizes):
+        rows = _grow(runner, runner.new_cache(8), seed, prefix=prefix, nodes=nodes)
+        alone.append(runner.forward([rows]).logits)
+        rows = _grow(runner, runner.new_cache(8), seed, prefix=prefix, nodes=nodes)
+        together.append(rows)
+    empty = runner.new_cache(1).rows()
+    packed = runner.forward([together[0], empty, *together[1:]])
+    assert (packed.logits - torch.cat(alone)).abs().max() < 1e-12
+    again = [
+        _grow(runner, runner.new_cache(8), seed, prefix=prefix, nodes=nodes)
+        for seed, (prefix, nodes) in enumerate(sizes)
+    ]
+    wanted = np.array([8, 0, 3])
+    some = runner.forward(again, logits_rows=wanted)
+    assert (some.logits - packed.logits[wanted]).abs().max() < 1e-12
+
+
+def test_two_level_is_taken(monkeypatch):
+    """The option reaches the attention, and dense does not pass through it."""
+    model = random_model("llama", num_layers=2)
+    calls = []
+    original = attention.two_level_attention
+    monkeypatch.setattr(
+        attention, "two_level_attention", lambda *a: calls.append(1) or original(*a)
+    )
+    for kind, expected in (("dense", 0), ("two_level", 2)):
+        runner = ModelRunner(model=model, name="target", meter=Meter(), attention=kind)
+        runner.forward([_grow(runner, runner.new_cache(8), 0)])
+        assert len(calls) == expected
+
+
+def test_chunked_prefill_equals_whole():
+    """A prompt in chunks of 5, and its first root in the last of them."""
+    model = random_model("llama", dtype="float64", num_layers=2)
+    runner = ModelRunner(model=model, name="target", meter=Meter())
+    tokens = np.random.default_rng(0).integers(3, 61, 18)
+    whole = runner.forward([runner.new_cache(4).rows(prefix_tokens=tokens)]).logits
+    cache = runner.new_cache(4)
+    for start in (0, 5, 10):
+        rows = cache.rows(prefix_tokens=tokens[start : start + 5])
+        assert runner.forward([rows], logits_rows=NO_ROWS).logits is None
+    root = np.array([17])
+    rows = cache.rows(
+        prefix_tokens=tokens[15:17],
+        node_ids=root,
+        node_tokens=tokens[17:],
+        parent_ids=np.array([-1]),
+        node_positions=root,
+    )
+    assert (runner.forward([rows]).logits - whole[15:]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_types(dtype):
+    """Lower precision runs, and errs by its own rounding only."""
+    exact = random_model("llama", dtype="float64", num_layers=2, scale=0.1)
+    model = random_model("llama", dtype=dtype, num_layers=2, scale=0.1)
+    logits = []
+    for each in (exact, model):
+        runner = ModelRunner(model=each, name="target", meter=Meter())
+        logits.append(runner.forward([_grow(runner, runner.new_cache(8), 0)]).logits.double())
+    # Twenty roundings in a row, relative to the largest logit.
+    bound = 20 * torch.finfo(getattr(torch, dtype)).eps * logits[0].abs().max()
+    assert (logits[0] - logits[1]).abs().max() < bound

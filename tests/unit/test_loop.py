@@ -1,0 +1,190 @@
+"""The loop with many requests, and the edges of a request's life."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from specdec.loop import decode
+from specdec.pairs import RandomPair
+from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, Static
+from specdec.sampling import SamplingParams
+from specdec.scheduler import FifoScheduler
+from specdec.sources import DraftModelSource, NullSource
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Parts, Workbench
+
+MAX_POSITIONS = 48
+PAIR = RandomPair(num_layers=3, vocab_size=24, max_positions=MAX_POSITIONS)
+T06 = SamplingParams(temperature=0.6, top_p=0.9, top_k=12)
+STRATEGIES = ["ar", "chain", "static", "best_first", "specpipe"]
+
+
+@dataclass
+class Work:
+    """Requests and how to serve them."""
+
+    prompts: dict[int, list[int]]
+    sampling: SamplingParams = T06
+    stop: StopRules = field(default_factory=lambda: StopRules(max_new_tokens=10))
+    batch_size: int = 1
+    prefill_chunk: int = 512
+    cancel_after: dict[int, int] = field(default_factory=dict)
+
+
+def strategy(name: str) -> Parts:
+    """A strategy over the tiny random pair; the pipeline has 3 stages."""
+    bench = Workbench(PAIR, seed=5)
+    draft = DraftModelSource(runner=bench.draft_runner())
+    policies = {
+        "ar": RootOnly(),
+        "chain": Chain(gamma=4),
+        "static": Static(branching=[2, 2, 1]),
+        "best_first": BestFirst(bs=8, w=2, d=3),
+        "specpipe": FixedWidth(width=6, children=4, levels_per_step=1),
+    }
+    return bench.parts(
+        source=NullSource() if name == "ar" else draft,
+        policy=policies[name],
+        verifier=MatchVerifier(),
+        stages=3 if name == "specpipe" else None,
+    )
+
+
+def serve(name: str, work: Work) -> dict[int, RequestState]:
+    """Runs the work; finished requests by id."""
+    parts = strategy(name)
+    state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
+    finished: dict[int, RequestState] = {}
+    requests = [
+        RequestState(request_id=i, prompt=np.array(p), stop=work.stop, sampling=work.sampling)
+        for i, p in work.prompts.items()
+    ]
+    scheduler = FifoScheduler(
+        requests=requests,
+        parts=(parts.policy, parts.source, parts.executor),
+        batch_size=work.batch_size,
+        prefill_chunk=work.prefill_chunk,
+        on_finish=lambda r: finished.__setitem__(r.id, r),
+    )
+    loop = decode(
+        state=state,
+        scheduler=scheduler,
+        policy=parts.policy,
+        source=parts.source,
+        verifier=parts.verifier,
+        executor=parts.executor,
+    )
+    for step, _ in enumerate(loop):
+        for request in list(state.requests.values()):
+            if work.cancel_after.get(request.id) == step:
+                request.cancel()
+    assert not state.requests
+    return finished
+
+
+def outputs(found: dict[int, RequestState]) -> dict[int, list[int]]:
+    """Tokens by request."""
+    return {i: r.output for i, r in found.items()}
+
+
+PROMPTS = {3: [1, 2, 3, 4, 5, 6, 7], 0: [9], 8: [4, 4, 4], 5: list(range(1, 15)), 6: [2, 1]}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, list[int]]:
+    return outputs(serve("ar", Work(PROMPTS)))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_a_request_decodes_the_same_alone_and_in_any_batch(
+    name: str, batch_size: int, alone: dict[int, list[int]]
+) -> None:
+    found = serve(name, Work(PROMPTS, batch_size=batch_size, prefill_chunk=3))
+    assert outputs(found) == alone
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_cancelling_one_request_disturbs_no_other(name: str, alone: dict[int, list[int]]) -> None:
+    found = serve(name, Work(PROMPTS, batch_size=5, cancel_after={3: 4, 5: 5}))
+    assert found[3].finish_reason == found[5].finish_reason == "cancelled"
+    for request_id in (0, 8, 6):
+        assert found[request_id].output == alone[request_id]
+    for request_id in (3, 5):
+        cut = found[request_id].output
+        assert cut == alone[request_id][: len(cut)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_eos_inside_a_path_ends_the_request(name: str, alone: dict[int, list[int]]) -> None:
+    """transformers 5.x missed an end token inside an accepted block once; token by token rules."""
+    eos = alone[3][5]
+    stop = StopRules(max_new_tokens=10, eos_ids=frozenset([eos]))
+    expected = outputs(serve("ar", Work(PROMPTS, stop=stop)))
+    assert expected[3][-1] == eos
+    assert len(expected[3]) < 10
+    found = serve(name, Work(PROMPTS, stop=stop, batch_size=2))
+    assert outputs(found) == expected
+    assert found[3].finish_reason == "eos"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_stop_strings_across_token_boundaries(name: str, alone: dict[int, list[int]]) -> None:
+    def letters(ids: Sequence[int]) -> str:
+        return "".join(f"<{i}>" for i in ids)
+
+    middle = letters(alone[5][3:5])[1:-1]  # ends inside the text of the second token
+    stop = StopRules(max_new_tokens=10, stop_strings=(middle,), decode=letters)
+    expected = outputs(serve("ar", Work(PROMPTS, stop=stop)))
+    assert middle in letters(expected[5])
+    assert len(expected[5]) <= 5
+    assert outputs(serve(name, Work(PROMPTS, stop=stop, batch_size=5))) == expected
+
+
+class Loudest:
+    """A Hugging Face style processor with history: penalises what the node's path has said."""
+
+    def __init__(self) -> None:
+        self._penalty = RepetitionPenaltyLogitsProcessor(penalty=1.7)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self._penalty(input_ids, scores)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_processors_with_history_see_each_nodes_own_path(name: str, greedy: bool) -> None:
+    sampling = SamplingParams(
+        temperature=0.0 if greedy else 0.8, no_repeat_ngram=2, processors=(Loudest(),)
+    )
+    plain = outputs(serve("ar", Work(PROMPTS, sampling=sampling)))
+    assert outputs(serve(name, Work(PROMPTS, sampling=sampling, batch_size=3))) == plain
+    without = outputs(serve("ar", Work(PROMPTS, sampling=SamplingParams(temperature=0.8))))
+    assert plain != without, "the processors must matter, or the test shows nothing"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_prompt_as_long_as_the_context_allows(name: str) -> None:
+    prompt = {1: [1 + i % 20 for i in range(MAX_POSITIONS - 10)]}
+    expected = outputs(serve("ar", Work(prompt)))
+    assert len(expected[1]) == 10
+    assert outputs(serve(name, Work(prompt, prefill_chunk=7))) == expected
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt 4 has no tokens"):
+        RequestState(
+            request_id=4,
+            prompt=np.zeros(0, np.int64),
+            stop=StopRules(max_new_tokens=1),
+            sampling=T06,
+        )
+
+

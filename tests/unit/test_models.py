@@ -1,0 +1,390 @@
+"""Inspecting, loading and slicing models, and what a user is told when that fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec.errors import UserError
+from specdec.metrics.meter import Meter
+from specdec.models import (
+    NO_ROWS,
+    ModelRunner,
+    inspect_model,
+    load_model,
+    load_stage,
+    load_tokenizer,
+)
+from specdec.models.random import random_model
+from specdec.models.shortcuts import is_plain_rms_norm
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of random models: untied llama in shards, tied qwen3, gpt2, opt."""
+    folder = tmp_path_factory.mktemp("models")
+    for family, tied in (("llama", False), ("qwen3", True), ("gpt2", True), ("opt", True)):
+        options = {"tie_word_embeddings": tied}
+        model = random_model(family, dtype="float32", options=options)
+        model.save_pretrained(folder / family, max_shard_size="20KB")
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A llama folder of one's own, to damage."""
+    return Path(shutil.copytree(saved / "llama", tmp_path / "model"))
+
+
+def _shard(folder):
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def _logits(runners, tokens):
+    hidden = None
+    for runner in runners:
+        rows = runner.new_cache(4).rows(prefix_tokens=tokens)
+        output = runner.forward([rows], hidden=hidden)
+        hidden = output.hidden
+    return output.logits
+
+
+TOKENS = np.arange(3, 12)
+
+
+# ---------------------------------------------------------------------- inspection
+
+
+def test_inspect_model(saved):
+    info = inspect_model(saved / "llama")
+    assert (info.model_type, info.architecture) == ("llama", "LlamaForCausalLM")
+    assert (info.num_layers, info.hidden_size, info.vocab_size) == (4, 32, 61)
+    assert (info.max_positions, info.dtype, info.tied) == (256, "F32", False)
+    parameters = sum(p.numel() for p in random_model("llama").parameters())
+    assert info.num_bytes == 4 * (parameters + (0 if not info.tied else 0)) + _head_bytes(info)
+    assert len({*info.tensors.values()}) > 1
+
+
+def _head_bytes(info):
+    """random_model ties by default where the family does; llama does not."""
+    tied = AutoConfig.for_model("llama").tie_word_embeddings
+    return 4 * info.vocab_size * info.hidden_size if tied else 0
+
+
+def test_inspection_does_without_torch(saved):
+    """Errors in a path must show within a moment, not after importing torch."""
+    code = (
+        "import sys; from specdec.models import inspect_model; "
+        f"inspect_model({str(saved / 'llama')!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./missing", "a/b/c", "~nobody/x", "no such"])
+def test_missing_path(path):
+    with pytest.raises(UserError, match="does not exist"):
+        inspect_model(path)
+
+
+def test_missing_path_object():
+    """A Path is never taken for a hub id."""
+    with pytest.raises(UserError, match="does not exist"):
+        inspect_model(Path("gpt2-of-mine"))
+
+
+def test_unknown_hub_id():
+    """What looks like an id is looked up, and the message says that it was."""
+    with pytest.raises(UserError, match=r"'no-one/no-model'.*hub did not give it"):
+        inspect_model("no-one/no-model")
+
+
+def test_file_instead_of_folder(copy):
+    with pytest.raises(UserError, match="is a file"):
+        inspect_model(copy / "config.json")
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _grow(path):
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def _wreck_length(path):
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+
+
+def _wreck_json(path):
+    raw = bytearray(path.read_bytes())
+    raw[8:12] = b"!!!!"
+    path.write_bytes(bytes(raw))
+
+
+def _wreck_shape(path):
+    path.write_bytes(path.read_bytes().replace(b'"shape":[32', b'"shape":[31', 1))
+
+
+@pytest.mark.parametrize("wreck", [_cut, _grow, _wreck_length, _wreck_json, _wreck_shape])
+def test_damaged_weights(copy, wreck):
+    wreck(_shard(copy))
+    with pytest.raises(UserError, match="is damaged") as error:
+        inspect_model(copy)
+    assert str(_shard(copy)) in str(error.value)
+
+
+def test_empty_weights_file_and_lfs_pointer(copy):
+    _shard(copy).write_bytes(b"")
+    with pytest.raises(UserError, match="is damaged"):
+        inspect_model(copy)
+    _shard(copy).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match="git lfs pull"):
+        inspect_model(copy)
+
+
+def test_missing_shard_and_lying_index(copy):
+    index = copy / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.extra.weight"] = _shard(copy).name
+    index.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"lacks tensor 'model\.extra\.weight'"):
+        inspect_model(copy)
+    _shard(copy).unlink()
+    with pytest.raises(UserError, match="is missing"):
+        inspect_model(copy)
+
+
+def test_only_pickles(copy):
+    for file in copy.glob("*.safetensors*"):
+        file.unlink()
+    (copy / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no safetensors weights \(only pytorch_model\.bin\)"):
+        inspect_model(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "strange", "auto_map": {"AutoConfig": "x.Y"}}, "trust_remote_code is off"),
+        ({"model_type": "strange"}, "not a causal language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"model_type": None}, "names no model_type"),
+    ],
+)
+def test_unusable_config(copy, change, message):
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=message):
+        inspect_model(copy)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_broken_config(copy, text):
+    (copy / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json is not"):
+        inspect_model(copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        inspect_model(copy)
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def test_load_model_refuses_incomplete_weights(copy):
+    """transformers would fill the missing layer at random and go on."""
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 5}))
+    for load in (load_model, lambda folder: load_stage(folder, 3, 5)):
+        with pytest.raises(UserError, match=r"lacks 9 tensors.*layers\.4"):
+            load(copy)
+
+
+def test_load_refuses_other_sizes(copy):
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 80}))
+    for load in (load_model, lambda folder: load_stage(folder, 0, 2)):
+        with pytest.raises(UserError, match=r"config\.json"):
+            load(copy)
+
+
+def test_unknown_dtype_and_device(saved):
+    with pytest.raises(UserError, match=r"'int4'.*bfloat16"):
+        load_model(saved / "llama", dtype="int4")
+    for device in ("gpu", "cuda:99"):
+        with pytest.raises(UserError, match=repr(device)):
+            load_model(saved / "llama", device=device)
+
+
+def test_no_tokenizer(saved):
+    with pytest.raises(UserError, match="has no tokenizer"):
+        load_tokenizer(saved / "llama")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+@pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 4), (0, 1, 3, 4)])
+def test_stages_equal_whole(saved, family, cuts):
+    """Stages loaded by themselves, tied and untied, give the whole model's logits."""
+    whole = load_model(saved / family, dtype="float64")
+    expected = whole(torch.from_numpy(TOKENS)[None]).logits[0]
+    stages = [
+        ModelRunner(
+            model=load_stage(saved / family, first, last, dtype="float64"),
+            name="target",
+            meter=Meter(),
+            first_layer=first,
+            last_layer=last,
+        )
+        for first, last in zip(cuts, cuts[1:], strict=False)
+    ]
+    assert [(s.is_first, s.is_last) for s in stages] == [
+        (first == 0, last == 4) for first, last in zip(cuts, cuts[1:], strict=False)
+    ]
+    assert (_logits(stages, TOKENS) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_stage_holds_its_layers_only(saved, family, monkeypatch):
+    """Neither read from disk nor allocated: what belongs to other stages stays on meta."""
+    import specdec.models.loading as loading
+
+    read = []
+    original = loading.safe_open
+
+    class Spy:
+        def __init__(self, *args, **kwargs):
+            self.file = original(*args, **kwargs)
+
+        def __enter__(self):
+            self.open = self.file.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.open.get_tensor(name)
+
+    monkeypatch.setattr(loading, "safe_open", Spy)
+    stage = load_stage(saved / family, 1, 3)
+    held = {name for name, p in stage.named_parameters() if not p.is_meta}
+    assert held == set(read)
+    assert {name.split(".")[2] for name in held if ".layers." in name} == {"1", "2"}
+    assert {name for name in held if ".layers." not in name} == {"model.norm.weight"}
+    assert not any(b.is_meta for b in stage.buffers())
+
+
+def test_middle_stage_of_checkpoint_without_prefix(saved, tmp_path):
+    """GPT-2 on the hub names its tensors without the base model's prefix."""
+    folder = Path(shutil.copytree(saved / "gpt2", tmp_path / "gpt2"))
+    model = load_model(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    model.transformer.save_pretrained(folder, max_shard_size="20KB")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["GPT2LMHeadModel"]}))
+    assert "h.0.ln_1.weight" in inspect_model(folder).tensors
+    expected = model(torch.from_numpy(TOKENS)[None]).logits[0]
+    runners = [
+        ModelRunner(
+            model=load_stage(folder, first, last),
+            name="target",
+            meter=Meter(),
+            first_layer=first,
+            last_layer=last,
+        )
+        for first, last in ((0, 2), (2, 4))
+    ]
+    assert (_logits(runners, TOKENS) - expected).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------------- the runner
+
+
+def test_captured_layers_are_transformers_hidden_states(saved):
+    """captured[i] is what transformers calls hidden_states[i + 1]; the last is before the norm."""
+    model = load_model(saved / "llama", dtype="float64")
+    runner = ModelRunner(model=model, name="target", meter=Meter(), capture_layers=(0, 2))
+    output = runner.forward([runner.new_cache(4).rows(prefix_tokens=TOKENS)])
+    states = model(torch.from_numpy(TOKENS)[None], output_hidden_states=True).hidden_states
+    for layer in (0, 2):
+        assert (output.captured[layer] - states[layer + 1][0]).abs().max() < 1e-12
+    assert (model.model.norm(output.hidden) - states[-1][0]).abs().max() < 1e-12
+
+
+def test_logits_rows_and_meter(saved):
+    meter = Meter()
+    runner = ModelRunner(model=load_model(saved / "llama"), name="draft", meter=meter)
+    assert not meter.calls  # the check at the start is not counted
+    whole = runner.forward([runner.new_cache(4).rows(prefix_tokens=TOKENS)]).logits
+    wanted = np.array([5, 2])
+    rows = runner.new_cache(4).rows(prefix_tokens=TOKENS)
+    assert torch.allclose(runner.forward([rows], logits_rows=wanted).logits, whole[wanted])
+    rows = runner.new_cache(4).rows(prefix_tokens=TOKENS)
+    assert runner.forward([rows], logits_rows=NO_ROWS).logits is None
+    assert meter.calls == {"draft": 3} and meter.model_s["draft"] > 0
+
+
+def test_family_without_the_attention_interface_is_refused():
+    """CTRL computes its attention by itself, so its keys would never reach our cache."""
+    config = AutoConfig.for_model("ctrl", vocab_size=61, n_embd=32, n_layer=2, n_head=4, dff=32)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UserError, match="'ctrl'"):
+        ModelRunner(model=model, name="target", meter=Meter())
+
+
+def test_attention_with_unknown_features_is_refused():
+    """Attention sinks (gpt_oss) would be dropped silently."""
+    config = AutoConfig.for_model(
+        "gpt_oss",
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with pytest.raises(UserError, match="s_aux"):
+        ModelRunner(model=model, name="target", meter=Meter())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"first_layer": 4},
+        {"last_layer": 9},
+        {"first_layer": 2, "capture_layers": (1,)},
+        {"attention": "flash"},
+    ],
+)
+def test_impossible_slices(arguments):
+    with pytest.raises(ValueError, match=r"layer|attention='flash'"):
+        ModelRunner(model=random_model(), name="target", meter=Meter(), **arguments)
+
+
+def test_fused_norm_only_where_bits_agree():
+    """float64 norms of transformers pass through float32, and Gemma adds one to its weights."""
+    norms = {
+        (family, dtype): random_model(family, dtype=dtype).model.norm
+        for family, dtype in (("llama", "float32"), ("llama", "float64"), ("gemma", "float32"))
+    }
+    assert {key: is_plain_rms_norm(norm) for key, norm in norms.items()} == {
+        ("llama", "float32"): True,
+        ("llama", "float64"): False,
+        ("gemma", "float32"): False,
+    }

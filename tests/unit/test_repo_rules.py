@@ -1,0 +1,183 @@
+"""House rules that a machine can hold: sizes, one-way imports, ASCII, no paths of one machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_FILE_BYTES = 48_000_000  # the bundled target's limit is 40 MB
+LAYERS = ("specdec", "strategies", "experiments")  # each may import only those before it
+TEXT = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".cfg", ""}
+
+# Roots of this machine or that; joined here so that this file does not match itself.
+MACHINE_PATH = re.compile(
+    r"(?<![A-Za-z0-9_.])/("
+    + "|".join(["w" + "ork", "r" + "oot", "farm", "home/[a-z]+"])
+    + r")(/|\s|$)"
+)
+
+
+@cache
+def files() -> list[Path]:
+    """Files that are tracked or would be."""
+    words = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not in a git checkout")
+    return sorted(ROOT / line for line in done.stdout.splitlines() if (ROOT / line).is_file())
+
+
+def python_files(*folders: str) -> list[Path]:
+    found = [f for f in files() if f.suffix == ".py"]
+    return [f for f in found if not folders or f.relative_to(ROOT).parts[0] in folders]
+
+
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(python_files("specdec")) > 20
+    assert len(python_files("tests")) > 5
+
+
+def test_no_file_is_longer_than_one_can_read() -> None:
+    long = {name(f): n for f in python_files() if (n := f.read_text("utf-8").count("\n")) > 400}
+    assert not long
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    long = {}
+    for path in python_files():
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long[f"{name(path)}:{node.lineno} {node.name}"] = lines
+    assert not long
+
+
+def test_text_is_ascii() -> None:
+    """Readers meet these files in every terminal and editor; data files may hold anything."""
+    wrong = []
+    for path in files():
+        is_text = path.suffix in TEXT and "assets" not in path.parts and path.name != "LICENSE"
+        if is_text and not path.read_bytes().isascii():
+            wrong.append(name(path))
+    assert not wrong
+
+
+def test_no_path_of_one_machine() -> None:
+    wrong = []
+    for path in files():
+        if path.suffix not in TEXT | {".json", ".jsonl", ".sh"} or path.stat().st_size > 5_000_000:
+            continue
+        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                wrong.append(f"{name(path)}:{number}: {line.strip()[:80]}")
+    assert not wrong
+
+
+def test_the_path_rule_finds_what_it_looks_for() -> None:
+    for text in ("/w" + "ork/main", "at /r" + "oot ", "'/ho" + "me/anna/x'"):
+        assert MACHINE_PATH.search(text), text
+    for text in ("frame/work/x", "a/root", "/workers/x", "the work/rest balance"):
+        assert not MACHINE_PATH.search(text), text
+
+
+def test_no_large_files() -> None:
+    assert not [name(f) for f in files() if f.stat().st_size > MAX_FILE_BYTES]
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_go_one_way(layer: str) -> None:
+    forbidden = set(LAYERS[LAYERS.index(layer) + 1 :]) | {"tests"}
+    wrong = {name(f): found for f in python_files(layer) if (found := imported(f) & forbidden)}
+    assert not wrong
+
+
+def test_the_core_does_not_know_the_command_line() -> None:
+    wrong = []
+    for path in python_files("specdec"):
+        if "cli" in path.parts:
+            continue
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specdec.cli"):
+                wrong.append(name(path))
+    assert not wrong
+
+
+def test_hydra_stays_at_the_door() -> None:
+    """Configuration is a plain dict beyond the command line (STYLE, rule 4)."""
+    wrong = [
+        name(f)
+        for f in python_files("specdec", "strategies")
+        if "cli" not in f.parts and imported(f) & {"hydra", "omegaconf"}
+    ]
+    assert not wrong
+
+
+def test_no_global_random_numbers() -> None:
+    """Draws are keyed; a global generator would make results depend on what ran before."""
+    drawing = "seed|rand|randn|randint|choice|random|shuffle|uniform|normal"
+    pattern = re.compile(rf"(?<![\w.])((np|numpy)\.)?random\.({drawing})\(")
+    wrong = [
+        f"{name(f)}:{i}"
+        for f in python_files("specdec", "strategies")
+        for i, line in enumerate(f.read_text("utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not wrong
+
+
+def test_every_package_is_installed() -> None:
+    """The list in pyproject.toml is explicit, because conf/ is mapped into specdec.conf."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    listed = set(project["tool"]["setuptools"]["packages"])
+    found = {
+        ".".join(f.relative_to(ROOT).parent.parts)
+        for f in python_files("specdec", "strategies")
+        if f.name == "__init__.py"
+    }
+    assert listed == found | {"specdec.conf"}
+    folders = {
+        ".".join(f.relative_to(ROOT).parent.parts) for f in python_files("specdec", "strategies")
+    }
+    assert folders <= found, "a folder with Python files lacks __init__.py"
+
+
+def test_direct_dependencies_are_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    pinned = {
+        line.split("==")[0]
+        for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+        if "==" in line
+    }
+    asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.split(r"[<>=;\[ ]", item)[0].lower() for item in asked}
+    assert names <= pinned

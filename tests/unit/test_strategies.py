@@ -1,0 +1,54 @@
+"""The strategies in Python and the presets in YAML are the same combinations."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.cli.composing import compose_config
+from specdec.compose import compose
+from specdec.executors import PipelineExecutor
+from specdec.pairs import RandomPair
+from specdec.workbench import Parts, Workbench
+from strategies import (
+    autoregressive,
+    leviathan2023,
+    pipedec,
+    specinfer,
+    specpipe,
+    staged,
+    swiftspec,
+)
+
+BUILDERS = {
+    "ar": autoregressive.build,
+    "speculative": leviathan2023.build,
+    "specinfer": specinfer.build,
+    "best_first": swiftspec.build,
+    "staged": staged.build,
+    "pipedec": pipedec.build,
+    "specpipe": specpipe.build,
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> RandomPair:
+    return RandomPair(num_layers=14, hidden_size=8, num_heads=2)
+
+
+def described(parts: Parts) -> dict[str, object]:
+    """Classes and public settings of the parts."""
+    policy = {k: v for k, v in vars(parts.policy).items() if not k.startswith("_")}
+    stages = parts.executor.latency if isinstance(parts.executor, PipelineExecutor) else None
+    return {
+        "source": type(parts.source).__name__,
+        "policy": (type(parts.policy).__name__, policy),
+        "verifier": type(parts.verifier).__name__,
+        "stages": stages,
+    }
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_python_and_yaml_build_the_same_strategy(name: str, pair: RandomPair) -> None:
+    cfg = compose_config([f"strategy={name}", "model=random"]).values
+    in_python = BUILDERS[name](Workbench(pair))  # type: ignore[operator]
+    assert described(in_python) == described(compose(cfg, pair))
