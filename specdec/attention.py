@@ -3,9 +3,9 @@
 Letters: H query heads, G key/value heads, D head size, R rows of one request in this pass, n slots
 of its cache in use.
 
-A pass packs the rows of one or many requests into one sequence [1, sum R]. Everything but attention
-treats rows alike; here each request's rows meet their own cache. What this pass needs to know (the
-plan, ``AttentionStep``) comes from a context variable, so that nothing is set on a model. transformers
+A pass packs the rows of one or many requests into one sequence [1, sum R]. All but attention treats
+rows alike; here each request's rows meet their own cache. What this pass needs to know (the plan,
+``AttentionStep``) comes from a context variable, so that nothing is set on a model. transformers
 makes no mask for an attention function that it has no mask function for: ours come from the plan.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy import count_nonzero
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -44,7 +45,15 @@ class Attention(StrEnum):
 
 
 class Step(Protocol):
-    """What the attention function needs of the pass that it serves."""
+    """What the attention function and the runner's hooks need of the pass that they serve.
+
+    Attributes:
+        captured: global layer index -> hidden states [1, sum R, E], filled by the runner's hooks.
+        hidden: [1, sum R, E], what enters the first layer of a slice that is not the first.
+    """
+
+    captured: dict[int, torch.Tensor]
+    hidden: torch.Tensor | None
 
     def attend(
         self,
@@ -61,6 +70,11 @@ class Step(Protocol):
 _STEP: ContextVar[Step] = ContextVar("specdec_attention_step")
 
 
+def current_step() -> Step:
+    """The plan of the pass that is running."""
+    return _STEP.get()
+
+
 @contextmanager
 def attending(step: Step) -> Iterator[None]:
     """Makes ``step`` the plan of the forward passes inside the block."""
@@ -72,13 +86,13 @@ def attending(step: Step) -> Iterator[None]:
 
 
 def tree_attention(
-    module: torch.nn.Module,
+    module: torch.nn.Module,  # noqa: ARG001 - the signature is transformers'
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,  # noqa: ARG001
     scaling: float | None = None,
-    dropout: float = 0.0,
+    dropout: float = 0.0,  # noqa: ARG001
     sliding_window: int | None = None,
     softcap: float | None = None,
     **options: Any,
@@ -135,8 +149,8 @@ class _Part:
         cache = rows.cache
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self.written = cache.flat[:, :, :, rows.start : rows.end].unbind(0)
-        self.read = cache.flat[:, :, :, : rows.end].unbind(0)
+        self.written = cache.flat.narrow(3, rows.start, len(rows)).unbind(0)
+        self.read = cache.flat.narrow(3, 0, rows.end).unbind(0)
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
@@ -148,12 +162,12 @@ class _Part:
     def mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
         """[R, n], 0 where a row sees a slot and the lowest number where not; None: sees all."""
         rows = self.rows
-        if window is not None and rows.positions.max() < window:
-            window = None
         if window in self._masks:
             return self._masks[window]
         visible = rows.visible
-        if window is None and visible.all():
+        if window is not None and rows.positions.max() < window:
+            mask = self.mask(None, like)
+        elif window is None and count_nonzero(visible) == visible.size:
             mask = None
         else:
             lowest = torch.finfo(like.dtype).min
@@ -172,8 +186,7 @@ class AttentionStep:
 
     Attributes:
         cache: what the model is given as its cache.
-        captured: global layer index -> hidden states [1, sum R, E], filled by the runner's hooks.
-        hidden: [1, sum R, E], what enters the first layer of a slice that is not the first.
+        captured, hidden: see ``Step``.
     """
 
     def __init__(

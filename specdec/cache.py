@@ -14,9 +14,11 @@ far as ``cached_len``, and each entry of the tree equals a fresh forward over it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy import count_nonzero
 
 from specdec.types import BoolArray, Commit, CommitKind, IntArray
 
@@ -208,24 +210,29 @@ class TreeCache:
     def _append(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
         """Enters W nodes; returns bool[W, T + W], which entries each of them sees."""
         num = len(ids)
-        if not num:
-            return np.zeros((0, self.num_nodes), np.bool_)
+        if num <= 1:
+            return self._append_one(ids, parent_ids, positions)
         self._claim(ids)
         lo, hi = self._lo, self._hi
         new_hi = hi + num
         coordinates = np.arange(hi, new_hi)
-        assert (self._find(ids) == _ABSENT).all(), f"some of the nodes {ids} are entries already"
-        self._table[ids - self._base] = coordinates
+        rank = ids - self._base
+        assert count_nonzero(self._table[rank] == _ABSENT) == num, (
+            f"some of nodes {ids} are entries already"
+        )
+        self._table[rank] = coordinates
         self._ids[hi:new_hi] = ids
         self._positions[hi:new_hi] = positions
         self._hi = new_hi
         parents = self._find(parent_ids)
         orphans = parents == _ABSENT
         above = np.where(orphans, self.cached_len - 1, self._positions[parents])
-        assert (parents < coordinates).all(), f"nodes {ids} come before their parents {parent_ids}"
-        assert (positions == above + 1).all(), (
+        assert count_nonzero(positions == above + 1) == num, (
             f"nodes {ids} at positions {positions} do not continue their parents {parent_ids} "
             f"at {above} (prefix of {self.cached_len} tokens)"
+        )
+        assert count_nonzero(parents < coordinates) == num, (
+            f"nodes {ids} come before their parents {parent_ids}"
         )
         ancestors = self._ancestors
         ancestors[lo:hi, hi:new_hi] = False
@@ -236,6 +243,31 @@ class TreeCache:
         for row in np.flatnonzero(parents >= hi).tolist():  # whole trees at once: parents first
             block[row] = block[parents[row] - hi]
             block[row, hi - lo + row] = True
+        return block
+
+    def _append_one(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
+        """``_append`` of one node or none, by plain numbers."""
+        if not len(ids):
+            return np.zeros((0, self.num_nodes), np.bool_)
+        self._claim(ids)
+        lo, hi = self._lo, self._hi
+        rank, position = int(ids[0]) - self._base, int(positions[0])
+        parent = int(self._find(parent_ids)[0])
+        above = self.cached_len - 1 if parent == _ABSENT else int(self._positions[parent])
+        assert self._table[rank] == _ABSENT, f"node {ids} is among the entries already"
+        assert position == above + 1, (
+            f"node {ids} at position {positions} does not continue its parent {parent_ids} "
+            f"at {above} (prefix of {self.cached_len} tokens)"
+        )
+        self._table[rank] = hi
+        self._ids[hi] = ids[0]
+        self._positions[hi] = position
+        self._hi = hi + 1
+        ancestors = self._ancestors
+        ancestors[lo:hi, hi] = False
+        block = ancestors[hi : hi + 1, lo : hi + 1]
+        block[:] = False if parent == _ABSENT else ancestors[parent, lo : hi + 1]
+        block[0, -1] = True
         return block
 
     # ------------------------------------------------------------------ shrinking
@@ -298,10 +330,7 @@ class TreeCache:
 
     def _move(self, sources: IntArray, targets: IntArray, lo: int, hi: int) -> None:
         """Copies entries to other coordinates; [lo, hi) is the tree region afterwards."""
-        device = self.storage.device
-        source_slots = torch.from_numpy(sources + self._origin).to(device)
-        target_slots = torch.from_numpy(targets + self._origin).to(device)
-        self.storage.index_copy_(3, target_slots, self.storage.index_select(3, source_slots))
+        self._copy_slots(sources + self._origin, targets + self._origin)
         self._ids[targets] = self._ids[sources]
         self._positions[targets] = self._positions[sources]
         columns = slice(self._lo, self._hi)
@@ -309,6 +338,16 @@ class TreeCache:
         # Dropped entries are nobody's ancestors, so only the moved columns need to move.
         live = self._ancestors[lo:hi]
         live[:, targets] = live[:, sources]
+
+    def _copy_slots(self, sources: IntArray, targets: IntArray) -> None:
+        """One gather over all layers, then one write per run of neighbouring targets."""
+        index = torch.from_numpy(sources).to(self.storage.device)
+        gathered = self.storage.index_select(3, index)
+        cuts = np.flatnonzero(np.diff(targets) != 1) + 1
+        starts = [0, *cuts.tolist(), len(targets)]
+        for start, stop in pairwise(starts):
+            run = self.storage.narrow(3, int(targets[start]), stop - start)
+            run.copy_(gathered.narrow(3, start, stop - start))
 
     def _clear(self) -> None:
         self._origin = self.cached_len
@@ -325,7 +364,7 @@ class TreeCache:
         need, size = self._hi + len(ids), len(self._ids)
         if need > size:
             self._rebase(size if 2 * (need - self._lo) <= size else 2 * need)
-        low, high = int(ids.min()), int(ids.max())
+        low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
         if low > self._base and high - self._base < len(self._table) - 1:
             return
         live = self.node_ids

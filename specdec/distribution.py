@@ -111,19 +111,14 @@ def sample_candidates(
     num_rows = len(probs)
     tokens = np.zeros((num_rows, k), np.int64)
     chances = np.zeros((num_rows, k))
-    counts = np.zeros(num_rows, np.int64)
+    counts = np.minimum(np.count_nonzero(probs, axis=1), k)
     left = probs.copy()
-    live = np.arange(num_rows)
-    for draw in range(k):
-        if draw:
-            live = live[(left[live] > 0).any(axis=1)]
-            if not len(live):
-                break
+    for draw in range(int(counts.max(initial=0))):
+        live = np.flatnonzero(counts > draw)
         rows = left if len(live) == num_rows else left[live]
         drawn = inverse_cdf(rows, uniforms[live, draw])
         tokens[live, draw] = drawn
         chances[live, draw] = probs[live, drawn]
-        counts[live] += 1
         left[live, drawn] = 0.0
     with np.errstate(divide="ignore"):
         return tokens, np.log(chances), counts

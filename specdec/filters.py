@@ -263,6 +263,8 @@ def _above_cut(chosen: Values, ordered: Values, cdf: FloatArray, budget: FloatAr
 
 def stacked(parts: Sequence[Distribution]) -> Distribution:
     """One distribution of the rows of several, padded to the widest."""
+    if len(parts) == 1:
+        return parts[0]
     width = max(part.weights.shape[1] for part in parts)
 
     def widen(array: npt.NDArray) -> npt.NDArray:

@@ -8,7 +8,7 @@ Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,22 +113,32 @@ class SamplingTransform:
         histories: Sequence[IntArray] | None = None,
     ) -> IntArray:
         """int64[A]: the token at ``uniforms``[A] of each row's CDF; the argmax if greedy."""
-        if self.params.greedy:
+        params = self.params
+        if not len(logits):
+            return np.zeros(0, np.int64)
+        if params.greedy:
             return argmax(self._processed(logits, histories))
-        return self.distribution(logits, histories).sample(uniforms)
+        if 0 < params.top_k < logits.shape[1]:
+            return self.distribution(logits, histories).sample(uniforms)
+        logits = self._processed(logits, histories)
+        chunks = _chunks(logits, params.temperature, params.top_p)
+        tokens = [chunk.sample(uniforms[rows]) for rows, chunk in chunks]
+        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
 
     def distribution(
         self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
     ) -> Distribution:
         """The processed distribution on its support, to be sampled and written out at one cost."""
         params, vocab_size = self.params, logits.shape[1]
+        if not len(logits):
+            return Distribution(None, np.zeros((0, vocab_size)), vocab_size)
         logits = self._processed(logits, histories)
         if params.greedy:
             best = argmax(logits)
             return Distribution(best[:, None], np.ones((len(best), 1)), vocab_size)
         if 0 < params.top_k < vocab_size:
             return filter_top_k(logits, params.temperature, params.top_k, params.top_p)
-        return _by_chunks(logits, params.temperature, params.top_p)
+        return stacked([part for _, part in _chunks(logits, params.temperature, params.top_p)])
 
     def proposal_probs(
         self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
@@ -139,9 +149,10 @@ class SamplingTransform:
         one has a single token and could not propose siblings. Any distribution is lossless, as long
         as it is the one that was sampled from.
         """
-        if not self.params.greedy:
+        if not self.params.greedy or not len(logits):
             return self.probs(logits, histories)
-        return _by_chunks(self._processed(logits, histories), 1.0, 1.0).probs()
+        logits = self._processed(logits, histories)
+        return stacked([part for _, part in _chunks(logits, 1.0, 1.0)]).probs()
 
     def top(
         self, logits: torch.Tensor, k: int, histories: Sequence[IntArray] | None = None
@@ -160,8 +171,10 @@ class SamplingTransform:
             tokens int64[W, K], best first, ties in token-id order; log probabilities float64[W, K],
             <= 0, and -inf for tokens that a processor bans: those are no candidates.
         """
-        logits = self._processed(logits, histories)
         k = min(k, logits.shape[1])
+        if not len(logits):
+            return np.zeros((0, k), np.int64), np.zeros((0, k))
+        logits = self._processed(logits, histories)
         temperature = self.params.temperature or 1.0
         ids, chosen, best = at_least_kth(logits, k)
         order = np.argsort(-chosen, axis=1, kind="stable")[:, :k]
@@ -190,20 +203,20 @@ class SamplingTransform:
         return logits
 
 
-def _by_chunks(logits: torch.Tensor, temperature: float, top_p: float) -> Distribution:
+def _chunks(
+    logits: torch.Tensor, temperature: float, top_p: float
+) -> Iterator[tuple[slice, Distribution]]:
     """Temperature and top-p over whole rows, in chunks of rows that fit the cache."""
     values = logits.cpu().numpy()
     num_rows, vocab_size = values.shape
     step = max(1, CHUNK // vocab_size)
-    parts = []
-    for start in range(0, max(num_rows, 1), step):
-        chunk = values[start : start + step]
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
         if top_p < 1.0:
-            parts.append(filter_top_p(chunk, temperature, top_p))
+            yield rows, filter_top_p(values[rows], temperature, top_p)
         else:
-            mass = weights(chunk, row_max(chunk), temperature)
-            parts.append(Distribution(None, mass, vocab_size))
-    return stacked(parts) if len(parts) > 1 else parts[0]
+            mass = weights(values[rows], row_max(values[rows]), temperature)
+            yield rows, Distribution(None, mass, vocab_size)
 
 
 class _AnswerableRequest(Protocol):

@@ -169,7 +169,8 @@ def _compose_row(
         chosen.append("executor=pipeline")
     if chosen:
         row = compose_config([*common, *chosen], name="compare", extra=extra)
-    keys, values = flatten(row.values), []
+    keys = flatten(row.values)
+    values: list[str] = []
     for override in asked:
         key = str(override.key_or_group)
         if key not in PARTS:

@@ -90,7 +90,7 @@ def plain(raw: DictConfig) -> Composed:
     chosen = OmegaConf.to_container(raw.hydra.runtime.choices)
     assert isinstance(chosen, dict)
     choices = {group: str(chosen[group]) for group in GROUPS if group in chosen}
-    config = OmegaConf.masked_copy(raw, [key for key in raw if key != "hydra"])
+    config = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:

@@ -19,8 +19,10 @@ from specdec.errors import UserError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 CERTIFIED = frozenset(
-    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gpt2 gpt_neox phi3 olmo2 opt gpt_bigcode "
-    "starcoder2".split()
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2"),
+        *("gpt_neox", "phi3", "olmo2", "opt", "gpt_bigcode", "starcoder2"),
+    }
 )
 """Families whose tree attention is tested against transformers' own forward."""
 
@@ -248,7 +250,9 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"{path} is damaged or no safetensors file ({what}); copy or download it again")
+    return UserError(
+        f"{path} is damaged or no safetensors file ({what}); copy or download it again"
+    )
 
 
 def _num_bytes(tensor: dict[str, Any]) -> int:

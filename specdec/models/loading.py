@@ -221,9 +221,7 @@ def _info(model: ModelInfo | str | Path) -> ModelInfo:
 
 def _config(info: ModelInfo) -> AutoConfig:
     try:
-        return AutoConfig.from_pretrained(
-            info.path, trust_remote_code=False, local_files_only=True
-        )
+        return AutoConfig.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # configs validate themselves in many ways
         raise UserError(
             f"{info.path / 'config.json'} is not accepted by transformers ({error}); correct it"

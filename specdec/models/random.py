@@ -1,4 +1,4 @@
-"""Tiny models with random weights, of any family: for tests, and to try a machine without weights."""
+"""Small models with random weights, of any family: for tests, and where there are no weights."""
 
 from __future__ import annotations
 

@@ -18,11 +18,14 @@ from specdec.attention import Attention, AttentionStep, StepCache, attending
 from specdec.cache import CacheSpec, Rows, TreeCache
 from specdec.errors import UserError
 from specdec.metrics.meter import Meter
+from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, own_instance
 from specdec.types import IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 """``logits_rows`` of a pass that wants none, such as prefill."""
+
+_SAMPLE = 8  # tokens that an untested family is compared on
 
 _HARMLESS = frozenset(
     {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
@@ -86,7 +89,9 @@ class ModelRunner:
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
         if not 0 <= first_layer < last_layer <= total:
-            raise ValueError(f"no layers {first_layer} .. {last_layer} in a model of {total} layers")
+            raise ValueError(
+                f"no layers {first_layer} .. {last_layer} in a model of {total} layers"
+            )
         for layer in capture_layers:
             if not first_layer <= layer < last_layer:
                 raise ValueError(
@@ -116,6 +121,9 @@ class ModelRunner:
         embedding = model.get_input_embeddings()
         self._embedding_dim: int = embedding.embedding_dim
         self.spec = self._probe(config.model_type)
+        whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
+        if whole and config.model_type not in CERTIFIED:
+            self._compare(model)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for one request, with room for ``capacity`` tokens and nodes at first."""
@@ -184,12 +192,22 @@ class ModelRunner:
         probe = _Probe(model_type=model_type, first_layer=self.first_layer)
         probe.hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
         zero = np.zeros(1, np.int64)
-        with torch.inference_mode(), attending(probe):
-            self._model.base_model(**self._inputs(zero, zero, probe.cache))
-        if sorted(probe.shapes) != list(range(self.num_layers)) or len({*probe.shapes.values()}) > 1:
+        try:
+            with torch.inference_mode(), attending(probe):
+                self._model.base_model(**self._inputs(zero, zero, probe.cache))
+        except (AttributeError, TypeError, KeyError, IndexError) as error:  # other kinds of caches
+            raise UserError(
+                f"model type {model_type!r} cannot be used: it asks its cache for what a cache of "
+                f"keys and values does not have ({error}); use a plain decoder-only family such as "
+                "llama, qwen3 or gpt2"
+            ) from error
+        if (
+            sorted(probe.shapes) != list(range(self.num_layers))
+            or len({*probe.shapes.values()}) > 1
+        ):
             raise UserError(
                 f"model type {model_type!r} cannot be used: its layers do not all attend through "
-                f"transformers' attention interface with one shape of keys and values (layers seen: "
+                "transformers' attention interface with keys and values of one shape (seen: "
                 f"{probe.shapes}); use a plain decoder-only family such as llama, qwen3 or gpt2"
             )
         num_kv_heads, head_dim = probe.shapes[0]
@@ -200,6 +218,34 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
+
+    def _compare(self, model: PreTrainedModel) -> None:
+        """Refuses an untested family unless it decodes a few tokens as transformers does."""
+        tokens = np.arange(_SAMPLE) % self.vocab_size
+        half = _SAMPLE // 2
+        cache = self.new_cache(_SAMPLE)
+        meter, self._meter = self._meter, Meter()
+        prefix = self.forward([cache.rows(prefix_tokens=tokens[:half])]).logits
+        nodes = np.arange(_SAMPLE - half)
+        rows = cache.rows(
+            node_ids=nodes,
+            node_tokens=tokens[half:],
+            parent_ids=nodes - 1,
+            node_positions=half + nodes,
+        )
+        chain = self.forward([rows]).logits
+        self._meter = meter
+        assert prefix is not None and chain is not None  # noqa: PT018 - for the type checker
+        with torch.inference_mode():
+            expected = model(torch.from_numpy(tokens).to(self.device)[None]).logits[0]
+        error = (torch.cat([prefix, chain]) - expected).abs().max().item()
+        bound = max(torch.finfo(self.dtype).eps, 1e-7) ** 0.5 * expected.abs().max().item()
+        if not error <= bound:
+            raise UserError(
+                f"model type {model.config.model_type!r} cannot be used: its logits under tree "
+                f"attention differ by {error:.2g} from transformers' own; use one of "
+                f"{', '.join(sorted(CERTIFIED))}"
+            )
 
 
 class _Probe:

@@ -7,12 +7,10 @@ nobody adds hooks or swaps modules later.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-
 from transformers import PreTrainedModel
 
 _SAMPLE_SCALES = (1.0, 1e-3, 30.0)
@@ -32,18 +30,20 @@ def shorten(model: PreTrainedModel) -> None:
             module.__class__ = _direct(type(module))
 
 
-@cache
+_DIRECT: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _direct(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass whose call is its forward, without nn.Module's search for hooks."""
-    if kind.__call__ is not nn.Module.__call__:
-        return kind
-    return type(kind.__name__, (kind,), {"__call__": kind.forward, "__module__": kind.__module__})
+    if kind not in _DIRECT:
+        body = {"__call__": kind.forward, "__module__": kind.__module__}
+        own_call = kind.__call__ is not nn.Module.__call__
+        _DIRECT[kind] = kind if own_call else type(kind.__name__, (kind,), body)
+    return _DIRECT[kind]
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    )
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 class _FusedNorm(nn.Module):

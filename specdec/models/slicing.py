@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.attention import _STEP, IMPLEMENTATION
+from specdec.attention import IMPLEMENTATION, current_step
 from specdec.errors import UserError
 from specdec.models.shortcuts import shorten
 
@@ -35,8 +35,7 @@ class _NoEmbedding(nn.Module):
 
     def __init__(self, like: nn.Embedding) -> None:
         super().__init__()
-        zero = torch.zeros(1, 1, 1, dtype=like.weight.dtype)
-        self.register_buffer("zero", zero, persistent=False)
+        self.zero = torch.zeros(1, 1, 1, dtype=like.weight.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.zero
@@ -100,14 +99,14 @@ class _Capture:
     def __init__(self, index: int) -> None:
         self.index = index
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        _STEP.get().captured[self.index] = hidden
+        current_step().captured[self.index] = hidden
 
 
-def _put_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook that replaces what the embeddings made by the step's hidden states."""
-    hidden = _STEP.get().hidden
+    hidden = current_step().hidden
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}

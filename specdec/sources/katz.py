@@ -279,7 +279,7 @@ class KatzModel:
             return _best(np.broadcast_to(np.arange(self.vocab_size), dense.shape), dense, k)
         tokens, scores = self._heavy_lists(ids)
         if self.order > 1:
-            tokens, scores = self._with_light(ids, tokens, scores)
+            tokens, scores = self._with_light(ids, tokens, scores, k)
         return _best(tokens, scores, k)
 
     def _windows(self, contexts: Sequence[IntArray] | IntArray) -> IntArray:
@@ -333,6 +333,8 @@ class KatzModel:
         self._alpha = np.concatenate([*(level.alphas for level in self._levels), [1.0]])
         self._heavy = self._count > _LIGHT
         self._heavy[0] = True  # the empty context: every chain of back-offs ends in a list
+        self._light_count = np.where(self._heavy, 0, self._count)
+        self._light_alpha = np.where(self._heavy, 1.0, self._alpha)
         pad = np.zeros(_LIGHT, np.int64)  # so that the window of the last context stays inside
         self._gram_tokens = np.concatenate([*(level.tokens for level in self._levels), pad])
         self._gram_probs = np.concatenate([*(level.probs for level in self._levels), pad])
@@ -385,34 +387,33 @@ class KatzModel:
         self._num_lists += 1
 
     def _with_light(
-        self, ids: IntArray, tokens: IntArray, probs: FloatArray
+        self, ids: IntArray, tokens: IntArray, probs: FloatArray, k: int
     ) -> tuple[IntArray, FloatArray]:
         """Merges the light contexts' own continuations with the list they back off to.
 
-        Exact for the first T - _LIGHT: at most _LIGHT tokens of a list are taken out of it, because
-        the light contexts' continuations are all among those of the shortest of them.
+        Exact for the first ``k``: of a list only those tokens are taken out that follow a light
+        context, and these are all among the continuations of the shortest one, at most ``width``.
         """
-        num = ids.shape[1]
         contexts = ids[:0:-1]  # longest first
-        light = ~self._heavy[contexts]
-        scale = np.cumprod(np.where(light, self._alpha[contexts], 1.0), axis=0)
-        window = np.arange(_LIGHT)
-        at = self._begin[contexts][..., None] + window
-        own = window < np.where(light, self._count[contexts], 0)[..., None]  # [L, W, _LIGHT]
-        own_tokens = np.where(own, self._gram_tokens[at], NO_TOKEN)
-        own_probs = np.where(own, self._gram_probs[at], 0.0)
+        counts = self._light_count.take(contexts)
+        scale = self._light_alpha.take(contexts).cumprod(axis=0)
+        width = int(counts.max())
+        tokens, probs = tokens[:, : k + width], probs[:, : k + width] * scale[-1][:, None]
+        if not width:
+            return tokens, probs
+        window = np.arange(width)
+        at = self._begin.take(contexts)[..., None] + window
+        own = window < counts[..., None]  # [L, W, width]
+        own_tokens = np.where(own, self._gram_tokens.take(at), NO_TOKEN)
+        own_probs = np.where(own, self._gram_probs.take(at), 0.0)
         own_probs[1:] *= scale[:-1, :, None]
         for upper in range(len(contexts) - 1):  # a token counts where its context is longest
             taken = own_tokens[upper + 1 :, :, :, None] == own_tokens[upper, None, :, None, :]
             own_probs[upper + 1 :][taken.any(-1)] = 0.0
-        own_tokens = own_tokens.transpose(1, 0, 2).reshape(num, -1)
-        own_probs = own_probs.transpose(1, 0, 2).reshape(num, -1)
-        listed = (tokens[:, :, None] == own_tokens[:, None, :]).any(-1)
-        back_off = np.where(listed, 0.0, probs * scale[-1][:, None])
-        return (
-            np.concatenate([own_tokens, tokens], axis=1),
-            np.concatenate([own_probs, back_off], axis=1),
-        )
+        parts_tokens, parts_probs = [*own_tokens, tokens], [*own_probs, probs]
+        for part in own_tokens:
+            probs[(tokens[:, :, None] == part[:, None, :]).any(-1)] = 0.0
+        return np.concatenate(parts_tokens, axis=1), np.concatenate(parts_probs, axis=1)
 
 
 def _best(tokens: IntArray, probs: FloatArray, k: int) -> tuple[IntArray, FloatArray]:
@@ -422,6 +423,6 @@ def _best(tokens: IntArray, probs: FloatArray, k: int) -> tuple[IntArray, FloatA
         part.sort(axis=1)  # ties in token order
         tokens, probs = np.take_along_axis(tokens, part, 1), np.take_along_axis(probs, part, 1)
     order = np.argsort(-probs, axis=1, kind="stable")[:, :k]
+    order += np.arange(0, probs.size, probs.shape[1])[:, None]
     with np.errstate(divide="ignore"):
-        logprobs = np.log(np.take_along_axis(probs, order, 1))
-    return np.take_along_axis(tokens, order, 1), logprobs
+        return tokens.ravel().take(order), np.log(probs.ravel().take(order))

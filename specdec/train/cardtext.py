@@ -154,7 +154,8 @@ def write_card(
     """
     draft = records["draft"]
     distilled = (
-        f"Before distillation the draft saw {draft['text_tokens'] / 1e6:.1f} M tokens of text in "
+        f"Before distillation the draft saw {draft['text_tokens'] / 1e6:.1f} M tokens of text and of "
+        f"the target's samples in "
         f"{draft['text_minutes']:.0f} minutes. The target's own samples hold "
         f"{draft['sampled_tokens'] / 1e6:.2f} M tokens, prompts included."
         if "text_tokens" in draft

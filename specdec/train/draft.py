@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from specdec.train.distill import DistillationLoss, sample_documents
 from specdec.train.lm import Pretraining, Report
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.train.parallel import rank_and_size, spawned, wait_for_all
 from specdec.train.recipes import make_plan, need, pick_device, record_run, set_up
 from specdec.train.samples import Sampling, docstring_end, function_prompts
 from specdec.train.streams import Mixture, load_streams, save_streams
@@ -36,8 +37,10 @@ def sample_target(
 ) -> np.ndarray:
     """The target's own continuations of training functions' headers and docstrings, uint16 ids.
 
+    Each process of a group samples its share of the prompts; all return all samples.
+
     Args:
-        work: folder in which the result is kept; a second call reads it back.
+        work: folder in which the result is kept, a file per process; a second call reads it back.
         target: sampled on the CPU.
         tokenizer: the family's, to find docstrings' ends.
         streams: training streams; prompts come from "function" and "gsm8k".
@@ -45,9 +48,10 @@ def sample_target(
         seed: of prompts and draws.
         report: progress.
     """
-    path = work / "samples.npz"
-    if path.exists():
-        return load_streams(path)["samples"]
+    rank, size = rank_and_size()
+    paths = [work / f"samples-{part}.npz" for part in range(size)]
+    if all(path.exists() for path in paths):
+        return np.concatenate([load_streams(path)["samples"] for path in paths])
     rule = docstring_end(triple_quote_ids(tokenizer))
     prompts = function_prompts(streams["function"], rule, sampling["prompts"], seed)
     answer = tokenizer.encode("\nAnswer:").ids
@@ -57,16 +61,17 @@ def sample_target(
         )
     samples = sample_documents(
         target,
-        prompts,
+        prompts[rank::size],
         [Sampling(**one) for one in sampling["rules"]],
         new_tokens=sampling["new_tokens"],
         batch=sampling["batch"],
-        seed=seed,
+        seed=seed + rank,
         minutes=sampling["minutes"],
         report=report,
     )
-    save_streams({"samples": samples}, path)
-    return samples
+    save_streams({"samples": samples}, paths[rank])
+    wait_for_all()
+    return np.concatenate([load_streams(path)["samples"] for path in paths])
 
 
 def _ends_with(ids: list[int]) -> Callable[[np.ndarray], int]:
@@ -95,28 +100,21 @@ def train_draft(
     precision: str,
     compiled: bool,
     num_threads: int,
+    num_processes: int,
     device: str,
     report: Report,
 ) -> None:
-    """Trains the draft: on text, then to the target's distribution on text and on its samples.
+    """Trains the draft: on text and the target's samples, then to the target's distribution.
 
     Arguments: conf/train/draft.yaml. Needs output_dir/target; writes output_dir/draft.
     """
+    if spawned(train_draft, locals(), num_processes):
+        return
     work, out = Path(work_dir), Path(output_dir)
     dtype, place = set_up(num_threads, precision), pick_device(device)
     streams = load_streams(need(work / "tokens.npz", "tokenizer"))
     folder = need(out / "target" / "model.safetensors", "target").parent
     target = load_hf(folder, dtype=dtype, compiled=compiled).to(place)
-    schedule = make_plan(text_plan)
-    sizes = ModelShape(num_layers=schedule.phases[0].layers, **shape)
-    generator = torch.Generator().manual_seed(seed)
-    model = LanguageModel(sizes, generator=generator, dtype=dtype, compiled=compiled).to(place)
-    held_out = streams["held_out"]
-    mixture = Mixture(streams, text_weights, seed)
-    text = Pretraining(
-        model, mixture, schedule, work / "draft_text", held_out=held_out, report=report
-    )
-    model = text.run()
     streams["samples"] = sample_target(
         work=work,
         target=target,
@@ -126,18 +124,21 @@ def train_draft(
         seed=seed,
         report=report,
     )
-    loss = DistillationLoss(target, text_weight=text_weight, compiled=compiled)
+    schedule, held_out = make_plan(text_plan), streams["held_out"]
+    sizes = ModelShape(num_layers=schedule.phases[0].layers, **shape)
+    generator = torch.Generator().manual_seed(seed)
+    model = LanguageModel(sizes, generator=generator, dtype=dtype, compiled=compiled).to(place)
+    mixture = Mixture(streams, text_weights, seed)
+    kept = {"held_out": held_out, "report": report}
+    text = Pretraining(model, mixture, schedule, work / "draft_text", **kept)
     mixture = Mixture(streams, distill_weights, seed + 1)
-    run = Pretraining(
-        model,
-        mixture,
-        make_plan(distill_plan),
-        work / "draft",
-        loss=loss,
-        held_out=held_out,
-        report=report,
-    )
-    save_hf(run.run(), out / "draft")
+    loss = DistillationLoss(target, text_weight=text_weight, compiled=compiled)
+    distill = make_plan(distill_plan)
+    run = Pretraining(text.run(), mixture, distill, work / "draft", loss=loss, **kept)
+    trained = run.run()
+    if rank_and_size()[0] != 0:
+        return
+    save_hf(trained, out / "draft")
     extra = {
         "text_tokens": text.state.tokens,
         "text_minutes": round(text.state.seconds / 60, 1),

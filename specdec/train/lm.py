@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.train.model import LanguageModel, ModelShape, grow
+from specdec.train.parallel import agreed, average_gradients, rank_and_size
 from specdec.train.streams import Mixture
 
 Report = Callable[[float, str], None]
@@ -155,8 +156,9 @@ class RunState:
 class Pretraining:
     """One resumable run. Call `run`; then `model` holds the result.
 
-    The step function may be replaced (distillation does): it takes the model and a batch and
-    returns the loss to minimise.
+    The loss may be replaced (distillation does): it takes the model, inputs and targets. In a
+    process group each process takes its share of every batch's rows, so batches are multiples of
+    the number of processes; all processes hold the same weights at all times.
     """
 
     def __init__(
@@ -211,7 +213,10 @@ class Pretraining:
             optimizer.load_state_dict(state)
 
     def save(self) -> None:
-        """Writes the checkpoint and the loss curve, each by renaming a complete file."""
+        """Process 0 writes the checkpoint and the loss curve."""
+        self._saved_at = time.monotonic()
+        if rank_and_size()[0] != 0:
+            return
         payload = {
             "model": self.model.state_dict(),
             "shape": asdict(self.model.shape),
@@ -222,7 +227,6 @@ class Pretraining:
         torch.save(payload, self.folder / "checkpoint.tmp")
         os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
         (self.folder / "curve.json").write_text(json.dumps(self.state.curve, indent=0) + "\n")
-        self._saved_at = time.monotonic()
 
     def _grow_to(self, layers: int) -> None:
         device = self.device
@@ -233,14 +237,17 @@ class Pretraining:
     def _progress(self) -> float:
         if self.plan.budget_minutes is None:
             return self.state.step / self.plan.max_steps
-        self.state.seconds = time.monotonic() - self._began
+        self.state.seconds = agreed(time.monotonic() - self._began)
         return self.state.seconds / (60.0 * self.plan.budget_minutes)
 
     def step(self, phase: Phase, rate: float) -> Tensor:
-        """One optimizer step; returns the detached loss."""
+        """One optimizer step; returns the detached loss of this process's rows."""
         inputs, targets = self.mixture.batch(phase.batch, phase.length)
-        loss = self.loss(self.model, inputs.to(self.device), targets.to(self.device))
+        rank, size = rank_and_size()
+        mine_in, mine_out = inputs[rank::size].to(self.device), targets[rank::size].to(self.device)
+        loss = self.loss(self.model, mine_in, mine_out)
         loss.backward()  # type: ignore[no-untyped-call]
+        average_gradients(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -276,6 +283,8 @@ class Pretraining:
             raise FloatingPointError(f"loss is {loss} at step {self.state.step}")
         state = self.state
         assert state.curve is not None
+        if rank_and_size()[0] != 0:
+            return
         row = {"step": state.step, "tokens": state.tokens, "minutes": state.seconds / 60}
         row |= {"layers": self.model.shape.num_layers, "loss": loss}
         rows = len(state.curve) + 1

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from specdec.train.corpus import Corpus, build_corpus
 from specdec.train.lm import Phase, Pretraining, Report, RunPlan, held_out_loss
 from specdec.train.model import LanguageModel, ModelShape, save_hf
+from specdec.train.parallel import rank_and_size, spawned
 from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams, stream_of
 from specdec.train.tokenizer import save_tokenizer, tokenizer_texts, train_tokenizer
 
@@ -41,7 +42,10 @@ def need(path: Path, recipe: str) -> Path:
 
 
 def pick_device(name: str) -> torch.device:
-    """A device by name; "auto" is a GPU where accelerate finds one, else the CPU."""
+    """A device by name; "auto" is a GPU where there is one (one each in a group), else the CPU."""
+    rank, size = rank_and_size()
+    if name == "auto" and size > 1:
+        return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if name != "auto":
         return torch.device(name)
     return Accelerator().device
@@ -169,6 +173,7 @@ def train_target(
     precision: str,
     compiled: bool,
     num_threads: int,
+    num_processes: int,
     device: str,
     report: Report,
 ) -> None:
@@ -176,6 +181,8 @@ def train_target(
 
     Arguments: conf/train/target.yaml. Writes output_dir/target and work_dir/target.
     """
+    if spawned(train_target, locals(), num_processes):
+        return
     work, out = Path(work_dir), Path(output_dir)
     dtype = set_up(num_threads, precision)
     streams = load_streams(need(work / "tokens.npz", "tokenizer"))
@@ -192,5 +199,8 @@ def train_target(
         report=report,
         compiled=compiled,
     )
-    save_hf(run.run(), out / "target")
+    trained = run.run()
+    if rank_and_size()[0] != 0:
+        return
+    save_hf(trained, out / "target")
     record_run(run, out / "target" / "training.json", streams["held_out"])

@@ -42,7 +42,7 @@ def _verdict(answered: RootAnswered) -> Verdict:
     while (child := next_of.get(slot, NO_NODE)) != NO_NODE and rows[child] >= 0:
         path.append(child)
         slot = child
-    num_rejected = np.count_nonzero(parents == slot) - (child != NO_NODE)
+    num_rejected = int(np.count_nonzero(parents == slot)) - (child != NO_NODE)
     return Verdict(
         request=answered.request.id,
         accepted_ids=tree.ids[np.array(path, np.int64)],

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from specdec.cli.tree import options
 from specdec.errors import UserError
 from specdec.types import Lossless
-from tests.matrix.cells import PROMPTS, Cell, cells, config, plain, run
+from tests.matrix.cells import PROMPTS, Cell, cells, config, executors, plain, run
 
 PAIRS = [(source, policy) for source in options("source") for policy in options("policy")]
 
 
 SYNTHETIC = ("synthetic",)  # needs model=synthetic
-NO_DISTRIBUTION = ("prompt_lookup", "random", "mixture")  # no exact draft distribution
+NO_DISTRIBUTION = ("prompt_lookup", "mixture")  # no exact draft distribution
 VALUE_DEPENDENT = ("best_first", "fixed_width", "pipedec", "specpipe", "staged_tree")
 
 
 def must_refuse(cell: Cell) -> bool:
     """Combinations that would be wrong: a biased rejection test."""
     biased = cell.policy in VALUE_DEPENDENT and cell.policy != "staged_tree"
-    return cell.source in SYNTHETIC or (
-        cell.verifier == "rejection" and (biased or cell.source == "random")
-    )
+    return cell.source in SYNTHETIC or (cell.verifier == "rejection" and biased)
 
 
 def may_refuse(cell: Cell) -> bool:
@@ -69,10 +69,10 @@ def test_fast_half(source: str, policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "policy"), PAIRS)
 def test_every_cell(source: str, policy: str) -> None:
-    results = [check(cell) for cell in cells(source, policy)]
-    assert len(results) == (
-        len(options("verifier")) * len(options("executor")) * len(options("sampling"))
-    )
+    results = Counter(check(cell) for cell in cells(source, policy))
+    exact = len(executors()) * len(options("sampling"))
+    assert results.total() >= 2 * exact, "no cell may be skipped silently"
+    assert results["ran"] >= exact or source in SYNTHETIC or policy == "staged_tree"
 
 
 def test_the_matrix_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

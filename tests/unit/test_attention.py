@@ -45,8 +45,9 @@ def test_two_level_needs_the_merge():
     """The control: weighing both parts equally is far off."""
     query, stored, mask, expected = _problem(torch.float64)
     prefix, tree = (tuple(t[:, :, part] for t in stored) for part in (slice(14), slice(14, None)))
-    halves = capped_attention(query, prefix, None, None, None), capped_attention(
-        query, tree, mask[:, 14:], None, None
+    halves = (
+        capped_attention(query, prefix, None, None, None),
+        capped_attention(query, tree, mask[:, 14:], None, None),
     )
     assert ((halves[0] + halves[1]) / 2 - expected).abs().max() > 1e-2
 

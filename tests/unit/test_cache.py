@@ -241,17 +241,23 @@ def test_ids_far_apart_and_out_of_order(runner):
 
 def test_misuse_is_an_assertion(runner):
     """Orphans off the prefix's end, nodes entered twice, and prefix tokens under a tree."""
-    one = np.array([1])
-    cache = runner.new_cache(4)
-    with pytest.raises(AssertionError, match="do not continue"):
-        cache.rows(node_ids=one, node_tokens=one, parent_ids=one - 1, node_positions=one)
+    cache, one, two = runner.new_cache(8), np.array([1]), np.array([1, 2])
+    for ids in (one, two):
+        with pytest.raises(AssertionError, match="not continue"):
+            cache.rows(node_ids=ids, node_tokens=ids, parent_ids=ids - 1, node_positions=ids)
+        cache = runner.new_cache(8)
     with pytest.raises(AssertionError, match="before their parents"):
-        cache = runner.new_cache(4)
-        cache.rows(node_ids=one, node_tokens=one, parent_ids=one, node_positions=one)
-    cache = runner.new_cache(4)
+        cache.rows(
+            node_ids=two, node_tokens=two, parent_ids=np.array([2, -1]), node_positions=1 - two + 1
+        )
+    cache = runner.new_cache(8)
+    for ids in (one, two):
+        roots = {"parent_ids": np.full(len(ids), -1), "node_positions": np.zeros(len(ids), int)}
+        cache.rows(node_ids=ids, node_tokens=ids, **roots)
+        with pytest.raises(AssertionError, match="entries already"):
+            cache.rows(node_ids=ids, node_tokens=ids, **roots)
+        cache.truncate(0)
     cache.rows(node_ids=one, node_tokens=one, parent_ids=-one, node_positions=one - 1)
-    with pytest.raises(AssertionError, match="entries already"):
-        cache.rows(node_ids=one, node_tokens=one, parent_ids=-one, node_positions=one - 1)
     with pytest.raises(AssertionError, match="committed tokens are missing"):
         cache.rows(prefix_tokens=one)
     with pytest.raises(ValueError, match="capacity 0"):
@@ -274,4 +280,5 @@ def _commit(*, retired, kept, prefix_len, kind=CommitKind.HIT):
 
 def test_empty_defaults():
     """The shared empty array stays empty: it is a default argument."""
-    assert EMPTY.shape == (0,) and EMPTY.dtype == np.int64
+    assert EMPTY.shape == (0,)
+    assert EMPTY.dtype == np.int64

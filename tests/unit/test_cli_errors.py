@@ -27,7 +27,7 @@ CONFIG = {
     "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 1024,
 }
 
 

@@ -7,6 +7,8 @@ the differences that are left come from the order of sums.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -38,9 +40,7 @@ LAYERS = 3
 RUNS = [((0, 3), "dense"), ((0, 3), "two_level"), ((0, 1, 3), "dense"), ((0, 1, 2, 3), "dense")]
 
 
-def _attention64(
-    module, query, key, value, attention_mask, scaling=None, softcap=None, **unused
-):
+def _attention64(module, query, key, value, attention_mask, scaling=None, softcap=None, **unused):
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
@@ -97,7 +97,7 @@ def test_nodes_equal_fresh_forward(family, options):
                 last_layer=last,
                 attention=attention,
             )
-            for first, last in zip(cuts, cuts[1:], strict=False)
+            for first, last in pairwise(cuts)
         ]
         caches = [stage.new_cache(4) for stage in stages]
         logits = []

@@ -130,6 +130,16 @@ def test_a_row_does_not_depend_on_its_batch(vocab, dtype, given):
         np.testing.assert_array_equal(score[0], scores[i])
 
 
+@pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
+def test_no_rows_give_no_tokens(given):
+    """All rows of a request may have been pruned on their way."""
+    transform, logits = SamplingTransform(SamplingParams(**given)), torch.zeros(0, 1000)
+    assert transform.sample(logits, np.zeros(0)).shape == (0,)
+    assert transform.probs(logits).shape == (0, 1000)
+    assert transform.top(logits, 3)[0].shape == (0, 3)
+    assert sample_candidates(np.zeros((0, 9)), 3, np.zeros((0, 3)))[0].shape == (0, 3)
+
+
 def test_greedy_takes_the_lowest_of_tied_tokens():
     logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0], [0.0, 1.0, 3.0]])
     transform = SamplingTransform(SamplingParams())

@@ -333,6 +333,16 @@ def test_staged_stops_where_the_cheap_source_is_silent() -> None:
     assert len(cheap.calls) == 3
 
 
+def test_staged_goes_on_from_the_ends_of_surviving_guesses() -> None:
+    """Guesses are unexpanded; those with a child are no leaves for all that."""
+    state = new_state(new_request(1, ROOT))
+    source = TableSource(cheap=TableSource())
+    policy = StagedTree(inner=Chain(gamma=2), extend_leaves=3, extend_depth=2)
+    policy.select(state, source)
+    chosen = chosen_contexts(policy.select(state, source), state)
+    assert chosen == [ROOT, *greedy_chain(ROOT, 6)]
+
+
 def test_staged_keeps_the_distribution_that_cheap_guesses_were_sampled_from() -> None:
     """A rejection verifier needs it under the node that the guess hangs from."""
 
