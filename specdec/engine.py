@@ -52,7 +52,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     """
     _set_threads(cfg)
     progress.phase("loading models", None)
-    pair, prompts, cut = _prepare(cfg)
+    pair, prompts, cut = prepare(cfg)
     runner = build_runner(cfg, pair, stop_rules(cfg, pair))
     path = output_dir / "requests.jsonl"
     records = [r for r in read_requests(path) if r.totals is not None] if path.is_file() else []
@@ -101,7 +101,7 @@ def compare_jobs(
     base = cfgs[0]
     _set_threads(base)
     progress.phase("loading models", None)
-    pair, prompts, cut = _prepare(base)
+    pair, prompts, cut = prepare(base)
     runners = [build_runner(cfg, pair, stop_rules(cfg, pair)) for cfg in cfgs]
     runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {r.name: [] for r in runners}
     try:
@@ -174,7 +174,7 @@ def _no_totals(like: RunTotals) -> RunTotals:
     )
 
 
-def _prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
+def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     """Pair, tokenised prompts that fit its positions, and how many of them were cut."""
     pair = build_pair(cfg["model"])
     data = cfg["data"]

@@ -210,6 +210,15 @@ class ModelRunner:
                 "transformers' attention interface with keys and values of one shape (seen: "
                 f"{probe.shapes}); use a plain decoder-only family such as llama, qwen3 or gpt2"
             )
+        config = self._model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.num_layers
+        windowed = {i for i, kind in enumerate(kinds) if kind == "sliding_attention"}
+        if {*kinds} - {"full_attention", "sliding_attention"} or not windowed <= probe.windowed:
+            raise UserError(
+                f"model type {model_type!r} cannot be used: its layers are {sorted({*kinds})}, and "
+                f"{len(probe.windowed)} of {self.num_layers} said that they slide; use a family "
+                "with full and sliding attention only, such as llama, qwen3 or gemma3_text"
+            )
         num_kv_heads, head_dim = probe.shapes[0]
         return CacheSpec(
             num_layers=self.num_layers,
@@ -256,6 +265,7 @@ class _Probe:
         self.captured: dict[int, torch.Tensor] = {}
         self.hidden: torch.Tensor | None = None
         self.shapes: dict[int, tuple[int, int]] = {}
+        self.windowed: set[int] = set()
         self._model_type = model_type
 
     def attend(
@@ -277,4 +287,6 @@ class _Probe:
                 "use a plain decoder-only family such as llama, qwen3 or gpt2"
             )
         self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
+        if window is not None:
+            self.windowed.add(self.cache.layer)
         return torch.zeros_like(query).transpose(1, 2)

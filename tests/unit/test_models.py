@@ -345,7 +345,8 @@ def _small(family, **options):
     [
         ("bert", "differ by"),  # sees both sides
         ("diffllama", "differ by"),  # subtracts two attentions
-        ("bloom", "asks its cache"),  # biases made from a mask
+        ("falcon", "asks its cache"),  # attention of its own
+        ("llama4_text", "chunked_attention"),
         ("big_bird", "do not all attend"),  # blocks of its own
     ],
 )
@@ -356,9 +357,9 @@ def test_unsuited_families_are_refused(family, message):
 
 
 def test_suited_family_is_accepted():
-    """GPT-J is not on the list, but works, and the comparison is not metered."""
+    """StableLM is not on the list, but works, and the comparison is not metered."""
     meter = Meter()
-    ModelRunner(model=_small("gptj", rotary_dim=4), name="target", meter=meter)
+    ModelRunner(model=_small("stablelm", intermediate_size=64), name="target", meter=meter)
     assert not meter.calls
 
 

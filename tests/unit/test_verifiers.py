@@ -88,7 +88,7 @@ def test_every_verifier_keeps_the_protocol_and_states_its_promise():
 
 def test_match_equals_a_walk_by_hand():
     lengths = set()
-    for _, state, request, slots, answers in cases(300):
+    for _, state, request, slots, answers in cases(150):
         tree = request.tree
         token_of = dict(zip(answers.node_ids.tolist(), answers.tokens.tolist(), strict=True))
         here, path = 0, []
@@ -115,7 +115,7 @@ def test_match_equals_a_walk_by_hand():
 def test_a_new_root_still_waits_for_its_answer(verifier):
     """A root that was answered before it became the root would never be answered again."""
     kinds = set()
-    for _, state, request, _, answers in cases(200):
+    for _, state, request, _, answers in cases(60):
         verdicts = verifier.verify(state, Output(step=0, answers=(answers,)))
         path = request.tree.slots(verdicts[0].accepted_ids)
         assert request.tree.answered[path].all()
