@@ -25,7 +25,7 @@ DEMO_DIR ?= $(if $(findstring dirty,$(REVISION)),outputs/demo/$(shell date +%Y%m
 DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_generate,hf_assisted
 
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
-CPU_WHEELS := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: help demo test test-fast lint types format install install-dev clean
 
@@ -83,7 +83,7 @@ $(VENV)/.python:
 $(VENV)/.torch: $(VENV)/.python constraints.txt
 	@echo "== install: torch $(TORCH_VERSION) (the largest download)"
 	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1; then \
-	  $(PIP) install --no-deps --retries 0 --timeout 20 --extra-index-url $(CPU_WHEELS) \
+	  $(PIP) install --no-deps --retries 0 --timeout 20 --extra-index-url $(TORCH_INDEX) \
 	    -c constraints.txt torch==$(TORCH_VERSION) 2>&1 | sed "/Retrying/d"; \
 	else \
 	  $(PIP) install --no-deps -c constraints.txt torch==$(TORCH_VERSION); \

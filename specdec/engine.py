@@ -164,6 +164,8 @@ def _as_run(parts: Sequence[tuple[RequestResult, RunTotals]]) -> Run:
 
 def _no_totals(like: RunTotals) -> RunTotals:
     """Zero counts with the flags of ``like``: totals of a batch are booked on its first request."""
+    optional = ("draft_total_s", "draft_hidden_s", "theoretical_s", "bytes_sent")
+    known = {name: 0 for name in optional if getattr(like, name) is not None}
     return RunTotals(
         latency=like.latency,
         level_per_step=like.level_per_step,
@@ -171,6 +173,8 @@ def _no_totals(like: RunTotals) -> RunTotals:
         measured=like.measured,
         target_bytes=like.target_bytes,
         draft_bytes=like.draft_bytes,
+        stage_busy_s=None if like.stage_busy_s is None else {},
+        **known,  # type: ignore[arg-type]
     )
 
 

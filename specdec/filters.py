@@ -136,22 +136,6 @@ def _by_row(flat: IntArray, chosen: Values, shape: tuple[int, ...]) -> tuple[Int
     return ids, padded
 
 
-def log_mass(logits: torch.Tensor, best: Values, temperature: float) -> FloatArray:
-    """float64[A, 1]: log of the sum of exp((logits - best) / temperature), in their precision."""
-    if logits.device.type != "cpu":
-        scaled = (logits - torch.from_numpy(best).to(logits.device)) / temperature
-        return scaled.exp().sum(dim=1, keepdim=True).log().double().cpu().numpy()
-    values = logits.numpy()
-    mass = np.empty_like(best)
-    step = max(1, CHUNK // values.shape[1])
-    for rows in (slice(i, i + step) for i in range(0, len(values), step)):
-        scaled_rows = values[rows] - best[rows]
-        if temperature != 1.0:
-            scaled_rows /= values.dtype.type(temperature)
-        mass[rows] = np.exp(scaled_rows, out=scaled_rows).sum(axis=1, keepdims=True)
-    return np.log(mass, dtype=np.float64)
-
-
 def filter_top_k(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float
 ) -> Distribution:

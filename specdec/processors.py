@@ -47,10 +47,11 @@ def repeated_ngrams(histories: Sequence[IntArray], size: int) -> tuple[IntArray,
     for row, history in zip(stacked, histories, strict=True):
         row[longest - len(history) :] = history
     starts = longest - size + 1
+    # A history shorter than n - 1 matches nothing: padding with all of it is followed by no token.
     match = stacked[:, size - 1 :] != _PAD
     for offset in range(size - 1):
         last = stacked[:, longest - size + 1 + offset, None]  # the history's own n - 1 last tokens
-        match &= (stacked[:, offset : offset + starts] == last) & (last != _PAD)
+        match &= stacked[:, offset : offset + starts] == last
     rows, at = np.nonzero(match)
     return rows, stacked[rows, at + size - 1]
 

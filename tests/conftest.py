@@ -50,6 +50,7 @@ class FakeEngine(types.ModuleType):
         runs: (config, folder) per ``run_job``.
         comparisons: (configs, folder, repeats) per ``compare_jobs``.
         failing: strategies whose run raises ``error``.
+        summary: what ``run_job`` returns.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,7 @@ class FakeEngine(types.ModuleType):
         self.comparisons: list[tuple[list[dict[str, Any]], Path, int]] = []
         self.failing: set[str] = set()
         self.error: Exception = RuntimeError("planted")
+        self.summary: dict[str, Any] = {}
 
     def run_job(self, config: dict[str, Any], output_dir: Path, progress: Any) -> dict[str, Any]:
         self.runs.append((config, output_dir))
@@ -66,7 +68,7 @@ class FakeEngine(types.ModuleType):
         progress.phase("decode", 1)
         progress.advance()
         (output_dir / "summary.json").write_text("{}", encoding="utf-8")
-        return {}
+        return self.summary
 
     def compare_jobs(
         self, configs: list[dict[str, Any]], output_dir: Path, repeats: int, progress: Any

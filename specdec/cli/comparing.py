@@ -15,6 +15,7 @@ from specdec.cli.checks import check_config
 from specdec.cli.composing import Composed, compose_config, parse
 from specdec.cli.folders import as_yaml, claim, default_folder, write_status
 from specdec.cli.jobs import Job, checked_job
+from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
 from specdec.cli.suggest import did_you_mean
 from specdec.cli.tree import PARTS, flatten, options
@@ -84,7 +85,7 @@ def main(words: Sequence[str]) -> int:
         print(as_yaml(comparison.config), end="")
         return 0
     asked = comparison.output_dir
-    execute(comparison, Path(asked) if asked else default_folder("compare", "rows"))
+    execute(comparison, Path(asked) if asked else default_folder("compare"))
     return 0
 
 
@@ -106,11 +107,12 @@ def execute(comparison: Comparison, folder: Path) -> None:
 
         configs = [job.config for job in comparison.jobs]
         with reporting() as progress:
-            compare_jobs(configs, folder, comparison.repeats, progress)
+            found = compare_jobs(configs, folder, comparison.repeats, progress)
     except BaseException as error:
         write_status(folder, "failed", f"{type(error).__name__}: {error}")
         raise
     write_status(folder, "ok")
+    log_results(configs[0], found.get("rows", []), folder)
     print(f"results in {folder}")
 
 

@@ -23,10 +23,11 @@ _LONGEST_NAME = 120
 _MAX_SHOWN = 3
 
 
-def default_folder(command: str, name: str) -> Path:
+def default_folder(command: str, name: str = "") -> Path:
     """``outputs/<command>/<name>/<time>-<unique>``: two runs never share it."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("outputs") / command / safe_name(name) / f"{stamp}-{uuid4().hex[:6]}"
+    parent = Path("outputs") / command
+    return (parent / safe_name(name) if name else parent) / f"{stamp}-{uuid4().hex[:6]}"
 
 
 def safe_name(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.cli.checks import check_config, check_data, model_path, uses_draft_model
 from specdec.cli.composing import Composed, compose_config, parse
+from specdec.cli.loggers import check_logger
 from specdec.cli.profiles import load_profile
 from specdec.cli.tree import PARTS
 from specdec.errors import UserError
@@ -51,6 +52,7 @@ def checked_job(composed: Composed) -> Job:
     """
     values, choices = composed.values, dict(composed.choices)
     check_config(values, choices)
+    check_logger(values["logger"])
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
     if config["clock"]["kind"] == "simulated":

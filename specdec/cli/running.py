@@ -9,6 +9,7 @@ from typing import Any
 from specdec.cli.arguments import read_arguments
 from specdec.cli.folders import as_yaml, claim, default_folder, write_status
 from specdec.cli.jobs import Job, run_job_of
+from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
 from specdec.errors import UserError
 
@@ -81,5 +82,6 @@ def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
     if not (folder / RESULT_FILE).is_file():
         raise UserError(f"{folder}: the run ended without {RESULT_FILE}; start it again to resume")
     write_status(folder, "ok")
+    log_results(job.config, [summary], folder)
     print(f"results in {folder}")
     return summary

@@ -97,7 +97,7 @@ def _sweep_folder(overrides: Sequence[str]) -> Path:
     for override in reversed(parse(overrides)):
         if override.key_or_group == "output_dir":
             return Path(str(override.value()))
-    return default_folder("sweep", "run")
+    return default_folder("sweep")
 
 
 def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         **_pass_metrics(new_tokens, totals),
         **time_metrics(results, clock_s=totals.clock_s),
         **_acceptance_metrics(results, totals),
-        **_histograms(results),
+        **_histograms(results, level_per_step=totals.level_per_step),
         **_cost_metrics(totals),
         "relative_memory_traffic": relative_memory_traffic(new_tokens, totals),
         "loop_share": loop_share(result.output for result in results),
@@ -105,7 +105,8 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
     ``accepted_per_pass``: without it. Cut tokens are in neither. With one request at a time an
     answer is a target pass. Both None for one level per step, where an answer emits one token.
     ``acceptance_rate``: accepted / proposed draft tokens; ``acceptance_rate_verified``: accepted /
-    candidates that the target judged. One level per step, a hit is the acceptance.
+    candidates that the target judged. One level per step, a hit is the acceptance; a verifier's
+    ``num_verified`` leaves out the child that was hit there, so it is added.
     ``hit_rate``: answers whose token was in the tree; None where the whole tree is answered.
     """
     counters = [result.counters for result in results]
@@ -113,6 +114,7 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
     hits = sum(c.hits for c in counters)
     proposed = sum(c.proposed for c in counters)
     accepted = hits if totals.level_per_step else sum(c.accepted for c in counters)
+    verified = sum(c.verified for c in counters) + (hits if totals.level_per_step else 0)
     # A cut removes the token after the path first, then accepted tokens from the path's end.
     accepted_emitted = sum(c.accepted - max(0, c.cut_tokens - 1) for c in counters)
     emitted = sum(len(result.output) for result in results)
@@ -122,7 +124,7 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
         "acceptance_length": None if by_level else _ratio(emitted, answers),
         "accepted_per_pass": None if by_level else _ratio(accepted_emitted, answers),
         "acceptance_rate": _ratio(accepted, proposed),
-        "acceptance_rate_verified": _ratio(accepted, sum(c.verified for c in counters)),
+        "acceptance_rate_verified": _ratio(accepted, verified),
         "hit_rate": None if totals.whole_tree else _ratio(hits, answers),
         "accepted_tokens": accepted,
         "proposed_nodes": proposed,
@@ -134,7 +136,8 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
     }
 
 
-def _histograms(results: Sequence[RequestResult]) -> dict[str, Any]:
+def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> dict[str, Any]:
+    """Counts by depth (none where every answer is at depth 0), by position and by origin."""
     accepted: Counter[int] = Counter()
     judged: Counter[int] = Counter()
     paths: Counter[int] = Counter()
@@ -142,8 +145,9 @@ def _histograms(results: Sequence[RequestResult]) -> dict[str, Any]:
     drafted: Counter[int] = Counter()
     emitted: Counter[int] = Counter()
     for result in results:
-        accepted.update(result.counters.accepted_by_depth)
-        judged.update(result.counters.judged_by_depth)
+        if not level_per_step:
+            accepted.update(result.counters.accepted_by_depth)
+            judged.update(result.counters.judged_by_depth)
         paths.update(result.counters.path_lengths)
         origins.update(result.origins)
         for start in range(0, len(result.origins), POSITION_BUCKET):

@@ -98,7 +98,7 @@ def title_of(conditions: Mapping[str, Any]) -> str:
         parts.append(f"data={conditions['data']}" + (f" ({count} prompts)" if count else ""))
     for key in ("sampling", "max_new_tokens", "executor", "dtype"):
         if conditions.get(key) is not None:
-            parts.append(f"{key}={conditions[key]}")
+            parts.append(f"{key}={_inline(conditions[key])}")
     return ", ".join(parts)
 
 

@@ -13,12 +13,10 @@ import numpy as np
 
 from specdec.sampling import SamplingParams
 from specdec.tree import TokenTree
-from specdec.types import NO_NODE, Commit, CommitKind, FloatArray, IntArray
+from specdec.types import NO_NODE, Commit, CommitKind, IntArray
 
 if TYPE_CHECKING:
     from specdec.state import RequestState, StopRules
-
-_NO_LOGPROB: FloatArray = np.zeros(1)
 
 
 class ScratchRequest:
@@ -83,13 +81,24 @@ class ScratchRequest:
 
     def child(self, slot: int, token: int) -> int:
         """Slot of the child of a scratch node that carries ``token``, made where it is new."""
-        parent = int(self.tree.ids[slot])
-        known = self._children.get((parent, token))
-        if known is not None:
-            return int(np.searchsorted(self.tree.ids, known))
-        made = int(self.tree.append(np.array([slot]), np.array([token]), _NO_LOGPROB)[0])
-        self._children[parent, token] = int(self.tree.ids[made])
-        return made
+        return int(self.children(np.array([slot]), np.array([token]))[0])
+
+    def children(self, parents: IntArray, tokens: IntArray) -> IntArray:
+        """int64[W], slots of the children that carry ``tokens``, made where they are new.
+
+        Args:
+            parents: int64[W], slots.
+            tokens: int64[W]; no (parent, token) occurs twice.
+        """
+        tree, known = self.tree, self._children
+        keys = list(zip(tree.ids[parents].tolist(), tokens.tolist(), strict=True))
+        ids = np.array([known.get(key, NO_NODE) for key in keys], np.int64)
+        new = np.flatnonzero(ids == NO_NODE)
+        if len(new):
+            made = tree.append(parents[new], tokens[new], np.zeros(len(new)))
+            ids[new] = tree.ids[made]
+            known.update((keys[at], int(ids[at])) for at in new.tolist())
+        return np.searchsorted(tree.ids, ids)
 
     def commit(self, commit: Commit) -> Commit | None:
         """Follows a decision; the same in scratch ids, or None where it was seen before."""

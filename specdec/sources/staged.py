@@ -173,7 +173,7 @@ class StagedSource:
     ) -> list[tuple[ScratchRequest, IntArray]]:
         """The unknown nodes and the most probable guesses below them, sorted slots per request."""
         guesses = [_Guesses(request, slots, self._rows) for request, slots in unknown]
-        for depth in range(self._depth):
+        for _ in range(self._depth):
             growing = [g for g in guesses if len(g.frontier)]
             if not growing:
                 break
@@ -182,7 +182,7 @@ class StagedSource:
             start = 0
             for guess in growing:
                 stop = start + len(guess.frontier)
-                guess.grow(candidates, start, stop, last=depth == self._depth - 1)
+                guess.grow(candidates, start, stop)
                 start = stop
         return [(g.request, g.chosen()) for g in guesses]
 
@@ -216,7 +216,7 @@ class StagedSource:
 
 
 class _Guesses:
-    """Grows one request's guesses level by level and chooses the most probable of them.
+    """Grows one request's guesses level by level, keeping the most probable of them.
 
     Attributes:
         request: whose scratch tree.
@@ -229,36 +229,35 @@ class _Guesses:
         self._scores: FloatArray = np.zeros(len(slots))
         self._asked = slots
         self._max_rows = max_rows
-        self._made: list[IntArray] = []
-        self._made_scores: list[FloatArray] = []
+        self._kept: IntArray = np.zeros(0, np.int64)
+        self._kept_scores: FloatArray = np.zeros(0)
 
-    def grow(self, candidates: Candidates, start: int, stop: int, *, last: bool) -> None:
-        """Makes nodes of the best candidates of the frontier, rows ``start`` .. ``stop``."""
+    def grow(self, candidates: Candidates, start: int, stop: int) -> None:
+        """Makes nodes of the best candidates of the frontier, rows ``start`` .. ``stop``.
+
+        A candidate that is not among the best of all guesses so far is left out, and with it all
+        that could come below: scores do not rise downwards.
+        """
         logprobs = candidates.logprobs[start:stop]
         valid = np.arange(logprobs.shape[1]) < candidates.counts[start:stop, None]
         scores = np.where(valid, logprobs + self._scores[:, None], -np.inf).ravel()
-        best = top_stable(scores, self._max_rows)
-        best = best[scores[best] > -np.inf]
-        rows, columns = np.divmod(best, logprobs.shape[1])
-        tokens = candidates.tokens[start:stop][rows, columns].tolist()
-        parents = self.frontier[rows].tolist()
-        child = self.request.child
-        made = [child(parent, token) for parent, token in zip(parents, tokens, strict=True)]
-        slots, scores = np.array(made, np.int64), scores[best]
-        # A guess may be among the nodes asked for, or known already.
-        fresh = ~np.isin(slots, self._asked) & ~self.request.tree.expanded[slots]
-        self._made.append(slots[fresh])
-        self._made_scores.append(scores[fresh])
-        self.frontier, self._scores = slots[fresh], scores[fresh]
+        num_kept = len(self._kept)
+        every = np.concatenate([self._kept_scores, scores])
+        best = top_stable(every, self._max_rows)  # ties fall to the shallower guess
+        best = best[every[best] > -np.inf]
+        old, new = best[best < num_kept], best[best >= num_kept] - num_kept
+        rows, columns = np.divmod(new, logprobs.shape[1])
+        tokens = candidates.tokens[start:stop][rows, columns]
+        slots = self.request.children(self.frontier[rows], tokens)
+        asked = set(self._asked.tolist())  # nodes asked for together, one below the other
+        fresh = np.array([slot not in asked for slot in slots.tolist()], np.bool_)
+        self.frontier, self._scores = slots[fresh], scores[new[fresh]]
+        self._kept = np.concatenate([self._kept[old], self.frontier])
+        self._kept_scores = np.concatenate([self._kept_scores[old], self._scores])
 
     def chosen(self) -> IntArray:
-        """int64: sorted slots of the nodes asked for and the best guesses.
-
-        No guess without its parent: scores do not rise downwards, and ties fall to the shallower.
-        """
-        made, scores = np.concatenate(self._made), np.concatenate(self._made_scores)
-        best = made[top_stable(scores, self._max_rows)]
-        return np.sort(np.concatenate([self._asked, best]))
+        """int64: sorted slots of the nodes asked for and the best guesses, none orphaned."""
+        return np.sort(np.concatenate([self._asked, self._kept]))
 
 
 class _RealView:

@@ -154,17 +154,17 @@ def write_card(
     """
     draft = records["draft"]
     distilled = (
-        f"Before distillation the draft saw {draft['text_tokens'] / 1e6:.1f} M tokens of text and of "
-        f"the target's samples in "
-        f"{draft['text_minutes']:.0f} minutes. The target's own samples hold "
+        f"Before distillation the draft saw {draft['text_tokens'] / 1e6:.1f} M tokens of text and "
+        f"of the target's samples in {draft['text_minutes']:.0f} minutes. Those samples hold "
         f"{draft['sampled_tokens'] / 1e6:.2f} M tokens, prompts included."
         if "text_tokens" in draft
         else ""
     )
     machine = records["target"].get("machine", "not recorded")
+    note = records["target"].get("note", "")
     parts = [
         INTRODUCTION,
-        f"## Figures\n\nMachine: {machine}.\n",
+        f"## Figures\n\nMachine: {machine}. {note}\n",
         _losses(measured, records),
         "\n## Draft's agreement with the target\n",
         _agreement(measured),

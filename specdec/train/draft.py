@@ -129,12 +129,18 @@ def train_draft(
     generator = torch.Generator().manual_seed(seed)
     model = LanguageModel(sizes, generator=generator, dtype=dtype, compiled=compiled).to(place)
     mixture = Mixture(streams, text_weights, seed)
-    kept = {"held_out": held_out, "report": report}
-    text = Pretraining(model, mixture, schedule, work / "draft_text", **kept)
-    mixture = Mixture(streams, distill_weights, seed + 1)
-    loss = DistillationLoss(target, text_weight=text_weight, compiled=compiled)
-    distill = make_plan(distill_plan)
-    run = Pretraining(text.run(), mixture, distill, work / "draft", loss=loss, **kept)
+    text = Pretraining(
+        model, mixture, schedule, work / "draft_text", held_out=held_out, report=report
+    )
+    run = Pretraining(
+        text.run(),
+        Mixture(streams, distill_weights, seed + 1),
+        make_plan(distill_plan),
+        work / "draft",
+        loss=DistillationLoss(target, text_weight=text_weight, compiled=compiled),
+        held_out=held_out,
+        report=report,
+    )
     trained = run.run()
     if rank_and_size()[0] != 0:
         return

@@ -192,7 +192,7 @@ class Pretraining:
         folder.mkdir(parents=True, exist_ok=True)
         saved = folder / "checkpoint.pt"
         self.optimizers = make_optimizers(self.model, plan)
-        if saved.exists():
+        if agreed(float(saved.exists())):
             self._restore(torch.load(saved, weights_only=False))
         self._began = time.monotonic() - self.state.seconds
         self._saved_at = time.monotonic()

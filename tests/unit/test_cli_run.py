@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -176,6 +179,29 @@ class TestCompare:
         assert main([*self.WORDS[:2], "strategies=[ar,staged,mixture]", *self.WORDS[3:]]) == 2
 
 
+class TestLogger:
+    def test_wandb_is_offline_unless_asked(self, engine, monkeypatch) -> None:
+        inits, logged = [], []
+
+        class Run:
+            log, finish = staticmethod(logged.append), staticmethod(lambda: None)
+
+        fake = types.ModuleType("wandb")
+        fake.__spec__ = ModuleSpec("wandb", None)
+        fake.init = lambda **kwargs: inits.append(kwargs) or Run
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        engine.summary = {"strategy": "ar", "tokens_per_s": 3.0, "lossless": None}
+        assert main(["run", RANDOM, "strategy=ar", "logger=wandb", "output_dir=out"]) == 0
+        assert (inits[0]["mode"], inits[0]["name"], inits[0]["dir"]) == ("offline", "ar", "out")
+        assert logged == [{"tokens_per_s": 3.0}]
+
+    def test_missing_wandb_is_told_before_the_run(self, engine, monkeypatch, capsys) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert main(["run", RANDOM, "logger=wandb"]) == 2
+        assert "pip install" in capsys.readouterr().err
+        assert engine.runs == []
+
+
 class TestTexts:
     @pytest.mark.parametrize("command", ["run", "compare", "train", "list"])
     def test_every_command_explains_itself(self, command: str, capsys) -> None:
@@ -207,8 +233,6 @@ class TestTexts:
 
 
 def _python() -> str:
-    import sys
-
     root = Path(__file__).resolve().parents[2]
     return f"PYTHONPATH={root} {sys.executable}"
 

@@ -222,13 +222,13 @@ def test_rejection_sampling_keeps_the_joint_law(name):
 @pytest.mark.parametrize("root_only", [False, True])
 @pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2), (3, 1, 2), (4, 2)], ids=str)
 def test_rejection_sampling_keeps_the_joint_law_of_three_tokens(branching, root_only, sampling):
-    """The same with eight times the requests and one token more."""
+    """The same with four times the requests and one token more."""
     assert_lossless(
         Setup(
             branching=branching,
             sampling=sampling,
             root_only=root_only,
-            num_requests=16_000,
+            num_requests=8_000,
             length=3,
         )
     )

@@ -139,6 +139,8 @@ def test_one_level_per_step_counts_hits_as_acceptance() -> None:
     found = summarise([result], totals)
     assert found["hit_rate"] == 3 / 5
     assert found["acceptance_rate"] == 3 / 12
+    assert found["acceptance_rate_verified"] == 3 / (5 + 3)  # 5 rejected siblings, 3 hits
+    assert found["acceptance_by_depth"] == {}
     assert found["acceptance_length"] is None
     assert found["accepted_per_pass"] is None
     assert found["bubble_share"] == {"1": 0.25, "2": 0.5}

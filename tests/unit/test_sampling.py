@@ -130,6 +130,29 @@ def test_a_row_does_not_depend_on_its_batch(vocab, dtype, given):
         np.testing.assert_array_equal(score[0], scores[i])
 
 
+@pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.parametrize("top_p, kept", [(0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4)])
+def test_top_p_keeps_no_more_than_its_mass_needs(top_p, kept, top_k):
+    """Exact in binary: four equal tokens, so the cumulative mass meets top_p with equality."""
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, 0.0, 0.0, -torch.inf]])
+    probs = SamplingTransform(SamplingParams(temperature=1.0, top_p=top_p, top_k=top_k)).probs
+    assert probs(logits).tolist() == [[0.0] + [1 / kept] * kept + [0.0] * (5 - kept)]
+
+
+def test_a_draw_beyond_a_blocks_rounded_end_falls_on_its_last_token():
+    """The sum of a block and its running sum round differently; a draw may lie between the two."""
+    weights = np.zeros((200, 640))
+    weights[:, 129:190] = np.random.default_rng(0).random((200, 61))
+    block = weights[:, 128:192]
+    assert (block.cumsum(axis=1)[:, -1] < block.sum(axis=1) * LARGEST_DRAW).any()
+    assert (inverse_cdf(weights, np.full(200, LARGEST_DRAW)) == 189).all()
+
+
+def test_a_draw_on_an_edge_of_the_cdf_belongs_to_the_token_above_it():
+    weights = np.array([[0.25, 0.0, 0.25, 0.5]] * 4)
+    assert inverse_cdf(weights, np.array([0.0, 0.25, 0.5, 0.75])).tolist() == [0, 2, 3, 3]
+
+
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 def test_no_rows_give_no_tokens(given):
     """All rows of a request may have been pruned on their way."""

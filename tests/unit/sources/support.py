@@ -85,7 +85,11 @@ def expand(
 
 
 def commit(
-    state: DecodeState, sources: Sequence[TokenSource], request_id: int, path: Sequence[int], token: int
+    state: DecodeState,
+    sources: Sequence[TokenSource],
+    request_id: int,
+    path: Sequence[int],
+    token: int,
 ) -> Commit:
     """Accepts the nodes at slots ``path`` (without the root) and then ``token``."""
     tree = state.requests[request_id].tree

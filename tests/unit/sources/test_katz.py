@@ -186,7 +186,7 @@ def test_load_refuses_other_files(tmp_path):
 
 
 def test_source_reads_path_and_committed_tokens():
-    """A node's context is its path and, above the root, the committed tokens, also near the start."""
+    """A context is the path and, above the root, committed tokens; also near the start."""
     rng = np.random.default_rng(3)
     model = KatzModel.from_tokens(
         zipf_tokens(rng, 2000, VOCAB), order=4, vocab_size=VOCAB, separator=0

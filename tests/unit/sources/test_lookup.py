@@ -59,7 +59,11 @@ def test_matches_are_the_longest(max_match):
             if n == 0 or len(places(text, whole[len(whole) - n :])) > inside
         )
         assert length == longest
-        follows = {text[i + length] for i in places(text, whole[len(whole) - length :]) if i + length < len(text)}
+        follows = {
+            text[i + length]
+            for i in places(text, whole[len(whole) - length :])
+            if i + length < len(text)
+        }
         assert set(automaton.next[state]) == follows
 
 

@@ -39,9 +39,7 @@ def katz_of_draft() -> KatzModel:
     with torch.inference_mode():
         starts = torch.arange(VOCAB)[:, None]
         tokens = MODEL.generate(starts, max_new_tokens=40, do_sample=False, pad_token_id=0)
-    return KatzModel.from_tokens(
-        tokens.numpy().ravel(), order=3, vocab_size=VOCAB, separator=None
-    )
+    return KatzModel.from_tokens(tokens.numpy().ravel(), order=3, vocab_size=VOCAB, separator=None)
 
 
 KATZ = katz_of_draft()
@@ -118,12 +116,10 @@ def test_trees_are_those_of_the_draft_alone(policy, cheap):
 
 @pytest.mark.parametrize("policy", ["chain", "static"])
 def test_sampled_trees_are_those_of_the_draft_alone(policy):
-    """Under rejection: the same keyed draws, the same distributions; the guesses share the draws."""
+    """Under rejection: same keyed draws, same distributions; the guesses share the draws."""
     sampling = SamplingParams(temperature=0.8)
     expected, state = drive(make_draft(sample=True), POLICIES[policy](), sampling=sampling)
-    staged = StagedSource(
-        draft=make_draft(sample=True), cheap=NGramSource(katz=KATZ, sample=True)
-    )
+    staged = StagedSource(draft=make_draft(sample=True), cheap=NGramSource(katz=KATZ, sample=True))
     assert staged.gives_probs
     trees, other = drive(staged, POLICIES[policy](), sampling=sampling)
     assert_same_trees(trees, expected)
@@ -153,7 +149,9 @@ def test_random_order_of_questions(cheap):
             tree.take(slots[chosen], columns[chosen])
             free = np.flatnonzero(~tree.expanded)
             deep = tree.append(free[:1], rng.integers(0, VOCAB, 1), np.array([-1.0]))
-            if len(set(tree.tokens[tree.children(int(free[0]))])) == len(tree.children(int(free[0]))):
+            if len(set(tree.tokens[tree.children(int(free[0]))])) == len(
+                tree.children(int(free[0]))
+            ):
                 free = np.append(free, deep)
             wanted[i] = rng.permutation(free)[:3].tolist()
         k = int(rng.integers(1, 20))

@@ -30,7 +30,7 @@ def follow(request_id: int, num: int, k: int, source=None):
 
 
 def test_hit_rates_match_rank_probabilities():
-    """3000 positions: every cumulative share within 5 standard deviations (false alarm 6e-7 each)."""
+    """3000 positions, shares within 5 standard deviations (false alarm 6e-7 each)."""
     num = 3000
     rows, true = follow(11, num, 64)
     tokens = np.concatenate([r.tokens for r in rows])
