@@ -325,6 +325,13 @@ def _attention_lse(
             scale=scaling,
         )
         return out.flatten(0, 1).unsqueeze(0), lse.flatten(0, 1).unsqueeze(0)
+    return _written_lse(query, stored, mask, scaling)
+
+
+def _written_lse(
+    query: torch.Tensor, stored: Pair, mask: torch.Tensor | None, scaling: float | None
+) -> Pair:
+    """``_attention_lse`` written out, for devices without that kernel."""
     scores, values = _scores(query, stored, scaling)
     if mask is not None:
         scores = scores + mask

@@ -26,11 +26,12 @@ from specdec.train.corpus import (
 )
 from specdec.train.lm import Report, held_out_loss
 from specdec.train.model import LanguageModel, load_hf
-from specdec.train.samples import Sampling, generate
+from specdec.train.samples import Sampling, generate, same_length_batches
 from specdec.train.streams import encode
 
 RANKS = (1, 2, 4, 8, 16, 32)
 LOOP_GRAM = 8
+BATCH = 12
 SETTINGS = {
     "greedy": Sampling(temperature=0.0),
     "0.6/0.9/80": Sampling(temperature=0.6, top_p=0.9, top_k=80),
@@ -107,15 +108,15 @@ def measure_agreement(
     new_tokens: int,
     seed: int,
 ) -> Agreement:
-    """Draft's top-k agreement on the target's own continuations, ended at the end token."""
+    """Draft's top-k agreement on the target's own continuations, ended at the end token.
+
+    Prompts go in batches of BATCH of nearly equal length; the longer ones of a batch lose their
+    first tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     total = Agreement([0] * len(RANKS), [0] * len(RANKS))
-    lengths = sorted({len(p) for p in prompts})
-    for length in lengths:
-        group = [p for p in prompts if len(p) == length]
-        out = generate(
-            target, torch.stack(group), new_tokens, [sampling], generator, stop_at_end=True
-        )
+    for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
+        out = generate(target, group, new_tokens, [sampling], generator, stop_at_end=True)
         for prompt, new in zip(group, out, strict=True):
             ends = (new == 0).nonzero()
             new = new[: int(ends[0]) + 1] if len(ends) else new
@@ -168,13 +169,17 @@ def pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
 
 
 def human_eval_prompts(tokenizer: Tokenizer, limit: int) -> list[Tensor] | None:
-    """Token ids of HumanEval prompts, or None without the SPECDEC_DATA folder."""
+    """Token ids of HumanEval prompts, or None without the SPECDEC_DATA folder.
+
+    A prompt's last line break is left off: to this tokenizer a line break and the indentation
+    after it are one token, so that a prompt which ends in one says "no indentation follows".
+    """
     data = data_root()
     path = data / "humaneval" / "HumanEval.jsonl.gz" if data else None
     if path is None or not path.exists():
         return None
     rows = read_jsonl(path)[:limit]
-    return [torch.tensor(tokenizer.encode(row["prompt"]).ids) for row in rows]
+    return [torch.tensor(tokenizer.encode(row["prompt"].rstrip()).ids) for row in rows]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -228,7 +233,7 @@ def make_card(
             "outside": found.rates(inside=False),
         }
     measured["prompts"] = 0 if heads is None else len(heads)
-    measured["new_tokens"] = new_tokens
+    measured["new_tokens"], measured["batch"] = new_tokens, BATCH
     (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
     records = {part: _read(out / part / "training.json") for part in ("target", "draft")}
     write_card(out, measured, records, _read(out / "corpus.json"))

@@ -58,10 +58,13 @@ def _agreement(measured: dict[str, Any]) -> str:
             rows.append([*first, f"{where} loops", *[f"{rate:.3f}" for rate in found[where]]])
             first = ["", "", ""]
     note = (
-        f"Continuations of {measured['prompts']} HumanEval prompts by the target, at most "
-        f"{measured['new_tokens']} tokens each, ended at the end token. top-k: share of those "
+        f"Continuations by the target of {measured['prompts']} HumanEval prompts, their last line "
+        f"break left off; at most {measured['new_tokens']} tokens each, ended at the end token. "
+        "top-k: share of those "
         "tokens among the draft's k likeliest. A token is inside a loop when it ends an 8-gram "
-        "already generated; loop_share is the share of such tokens."
+        "already generated; loop_share is the share of such tokens. Prompts go in batches of "
+        f"{measured['batch']} of nearly equal length; the longer ones of a batch lose their first "
+        "tokens."
     )
     return table(head, rows) + "\n\n" + note
 
@@ -133,6 +136,8 @@ LIMITS = """## Limits
 - Trained in about an hour on two CPU cores: every loss here is far above what the size allows.
 - Greedy decoding loops. Loops are easy to draft, so read acceptance figures with `loop_share`
   beside them, and prefer sampled settings for comparisons.
+- A line break and the indentation after it are one token, so a prompt should not end in a line
+  break: it would say that no indentation follows. Strip it.
 - Text: Python code and a little GSM8K-style English arithmetic. Other text is outside its domain.
 - No evaluation prompt was trained on: a file that shares 13 consecutive words with HumanEval or
   with GSM8K's test questions was dropped, and held-out files were never read for training or for

@@ -150,7 +150,7 @@ def train_draft(
         "text_minutes": round(text.state.seconds / 60, 1),
         "sampled_tokens": len(streams["samples"]),
     }
-    record_run(run, out / "draft" / "training.json", held_out, extra)
+    record_run(run, out / "draft" / "training.json", extra)
 
 
 def sample_ngram(

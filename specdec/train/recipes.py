@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 
 from specdec.train.corpus import Corpus, build_corpus
-from specdec.train.lm import Phase, Pretraining, Report, RunPlan, held_out_loss
+from specdec.train.lm import Phase, Pretraining, Report, RunPlan
 from specdec.train.model import LanguageModel, ModelShape, save_hf
 from specdec.train.parallel import rank_and_size, spawned
 from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams, stream_of
@@ -130,15 +130,12 @@ def make_plan(cfg: dict[str, Any]) -> RunPlan:
     return RunPlan(**(cfg | {"phases": phases}))
 
 
-def record_run(
-    run: Pretraining, path: Path, held_out: np.ndarray, extra: dict[str, Any] | None = None
-) -> None:
-    """Writes training.json beside the weights: counts, time, machine, curve, held-out loss.
+def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
+    """Writes training.json beside the weights: counts, time, machine, loss curve.
 
     Args:
         run: a finished run.
         path: the file.
-        held_out: token ids whose loss is recorded.
         extra: more entries.
     """
     curve = run.state.curve or []
@@ -152,7 +149,6 @@ def record_run(
         "minutes": round(run.state.seconds / 60, 1),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {run.device.type}",
         "torch": torch.__version__,
-        "held_out_loss": round(held_out_loss(run.model, held_out, 1024), 4),
         "curve": sorted({row["step"]: row for row in kept + kept_held}.values(), key=_step),
     }
     write_json(path, record | (extra or {}))
@@ -203,4 +199,4 @@ def train_target(
     if rank_and_size()[0] != 0:
         return
     save_hf(trained, out / "target")
-    record_run(run, out / "target" / "training.json", streams["held_out"])
+    record_run(run, out / "target" / "training.json")

@@ -32,11 +32,9 @@ class MatchVerifier:
 def _verdict(answered: RootAnswered) -> Verdict:
     tree, rows, answers = answered.request.tree, answered.rows, answered.answers
     parents = tree.parents
-    above = rows[parents]  # the root's parent is read as the last slot, and left out below
-    matched = (tree.tokens == answers.tokens[above]) & (above >= 0)
-    matched[0] = False
-    hits = np.flatnonzero(matched)
-    # Siblings differ, so an answered node has at most one matching child.
+    # Siblings differ, so an answered node has at most one matching child. The root, and children of
+    # nodes that were not answered, may match by accident: the walk does not come to their parents.
+    hits = np.flatnonzero(tree.tokens == answers.tokens[rows[parents]])
     next_of = dict(zip(parents[hits].tolist(), hits.tolist(), strict=True))
     slot, path = 0, []
     while (child := next_of.get(slot, NO_NODE)) != NO_NODE and rows[child] >= 0:

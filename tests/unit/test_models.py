@@ -359,7 +359,11 @@ def test_unsuited_families_are_refused(family, message):
 def test_suited_family_is_accepted():
     """StableLM is not on the list, but works, and the comparison is not metered."""
     meter = Meter()
-    ModelRunner(model=_small("stablelm", intermediate_size=64, num_key_value_heads=2), name="target", meter=meter)
+    ModelRunner(
+        model=_small("stablelm", intermediate_size=64, num_key_value_heads=2),
+        name="target",
+        meter=meter,
+    )
     assert not meter.calls
 
 

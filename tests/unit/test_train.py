@@ -12,12 +12,12 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
-from specdec.train import card, cli, corpus
+from specdec.train import card, cli, corpus, recipes
 from specdec.train.distill import DistillationLoss, divergence, sample_documents
-from specdec.train.lm import Phase, Pretraining, RunPlan, held_out_loss
+from specdec.train.lm import Phase, Pretraining, RunPlan, held_out_loss, silent
 from specdec.train.model import LanguageModel, ModelShape, grow, load_hf, save_hf
 from specdec.train.samples import Sampling, generate, pick
-from specdec.train.streams import Mixture, encode
+from specdec.train.streams import Mixture, encode, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
 
 ASSETS = Path(next(iter(specdec.assets.__path__))) / "tiny"
@@ -273,6 +273,37 @@ def test_distillation_lowers_the_divergence(tmp_path):
     after = gap(run.run())
     assert after < 0.6 * before
     assert divergence(target(tokens)[0], target(tokens)[0]).abs() < 1e-6
+
+
+@pytest.mark.distributed
+def test_two_processes_train_the_same_model_as_one(tmp_path):
+    """Each process takes half of every batch; only the order of summation differs (bf16 weights)."""
+    weights = {}
+    for size in (1, 2):
+        work = tmp_path / str(size)
+        save_streams(toy_streams() | {"held_out": toy_streams()["stdlib"]}, work / "tokens.npz")
+        sizes = {name: getattr(SHAPE, name) for name in SHAPE.__slots__ if name != "num_layers"}
+        phases = [
+            {"until": 0.5, "layers": 1, "length": 16, "batch": 4},
+            {"until": 1.0, "layers": 2, "length": 32, "batch": 4},
+        ]
+        recipes.train_target(
+            work_dir=str(work),
+            output_dir=str(work / "out"),
+            shape=sizes,
+            weights={"stdlib": 1.0},
+            plan={"phases": phases, "max_steps": 6, "log_every": 2},
+            seed=0,
+            precision="fp32",
+            compiled=False,
+            num_threads=1,
+            num_processes=size,
+            device="cpu",
+            report=silent,
+        )
+        weights[size] = load_hf(work / "out" / "target").state_dict()
+    for name, value in weights[1].items():
+        torch.testing.assert_close(weights[2][name], value, atol=4e-3, rtol=0, msg=name)
 
 
 # ---------------------------------------------------------------- sampling

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from specdec.sources.contexts import NO_TOKEN, hash_uniform
-from specdec.sources.katz import KatzModel, discounts
+from specdec.sources.discounts import discounts
+from specdec.sources.katz import KatzModel
 from specdec.sources.ngram import NGramSource
 
 from .support import VOCAB, commit, expand, make_request, make_state, open_request
