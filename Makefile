@@ -25,7 +25,7 @@ DEMO_DIR ?= $(if $(findstring dirty,$(REVISION)),outputs/demo/$(shell date +%Y%m
 DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_generate,hf_assisted
 
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 
 .PHONY: help demo test test-fast lint types format install install-dev clean
 
@@ -78,16 +78,12 @@ $(VENV)/.python:
 	$$python -m venv $(VENV)
 	@touch $@
 
-# A machine without an NVIDIA GPU does not need PyTorch's CUDA libraries, which are gigabytes: there
-# the CPU wheel is taken, from PyTorch's own index where that can be reached.
+# PyPI's torch for Linux brings CUDA libraries, which are gigabytes. A machine without a GPU does not
+# need them: TORCH_INDEX=URL names the index of CPU wheels that PyTorch's install page gives.
 $(VENV)/.torch: $(VENV)/.python constraints.txt
 	@echo "== install: torch $(TORCH_VERSION) (the largest download)"
-	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1; then \
-	  $(PIP) install --no-deps --retries 0 --timeout 20 --extra-index-url $(TORCH_INDEX) \
-	    -c constraints.txt torch==$(TORCH_VERSION) 2>&1 | sed "/Retrying/d"; \
-	else \
-	  $(PIP) install --no-deps -c constraints.txt torch==$(TORCH_VERSION); \
-	fi
+	@$(PIP) install --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  -c constraints.txt torch==$(TORCH_VERSION)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt

@@ -46,11 +46,6 @@ class CacheSpec:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one slot over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:

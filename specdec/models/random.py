@@ -53,6 +53,47 @@ def random_model(
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    sizes = _config_entries(
+        family,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+    )
+    sizes |= options or {}
+    try:
+        config = AutoConfig.for_model(family, **sizes)
+    except ValueError as error:
+        raise UserError(
+            f"model family {family!r} is unknown; choose one of {', '.join(sorted(CERTIFIED))}"
+        ) from error
+    capped = getattr(config, "attn_logit_softcapping", None)
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[dtype], attn_implementation="eager" if capped else "sdpa"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise * scale)
+    model.requires_grad_(False)
+    return model.to(device).eval()
+
+
+def _config_entries(
+    family: str,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    vocab_size: int,
+    max_positions: int,
+) -> dict[str, Any]:
+    """The sizes by the names that the family's config gives them."""
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -73,22 +114,4 @@ def random_model(
             sizes |= {"num_key_value_heads": num_kv_heads}
         if family not in _NO_HEAD_DIM:
             sizes |= {"head_dim": hidden_size // num_heads}
-    sizes |= options or {}
-    try:
-        config = AutoConfig.for_model(family, **sizes)
-    except ValueError as error:
-        raise UserError(
-            f"model family {family!r} is unknown; choose one of {', '.join(sorted(CERTIFIED))}"
-        ) from error
-    capped = getattr(config, "attn_logit_softcapping", None)
-    with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[dtype], attn_implementation="eager" if capped else "sdpa"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise * scale)
-    model.requires_grad_(False)
-    return model.to(device).eval()
+    return sizes

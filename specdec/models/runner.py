@@ -88,17 +88,7 @@ class ModelRunner:
         """
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
-        if not 0 <= first_layer < last_layer <= total:
-            raise ValueError(
-                f"no layers {first_layer} .. {last_layer} in a model of {total} layers"
-            )
-        for layer in capture_layers:
-            if not first_layer <= layer < last_layer:
-                raise ValueError(
-                    f"layer {layer} is not among layers {first_layer} .. {last_layer - 1}"
-                )
-        if attention not in list(Attention):
-            raise ValueError(f"attention={attention!r}; choose from {[a.value for a in Attention]}")
+        _check_slice(first_layer, last_layer, total, capture_layers, attention)
         config = model.config.get_text_config()
         self.name = name
         self.first_layer, self.last_layer = first_layer, last_layer
@@ -255,6 +245,19 @@ class ModelRunner:
                 f"attention differ by {error:.2g} from transformers' own; use one of "
                 f"{', '.join(sorted(CERTIFIED))}"
             )
+
+
+def _check_slice(
+    first: int, last: int, total: int, capture_layers: Sequence[int], attention: str
+) -> None:
+    """Refuses layers that the model, or the slice, has not, and unknown kinds of attention."""
+    if not 0 <= first < last <= total:
+        raise ValueError(f"no layers {first} .. {last} in a model of {total} layers")
+    for layer in capture_layers:
+        if not first <= layer < last:
+            raise ValueError(f"layer {layer} is not among layers {first} .. {last - 1}")
+    if attention not in list(Attention):
+        raise ValueError(f"attention={attention!r}; choose from {[a.value for a in Attention]}")
 
 
 class _Probe:

@@ -119,8 +119,8 @@ def check_vocabularies(target: ModelInfo, draft: ModelInfo | None) -> None:
         tokenizers = [load_tokenizer(info.path) for info in (target, draft)]
         if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
             raise UserError(
-                f"model.draft ({draft.path.name}) and model.target ({target.path.name}) number their"
-                " tokens differently; give a draft trained with the target's tokenizer"
+                f"model.draft ({draft.path.name}) and model.target ({target.path.name}) number"
+                " their tokens differently; give a draft trained with the target's tokenizer"
             )
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.errors import UserError
+from specdec.models.random import random_model
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.sources.katz import KatzModel
 from specdec.types import IntArray
-
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class RandomPair(HuggingFacePair):
@@ -57,18 +52,12 @@ class RandomPair(HuggingFacePair):
                 f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
                 f"{num_layers}"
             )
-        if family not in CONFIG_MAPPING:
-            raise UserError(f"model.family={family} is unknown to transformers; try llama")
-        self._sizes = {
+        self._sizes: dict[str, Any] = {
             "hidden_size": hidden_size,
-            "intermediate_size": 2 * hidden_size,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_heads if num_heads % 2 else num_heads // 2,
-            "head_dim": hidden_size // num_heads,
+            "num_heads": num_heads,
+            "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
             "vocab_size": vocab_size,
-            "max_position_embeddings": max_positions,
-            "initializer_range": 0.2,  # wide enough that the next tokens vary
-            "tie_word_embeddings": False,
+            "max_positions": max_positions,
         }
         self._family = family
         self._layers = (num_layers, draft_layers)
@@ -98,12 +87,14 @@ class RandomPair(HuggingFacePair):
         return frozenset()
 
     def _make(self, num_layers: int, seed: int) -> PreTrainedModel:
-        config = CONFIG_MAPPING[self._family](num_hidden_layers=num_layers, **self._sizes)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config)
-        model = model.to(device=self.device, dtype=_DTYPES[self.dtype]).eval()
-        return model.requires_grad_(False)
+        return random_model(
+            self._family,
+            seed=seed,
+            dtype=self.dtype,
+            device=self.device,
+            num_layers=num_layers,
+            **self._sizes,
+        )
 
     def _samples(self) -> IntArray:
         starts = torch.arange(1, min(self.vocab_size, 33), device=self.device)[:, None]

@@ -127,7 +127,7 @@ def redact(part: str) -> str:
         return f"{key}=<redacted>"
     found = _SECRET_VALUE.sub("<redacted>", part)
     for folder, short in ((str(Path.cwd()), "."), (str(Path.home()), "~")):
-        # Whole path components only: /root must not eat the start of /rooted.
+        # Whole path components only: a home folder must not eat the start of a longer name.
         if folder != "/":
             found = re.sub(rf"(?<![\w.]){re.escape(folder)}(?=/|$|[,\]\s])", short, found)
     return found

@@ -30,8 +30,7 @@ from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
 FALSE_ALARM = 1e-6
 MAX_POSITIONS, MAX_SIBLINGS = 12, 4
 
-# Draft and target disagree strongly, so that the planted bugs show with few requests; with top-k
-# each excludes tokens that the other has.
+# With top-k the target excludes tokens that the opposed draft has, and the other way round.
 TARGET_LOGITS = torch.tensor(
     [
         [2.0, 1.0, 0.0, 0.5, -1.0],
@@ -42,7 +41,7 @@ TARGET_LOGITS = torch.tensor(
     ],
     dtype=torch.float64,
 )
-DRAFT_LOGITS = 2.0 * torch.tensor(
+OPPOSED_LOGITS = 2.0 * torch.tensor(
     [
         [0.5, 2.0, 0.3, -1.0, 1.0],
         [1.5, 0.0, 1.0, 0.4, 0.1],
@@ -52,6 +51,11 @@ DRAFT_LOGITS = 2.0 * torch.tensor(
     ],
     dtype=torch.float64,
 )
+DRAFTS = {
+    "opposed": OPPOSED_LOGITS,
+    "overconfident": 2.0 * TARGET_LOGITS,
+    "blind": 0.0 * TARGET_LOGITS,
+}
 VOCAB = len(TARGET_LOGITS)
 SAMPLINGS = {
     "plain": SamplingParams(temperature=1.0),
@@ -62,9 +66,11 @@ SAMPLINGS = {
 class TableDraws(KeyedDraws):
     """The same draws as ``KeyedDraws``, for all requests computed at once."""
 
-    def __init__(self, *, seed: int, num_requests: int, shared: bool = False) -> None:
+    def __init__(
+        self, *, seed: int, num_requests: int, shared: bool = False, shared_tests: bool = False
+    ) -> None:
         super().__init__(seed=seed)
-        self.shared = shared
+        self.shared, self.shared_tests = shared, shared_tests
         axes = np.ix_(range(num_requests), range(MAX_SIBLINGS), range(MAX_POSITIONS))
         self.table = np.stack(
             [keyed_uniforms(seed, axes[0], axes[2], purpose, axes[1]) for purpose in Purpose], 1
@@ -73,6 +79,8 @@ class TableDraws(KeyedDraws):
     def uniform(self, prompt_id, positions, purpose, index=0):
         if self.shared and purpose is Purpose.ACCEPT:
             purpose = Purpose.DRAFT  # planted bug
+        if self.shared_tests and purpose is Purpose.ACCEPT:
+            index = np.zeros_like(index)  # planted bug
         return self.table[prompt_id, purpose, index, positions]
 
 
@@ -84,7 +92,9 @@ class Setup:
     sampling: str = "plain"
     root_only: bool = False  # a level-per-step pipeline answers the root alone
     shared_draws: bool = False
+    shared_tests: bool = False
     raw_draft_probs: bool = False
+    draft: str = "opposed"
     num_requests: int = 2000
     length: int = 2  # tokens whose joint law is tested
 
@@ -94,10 +104,16 @@ def run(setup: Setup, verifier) -> np.ndarray:
     num_requests = setup.num_requests
     params = SAMPLINGS[setup.sampling]
     transform = SamplingTransform(params)
-    target, draft = transform.probs(TARGET_LOGITS), transform.proposal_probs(DRAFT_LOGITS)
-    kept = SamplingTransform(SAMPLINGS["plain"]).probs(DRAFT_LOGITS)
+    draft_logits = DRAFTS[setup.draft]
+    target, draft = transform.probs(TARGET_LOGITS), transform.proposal_probs(draft_logits)
+    kept = SamplingTransform(SAMPLINGS["plain"]).probs(draft_logits)
     stored = kept if setup.raw_draft_probs else draft  # planted bug: not what was sampled from
-    draws = TableDraws(seed=0, num_requests=num_requests, shared=setup.shared_draws)
+    draws = TableDraws(
+        seed=0,
+        num_requests=num_requests,
+        shared=setup.shared_draws,
+        shared_tests=setup.shared_tests,
+    )
     state = DecodeState(draws=draws, clock=MeasuredClock(), meter=Meter())
     stop = StopRules(max_new_tokens=setup.length)
     done = []
@@ -209,6 +225,8 @@ LOSSLESS = {
     "tree 3,1,2": Setup(branching=(3, 1, 2)),
     "pipeline 3,1": Setup(branching=(3, 1), root_only=True),
     "all siblings": Setup(branching=(4,), sampling="filtered"),
+    "blind draft": Setup(branching=(3, 1), draft="blind"),
+    "overconfident draft": Setup(branching=(3, 1), draft="overconfident"),
 }
 
 
@@ -269,13 +287,14 @@ SPOILED = {
     ),
     "candidate and test share a draw": Setup(branching=(2, 2), shared_draws=True),
     "siblings not renormalised": Setup(branching=(3, 1)),
+    "siblings share a test": Setup(branching=(3, 1), draft="overconfident", shared_tests=True),
 }
 
 
 def plant(name: str, monkeypatch) -> None:
     if name.startswith("correction"):
         monkeypatch.setattr(rejection, "_residual", lambda target, draft: target)
-    elif name.startswith("siblings"):
+    elif name == "siblings not renormalised":
         monkeypatch.setattr(rejection, "_without", lambda draft, token: draft)
 
 

@@ -12,9 +12,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.masking_utils import eager_mask
 
+from specdec.errors import UserError
 from specdec.metrics.meter import Meter
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
@@ -146,3 +152,56 @@ def test_given_model_is_unchanged():
     assert [type(module) for module in model.modules()] == modules
     owned = {p.data_ptr() for p in model.parameters()}
     assert all(p.data_ptr() in owned for p in runner._model.parameters())
+
+
+def _small(family, **options):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, **sizes, pad_token_id=0, **options)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("bert", "differ by"),  # sees both sides
+        ("diffllama", "differ by"),  # subtracts two attentions
+        ("falcon", "asks its cache"),  # attention of its own
+        ("llama4_text", "chunked_attention"),
+        ("big_bird", "do not all attend"),  # blocks of its own
+    ],
+)
+def test_unsuited_families_are_refused(family, message):
+    """What is not certified is compared with transformers' own logits before it is used."""
+    with pytest.raises(UserError, match=f"'{family}'.*{message}"):
+        ModelRunner(model=_small(family), name="target", meter=Meter())
+
+
+def test_suited_family_is_accepted():
+    """StableLM is not on the list, but works, and the comparison is not metered."""
+    meter = Meter()
+    ModelRunner(
+        model=_small("stablelm", intermediate_size=64, num_key_value_heads=2),
+        name="target",
+        meter=meter,
+    )
+    assert not meter.calls
+
+
+def test_attention_with_unknown_features_is_refused():
+    """Attention sinks (gpt_oss) would be dropped silently."""
+    config = AutoConfig.for_model(
+        "gpt_oss",
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with pytest.raises(UserError, match="s_aux"):
+        ModelRunner(model=model, name="target", meter=Meter())

@@ -252,13 +252,13 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
     state, request = new_state(temperature=1.0)
     tree = request.tree
     tree.append(np.array([0, 0]), np.array([0, 1]), np.log([0.5, 0.5]))
-    tree.append(np.array([1, 1, 3]), np.array([2, 3, 0]), np.log([0.5, 0.5, 0.5]))
+    tree.append(np.array([1, 1, 2]), np.array([2, 3, 0]), np.log([0.5] * 3))
+    tree.append(np.array([3]), np.array([0]), np.log([0.5]))
     likely = np.array([[0.3, 0.6, 0.05, 0.05], *[[0.25] * 4] * 3])
     answers = Answers(request=0, node_ids=np.arange(4), tokens=np.full(4, 1), probs=likely)
     (verdict,) = TypicalVerifier().verify(state, Output(step=0, answers=(answers,)))
-    assert verdict.accepted_ids.tolist() == [1, 3]  # not node 2, though the root prefers it
-    assert verdict.next_token == 0
-    assert tree.tokens[5] == 0
+    assert verdict.accepted_ids.tolist() == [1, 3]  # not node 2, which is likelier but ends earlier
+    assert verdict.next_token == tree.tokens[6] == 0
 
 
 @pytest.mark.parametrize(
