@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.cli.checks import check_config, check_data, model_path, uses_draft_model
 from specdec.cli.composing import Composed, compose_config, parse
+from specdec.cli.lengths import check_prompts
 from specdec.cli.loggers import check_logger
 from specdec.cli.profiles import load_profile
 from specdec.cli.tree import PARTS
@@ -116,6 +117,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> None:
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
             f" {target.max_positions} positions of model.target={model['target']}: lower it"
         )
+    check_prompts(config, target.path, target.max_positions)
     if not uses_draft_model(config):
         return
     if model["draft"] is None:
