@@ -41,6 +41,10 @@ class StopRules:
     stop_strings: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
 
+    def __post_init__(self) -> None:
+        if self.stop_strings and self.decode is None:
+            raise ValueError(f"stop_strings={self.stop_strings} need decode, to see them in tokens")
+
     def reason(self, output: Sequence[int]) -> str | None:
         """Why ``output`` is complete (eos, stop_string, length), or None."""
         if output[-1] in self.eos_ids:

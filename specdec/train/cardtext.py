@@ -162,6 +162,7 @@ def write_card(
         f"Before distillation the draft saw {draft['text_tokens'] / 1e6:.1f} M tokens of text and "
         f"of the target's samples in {draft['text_minutes']:.0f} minutes. Those samples hold "
         f"{draft['sampled_tokens'] / 1e6:.2f} M tokens, prompts included."
+        f" {draft.get('note', '')}"
         if "text_tokens" in draft
         else ""
     )
