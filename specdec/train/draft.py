@@ -145,12 +145,17 @@ def train_draft(
     if rank_and_size()[0] != 0:
         return
     save_hf(trained, out / "draft")
-    extra = {
+    record_run(run, out / "draft" / "training.json", _before(text, len(streams["samples"])))
+
+
+def _before(text: Pretraining, sampled_tokens: int) -> dict[str, float]:
+    # What preceded distillation, for the card.
+    minutes = round(text.state.seconds / 60, 1)
+    return {
         "text_tokens": text.state.tokens,
-        "text_minutes": round(text.state.seconds / 60, 1),
-        "sampled_tokens": len(streams["samples"]),
+        "text_minutes": minutes,
+        "sampled_tokens": sampled_tokens,
     }
-    record_run(run, out / "draft" / "training.json", extra)
 
 
 def sample_ngram(
