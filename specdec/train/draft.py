@@ -142,10 +142,9 @@ def train_draft(
         report=report,
     )
     trained = run.run()
-    if rank_and_size()[0] != 0:
-        return
-    save_hf(trained, out / "draft")
-    record_run(run, out / "draft" / "training.json", _before(text, len(streams["samples"])))
+    if rank_and_size()[0] == 0:
+        save_hf(trained, out / "draft")
+        record_run(run, out / "draft" / "training.json", _before(text, len(streams["samples"])))
 
 
 def _before(text: Pretraining, sampled_tokens: int) -> dict[str, float]:
