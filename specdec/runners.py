@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
+import torch
+
 from specdec.baselines import HFBaseline, HFOptions
 from specdec.clocks import SimulatedClock
 from specdec.compose import compose
@@ -86,8 +88,9 @@ class PartsRunner:
         began_s, busy_before = parts.clock.now(), _busy(parts)
         state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
         start = perf_counter()
-        for _ in self.steps(state, prompts, lambda r: on_finish(self._result(r))):
-            pass
+        with torch.inference_mode():
+            for _ in self.steps(state, prompts, lambda r: on_finish(self._result(r))):
+                pass
         wall_s = perf_counter() - start
         totals = RunTotals(
             steps=state.step,

@@ -180,7 +180,8 @@ class SamplingTransform:
         # The budget beside a pass of a small draft is some 100 us: two calls here, not twenty.
         scores = torch.log_softmax(logits, dim=1)
         best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
-        tokens, logprobs = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
+        tokens = best.indices.cpu().numpy()
+        logprobs: FloatArray = best.values.cpu().numpy().astype(np.float64)
         check_finite(logprobs[:, 0])
         if (logprobs[:, 1:] == logprobs[:, :-1]).any():  # topk leaves the order of ties open
             tokens, kept, _ = at_least_kth(scores, k)

@@ -64,6 +64,10 @@ def load_prompts(
 ) -> list[Prompt]:
     """Loads the prompts of a data set.
 
+    Line breaks at the end are cut off, but for files of the user's own: byte-level tokenizers join
+    a line break with the indentation behind it, so a prompt that ends in one says that no
+    indentation follows.
+
     Args:
         name: one of ``DATASETS``.
         limit: at most so many; None for all.
@@ -85,6 +89,8 @@ def load_prompts(
     if seed is not None:
         random.Random(seed).shuffle(prompts)  # noqa: S311 - order of data, not of decoding
     prompts = prompts[:limit]
+    if name not in ("jsonl", "text"):
+        prompts = [replace(p, text=p.text.rstrip("\n")) for p in prompts]
     if tokenizer is not None:
         for prompt in prompts:
             if not tokenizer.encode(prompt.text):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -77,7 +79,7 @@ class HuggingFacePair:
         """The target's tokenizer, if there is one."""
         return None
 
-    @property
+    @cached_property
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the target's and of the draft's weights in memory."""
         return num_bytes(self.target), num_bytes(self.draft)

@@ -78,7 +78,7 @@ class PretrainedPair(HuggingFacePair):
         """The target's tokenizer."""
         return load_tokenizer(self._target_info.path)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of weights; 0 for an absent draft."""
         return num_bytes(self.target), 0 if self._draft_info is None else num_bytes(self.draft)

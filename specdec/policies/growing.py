@@ -113,6 +113,8 @@ def _drop_known_children(tree: TokenTree, slots: IntArray) -> None:
 
     A node may have children before it is expanded (``StagedTree``); siblings must differ.
     """
+    if int(tree.parents.max()) < int(slots.min()):
+        return
     is_parent = np.zeros(len(tree), np.bool_)
     is_parent[tree.parents[1:]] = True
     for slot in slots[is_parent.take(slots)].tolist():
