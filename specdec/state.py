@@ -21,6 +21,8 @@ from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, Nodes, T
 
 _STOP_TAIL_TOKENS = 8  # tokens beyond the stop string's bytes that may be needed to decode its end
 
+_MAX_SILENT_STEPS = 10_000  # far beyond any pipeline's latency; a loop must not spin for ever
+
 TARGET_ORIGIN = -1
 """Origin of an emitted token that no source proposed (correction, bonus, or a miss)."""
 
@@ -187,6 +189,7 @@ class DecodeState:
     def __init__(self, *, draws: KeyedDraws, clock: Clock, meter: Meter) -> None:
         self.requests: dict[int, RequestState] = {}
         self.step = 0
+        self._silent_steps = 0
         self.draws = draws
         self.clock = clock
         self.meter = meter
@@ -209,6 +212,12 @@ class DecodeState:
         for request in self.requests.values():
             if request.id not in answered:
                 _count_idle(request)
+        self._silent_steps = 0 if verdicts or not self.requests else self._silent_steps + 1
+        if self._silent_steps > _MAX_SILENT_STEPS:
+            raise RuntimeError(
+                f"no answer in {_MAX_SILENT_STEPS} steps: the policy submits nothing for requests"
+                f" {sorted(self.requests)}, or the executor loses what it is given"
+            )
         now = self.clock.now()
         commits = [self._commit_one(self.requests[v.request], v, now) for v in verdicts]
         self.step += 1
@@ -220,6 +229,10 @@ class DecodeState:
         assert NO_NODE not in path, f"accepted nodes {verdict.accepted_ids} left the tree"
         last = int(path[-1]) if len(path) else 0
         child = tree.child(last, verdict.next_token)
+        assert child == NO_NODE or not tree.answered[child], (
+            f"the verifier stopped above node {tree.ids[child]}, which has its answer: as a root it"
+            " would never be answered again"
+        )
         retired = np.concatenate([[0], path])
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
         _count_answer(request, verdict, hit=child != NO_NODE)

@@ -30,6 +30,7 @@ class StagedTree:
     """
 
     serial = True
+    value_dependent = True  # the guesses are no samples of the draft's distribution
 
     def __init__(self, *, inner: TreePolicy, extend_leaves: int, extend_depth: int) -> None:
         """Wraps a policy.
@@ -55,7 +56,6 @@ class StagedTree:
         self.inner = inner
         self.extend_leaves = extend_leaves
         self.extend_depth = extend_depth
-        self.value_dependent = inner.value_dependent
 
     def open(self, request: RequestState) -> None:
         """Passed on."""

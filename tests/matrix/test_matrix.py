@@ -21,7 +21,7 @@ VALUE_DEPENDENT = ("best_first", "fixed_width", "pipedec", "specpipe", "staged_t
 
 def must_refuse(cell: Cell) -> bool:
     """Combinations that would be wrong: a biased rejection test."""
-    biased = cell.policy in VALUE_DEPENDENT and cell.policy != "staged_tree"
+    biased = cell.policy in VALUE_DEPENDENT
     return cell.source in SYNTHETIC or (cell.verifier == "rejection" and biased)
 
 
@@ -87,5 +87,5 @@ def test_the_matrix_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         return [replace(v, accepted_ids=v.accepted_ids[:-1]) for v in original(self, state, output)]
 
     monkeypatch.setattr(MatchVerifier, "verify", drops_one)
-    with pytest.raises(AssertionError, match="differs from plain decoding"):
+    with pytest.raises(AssertionError, match=r"differs from plain decoding|never be answered"):
         check(Cell("draft_model", "chain", "match", "local", "greedy"))

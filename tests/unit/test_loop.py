@@ -17,6 +17,7 @@ from specdec.sampling import SamplingParams
 from specdec.scheduler import FifoScheduler
 from specdec.sources import DraftModelSource, NullSource
 from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
 
@@ -188,3 +189,11 @@ def test_an_empty_prompt_is_refused() -> None:
         )
 
 
+
+
+def test_a_policy_that_submits_nothing_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing hangs: a loop without answers stops with the cause."""
+
+    monkeypatch.setattr(RootOnly, "select", lambda self, state, source: Nodes())
+    with pytest.raises(RuntimeError, match="the policy submits nothing"):
+        serve("ar", Work({1: [1, 2]}))

@@ -132,7 +132,8 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
     waiting = {name for name, policy in made.items() if policy.serial}  # type: ignore[attr-defined]
     assert set(made) - waiting == {"fixed", "fixed2", "best_continuous", "best_pipe"}
     dependent = {name for name, policy in made.items() if policy.value_dependent}
-    assert dependent == {n for n in made if "fixed" in n or "best" in n}
+    staged = {name for name, policy in made.items() if isinstance(policy, StagedTree)}
+    assert dependent == {n for n in made if "fixed" in n or "best" in n} | staged
     assert all(isinstance(policy, TreePolicy) for policy in made.values())
 
 
