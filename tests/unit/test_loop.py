@@ -189,8 +189,6 @@ def test_an_empty_prompt_is_refused() -> None:
         )
 
 
-
-
 def test_a_policy_that_submits_nothing_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing hangs: a loop without answers stops with the cause."""
 
