@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from flat import flat_text
@@ -98,7 +101,12 @@ def test_a_replaced_part_is_wholly_replaced(preset: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["sampling", "clock", "data", "logger"])
-def test_every_option_of_a_group_composes(group: str, tmp_path: Path) -> None:
+def test_every_option_of_a_group_composes(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = ModuleType("wandb")  # an extra, which need not be installed to compose its option
+    extra.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", extra)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"q": "text"}\n', encoding="utf-8")
     needs = {"jsonl": [f"data.path={file}", "data.field=q"], "text": [f"data.path={file}"]}
