@@ -96,8 +96,9 @@ def test_loading_prompts_does_not_import_torch() -> None:
 
 
 def test_file_sets_apply_their_templates_and_read_gzip(folder: Path) -> None:
+    # The line break at the end is cut off: tokenizers join it with the indentation behind it.
     assert [p.text for p in load_prompts(name="humaneval", data_dir=folder)] == [
-        f"def f{i}():\n" for i in range(3)
+        f"def f{i}():" for i in range(3)
     ]
     assert load_prompts(name="gsm8k", data_dir=folder)[1].text == "Question: 2 + 2?\nAnswer:"
     assert load_prompts(name="mt_bench", data_dir=folder)[0].text == "USER: Hello.\nASSISTANT:"
