@@ -14,7 +14,7 @@ from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
 
 
-def build(bench: Workbench, *, gamma: int = 5, verifier: Verifier | None = None) -> Parts:
+def build(bench: Workbench, *, gamma: int = 3, verifier: Verifier | None = None) -> Parts:
     """Chain drafting on one device.
 
     Args:

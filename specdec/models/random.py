@@ -37,13 +37,12 @@ def random_model(
 ) -> PreTrainedModel:
     """A model of ``family`` whose weights are drawn from normal(0, ``scale``) with ``seed``.
 
-    The same arguments give the same weights everywhere; the global generator is left alone.
+    The same arguments give the same weights; the global generator is left alone.
 
     Args:
         family: a model type of transformers; those of ``CERTIFIED`` are tested.
         seed: of the weights.
-        dtype: a key of ``DTYPES``.
-        device: torch's name of it.
+        dtype, device: a key of ``DTYPES``, torch's name of the device.
         scale: standard deviation of every weight; larger ones give surer predictions.
         num_layers, hidden_size, num_heads, num_kv_heads, vocab_size, max_positions: sizes.
         options: further entries of the family's config, such as {"sliding_window": 8}.

@@ -86,6 +86,9 @@ def drive(source, policy, *, sampling, rounds=6, seed=0, num_requests=2):
             trees[-1].append(tree.logprobs.copy())
             tree.answered[tree.submitted_at >= 0] = True
             path, token = random_path(tree, rng)
+            last = path[-1] if path else 0
+            while (child := tree.child(last, token)) >= 0 and tree.answered[child]:
+                token = (token + 1) % VOCAB  # a verifier never stops above an answered node
             commit(state, [source], request.id, path, token)
     return trees, state
 
