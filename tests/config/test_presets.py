@@ -188,10 +188,7 @@ class TestCompare:
         )
         by_name = {job.name: job.config for job in rows.jobs}
         assert by_name["fixed_width"]["policy"]["width"] == 3
-        assert by_name["speculative"]["policy"] == {
-            "_target_": "specdec.policies.Chain",
-            "gamma": 5,
-        }
+        assert by_name["speculative"]["policy"] == alone("policy", "chain")
         assert rows.notices == (
             "policy.width=3 does not apply to ar",
             "policy.width=3 does not apply to speculative",
