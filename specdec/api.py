@@ -14,7 +14,7 @@ from specdec.errors import UserError
 from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.runners import PartsRunner, TokenPrompt
-from specdec.state import DecodeState, RequestState
+from specdec.state import RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,7 @@ def stream(
     Stop iterating to cancel. Arguments and errors are those of ``generate``.
     """
     runner, found = _prepared(prompt, overrides, prompt_id, pair)
-    parts = runner.parts
-    state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
+    state = runner.parts.new_state()
     seen = 0
     finished: list[RequestState] = []
     try:

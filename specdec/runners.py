@@ -17,11 +17,9 @@ from specdec.baselines import HFBaseline, HFOptions
 from specdec.clocks import SimulatedClock
 from specdec.compose import compose
 from specdec.errors import UserError
-from specdec.loop import decode
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.sampling import SamplingParams
-from specdec.scheduler import FifoScheduler
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Commit, IntArray, Lossless
 from specdec.workbench import Parts
@@ -86,7 +84,7 @@ class PartsRunner:
         drafted = deepcopy(parts.source.counters)
         counted = replace(parts.executor.counters)
         began_s, busy_before = parts.clock.now(), _busy(parts)
-        state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
+        state = parts.new_state()
         start = perf_counter()
         with torch.inference_mode():
             for _ in self.steps(state, prompts, lambda r: on_finish(self._result(r))):
@@ -131,20 +129,12 @@ class PartsRunner:
             )
             for p in prompts
         ]
-        scheduler = FifoScheduler(
-            requests=requests,
-            parts=(parts.policy, parts.source, parts.executor),
+        return parts.decode(
+            state,
+            requests,
             batch_size=int(self._cfg["batch_size"]),
             prefill_chunk=int(self._cfg["prefill_chunk"]),
             on_finish=on_finish,
-        )
-        return decode(
-            state=state,
-            scheduler=scheduler,
-            policy=parts.policy,
-            source=parts.source,
-            verifier=parts.verifier,
-            executor=parts.executor,
         )
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ parts = bench.parts(
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from specdec.clocks import Clock, MeasuredClock
@@ -17,13 +18,16 @@ from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
+from specdec.loop import decode
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.pairs import ModelPair
 from specdec.policies import StagedTree
 from specdec.policies.staged import cheap_source
 from specdec.randomness import KeyedDraws
-from specdec.types import Lossless, Needs
+from specdec.scheduler import FifoScheduler
+from specdec.state import DecodeState, RequestState
+from specdec.types import Commit, Lossless, Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,36 @@ class Parts:
     clock: Clock
     meter: Meter
     draws: KeyedDraws
+
+    def new_state(self) -> DecodeState:
+        """An empty forest on the strategy's own draws, clock and meter."""
+        return DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
+
+    def decode(
+        self,
+        state: DecodeState,
+        requests: Iterable[RequestState],
+        *,
+        batch_size: int = 1,
+        prefill_chunk: int = 512,
+        on_finish: Callable[[RequestState], None] | None = None,
+    ) -> Iterator[list[Commit]]:
+        """The loop over ``requests``, step by step; arguments as for ``FifoScheduler``."""
+        scheduler = FifoScheduler(
+            requests=requests,
+            parts=(self.policy, self.source, self.executor),
+            batch_size=batch_size,
+            prefill_chunk=prefill_chunk,
+            on_finish=on_finish,
+        )
+        return decode(
+            state=state,
+            scheduler=scheduler,
+            policy=self.policy,
+            source=self.source,
+            verifier=self.verifier,
+            executor=self.executor,
+        )
 
 
 class Workbench:

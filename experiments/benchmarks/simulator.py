@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.simulator [--stages 8] [--width 64] [--tokens 2048]
 
-Prints tokens decoded per second of wall time, and the virtual TBT that the run simulates.
+Prints tokens decoded per second of wall time (not the virtual time that is simulated).
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ import numpy as np
 import torch
 
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
-from specdec.loop import decode
-from specdec.metrics import RequestResult
 from specdec.pairs import build_pair
 from specdec.policies import FixedWidth
-from specdec.runners import TokenPrompt
 from specdec.sampling import SamplingParams
-from specdec.scheduler import FifoScheduler
 from specdec.sources import SyntheticSource
-from specdec.state import DecodeState, RequestState, StopRules
+from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Workbench
 
@@ -57,28 +53,15 @@ def run(stages: int, width: int, num_tokens: int) -> float:
         stages=stages,
     )
     stop = StopRules(max_new_tokens=num_tokens // 4)
-    prompts = [TokenPrompt(i, np.arange(1, 17)) for i in range(4)]
-    results: list[RequestResult] = []
-    scheduler = FifoScheduler(
-        requests=[
-            RequestState(request_id=p.id, prompt=p.tokens, stop=stop, sampling=SamplingParams())
-            for p in prompts
-        ],
-        parts=(parts.policy, parts.source, parts.executor),
-        on_finish=lambda r: results.append(RequestResult.from_state(r, text="")),
-    )
-    state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
+    finished: list[RequestState] = []
+    requests = [
+        RequestState(request_id=i, prompt=np.arange(1, 17), stop=stop, sampling=SamplingParams())
+        for i in range(4)
+    ]
     start = perf_counter()
-    for _ in decode(
-        state=state,
-        scheduler=scheduler,
-        policy=parts.policy,
-        source=parts.source,
-        verifier=parts.verifier,
-        executor=parts.executor,
-    ):
+    for _ in parts.decode(parts.new_state(), requests, on_finish=finished.append):
         pass
-    return sum(len(r.output) for r in results) / (perf_counter() - start)
+    return sum(len(r.output) for r in finished) / (perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from specdec.loop import decode
 from specdec.pairs import RandomPair
 from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, Static
 from specdec.sampling import SamplingParams
-from specdec.scheduler import FifoScheduler
 from specdec.sources import DraftModelSource, NullSource
-from specdec.state import DecodeState, RequestState, StopRules
+from specdec.state import RequestState, StopRules
 from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
@@ -61,26 +59,18 @@ def strategy(name: str) -> Parts:
 def serve(name: str, work: Work) -> dict[int, RequestState]:
     """Runs the work; finished requests by id."""
     parts = strategy(name)
-    state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
+    state = parts.new_state()
     finished: dict[int, RequestState] = {}
     requests = [
         RequestState(request_id=i, prompt=np.array(p), stop=work.stop, sampling=work.sampling)
         for i, p in work.prompts.items()
     ]
-    scheduler = FifoScheduler(
-        requests=requests,
-        parts=(parts.policy, parts.source, parts.executor),
+    loop = parts.decode(
+        state,
+        requests,
         batch_size=work.batch_size,
         prefill_chunk=work.prefill_chunk,
         on_finish=lambda r: finished.__setitem__(r.id, r),
-    )
-    loop = decode(
-        state=state,
-        scheduler=scheduler,
-        policy=parts.policy,
-        source=parts.source,
-        verifier=parts.verifier,
-        executor=parts.executor,
     )
     for step, _ in enumerate(loop):
         for request in list(state.requests.values()):
