@@ -235,8 +235,11 @@ def _imports_used(module: ast.Module, function: ast.AST) -> list[str]:
     return used
 
 
-def function_documents(text: str, max_lines: int = 70, per_document: int = 4) -> list[str]:
-    """Module-level documented functions of a file, a few per text, under the imports they use.
+def function_documents(text: str, max_lines: int = 70, per_document: int = 1) -> list[str]:
+    """Module-level documented functions of a file, under the imports they use.
+
+    One per text by default: the end token after it teaches the model where a body ends, as a
+    prompt that is a function's head expects.
 
     Args:
         text: a Python module's source; one that does not parse gives no functions.

@@ -54,8 +54,10 @@ class RunPlan:
         muon_lr: peak step size of the matrices (Muon, scaled to AdamW's update size).
         adam_lr: peak step size of embeddings and norms (AdamW).
         weight_decay: of both.
-        warmup_steps: linear rise after the start and after each growth.
-        decay_from: share of the budget after which the step size falls linearly to zero.
+        warmup_steps: linear rise after the start, each growth and each restart.
+        decay_from: share of a cycle after which the step size falls linearly to zero.
+        restarts: shares of the budget at which a new cycle begins, at the peak step size again;
+            without any, the whole run is one cycle.
         clip: largest gradient norm.
         checkpoint_minutes: time between checkpoints.
         log_every: steps per row of the loss curve.
@@ -70,6 +72,7 @@ class RunPlan:
     weight_decay: float = 0.05
     warmup_steps: int = 40
     decay_from: float = 0.45
+    restarts: tuple[float, ...] = ()
     clip: float = 1.0
     checkpoint_minutes: float = 4.0
     log_every: int = 50
@@ -81,15 +84,25 @@ class RunPlan:
             raise ValueError("the last phase must end at 1.0")
         if self.budget_minutes is None and self.max_steps <= 0:
             raise ValueError("give budget_minutes or max_steps")
+        if list(self.restarts) != sorted(set(self.restarts)) or not all(
+            0.0 < share < 1.0 for share in self.restarts
+        ):
+            raise ValueError(f"restarts must rise within (0, 1), got {self.restarts}")
 
     def phase_at(self, progress: float) -> Phase:
         """Phase in force at a progress in [0, 1]."""
         return next((p for p in self.phases if progress < p.until), self.phases[-1])
 
+    def cycle_at(self, progress: float) -> int:
+        """Restarts that lie behind a progress in [0, 1]."""
+        return sum(progress >= start for start in self.restarts)
+
     def rate_at(self, progress: float, steps_since_growth: int) -> float:
         """Share of the peak step size, in [0, 1]."""
         warm = min(1.0, (steps_since_growth + 1) / max(1, self.warmup_steps))
-        fall = (1.0 - progress) / max(1e-9, 1.0 - self.decay_from)
+        starts, cycle = [0.0, *self.restarts, 1.0], self.cycle_at(progress)
+        start, end = starts[cycle], starts[cycle + 1]
+        fall = (end - progress) / max(1e-9, (end - start) * (1.0 - self.decay_from))
         return warm * max(0.0, min(1.0, fall))
 
 
@@ -150,6 +163,7 @@ class RunState:
     tokens: int = 0
     seconds: float = 0.0
     grown_at: int = 0
+    cycle: int = 0
     curve: list[dict[str, float]] | None = None
 
 
@@ -235,9 +249,9 @@ class Pretraining:
         self.state.grown_at = self.state.step
 
     def _progress(self) -> float:
+        self.state.seconds = agreed(time.monotonic() - self._began)
         if self.plan.budget_minutes is None:
             return self.state.step / self.plan.max_steps
-        self.state.seconds = agreed(time.monotonic() - self._began)
         return self.state.seconds / (60.0 * self.plan.budget_minutes)
 
     def step(self, phase: Phase, rate: float) -> Tensor:
@@ -268,6 +282,9 @@ class Pretraining:
             phase = self.plan.phase_at(progress)
             if phase.layers != self.model.shape.num_layers:
                 self._grow_to(phase.layers)
+            if self.plan.cycle_at(progress) != self.state.cycle:
+                self.state.cycle = self.plan.cycle_at(progress)
+                self.state.grown_at = self.state.step
             since = self.state.step - self.state.grown_at
             recent.append(self.step(phase, self.plan.rate_at(progress, since)))
             if self.state.step % self.plan.log_every == 0:
