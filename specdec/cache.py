@@ -26,6 +26,7 @@ EMPTY: IntArray = np.zeros(0, np.int64)
 """No tokens, or no nodes."""
 
 _ABSENT = -1
+_FEW = 8  # up to so many nodes plain numbers are cheaper than arrays
 _FRESH_ENTRIES = 128  # entries that a new cache keeps books of before it grows them
 
 
@@ -205,8 +206,8 @@ class TreeCache:
     def _append(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
         """Enters W nodes; returns bool[W, T + W], which entries each of them sees."""
         num = len(ids)
-        if num <= 1:
-            return self._append_one(ids, parent_ids, positions)
+        if num <= _FEW:
+            return self._append_few(ids, parent_ids, positions)
         self._claim(ids)
         lo, hi = self._lo, self._hi
         new_hi = hi + num
@@ -240,29 +241,36 @@ class TreeCache:
             block[row, hi - lo + row] = True
         return block
 
-    def _append_one(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
-        """``_append`` of one node or none, by plain numbers."""
+    def _append_few(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
+        """``_append`` of a few nodes by plain numbers: some 20 array calls would cost more."""
         if not len(ids):
             return np.zeros((0, self.num_nodes), np.bool_)
         self._claim(ids)
-        lo, hi = self._lo, self._hi
-        rank, position = int(ids[0]) - self._base, int(positions[0])
-        parent = int(self._find(parent_ids)[0])
-        above = self.cached_len - 1 if parent == _ABSENT else int(self._positions[parent])
-        assert self._table[rank] == _ABSENT, f"node {ids} is among the entries already"
-        assert position == above + 1, (
-            f"node {ids} at position {positions} does not continue its parent {parent_ids} "
-            f"at {above} (prefix of {self.cached_len} tokens)"
-        )
-        self._table[rank] = hi
-        self._ids[hi] = ids[0]
-        self._positions[hi] = position
-        self._hi = hi + 1
+        lo, hi, new_hi = self._lo, self._hi, self._hi + len(ids)
+        table, base, last = self._table, self._base, len(self._table) - 1
         ancestors = self._ancestors
-        ancestors[lo:hi, hi] = False
-        block = ancestors[hi : hi + 1, lo : hi + 1]
-        block[:] = False if parent == _ABSENT else ancestors[parent, lo : hi + 1]
-        block[0, -1] = True
+        ancestors[lo:hi, hi:new_hi] = False
+        block = ancestors[hi:new_hi, lo:new_hi]
+        block[:] = False
+        for row, (node, above, position) in enumerate(
+            zip(ids.tolist(), parent_ids.tolist(), positions.tolist(), strict=True)
+        ):
+            at = above - base
+            parent = int(table[at]) if 0 < at < last else _ABSENT
+            level = self.cached_len - 1 if parent == _ABSENT else int(self._positions[parent])
+            assert table[node - base] == _ABSENT, f"node {node} is among the entries already"
+            assert position == level + 1, (
+                f"node {node} at position {position} does not continue its parent {above} "
+                f"at {level} (prefix of {self.cached_len} tokens)"
+            )
+            coordinate = hi + row
+            table[node - base] = coordinate
+            self._ids[coordinate] = node
+            self._positions[coordinate] = position
+            if parent != _ABSENT:
+                block[row] = ancestors[parent, lo:new_hi]
+            block[row, coordinate - lo] = True
+        self._hi = new_hi
         return block
 
     # ------------------------------------------------------------------ shrinking

@@ -19,6 +19,7 @@ import numpy as np
 from specdec.types import NO_NODE, BoolArray, Candidates, FloatArray, IntArray
 
 _FRESH = 64  # capacity of a new tree
+_FEW = 8  # up to so many maxima are cheaper found one by one than by a partition
 _SORT_ALL = 256  # up to so many values a full stable sort beats a partition
 
 
@@ -381,9 +382,25 @@ def top_set(values: FloatArray, num: int) -> IntArray:
         return chosen
     if num <= 0:
         return np.zeros(0, np.int64)
+    if num <= _FEW and (few := _few_best(values, num)) is not None:
+        return few
     cut = np.partition(values, len(values) - num)[len(values) - num]
     chosen = np.flatnonzero(values >= cut)
     if len(chosen) > num:  # ties at the cut: the first of them
         ties = np.flatnonzero(values.take(chosen) == cut)
         chosen = np.delete(chosen, ties[num - len(chosen) :])
+    return chosen
+
+
+def _few_best(values: FloatArray, num: int) -> IntArray | None:
+    """``top_set`` by repeated maxima, for a handful; None where too few values are finite."""
+    left = values.copy()
+    chosen = np.empty(num, np.int64)
+    for i in range(num):
+        best = left.argmax()  # the first of equals
+        if left[best] == -np.inf:
+            return None
+        chosen[i] = best
+        left[best] = -np.inf
+    chosen.sort()
     return chosen

@@ -161,11 +161,11 @@ class ModelRunner:
                 else:
                     self._model.base_model(**inputs)
                     logits = None
+            hidden = step.captured[self.last_layer - 1][0]
+            captured = {layer: step.captured[layer][0] for layer in self._captured}
+            del step, inputs  # what the pass made for itself goes within its time
             self._meter.add(self.name, perf_counter() - start)
-        captured = {layer: step.captured[layer][0] for layer in self._captured}
-        return RunnerOutput(
-            hidden=step.captured[self.last_layer - 1][0], logits=logits, captured=captured
-        )
+        return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
 
     def _inputs(self, tokens: IntArray, positions: IntArray, cache: StepCache) -> dict[str, Any]:
         """Arguments of transformers' forward; in a later slice the embeddings are placeholders."""

@@ -51,6 +51,7 @@ class BestFirst(Stateless):
         d: int | None,
         asynchronous: bool = False,
         continuous: bool = False,
+        min_mass: float = 0.0,
     ) -> None:
         """Sets the sizes, by the paper's names.
 
@@ -60,6 +61,9 @@ class BestFirst(Stateless):
             d: expansions per round; None: until the target is ready (asynchronous form only).
             asynchronous: expand in ``overlap`` instead of in ``select``.
             continuous: feed every step instead of waiting for answers.
+            min_mass: serial form: a request's ``d`` expansions end early once the ``w`` best leaves
+                hold less than this probability together, since no expansion gains more tokens than
+                that. Worth it below (draft pass / target pass) x tokens per pass; 0 never stops.
 
         Raises:
             ValueError: for a size out of range.
@@ -75,11 +79,14 @@ class BestFirst(Stateless):
             )
         if d is not None:
             check_count("d", d)
+        if not 0.0 <= min_mass <= 1.0:
+            raise ValueError(f"policy.min_mass={min_mass} must be a probability, 0 to 1")
         self.bs = bs
         self.w = w
         self.d = d
         self.asynchronous = asynchronous
         self.continuous = continuous
+        self.min_mass = min_mass
         self.serial = not continuous
         self._children = max(bs, w)
 
@@ -88,8 +95,11 @@ class BestFirst(Stateless):
         requests = ready_requests(state, serial=self.serial)
         silent: dict[int, IntArray] = {}
         if not self.asynchronous:
+            growing = requests
             for _ in range(self.d or 0):
-                self._grow(state, source, requests, silent)
+                growing = self._grow(state, source, growing, silent, self.min_mass)
+                if not growing:
+                    break
         short = [] if self.continuous else requests
         while short := [r for r in short if _num_available(r.tree) < self.bs]:
             short = self._grow(state, source, short, silent)
@@ -117,6 +127,7 @@ class BestFirst(Stateless):
         source: TokenSource,
         requests: list[RequestState],
         silent: dict[int, IntArray],
+        min_mass: float = 0.0,
     ) -> list[RequestState]:
         """One growth round: expands the ``w`` most probable leaves of each request.
 
@@ -126,6 +137,7 @@ class BestFirst(Stateless):
             requests: whose trees grow.
             silent: request id -> slots that had no answer in this call of the policy; they are not
                 asked again before the next, and are added to here.
+            min_mass: leaves that hold less probability together are not worth a pass.
 
         Returns:
             The requests that had leaves to expand.
@@ -133,7 +145,7 @@ class BestFirst(Stateless):
         wanted = []
         for request in requests:
             slots = self._best_leaves(request, silent.get(request.id, NO_SLOTS))
-            if len(slots):
+            if len(slots) and (not min_mass or _mass(request.tree, slots) >= min_mass):
                 wanted.append((request, slots))
         answers = expand(state, source, wanted, self._children)
         for (request, slots), counts in zip(wanted, answers, strict=True):
@@ -148,11 +160,17 @@ class BestFirst(Stateless):
         Not a leaf: what stands where only the last token of the request could follow.
         """
         tree = request.tree
-        room = last_position(request) - tree.positions  # levels that may still follow
-        closed = tree.expanded | (room < 1)
-        closed[silent] = True
-        nodes = np.where(closed, -np.inf, tree.scores)
-        return _best(tree, nodes, np.where(room > 1, tree.scores, -np.inf), self.w)
+        scores, closed = tree.scores, tree.expanded
+        parents = scores
+        limit = last_position(request)
+        if int(tree.positions.max()) + 1 >= limit:
+            room = limit - tree.positions  # levels that may still follow
+            closed = closed | (room < 1)
+            parents = np.where(room > 1, scores, -np.inf)
+        nodes = np.where(closed, -np.inf, scores)
+        if len(silent):
+            nodes[silent] = -np.inf
+        return _best(tree, nodes, parents, self.w)
 
     def _best_unsubmitted(self, tree: TokenTree) -> IntArray:
         """int64[<= bs]: slots of the most probable nodes not yet submitted, parents first.
@@ -188,6 +206,11 @@ def _best(
         return best
     rows, columns = np.divmod(best[split:] - num_nodes, candidate_scores.shape[1])
     return np.concatenate([best[:split], tree.take(rows, columns)])
+
+
+def _mass(tree: TokenTree, slots: IntArray) -> float:
+    """Probability, by the draft, that the target's path runs through one of the leaves."""
+    return float(np.exp(tree.scores.take(slots)).sum())
 
 
 def _num_available(tree: TokenTree) -> int:

@@ -243,16 +243,22 @@ def test_ids_far_apart_and_out_of_order(runner):
 def test_misuse_is_an_assertion(runner):
     """Orphans off the prefix's end, nodes entered twice, and prefix tokens under a tree."""
     cache, one, two = runner.new_cache(8), np.array([1]), np.array([1, 2])
-    for ids in (one, two):
+    many = np.arange(1, 12)  # beyond what is entered one by one
+    for ids in (one, two, many):
         with pytest.raises(AssertionError, match="not continue"):
             cache.rows(node_ids=ids, node_tokens=ids, parent_ids=ids - 1, node_positions=ids)
         cache = runner.new_cache(8)
-    with pytest.raises(AssertionError, match="before their parents"):
-        cache.rows(
-            node_ids=two, node_tokens=two, parent_ids=np.array([2, -1]), node_positions=1 - two + 1
-        )
-    cache = runner.new_cache(8)
-    for ids in (one, two):
+    for ids in (two, many):  # the first is a child of the second
+        parents = np.where(ids == 1, 2, -1)
+        with pytest.raises(AssertionError, match="before their parents|not continue"):
+            cache.rows(
+                node_ids=ids,
+                node_tokens=ids,
+                parent_ids=parents,
+                node_positions=(ids == 1).astype(int),
+            )
+        cache = runner.new_cache(8)
+    for ids in (one, two, many):
         roots = {"parent_ids": np.full(len(ids), -1), "node_positions": np.zeros(len(ids), int)}
         cache.rows(node_ids=ids, node_tokens=ids, **roots)
         with pytest.raises(AssertionError, match="entries already"):
