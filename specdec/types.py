@@ -11,7 +11,7 @@ E hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -84,6 +84,16 @@ class Nodes:
     def __len__(self) -> int:
         return sum(len(ids) for _, ids in self.items)
 
+    def where(self, mask: BoolArray) -> Nodes:
+        """The nodes of the rows that ``mask``, bool[W], marks; requests left with none go."""
+        items, start = [], 0
+        for request_id, ids in self.items:
+            left = ids[mask[start : start + len(ids)]]
+            start += len(ids)
+            if len(left):
+                items.append((request_id, left))
+        return Nodes(tuple(items))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
@@ -114,6 +124,26 @@ class Candidates:
             logprobs=np.full(shape, -np.inf),
             counts=np.zeros(num_nodes, np.int64),
         )
+
+    def spread(self, mask: BoolArray) -> Candidates:
+        """Rows for more nodes: these in order where ``mask``, bool[W], is set; else count 0.
+
+        A row without an answer has a uniform distribution, where there are distributions.
+        """
+        num_nodes = len(mask)
+        full = Candidates.empty(num_nodes, self.tokens.shape[1])
+        full.tokens[mask] = self.tokens
+        full.logprobs[mask] = self.logprobs
+        full.counts[mask] = self.counts
+        probs = origins = None
+        if self.probs is not None:
+            vocab_size = self.probs.shape[1]
+            probs = np.full((num_nodes, vocab_size), 1.0 / vocab_size)
+            probs[mask] = self.probs
+        if self.origins is not None:
+            origins = np.zeros(full.tokens.shape, np.int64)
+            origins[mask] = self.origins
+        return replace(full, probs=probs, origins=origins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

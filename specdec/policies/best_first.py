@@ -52,6 +52,7 @@ class BestFirst(Stateless):
         asynchronous: bool = False,
         continuous: bool = False,
         min_mass: float = 0.0,
+        min_prob: float = 0.0,
     ) -> None:
         """Sets the sizes, by the paper's names.
 
@@ -64,6 +65,9 @@ class BestFirst(Stateless):
             min_mass: serial form: a request's ``d`` expansions end early once the ``w`` best leaves
                 hold less than this probability together, since no expansion gains more tokens than
                 that. Worth it below (draft pass / target pass) x tokens per pass; 0 never stops.
+            min_prob: nodes that the draft finds less likely to be on the target's path are neither
+                expanded nor submitted: worth it below (cost of a row / target pass) x tokens per
+                pass, where rows cost anything (CPUs, large batches). 0 keeps all.
 
         Raises:
             ValueError: for a size out of range.
@@ -79,14 +83,17 @@ class BestFirst(Stateless):
             )
         if d is not None:
             check_count("d", d)
-        if not 0.0 <= min_mass <= 1.0:
-            raise ValueError(f"policy.min_mass={min_mass} must be a probability, 0 to 1")
+        for key, value in (("min_mass", min_mass), ("min_prob", min_prob)):
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"policy.{key}={value} must be a probability, 0 to 1")
         self.bs = bs
         self.w = w
         self.d = d
         self.asynchronous = asynchronous
         self.continuous = continuous
         self.min_mass = min_mass
+        self.min_prob = min_prob
+        self._least = float(np.log(min_prob)) if min_prob else -np.inf
         self.serial = not continuous
         self._children = max(bs, w)
 
@@ -170,7 +177,7 @@ class BestFirst(Stateless):
         nodes = np.where(closed, -np.inf, scores)
         if len(silent):
             nodes[silent] = -np.inf
-        return _best(tree, nodes, parents, self.w)
+        return _best(tree, nodes, parents, self.w, self._least)
 
     def _best_unsubmitted(self, tree: TokenTree) -> IntArray:
         """int64[<= bs]: slots of the most probable nodes not yet submitted, parents first.
@@ -179,11 +186,15 @@ class BestFirst(Stateless):
         equals the made node, hence the parent, comes first.
         """
         nodes = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
-        return _best(tree, nodes, tree.scores, self.bs)
+        return _best(tree, nodes, tree.scores, self.bs, self._least)
 
 
 def _best(
-    tree: TokenTree, node_scores: FloatArray, parent_scores: FloatArray, num: int
+    tree: TokenTree,
+    node_scores: FloatArray,
+    parent_scores: FloatArray,
+    num: int,
+    least: float = -np.inf,
 ) -> IntArray:
     """The ``num`` best of the nodes and of all candidates; candidates among them become nodes.
 
@@ -192,6 +203,7 @@ def _best(
         node_scores: float64[N], what the nodes count for, -inf for those that may not be chosen.
         parent_scores: float64[N], what their candidates' log-probabilities are added to.
         num: how many at most; ties fall to nodes before candidates, then in slot order.
+        least: score that a chosen one must have; the root has 0.
 
     Returns:
         int64[<= num]: slots, in slot order.
@@ -200,7 +212,8 @@ def _best(
     candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
     scores = np.concatenate([node_scores, candidate_scores.ravel()])
     best = top_set(scores, num)
-    best = best[scores.take(best) > -np.inf]
+    chosen = scores.take(best)
+    best = best[(chosen > -np.inf) & (chosen >= least)]
     split = int(best.searchsorted(num_nodes))
     if split == len(best):
         return best

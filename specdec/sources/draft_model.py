@@ -223,26 +223,9 @@ class DraftModelSource:
         """Answers all nodes but the ``skipped`` rows, which get count 0."""
         keep = np.ones(len(nodes), np.bool_)
         keep[skipped] = False
-        items, start = [], 0
-        for request_id, ids in nodes.items:
-            left = ids[keep[start : start + len(ids)]]
-            start += len(ids)
-            if len(left):
-                items.append((request_id, left))
-        if not items:
-            return Candidates.empty(len(nodes))
-        some = self.expand(state, Nodes(tuple(items)), k)
-        width = some.tokens.shape[1]
-        full = Candidates.empty(len(nodes), width)
-        probs = None
-        if some.probs is not None:
-            probs = np.full((len(nodes), some.probs.shape[1]), 1.0 / some.probs.shape[1])
-            probs[keep] = some.probs
-        full.tokens[keep] = some.tokens
-        full.logprobs[keep] = some.logprobs
-        full.counts[keep] = some.counts
-        return Candidates(
-            tokens=full.tokens, logprobs=full.logprobs, counts=full.counts, probs=probs
+        left = nodes.where(keep)
+        return (
+            self.expand(state, left, k).spread(keep) if left.items else Candidates.empty(len(nodes))
         )
 
     # ------------------------------------------------------------------ the model

@@ -14,11 +14,9 @@ from specdec.interfaces import TokenSource
 from specdec.sources.combined import joined_needs, tally
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import (
-    BoolArray,
     Candidates,
     Commit,
     FloatArray,
-    IntArray,
     Nodes,
     Output,
     SourceCounters,
@@ -29,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class MixtureSource:
-    """Asks every source and merges their candidates by mixed probability.
+    """Asks its sources in order and merges their candidates by mixed probability.
+
+    A node for which a source is ``confident`` is not asked of the later ones: with the cheap
+    sources first, a pass of the draft model is spent only where copying has nothing sure to offer.
 
     With weights w_i, renormalised at each node over the sources that have an answer, a token has
     probability sum_i w_i p_i, where p_i is 0 for a source that did not propose it (a lower bound,
@@ -44,19 +45,22 @@ class MixtureSource:
         *,
         sources: Sequence[TokenSource],
         weights: Sequence[float] | None = None,
+        confident: float | None = None,
         sample: bool = False,
     ) -> None:
         """Wraps sources, which must not be used otherwise.
 
         Args:
-            sources: at least one.
+            sources: at least one, the cheapest first.
             weights: positive, one per source; equal where None.
+            confident: probability of a source's best candidate from which the sources after it are
+                not asked about the node; None asks all of them always.
             sample: give the exact mixture distribution, with candidates sampled from it; every
                 source must then give its whole distribution.
 
         Raises:
-            ValueError: for no sources, weights that do not fit, vocabularies that differ, or a
-                source that cannot give its distribution.
+            ValueError: for no sources, weights that do not fit, a probability out of range,
+                vocabularies that differ, or a source that cannot give its distribution.
         """
         if not sources:
             raise ValueError("a mixture needs at least one source; give source.sources=[...]")
@@ -64,6 +68,15 @@ class MixtureSource:
         if len(weights) != len(sources) or min(weights) <= 0.0:
             raise ValueError(
                 f"weights={list(weights)} must be positive, one for each of {len(sources)} sources"
+            )
+        if confident is not None and not 0.0 < confident <= 1.0:
+            raise ValueError(
+                f"confident={confident} must be a probability above 0 and at most 1, or null"
+            )
+        if confident is not None and sample:
+            raise ValueError(
+                "confident decides by the candidates' values which sources are asked, which would"
+                " bias a rejection verifier; use verifier=match or source.confident=null"
             )
         vocab_sizes = {s.vocab_size for s in sources if s.vocab_size is not None}
         if len(vocab_sizes) > 1:
@@ -82,6 +95,7 @@ class MixtureSource:
         self.needs = joined_needs(s.needs for s in sources)
         self.counters = SourceCounters()
         self._sources = list(sources)
+        self._sure = 0.1 if confident is None else float(np.log(confident))  # 0.1: never
         self._weights = np.asarray(weights, float) / sum(weights)
 
     def open(self, request: RequestState) -> None:
@@ -91,7 +105,17 @@ class MixtureSource:
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The ``k`` most probable candidates of the mixture, or ``k`` sampled from it."""
-        answers = [source.expand(state, nodes, k) for source in self._sources]
+        answers: list[Candidates] = []
+        open_rows = np.ones(len(nodes), np.bool_)
+        for source in self._sources:
+            if open_rows.all():
+                answer = source.expand(state, nodes, k)
+            elif open_rows.any():
+                answer = source.expand(state, nodes.where(open_rows), k).spread(open_rows)
+            else:
+                answer = Candidates.empty(len(nodes))
+            open_rows &= ~((answer.counts > 0) & (answer.logprobs[:, 0] >= self._sure))
+            answers.append(answer)
         tally(self.counters, (source.counters for source in self._sources))
         has_answer = np.stack([a.counts > 0 for a in answers], axis=1)  # [W, S]
         weights = np.where(has_answer, self._weights, 0.0)
@@ -144,28 +168,45 @@ class MixtureSource:
 
 def _merged(answers: Sequence[Candidates], weights: FloatArray, k: int) -> Candidates:
     """Candidates of all sources, equal tokens added up, the ``k`` best of each node."""
-    tokens = np.concatenate([a.tokens for a in answers], axis=1)  # [W, S * K]
+    widths = [int(a.counts.max(initial=0)) for a in answers]
+    asked = [i for i, width in enumerate(widths) if width]
+    if len(asked) == 1:
+        return _alone(answers[asked[0]], asked[0], k)
+    if not asked:
+        return Candidates.empty(len(weights))
+    tokens = np.concatenate([answers[i].tokens[:, : widths[i]] for i in asked], axis=1)  # [W, C]
     parts = []
-    for i, answer in enumerate(answers):
-        valid = np.arange(answer.tokens.shape[1]) < answer.counts[:, None]
-        share = weights[:, i, None] * np.exp(np.where(valid, answer.logprobs, -np.inf))
-        parts.append(share)
+    for i in asked:
+        answer, width = answers[i], widths[i]
+        valid = np.arange(width) < answer.counts[:, None]
+        logprobs = np.where(valid, answer.logprobs[:, :width], -np.inf)
+        parts.append(weights[:, i, None] * np.exp(logprobs))
     shares = np.concatenate(parts, axis=1)
-    source_of = np.repeat(np.arange(len(answers)), [a.tokens.shape[1] for a in answers])
-    same: BoolArray = tokens[:, :, None] == tokens[:, None, :]
-    together = np.where(same, shares[:, None, :], 0.0)  # [W, SK, SK]
-    total = together.sum(axis=2)
-    live = shares > 0.0
-    first = (same & live[:, None, :]).argmax(axis=2) == np.arange(tokens.shape[1])
-    total[~(first & live)] = 0.0
-    origins: IntArray = source_of[together.argmax(axis=2)]
-    order = np.argsort(-total, axis=1, kind="stable")[:, :k]
-    scores = np.take_along_axis(total, order, axis=1)
+    source_of = np.repeat(asked, [widths[i] for i in asked])
+    # Equal tokens stand side by side after a stable sort, the largest share of each first.
+    order = np.lexsort((-shares, tokens), axis=1)
+    tokens = np.take_along_axis(tokens, order, axis=1)
+    shares = np.take_along_axis(shares, order, axis=1)
+    first = np.ones(tokens.shape, np.bool_)
+    first[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
+    total = np.add.reduceat(shares.ravel(), np.flatnonzero(first))
+    sums = np.zeros(tokens.shape)
+    sums[first] = total
+    best = np.lexsort((tokens, -sums), axis=1)[:, :k]
+    scores = np.take_along_axis(sums, best, axis=1)
     with np.errstate(divide="ignore"):
         logprobs = np.minimum(np.log(scores), 0.0)
     return Candidates(
-        tokens=np.take_along_axis(tokens, order, axis=1),
+        tokens=np.take_along_axis(tokens, best, axis=1),
         logprobs=logprobs,
         counts=(scores > 0.0).sum(axis=1),
-        origins=np.take_along_axis(origins, order, axis=1),
+        origins=np.take_along_axis(source_of[order], best, axis=1),
     )
+
+
+def _alone(answer: Candidates, origin: int, k: int) -> Candidates:
+    """The answer of the only source that had one."""
+    tokens, logprobs = answer.tokens[:, :k], answer.logprobs[:, :k]
+    counts = np.minimum(answer.counts, tokens.shape[1])
+    origins = np.full(tokens.shape, origin)
+    return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, origins=origins)

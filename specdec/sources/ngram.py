@@ -10,17 +10,34 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.sources.contexts import recent_tokens
+from specdec.sources.contexts import recent_tokens, tails
 from specdec.sources.katz import KatzModel
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output, SourceCounters
+from specdec.types import (
+    Candidates,
+    Commit,
+    FloatArray,
+    IntArray,
+    Needs,
+    Nodes,
+    Output,
+    SourceCounters,
+)
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
+_MEMORY = 1 << 16  # contexts whose answers are kept before all are forgotten
+
+_Known = dict[tuple[int, ...], tuple[IntArray, FloatArray, int]]
+"""Context -> (tokens, log probabilities, valid entries) of its best continuations."""
+
 
 class NGramSource:
     """Answers every node from its last ``order - 1`` tokens; holds nothing per request.
+
+    Text repeats its contexts: answers are kept by context, since looking one up costs a few
+    microseconds and working it out a hundred.
 
     Attributes:
         katz: the model.
@@ -41,24 +58,46 @@ class NGramSource:
         self.gives_probs = sample
         self.vocab_size: int | None = katz.vocab_size
         self.counters = SourceCounters()
+        self._known: dict[int, _Known] = {}
 
     def open(self, request: RequestState) -> None:
         """Nothing to prepare."""
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The ``k`` most probable continuations of each node, or ``k`` sampled ones."""
-        contexts = self._contexts(state, nodes)
         if self.gives_probs:
-            return sampled_candidates(state, nodes, self.katz.probs(contexts), k)
-        tokens, logprobs = self.katz.top(contexts, min(k, self.katz.vocab_size))
-        counts = (logprobs > -np.inf).sum(axis=1)  # a context after which all V tokens were seen
-        return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
+            probs = self.katz.probs(self._contexts(state, nodes))
+            return sampled_candidates(state, nodes, probs, k)
+        known = self._known.setdefault(k, {})
+        if len(known) > _MEMORY:
+            known.clear()
+        length = self.katz.order - 1
+        contexts: list[tuple[int, ...]] = []
+        for request_id, ids in nodes.items:
+            request = state.requests[request_id]
+            contexts += tails(request, request.tree.slots(ids).tolist(), length)
+        rows = [known.get(context) for context in contexts]
+        if None in rows:
+            self._learn(known, [c for c, row in zip(contexts, rows, strict=True) if row is None], k)
+            rows = [known[context] for context in contexts]
+        tokens, logprobs, counts = zip(*rows, strict=True)  # type: ignore[misc]
+        return Candidates(
+            tokens=np.stack(tokens), logprobs=np.stack(logprobs), counts=np.array(counts)
+        )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Nothing to follow."""
 
     def close(self, request_id: int) -> None:
         """Nothing to forget."""
+
+    def _learn(self, known: _Known, contexts: list[tuple[int, ...]], k: int) -> None:
+        """Works out the best continuations of contexts that are not known."""
+        windows = np.array(contexts, np.int64).reshape(len(contexts), self.katz.order - 1)
+        tokens, logprobs = self.katz.top(windows, min(k, self.katz.vocab_size))
+        counts = (logprobs > -np.inf).sum(axis=1)  # a context after which all V tokens were seen
+        for i, context in enumerate(contexts):
+            known[context] = (tokens[i], logprobs[i], int(counts[i]))
 
     def _contexts(self, state: DecodeState, nodes: Nodes) -> IntArray:
         """int64[W, L]."""

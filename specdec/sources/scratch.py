@@ -7,6 +7,7 @@ path from the root, so a guess becomes the real node's answer when a policy make
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,24 +82,27 @@ class ScratchRequest:
 
     def child(self, slot: int, token: int) -> int:
         """Slot of the child of a scratch node that carries ``token``, made where it is new."""
-        return int(self.children(np.array([slot]), np.array([token]))[0])
+        return self.children([slot], [token])[0]
 
-    def children(self, parents: IntArray, tokens: IntArray) -> IntArray:
-        """int64[W], slots of the children that carry ``tokens``, made where they are new.
+    def children(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Slots of the children that carry ``tokens``, made where they are new.
 
         Args:
-            parents: int64[W], slots.
-            tokens: int64[W]; no (parent, token) occurs twice.
+            parents: their parents' slots.
+            tokens: as many; no (parent, token) occurs twice.
         """
         tree, known = self.tree, self._children
-        keys = list(zip(tree.ids[parents].tolist(), tokens.tolist(), strict=True))
-        ids = np.array([known.get(key, NO_NODE) for key in keys], np.int64)
-        new = np.flatnonzero(ids == NO_NODE)
-        if len(new):
-            made = tree.append(parents[new], tokens[new], np.zeros(len(new)))
-            ids[new] = tree.ids[made]
-            known.update((keys[at], int(ids[at])) for at in new.tolist())
-        return np.searchsorted(tree.ids, ids)
+        ids = tree.ids
+        keys = [(int(ids[slot]), token) for slot, token in zip(parents, tokens, strict=True)]
+        found = [known.get(key, NO_NODE) for key in keys]
+        new = [at for at, node_id in enumerate(found) if node_id == NO_NODE]
+        if new:
+            above = np.array([parents[at] for at in new])
+            made = tree.append(above, np.array([tokens[at] for at in new]), np.zeros(len(new)))
+            ids = tree.ids
+            for at, slot in zip(new, made.tolist(), strict=True):
+                found[at] = known[keys[at]] = int(ids[slot])
+        return ids.searchsorted(found).tolist()  # type: ignore[no-any-return]
 
     def commit(self, commit: Commit) -> Commit | None:
         """Follows a decision; the same in scratch ids, or None where it was seen before."""

@@ -14,11 +14,9 @@ from specdec.interfaces import TokenSource
 from specdec.sources.combined import joined_needs, tally
 from specdec.sources.remembering import RememberingSource
 from specdec.sources.scratch import ScratchRequest
-from specdec.tree import top_stable
 from specdec.types import (
     Candidates,
     Commit,
-    FloatArray,
     IntArray,
     Nodes,
     Output,
@@ -54,8 +52,8 @@ class StagedSource:
         draft: TokenSource,
         cheap: TokenSource,
         guess_width: int = 2,
-        guess_depth: int = 4,
-        guess_rows: int = 8,
+        guess_depth: int = 3,
+        guess_rows: int = 5,
         max_children: int | None = None,
     ) -> None:
         """Wraps two sources, which must not be used otherwise.
@@ -174,7 +172,7 @@ class StagedSource:
         """The unknown nodes and the most probable guesses below them, sorted slots per request."""
         guesses = [_Guesses(request, slots, self._rows) for request, slots in unknown]
         for _ in range(self._depth):
-            growing = [g for g in guesses if len(g.frontier)]
+            growing = [g for g in guesses if g.frontier]
             if not growing:
                 break
             nodes = Nodes(tuple((g.request.id, g.request.tree.ids[g.frontier]) for g in growing))
@@ -182,7 +180,7 @@ class StagedSource:
             start = 0
             for guess in growing:
                 stop = start + len(guess.frontier)
-                guess.grow(candidates, start, stop)
+                guess.grow(candidates, start)
                 start = stop
         return [(g.request, g.chosen()) for g in guesses]
 
@@ -218,46 +216,55 @@ class StagedSource:
 class _Guesses:
     """Grows one request's guesses level by level, keeping the most probable of them.
 
+    A handful of guesses at a time: plain numbers, since array calls would cost more than a pass of
+    a small draft saves.
+
     Attributes:
         request: whose scratch tree.
-        frontier: int64[F], slots whose children come next.
+        frontier: slots whose children come next.
     """
 
     def __init__(self, request: ScratchRequest, slots: IntArray, max_rows: int) -> None:
         self.request = request
-        self.frontier = slots
-        self._scores: FloatArray = np.zeros(len(slots))
-        self._asked = slots
+        self.frontier: list[int] = slots.tolist()
+        self._scores = [0.0] * len(slots)
+        self._asked = frozenset(self.frontier)
         self._max_rows = max_rows
-        self._kept: IntArray = np.zeros(0, np.int64)
-        self._kept_scores: FloatArray = np.zeros(0)
+        self._kept: list[tuple[float, int]] = []  # (minus the score, slot), best first
 
-    def grow(self, candidates: Candidates, start: int, stop: int) -> None:
-        """Makes nodes of the best candidates of the frontier, rows ``start`` .. ``stop``.
+    def grow(self, candidates: Candidates, start: int) -> None:
+        """Makes nodes of the best candidates of the frontier, rows ``start`` and following.
 
         A candidate that is not among the best of all guesses so far is left out, and with it all
         that could come below: scores do not rise downwards.
         """
-        logprobs = candidates.logprobs[start:stop]
-        valid = np.arange(logprobs.shape[1]) < candidates.counts[start:stop, None]
-        scores = np.where(valid, logprobs + self._scores[:, None], -np.inf).ravel()
-        num_kept = len(self._kept)
-        every = np.concatenate([self._kept_scores, scores])
-        best = top_stable(every, self._max_rows)  # ties fall to the shallower guess
-        best = best[every[best] > -np.inf]
-        old, new = best[best < num_kept], best[best >= num_kept] - num_kept
-        rows, columns = np.divmod(new, logprobs.shape[1])
-        tokens = candidates.tokens[start:stop][rows, columns]
-        slots = self.request.children(self.frontier[rows], tokens)
-        asked = set(self._asked.tolist())  # nodes asked for together, one below the other
-        fresh = np.array([slot not in asked for slot in slots.tolist()], np.bool_)
-        self.frontier, self._scores = slots[fresh], scores[new[fresh]]
-        self._kept = np.concatenate([self._kept[old], self.frontier])
-        self._kept_scores = np.concatenate([self._kept_scores[old], self._scores])
+        ranked = [(score, -1, slot, 0) for score, slot in self._kept]  # ties: the shallower guess
+        for row, (slot, score) in enumerate(zip(self.frontier, self._scores, strict=True), start):
+            count = int(candidates.counts[row])
+            logprobs = candidates.logprobs[row, :count].tolist()
+            tokens = candidates.tokens[row, :count].tolist()
+            ranked += [(-score - p, slot, t, 1) for p, t in zip(logprobs, tokens, strict=True)]
+        ranked.sort(key=_by_score)
+        best = ranked[: self._max_rows]
+        fresh = [(score, slot, token) for score, slot, token, is_new in best if is_new]
+        slots = self.request.children([entry[1] for entry in fresh], [entry[2] for entry in fresh])
+        grown = [
+            (score, slot)
+            for (score, _, _), slot in zip(fresh, slots, strict=True)
+            if slot not in self._asked  # nodes asked for together, one below the other
+        ]
+        self._kept = [(score, slot) for score, _, slot, is_new in best if not is_new] + grown
+        self._kept.sort(key=_by_score)
+        self.frontier = [slot for _, slot in grown]
+        self._scores = [-score for score, _ in grown]
 
     def chosen(self) -> IntArray:
         """int64: sorted slots of the nodes asked for and the best guesses, none orphaned."""
-        return np.sort(np.concatenate([self._asked, self._kept]))
+        return np.array(sorted([*self._asked, *(slot for _, slot in self._kept)]))
+
+
+def _by_score(entry: tuple[float, ...]) -> float:
+    return entry[0]
 
 
 class _RealView:

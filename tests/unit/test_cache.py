@@ -250,7 +250,7 @@ def test_misuse_is_an_assertion(runner):
         cache = runner.new_cache(8)
     for ids in (two, many):  # the first is a child of the second
         parents = np.where(ids == 1, 2, -1)
-        with pytest.raises(AssertionError, match="before their parents|not continue"):
+        with pytest.raises(AssertionError, match=r"before their parents|not continue"):
             cache.rows(
                 node_ids=ids,
                 node_tokens=ids,

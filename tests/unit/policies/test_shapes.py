@@ -254,6 +254,34 @@ def test_best_first_grows_on_until_bs_nodes_are_there() -> None:
     assert len(silent.calls) == 1, "a source without an answer is not asked again at once"
 
 
+@pytest.mark.parametrize("min_prob", [0.05, 0.1, 1.0])
+def test_best_first_leaves_improbable_nodes_out(min_prob: float) -> None:
+    source = TableSource()
+    chosen = select_once(BestFirst(bs=16, w=4, d=5, min_prob=min_prob), source)
+    probable = [c for c in best_first(ROOT, 16, 4, 5) if np.exp(score(c, ROOT)) >= min_prob]
+    assert sorted(chosen) == sorted(probable)
+    assert 1 <= len(chosen) < 16
+    asked = [context for call in source.calls for contexts in call.values() for context in contexts]
+    assert all(np.exp(score(context, ROOT)) >= min_prob for context in asked)
+
+
+@pytest.mark.parametrize("min_mass", [0.0, 0.3, 0.6, 1.0])
+def test_best_first_stops_where_its_leaves_hold_too_little(min_mass: float) -> None:
+    """Expansions go on while the w best leaves hold min_mass, d at most; the root holds 1."""
+    source, rounds = TableSource(), 0
+    select_once(BestFirst(bs=4, w=3, d=6, min_mass=min_mass), source)
+    scores, expanded = {ROOT: 0.0}, set()
+    for _ in range(6):
+        leaves = sorted((c for c in scores if c not in expanded), key=lambda c: -scores[c])[:3]
+        if sum(np.exp(scores[c]) for c in leaves) < min_mass:
+            break
+        rounds += 1
+        for leaf in leaves:
+            expanded.add(leaf)
+            scores |= {(*leaf, t): scores[leaf] + p for t, p in children_of(leaf)}
+    assert len(source.calls) == rounds
+
+
 def test_asynchronous_best_first_expands_in_overlap() -> None:
     """Alg. 1: select makes good what is missing; d expansions while the target runs, or until it
     is ready."""

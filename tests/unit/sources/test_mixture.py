@@ -14,9 +14,10 @@ from .support import VOCAB, expand, make_request, make_state, open_request
 
 
 class Fixed:
-    """Answers every node with given rows."""
+    """Answers every node with given rows; notes how many nodes it was asked about."""
 
     def __init__(self, *rows, vocab_size=None):
+        self.asked = []
         self.needs = Needs()
         self.counters = SourceCounters(passes=1, rows=2, by_level={"fixed": 1})
         self.vocab_size = vocab_size
@@ -26,8 +27,9 @@ class Fixed:
         pass
 
     def expand(self, state, nodes, k):
+        self.asked.append(len(nodes))
         answer = Candidates.empty(len(nodes), max(map(len, self.rows)) or 1)
-        for at, row in enumerate(self.rows):
+        for at, row in enumerate(self.rows[: len(nodes)]):
             for column, (token, prob) in enumerate(row):
                 answer.tokens[at, column] = token
                 answer.logprobs[at, column] = np.log(prob)
@@ -62,6 +64,25 @@ def test_equal_tokens_add_up_and_origins_name_the_largest_share():
     assert got.counts.tolist() == [3, 1]
     assert got.tokens[1, 0] == 1
     assert np.exp(got.logprobs[1, 0]) == pytest.approx(0.5)
+
+
+def test_later_sources_are_asked_only_where_earlier_ones_are_not_confident():
+    sure = Fixed([(5, 0.9)], [(5, 0.7)], [])
+    last = Fixed([(6, 0.8)], [(6, 0.8)])
+    got = ask(MixtureSource(sources=[sure, last], confident=0.8), 3, num_nodes=3)
+    assert last.asked == [2]
+    assert got.tokens[0, 0] == 5
+    assert np.exp(got.logprobs[0, 0]) == pytest.approx(0.9)  # alone, so its weight is 1
+    assert got.counts.tolist() == [1, 2, 1]
+    assert got.tokens[1, :2].tolist() == [6, 5]
+    np.testing.assert_allclose(np.exp(got.logprobs[1, :2]), [0.4, 0.35])
+    assert (got.tokens[2, 0], np.exp(got.logprobs[2, 0])) == (6, pytest.approx(0.8))
+    assert got.origins is not None
+    assert got.origins[:, 0].tolist() == [0, 1, 1]
+    everything_sure = Fixed([(5, 0.9)])
+    never = Fixed([(6, 0.8)])
+    ask(MixtureSource(sources=[everything_sure, never], confident=0.9), 3)
+    assert never.asked == []
 
 
 def test_no_answer_from_anybody_is_count_zero():
@@ -109,6 +130,11 @@ def test_counters_are_sums():
         ({"sources": []}, "at least one source"),
         ({"sources": [NullSource()], "weights": [0.0]}, "positive"),
         ({"sources": [NullSource()], "weights": [1.0, 1.0]}, "one for each of 1"),
+        ({"sources": [NullSource()], "confident": 1.5}, "confident=1.5 must be a probability"),
+        (
+            {"sources": [RandomSource(vocab_size=5)], "confident": 0.5, "sample": True},
+            "would bias",
+        ),
         ({"sources": [PromptLookupSource()], "sample": True}, "PromptLookupSource cannot give"),
         (
             {"sources": [Fixed([], vocab_size=5), Fixed([], vocab_size=6)]},
