@@ -14,12 +14,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from specdec.data import load_prompts
+from specdec.errors import UserError
 from specdec.train.cardtext import write_card
 from specdec.train.corpus import (
-    data_root,
     is_held_out,
     python_files,
-    read_jsonl,
     read_source,
     stdlib_root,
     why_junk,
@@ -168,18 +168,19 @@ def pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
     return statistics.median(times)
 
 
-def human_eval_prompts(tokenizer: Tokenizer, limit: int) -> list[Tensor] | None:
-    """Token ids of HumanEval prompts, or None without the SPECDEC_DATA folder.
+def prompts_of(name: str, tokenizer: Tokenizer, limit: int) -> list[Tensor]:
+    """Token ids of a data set's first prompts, as `data=` gives them; empty where it is absent.
 
-    A prompt's last line break is left off: to this tokenizer a line break and the indentation
-    after it are one token, so that a prompt which ends in one says "no indentation follows".
+    Args:
+        name: one of the library's data sets.
+        tokenizer: the family's.
+        limit: prompts at most.
     """
-    data = data_root()
-    path = data / "humaneval" / "HumanEval.jsonl.gz" if data else None
-    if path is None or not path.exists():
-        return None
-    rows = read_jsonl(path)[:limit]
-    return [torch.tensor(tokenizer.encode(row["prompt"].rstrip()).ids) for row in rows]
+    try:
+        prompts = load_prompts(name=name, limit=limit)
+    except UserError:  # no such files on this machine
+        return []
+    return [torch.tensor(tokenizer.encode(prompt.text).ids) for prompt in prompts]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -190,16 +191,17 @@ def make_card(
     *,
     output_dir: str,
     new_tokens: int,
-    prompts: int,
+    prompts: dict[str, int],
     length: int,
+    reference: str | None,
     seed: int,
     num_threads: int,
     report: Report,
 ) -> None:
     """Measures target and draft in output_dir and writes its README.md and measured.json.
 
-    Arguments: conf/train/card.yaml. The agreement table needs SPECDEC_DATA; without it the card
-    says so.
+    Arguments: conf/train/card.yaml. Agreement on data sets that need SPECDEC_DATA is left out
+    where they are absent, and the card names those that were measured.
 
     Raises:
         FileNotFoundError: a model is missing.
@@ -212,29 +214,44 @@ def make_card(
             raise FileNotFoundError(f"{out / part} holds no model: train it first")
     tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
     models = {part: load_hf(out / part) for part in ("target", "draft")}
-    measured: dict[str, Any] = {"loss_window": length, "agreement": {}}
+    measured: dict[str, Any] = {"loss_window": length, "agreement": []}
     for part, model in models.items():
         report(0.1, f"held-out loss of the {part}")
         measured[part] = measure_loss(model, tokenizer, length)
         measured[part]["pass_ms"] = pass_ms(out / part)
-    heads = human_eval_prompts(tokenizer, prompts)
-    for place, (name, sampling) in enumerate(SETTINGS.items()):
-        if heads is None:
-            report(0.5, "SPECDEC_DATA has no HumanEval: agreement skipped")
-            break
-        report(0.3 + 0.3 * place, f"agreement, {name}")
-        found = measure_agreement(
-            models["target"], models["draft"], heads, sampling, new_tokens, seed
-        )
-        measured["agreement"][name] = {
-            "loop_share": found.loop_share,
-            "tokens": found.inside + found.outside,
-            "inside": found.rates(inside=True),
-            "outside": found.rates(inside=False),
-        }
-    measured["prompts"] = 0 if heads is None else len(heads)
+    if reference is not None:
+        report(0.2, f"held-out loss of {reference}")
+        measured["reference"] = _measure_reference(Path(reference), length)
+    jobs = [(name, rule) for name in prompts for rule in SETTINGS]
+    for place, (name, rule) in enumerate(jobs):
+        report(0.3 + 0.7 * place / len(jobs), f"agreement on {name}, {rule}")
+        heads = prompts_of(name, tokenizer, prompts[name])
+        if heads:
+            found = measure_agreement(
+                models["target"], models["draft"], heads, SETTINGS[rule], new_tokens, seed
+            )
+            measured["agreement"].append(
+                {
+                    "data": name,
+                    "prompts": len(heads),
+                    "sampling": rule,
+                    "loop_share": found.loop_share,
+                    "tokens": found.inside + found.outside,
+                    "inside": found.rates(inside=True),
+                    "outside": found.rates(inside=False),
+                }
+            )
     measured["new_tokens"], measured["batch"] = new_tokens, BATCH
     (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
     records = {part: _read(out / part / "training.json") for part in ("target", "draft")}
     write_card(out, measured, records, _read(out / "corpus.json"))
     report(1.0, "card written")
+
+
+def _measure_reference(folder: Path, length: int) -> dict[str, float]:
+    """Held-out loss of another Llama of the same kind, under its own tokenizer."""
+    model = load_hf(folder)
+    found = measure_loss(model, Tokenizer.from_file(str(folder / "tokenizer.json")), length)
+    found["parameters"] = sum(weight.numel() for weight in model.parameters())
+    found["layers"] = model.shape.num_layers
+    return found

@@ -42,29 +42,44 @@ def _losses(measured: dict[str, Any], records: dict[str, Any]) -> str:
             f"files, windows of {measured['loss_window']} positions. A pass is one transformers "
             "forward of one token after 128 cached ones (float32, CPU, median); target over "
             f"draft: {ratio:.1f}. Tokens and minutes of the draft are those "
-            "of distillation.",
+            f"of distillation.{_reference(measured)}",
         ]
+    )
+
+
+def _reference(measured: dict[str, Any]) -> str:
+    if "reference" not in measured:
+        return ""
+    other = measured["reference"]
+    less = 1.0 - measured["target"]["per_byte"] / other["per_byte"]
+    return (
+        f" For comparison, a model of {other['parameters'] / 1e6:.1f} M parameters and "
+        f"{other['layers']} layers, trained for 22 minutes on the CPU, has {other['per_byte']:.4f} "
+        f"nats per byte on the same files; the target is {less:.0%} below it."
     )
 
 
 def _agreement(measured: dict[str, Any]) -> str:
     if not measured["agreement"]:
-        return "Not measured: SPECDEC_DATA named no folder with HumanEval."
-    head = ["sampling", "tokens", "loop_share", "where", *[f"top-{k}" for k in RANKS]]
+        return "Not measured: none of the data sets was found."
+    head = ["data", "sampling", "tokens", "loop_share", "where", *[f"top-{k}" for k in RANKS]]
     rows = []
-    for name, found in measured["agreement"].items():
-        first = [name, str(found["tokens"]), f"{found['loop_share']:.3f}"]
+    for found in measured["agreement"]:
+        first = [
+            f"{found['data']} ({found['prompts']} prompts)",
+            found["sampling"],
+            str(found["tokens"]),
+            f"{found['loop_share']:.3f}",
+        ]
         for where in ("outside", "inside"):
             rows.append([*first, f"{where} loops", *[f"{rate:.3f}" for rate in found[where]]])
-            first = ["", "", ""]
+            first = [""] * len(first)
     note = (
-        f"Continuations by the target of {measured['prompts']} HumanEval prompts, their last line "
-        f"break left off; at most {measured['new_tokens']} tokens each, ended at the end token. "
-        "top-k: share of those "
-        "tokens among the draft's k likeliest. A token is inside a loop when it ends an 8-gram "
-        "already generated; loop_share is the share of such tokens. Prompts go in batches of "
-        f"{measured['batch']} of nearly equal length; the longer ones of a batch lose their first "
-        "tokens."
+        f"Continuations by the target, at most {measured['new_tokens']} tokens each, ended at the "
+        "end token. top-k: share of those tokens among the draft's k likeliest. A token is inside "
+        "a loop when it ends an 8-gram already generated; loop_share is the share of such tokens. "
+        f"Prompts go in batches of {measured['batch']} of nearly equal length; the longer ones of "
+        "a batch lose their first tokens."
     )
     return table(head, rows) + "\n\n" + note
 
@@ -133,7 +148,7 @@ recorded by the run it describes. Rebuild in this order: `specdec train tokenize
 
 LIMITS = """## Limits
 
-- Trained in about an hour on two CPU cores: every loss here is far above what the size allows.
+- Trained in a few hours on two CPU cores: every loss here is far above what the size allows.
 - Greedy decoding loops. Loops are easy to draft, so read acceptance figures with `loop_share`
   beside them, and prefer sampled settings for comparisons.
 - A line break and the indentation after it are one token, so a prompt should not end in a line
@@ -159,11 +174,10 @@ def write_card(
     """
     draft = records["draft"]
     distilled = (
-        f"Before distillation the draft saw {draft['text_tokens'] / 1e6:.1f} M tokens of text and "
-        f"of the target's samples in {draft['text_minutes']:.0f} minutes. Those samples hold "
-        f"{draft['sampled_tokens'] / 1e6:.2f} M tokens, prompts included."
-        f" {draft.get('note', '')}"
-        if "text_tokens" in draft
+        f"The draft begins as the target's layers {draft['target_layers']} with its embedding. "
+        f"The target's own samples among the text it is distilled on hold "
+        f"{draft['sampled_tokens'] / 1e6:.2f} M tokens, prompts included. {draft.get('note', '')}"
+        if "target_layers" in draft
         else ""
     )
     machine = records["target"].get("machine", "not recorded")

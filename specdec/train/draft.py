@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from specdec.train.distill import DistillationLoss, sample_documents
 from specdec.train.lm import Pretraining, Report
-from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.train.model import LanguageModel, keep_layers, load_hf, save_hf
 from specdec.train.parallel import rank_and_size, spawned, wait_for_all
 from specdec.train.recipes import make_plan, need, pick_device, record_run, set_up
 from specdec.train.samples import Sampling, docstring_end, function_prompts
@@ -89,9 +88,7 @@ def train_draft(
     *,
     work_dir: str,
     output_dir: str,
-    shape: dict[str, int],
-    text_weights: dict[str, float],
-    text_plan: dict[str, Any],
+    target_layers: list[int],
     sampling: dict[str, Any],
     distill_weights: dict[str, float],
     distill_plan: dict[str, Any],
@@ -104,9 +101,11 @@ def train_draft(
     device: str,
     report: Report,
 ) -> None:
-    """Trains the draft: on text and the target's samples, then to the target's distribution.
+    """Distils the draft, which begins as a few of the target's own layers, from the target.
 
-    Arguments: conf/train/draft.yaml. Needs output_dir/target; writes output_dir/draft.
+    With the target's embedding and some of its layers a draft starts where one drawn at random
+    arrives after hundreds of steps. Arguments: conf/train/draft.yaml. Needs output_dir/target;
+    writes output_dir/draft.
     """
     if spawned(train_draft, locals(), num_processes):
         return
@@ -124,37 +123,20 @@ def train_draft(
         seed=seed,
         report=report,
     )
-    schedule, held_out = make_plan(text_plan), streams["held_out"]
-    sizes = ModelShape(num_layers=schedule.phases[0].layers, **shape)
-    generator = torch.Generator().manual_seed(seed)
-    model = LanguageModel(sizes, generator=generator, dtype=dtype, compiled=compiled).to(place)
-    mixture = Mixture(streams, text_weights, seed)
-    text = Pretraining(
-        model, mixture, schedule, work / "draft_text", held_out=held_out, report=report
-    )
     run = Pretraining(
-        text.run(),
+        keep_layers(target, target_layers, compiled=compiled).to(place),
         Mixture(streams, distill_weights, seed + 1),
         make_plan(distill_plan),
         work / "draft",
         loss=DistillationLoss(target, text_weight=text_weight, compiled=compiled),
-        held_out=held_out,
+        held_out=streams["held_out"],
         report=report,
     )
     trained = run.run()
     if rank_and_size()[0] == 0:
         save_hf(trained, out / "draft")
-        record_run(run, out / "draft" / "training.json", _before(text, len(streams["samples"])))
-
-
-def _before(text: Pretraining, sampled_tokens: int) -> dict[str, float]:
-    # What preceded distillation, for the card.
-    minutes = round(text.state.seconds / 60, 1)
-    return {
-        "text_tokens": text.state.tokens,
-        "text_minutes": minutes,
-        "sampled_tokens": sampled_tokens,
-    }
+        extra = {"sampled_tokens": len(streams["samples"]), "target_layers": target_layers}
+        record_run(run, out / "draft" / "training.json", extra)
 
 
 def sample_ngram(

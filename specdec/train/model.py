@@ -10,7 +10,7 @@ V vocabulary, F feed-forward.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -308,3 +308,31 @@ def grow(model: LanguageModel, num_layers: int, *, compiled: bool = False) -> La
         new[name] = old.get(".".join(parts), value).clone()
     deeper.load_state_dict(new)
     return deeper
+
+
+def keep_layers(
+    model: LanguageModel, layers: Sequence[int], *, compiled: bool = False
+) -> LanguageModel:
+    """A shallower model with the embedding, the final norm and some layers of the given one.
+
+    Args:
+        model: is not changed.
+        layers: indices of the layers to keep, in their new order.
+        compiled: see LanguageModel.
+
+    Raises:
+        ValueError: no layers, or one that the model has not.
+    """
+    depth = model.shape.num_layers
+    if not layers or not all(0 <= layer < depth for layer in layers):
+        raise ValueError(f"layers {list(layers)} are not layers of a model of {depth}")
+    sizes = asdict(model.shape) | {"num_layers": len(layers)}
+    shallower = LanguageModel(ModelShape(**sizes), dtype=model.dtype, compiled=compiled)
+    old, new = model.state_dict(), {}
+    for name in shallower.state_dict():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(layers[int(parts[2])])
+        new[name] = old[".".join(parts)].clone()
+    shallower.load_state_dict(new)
+    return shallower
