@@ -243,15 +243,13 @@ class TreeCache:
 
     def _append_few(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
         """``_append`` of a few nodes by plain numbers: some 20 array calls would cost more."""
-        if not len(ids):
-            return np.zeros((0, self.num_nodes), np.bool_)
-        self._claim(ids)
+        if len(ids):
+            self._claim(ids)
         lo, hi, new_hi = self._lo, self._hi, self._hi + len(ids)
         table, base, last = self._table, self._base, len(self._table) - 1
         ancestors = self._ancestors
-        ancestors[lo:hi, hi:new_hi] = False
+        ancestors[lo:new_hi, hi:new_hi] = ancestors[hi:new_hi, lo:new_hi] = False
         block = ancestors[hi:new_hi, lo:new_hi]
-        block[:] = False
         for row, (node, above, position) in enumerate(
             zip(ids.tolist(), parent_ids.tolist(), positions.tolist(), strict=True)
         ):
@@ -259,10 +257,7 @@ class TreeCache:
             parent = int(table[at]) if 0 < at < last else _ABSENT
             level = self.cached_len - 1 if parent == _ABSENT else int(self._positions[parent])
             assert table[node - base] == _ABSENT, f"node {node} is among the entries already"
-            assert position == level + 1, (
-                f"node {node} at position {position} does not continue its parent {above} "
-                f"at {level} (prefix of {self.cached_len} tokens)"
-            )
+            assert position == level + 1, f"node {node} does not continue its parent {above}"
             coordinate = hi + row
             table[node - base] = coordinate
             self._ids[coordinate] = node

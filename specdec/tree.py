@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from specdec.ranking import top_set, top_stable
 from specdec.types import NO_NODE, BoolArray, Candidates, FloatArray, IntArray
 
 _FRESH = 64  # capacity of a new tree
-_FEW = 8  # up to so many maxima are cheaper found one by one than by a partition
-_SORT_ALL = 256  # up to so many values a full stable sort beats a partition
 
 
 class TokenTree:
@@ -359,48 +358,3 @@ class TokenTree:
             self._cand_tokens = np.pad(self._cand_tokens, pad)
             self._cand_logprobs = np.pad(self._cand_logprobs, pad, constant_values=-np.inf)
             self._cand_origins = np.pad(self._cand_origins, pad)
-
-
-def top_stable(values: FloatArray, num: int) -> IntArray:
-    """Indices of the ``num`` largest values, largest first, ties by index.
-
-    Ties must fall the same way on every machine and in every subset, hence not plain argpartition.
-    """
-    if len(values) <= _SORT_ALL:
-        return (-values).argsort(kind="stable")[: max(num, 0)]
-    chosen = top_set(values, num)
-    return chosen[(-values.take(chosen)).argsort(kind="stable")]
-
-
-def top_set(values: FloatArray, num: int) -> IntArray:
-    """The same ``num`` indices as ``top_stable``, in increasing order (cheaper)."""
-    if num >= len(values):
-        return np.arange(len(values))
-    if len(values) <= _SORT_ALL:
-        chosen = (-values).argsort(kind="stable")[: max(num, 0)]
-        chosen.sort()
-        return chosen
-    if num <= 0:
-        return np.zeros(0, np.int64)
-    if num <= _FEW and (few := _few_best(values, num)) is not None:
-        return few
-    cut = np.partition(values, len(values) - num)[len(values) - num]
-    chosen = np.flatnonzero(values >= cut)
-    if len(chosen) > num:  # ties at the cut: the first of them
-        ties = np.flatnonzero(values.take(chosen) == cut)
-        chosen = np.delete(chosen, ties[num - len(chosen) :])
-    return chosen
-
-
-def _few_best(values: FloatArray, num: int) -> IntArray | None:
-    """``top_set`` by repeated maxima, for a handful; None where too few values are finite."""
-    left = values.copy()
-    chosen = np.empty(num, np.int64)
-    for i in range(num):
-        best = left.argmax()  # the first of equals
-        if left[best] == -np.inf:
-            return None
-        chosen[i] = best
-        left[best] = -np.inf
-    chosen.sort()
-    return chosen

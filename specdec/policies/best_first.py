@@ -15,7 +15,8 @@ from specdec.policies.growing import (
     last_position,
     ready_requests,
 )
-from specdec.tree import TokenTree, top_set
+from specdec.ranking import top_set
+from specdec.tree import TokenTree
 from specdec.types import FloatArray, IntArray, Nodes
 
 if TYPE_CHECKING:

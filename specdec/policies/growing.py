@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.tree import TokenTree, top_set
+from specdec.ranking import top_set
+from specdec.tree import TokenTree
 from specdec.types import Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:

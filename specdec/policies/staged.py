@@ -9,7 +9,8 @@ import numpy as np
 
 from specdec.interfaces import TreePolicy
 from specdec.policies.growing import NO_SLOTS, check_count, last_position
-from specdec.tree import TokenTree, top_stable
+from specdec.ranking import top_stable
+from specdec.tree import TokenTree
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:

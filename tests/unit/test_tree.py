@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.tree import TokenTree, top_set, top_stable
+from specdec.ranking import top_set, top_stable
+from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Candidates
 
 LOGPROBS = [0.0, -0.25, -0.5, -0.5, -1.0, -2.0]  # exact in binary, with ties

@@ -268,17 +268,15 @@ def test_best_first_leaves_improbable_nodes_out(min_prob: float) -> None:
 @pytest.mark.parametrize("min_mass", [0.0, 0.3, 0.6, 1.0])
 def test_best_first_stops_where_its_leaves_hold_too_little(min_mass: float) -> None:
     """Expansions go on while the w best leaves hold min_mass, d at most; the root holds 1."""
-    source, rounds = TableSource(), 0
+    source, rounds, scores, expanded = TableSource(), 0, {ROOT: 0.0}, set()
     select_once(BestFirst(bs=4, w=3, d=6, min_mass=min_mass), source)
-    scores, expanded = {ROOT: 0.0}, set()
-    for _ in range(6):
+    while rounds < 6:
         leaves = sorted((c for c in scores if c not in expanded), key=lambda c: -scores[c])[:3]
         if sum(np.exp(scores[c]) for c in leaves) < min_mass:
             break
         rounds += 1
-        for leaf in leaves:
-            expanded.add(leaf)
-            scores |= {(*leaf, t): scores[leaf] + p for t, p in children_of(leaf)}
+        expanded |= set(leaves)
+        scores |= {(*c, t): scores[c] + p for c in leaves for t, p in children_of(c)}
     assert len(source.calls) == rounds
 
 
