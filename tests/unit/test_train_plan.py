@@ -1,0 +1,44 @@
+"""How a draft begins, and the cycles of a training plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdec.train.lm import Phase, RunPlan
+from specdec.train.model import LanguageModel, ModelShape, keep_layers
+
+
+def test_a_draft_begins_as_layers_of_its_target():
+    sizes = {"hidden": 16, "feed_forward": 24, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    shape = ModelShape(num_layers=4, vocab_size=32, **sizes)
+    target = LanguageModel(shape, generator=torch.Generator().manual_seed(0))
+    whole = keep_layers(target, range(4))
+    tokens = torch.arange(12)[None]
+    assert torch.equal(whole(tokens), target(tokens))
+    two = keep_layers(target, [3, 0])
+    assert two.shape.num_layers == 2
+    kept = [name for name in two.state_dict() if name.startswith("model.layers.0")]
+    assert kept
+    for name in kept:
+        source = name.replace("layers.0", "layers.3")
+        assert torch.equal(two.state_dict()[name], target.state_dict()[source])
+    two.model.embed_tokens.weight.data.zero_()
+    assert float(target.model.embed_tokens.weight.detach().abs().sum()) > 0, "weights are copies"
+    with pytest.raises(ValueError, match="layers of a model of 4"):
+        keep_layers(target, [4])
+
+
+def test_a_restart_begins_a_cycle_at_the_peak():
+    schedule = RunPlan(
+        phases=(Phase(until=1.0, layers=1, length=8, batch=1),),
+        max_steps=100,
+        warmup_steps=1,
+        decay_from=0.5,
+        restarts=(0.4,),
+    )
+    rates = [schedule.rate_at(step / 100, 99) for step in (0, 20, 30, 39, 40, 70, 85, 100)]
+    assert rates == pytest.approx([1.0, 1.0, 0.5, 0.05, 1.0, 1.0, 0.5, 0.0])
+    assert [schedule.cycle_at(at) for at in (0.0, 0.39, 0.4, 1.0)] == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="restarts must rise"):
+        RunPlan(phases=schedule.phases, max_steps=1, restarts=(0.5, 0.2))
