@@ -4,6 +4,7 @@
 #   make test       the same environment with the development tools, then the whole test suite
 #   make test-fast  only the tests that take no more than a few seconds each
 #   make lint       ruff: rules and formatting          make types  mypy
+#   make support    runs every combination of parts and writes docs/support.md
 #
 # All targets are safe to repeat; what is installed already is not installed again.
 # Choose another interpreter with `make demo PYTHON=python3.12`, another place with `VENV=dir`.
@@ -27,7 +28,7 @@ DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_g
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_INDEX ?=
 
-.PHONY: help demo test test-fast lint types format install install-dev clean
+.PHONY: help demo test test-fast support lint types format install install-dev clean
 
 help:  ## this text
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
@@ -48,6 +49,10 @@ test: install-dev  ## the whole test suite
 test-fast: install-dev
 	@echo "== test-fast: tests that are not marked slow, distributed or gpu"
 	@$(BIN)/python -m pytest -m fast $(PYTEST_ARGS)
+
+support: install-dev
+	@echo "== support: every cell of the composition matrix, then docs/support.md"
+	@$(BIN)/python -m tests.matrix.support
 
 lint: install-dev
 	@echo "== lint: ruff rules and formatting"

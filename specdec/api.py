@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.runners import PartsRunner, TokenPrompt
 from specdec.state import RequestState
+
+if TYPE_CHECKING:
+    from specdec.verify import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,28 @@ def generate(
         origins=result.origins,
         metrics=summarise(results, totals),
     )
+
+
+def certify(
+    overrides: Sequence[str] = (),
+    *,
+    config_dirs: Sequence[str | Path] = (),
+    checks: Sequence[str] | None = None,
+) -> Report:
+    """Certifies a configuration, as ``specdec verify`` does.
+
+    Args:
+        overrides: as on the command line.
+        config_dirs: further configuration trees (``--config-dir``).
+        checks: names of those to run; all where None.
+
+    Raises:
+        UserError: for anything that the command line would refuse.
+    """
+    from specdec.verify import certify as run_checks
+
+    cfg = run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config
+    return run_checks(cfg, checks=checks)
 
 
 def stream(

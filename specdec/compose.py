@@ -14,10 +14,23 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specdec.clocks import Clock, CostCurve, LatencyProfile, MeasuredClock, SimulatedClock
+from specdec.clocks import (
+    CONTROLLER,
+    Clock,
+    ClockKind,
+    CostCurve,
+    LatencyProfile,
+    MeasuredClock,
+    PacedClock,
+    SimulatedClock,
+    Timeline,
+)
 from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor
-from specdec.pairs import ModelPair
+from specdec.executors.distributed import Ranks
+from specdec.executors.layout import StageLayout
+from specdec.metrics.meter import Meter
+from specdec.pairs import ModelPair, ReplayModels
 from specdec.workbench import Parts, Workbench
 
 DRAFT_MODEL_TARGET = "specdec.sources.DraftModelSource"
@@ -35,7 +48,10 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     Raises:
         UserError: for an unknown key, a bad value or parts that do not fit together.
     """
-    bench = Workbench(pair, seed=int(cfg["seed"]), clock=build_clock(cfg["clock"]))
+    meter = Meter()
+    timeline = Timeline() if cfg.get("trace") else None
+    clock = build_clock(cfg["clock"], meter, timeline=timeline)
+    bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter)
     policy = build_part(cfg["policy"], {}, "policy")
     verifier = build_part(cfg["verifier"], {}, "verifier")
     runtime: dict[str, Callable[[], Any]] = {
@@ -48,9 +64,13 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "katz": pair.katz,
         "sample": lambda: verifier.needs.draft_probs,
     }
-    source = build_part(_fitted_source(cfg["source"], pair), runtime, "source")
+    source = build_part(_fitted_source(cfg, pair), runtime, "source")
     return bench.parts(
-        source=source, policy=policy, verifier=verifier, stages=_num_stages(cfg["executor"])
+        source=source,
+        policy=policy,
+        verifier=verifier,
+        stages=_stages(cfg["executor"]),
+        ranks=_ranks(cfg),
     )
 
 
@@ -99,10 +119,32 @@ def locate(path: str, where: str) -> type:
         ) from error
 
 
-def build_clock(node: Mapping[str, Any]) -> Clock:
-    """Builds the clock of a run from ``clock=`` (measured or simulated)."""
-    if node["kind"] == "measured":
-        return MeasuredClock()
+def build_clock(
+    node: Mapping[str, Any],
+    meter: Meter,
+    *,
+    rank: int = CONTROLLER,
+    timeline: Timeline | None = None,
+) -> Clock:
+    """Builds one process's clock from ``clock=``.
+
+    Args:
+        node: resolved, with the profile's costs.
+        meter: the process's meter, which a wall clock tells of its waits.
+        rank: the rank that this process is.
+        timeline: gets the work of a traced run.
+    """
+    kind = ClockKind(node["kind"])
+    if kind is ClockKind.MEASURED:
+        return MeasuredClock(meter=meter, rank=rank, timeline=timeline)
+    profile, scale = build_profile(node), float(node["scale"])
+    if kind is ClockKind.SIMULATED:
+        return SimulatedClock(profile, scale=scale, timeline=timeline)
+    return PacedClock(profile, scale=scale, meter=meter, rank=rank, timeline=timeline)
+
+
+def build_profile(node: Mapping[str, Any]) -> LatencyProfile:
+    """The latency profile of a clock's node: its ``profile`` (a name), ``costs`` and ``note``."""
     costs = {
         kind: CostCurve(
             tokens=tuple(curve["tokens"]),
@@ -112,8 +154,7 @@ def build_clock(node: Mapping[str, Any]) -> Clock:
         )
         for kind, curve in node["costs"].items()
     }
-    profile = LatencyProfile(name=node["profile"], costs=costs, note=node.get("note", ""))
-    return SimulatedClock(profile, scale=node["scale"], trace=bool(node.get("trace", False)))
+    return LatencyProfile(name=node["profile"], costs=costs, note=node.get("note", ""))
 
 
 def _built(value: Any, runtime: Mapping[str, Callable[[], Any]], where: str) -> Any:
@@ -124,20 +165,42 @@ def _built(value: Any, runtime: Mapping[str, Callable[[], Any]], where: str) -> 
     return value
 
 
-def _fitted_source(node: Any, pair: ModelPair) -> Any:
-    """The source node, with draft models replaced by synthetic ones where the pair is synthetic."""
-    if not pair.is_synthetic:
-        return node
+def _fitted_source(cfg: Mapping[str, Any], pair: ModelPair) -> Any:
+    """The source node, with draft models replaced where the pair has none."""
+    if isinstance(pair, ReplayModels):
+        return pair.fitted_source(cfg["source"], cfg["policy"])
+    return _without_models(cfg["source"]) if pair.is_synthetic else cfg["source"]
+
+
+def _without_models(node: Any) -> Any:
+    """A node with synthetic sources in place of draft models."""
     if isinstance(node, list):
-        return [_fitted_source(v, pair) for v in node]
+        return [_without_models(v) for v in node]
     if not isinstance(node, Mapping):
         return node
     if node.get("_target_") == DRAFT_MODEL_TARGET:
         return {"_target_": SYNTHETIC_TARGET}
-    return {key: _fitted_source(value, pair) for key, value in node.items()}
+    return {key: _without_models(value) for key, value in node.items()}
 
 
-def _num_stages(node: Mapping[str, Any]) -> int | None:
+def _ranks(cfg: Mapping[str, Any]) -> Ranks | None:
+    """Processes for the stages where ``executor.transport=distributed`` asks for them.
+
+    A simulated clock needs none: it knows all ranks.
+    """
+    node = cfg["executor"]
+    if node.get("transport") != "distributed" or cfg["clock"]["kind"] == ClockKind.SIMULATED:
+        return None
+    return Ranks(
+        model=cfg["model"],
+        clock=cfg["clock"],
+        timeout_s=float(node["timeout_s"]),
+        threads=cfg.get("threads"),
+        trace=bool(cfg.get("trace")),
+    )
+
+
+def _stages(node: Mapping[str, Any]) -> StageLayout | None:
     """Stages of a pipeline, None for the local executor.
 
     Raises:
@@ -145,7 +208,12 @@ def _num_stages(node: Mapping[str, Any]) -> int | None:
     """
     cls = locate(node["_target_"], "executor")
     if cls is PipelineExecutor:
-        return int(node["stages"])
+        groups = node.get("groups")
+        return StageLayout(
+            stages=int(node["stages"]),
+            groups=None if groups is None else tuple(groups),
+            balanced=node.get("split") == "balanced",
+        )
     if cls is LocalExecutor:
         return None
     raise UserError(

@@ -13,7 +13,8 @@ import torch
 from specdec.data import data_provenance, fit_prompt, load_prompts
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
-from specdec.pairs import ModelPair, build_pair
+from specdec.pairs import ModelPair, ReplayModels, build_pair
+from specdec.recording import check_recordable, record_run, write_record
 from specdec.report import (
     RequestWriter,
     print_table,
@@ -23,10 +24,12 @@ from specdec.report import (
     write_json,
     write_run,
 )
-from specdec.runners import Runner, TokenPrompt, build_runner
+from specdec.runners import PartsRunner, Runner, TokenPrompt, build_runner, sampling_params
 from specdec.state import StopRules
+from specdec.trace import write_trace
 
 _SYNTHETIC_PROMPT_TOKENS = 16
+_ABOUT = ("data", "sampling", "dtype", "seed", "max_new_tokens")  # conditions that a record keeps
 
 
 class Progress(Protocol):
@@ -53,7 +56,10 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     _set_threads(cfg)
     progress.phase("loading models", None)
     pair, prompts, cut = prepare(cfg)
+    _tell_what_is_replayed(pair, progress)
     runner = build_runner(cfg, pair, stop_rules(cfg, pair))
+    if cfg.get("record"):
+        check_recordable(pair, runner.name, runner.claims)
     path = output_dir / "requests.jsonl"
     records = [r for r in read_requests(path) if r.totals is not None] if path.is_file() else []
     done = {record.result.id for record in records}
@@ -61,7 +67,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     results, totals = [r.result for r in records], [r.totals for r in records if r.totals]
     progress.phase(f"{runner.name}: decoding", len(todo))
     try:
-        if todo and _measured(cfg):
+        if todo and _on_wall_clock(cfg):
             _warm_up(runner, todo[0])
         with RequestWriter(path) as writer:
             for group in _groups(todo, cfg["batch_size"]):
@@ -74,7 +80,12 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
                 totals.append(total)
     finally:
         runner.close()
+    if cfg.get("record"):
+        _write_record(cfg, pair, prompts, results, output_dir, progress)
+    if isinstance(runner, PartsRunner) and runner.trace is not None:
+        _write_trace(runner, pair, output_dir)
     summary = {"strategy": runner.name, **summarise(results, RunTotals.merge(totals))}
+    summary |= _recorded_figures(pair)
     conditions = _conditions(cfg, pair, len(prompts), cut, repeats=1)
     _write_provenance(cfg, output_dir)
     write_run(output_dir, summary, results, conditions)
@@ -102,10 +113,13 @@ def compare_jobs(
     _set_threads(base)
     progress.phase("loading models", None)
     pair, prompts, cut = prepare(base)
+    _tell_what_is_replayed(pair, progress)
     runners = [build_runner(cfg, pair, stop_rules(cfg, pair)) for cfg in cfgs]
+    if base.get("record"):
+        check_recordable(pair, runners[0].name, runners[0].claims)
     runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {r.name: [] for r in runners}
     try:
-        if _measured(base):
+        if _on_wall_clock(base):
             progress.phase("warming up", len(runners))
             for runner in runners:
                 _warm_up(runner, prompts[0])
@@ -117,10 +131,15 @@ def compare_jobs(
     finally:
         for runner in runners:
             runner.close()
+    if base.get("record"):
+        first = [result for result, _ in runs[runners[0].name][0]]
+        _write_record(base, pair, prompts, first, output_dir, progress)
     conditions = _conditions(base, pair, len(prompts), cut, repeats)
     merged = {name: [_as_run(parts) for parts in found] for name, found in runs.items()}
     rows = [
-        comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims) for r in runners
+        comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims)
+        | _recorded_figures(pair)
+        for r in runners
     ]
     _write_provenance(base, output_dir, strategies=[r.name for r in runners])
     write_comparison(output_dir, rows, conditions, merged)
@@ -164,13 +183,16 @@ def _as_run(parts: Sequence[tuple[RequestResult, RunTotals]]) -> Run:
 
 def _no_totals(like: RunTotals) -> RunTotals:
     """Zero counts with the flags of ``like``: totals of a batch are booked on its first request."""
-    optional = ("draft_total_s", "draft_hidden_s", "theoretical_s", "bytes_sent")
+    optional = (
+        *("draft_total_s", "draft_hidden_s", "theoretical_s", "bytes_sent"),
+        *("paced_pieces", "overruns"),
+    )
     known = {name: 0 for name in optional if getattr(like, name) is not None}
     return RunTotals(
         latency=like.latency,
         level_per_step=like.level_per_step,
         whole_tree=like.whole_tree,
-        measured=like.measured,
+        clock=like.clock,
         target_bytes=like.target_bytes,
         draft_bytes=like.draft_bytes,
         stage_busy_s=None if like.stage_busy_s is None else {},
@@ -182,6 +204,8 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     """Pair, tokenised prompts that fit its positions, and how many of them were cut."""
     pair = build_pair(cfg["model"])
     data = cfg["data"]
+    if isinstance(pair, ReplayModels):
+        return pair, [TokenPrompt(*prompt) for prompt in pair.prompts()[: data["limit"]]], 0
     tokenizer = pair.tokenizer
     if tokenizer is None:
         return pair, _made_up_prompts(pair, data["limit"], int(cfg["seed"])), 0
@@ -247,10 +271,12 @@ def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
 def _warm_up(runner: Runner, prompt: TokenPrompt) -> None:
     """One uncounted prompt: first calls allocate, compile and page in."""
     runner.run([prompt], lambda _: None)
+    if isinstance(runner, PartsRunner) and runner.trace is not None:
+        runner.trace.clear()
 
 
-def _measured(cfg: Mapping[str, Any]) -> bool:
-    return cfg.get("clock", {}).get("kind", "measured") == "measured"
+def _on_wall_clock(cfg: Mapping[str, Any]) -> bool:
+    return cfg.get("clock", {}).get("kind", "measured") != "simulated"
 
 
 def _set_threads(cfg: Mapping[str, Any]) -> None:
@@ -276,10 +302,65 @@ def _conditions(
         "threads": torch.get_num_threads(),
         "repeats": repeats,
     }
-    if clock.get("kind") == "simulated":
+    if "profile" in clock:
         found["clock_profile"] = clock["profile"]
         found["clock_scale"] = clock["scale"]
+    if isinstance(pair, ReplayModels):
+        found |= pair.conditions()
     return found
+
+
+def _recorded_figures(pair: ModelPair) -> dict[str, Any]:
+    """What made-up tokens cannot show: how much of the recorded text was loops."""
+    if not isinstance(pair, ReplayModels):
+        return {}
+    return {"loop_share": pair.about.get("loop_share")}
+
+
+def _tell_what_is_replayed(pair: ModelPair, progress: Progress) -> None:
+    """Data and sampling of a replay are the record's, whatever the configuration says."""
+    if isinstance(pair, ReplayModels):
+        about = {k: v for k, v in pair.conditions().items() if isinstance(v, str) and k != "replay"}
+        told = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
+        progress.note(f"model=replay plays what was recorded: {told}")
+
+
+def _write_record(
+    cfg: Mapping[str, Any],
+    pair: ModelPair,
+    prompts: Sequence[TokenPrompt],
+    results: Sequence[RequestResult],
+    output_dir: Path,
+    progress: Progress,
+) -> None:
+    """``record=true``: one pass of the draft per finished prompt, in nobody's figures."""
+    progress.phase("recording the draft", len(results))
+    model = cfg["model"]
+    record = record_run(
+        pair=pair,
+        prompts={prompt.id: prompt.tokens for prompt in prompts},
+        results=results,
+        sampling=sampling_params(cfg["sampling"]),
+        about={
+            "strategy": cfg["strategy"]["name"],
+            "model": {k: model[k] for k in ("kind", "target", "draft") if k in model},
+            **{k: v for k, v in _conditions(cfg, pair, len(results), 0, 1).items() if k in _ABOUT},
+            "sampling_params": dict(cfg["sampling"]),
+            "provenance": provenance(command=sys.argv, config=cfg),
+        },
+        on_request=lambda _: progress.advance(),
+    )
+    write_record(output_dir / "record.npz", record)
+
+
+def _write_trace(runner: PartsRunner, pair: ModelPair, output_dir: Path) -> None:
+    """``trace=true``: what this process has decoded (prompts that lay on disk are not in it)."""
+    assert runner.trace is not None
+    tokenizer = pair.tokenizer
+    text = None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
+    executor = runner.parts.executor
+    places = getattr(executor, "places", None)
+    write_trace(output_dir, runner.trace, latency=executor.latency, places=places, text=text)
 
 
 def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 import torch
 
 from specdec.baselines import HFBaseline, HFOptions
-from specdec.clocks import SimulatedClock
+from specdec.clocks import ClockKind
 from specdec.compose import compose
 from specdec.errors import UserError
-from specdec.metrics import RequestResult, RunTotals
+from specdec.metrics import RankCounts, RequestResult, RunTotals
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.sampling import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules
+from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
 from specdec.workbench import Parts
 
@@ -70,6 +71,7 @@ class PartsRunner:
         self.name = str(cfg["strategy"]["name"])
         self.parts: Parts = compose(cfg, pair)
         self.claims = self.parts.verifier.lossless
+        self.trace = RunTrace(self.parts.clock) if cfg.get("trace") else None
         self._cfg = cfg
         self._stop = stop
         self._pair = pair
@@ -83,28 +85,34 @@ class PartsRunner:
         parts.meter.reset()
         drafted = deepcopy(parts.source.counters)
         counted = replace(parts.executor.counters)
-        began_s, busy_before = parts.clock.now(), _busy(parts)
+        ranks_before, began_s = RankCounts.of(parts.clock, parts.executor), parts.clock.now()
+        if self.trace is not None:
+            self.trace.begin_run(ranks_before.reports)
         state = parts.new_state()
         start = perf_counter()
         with torch.inference_mode():
             for _ in self.steps(state, prompts, lambda r: on_finish(self._result(r))):
                 pass
         wall_s = perf_counter() - start
+        simulated = parts.clock.kind is ClockKind.SIMULATED
         totals = RunTotals(
             steps=state.step,
             wall_s=wall_s,
-            clock_s=wall_s if parts.clock.measured else parts.clock.now() - began_s,
-            measured=parts.clock.measured,
+            clock_s=parts.clock.now() - began_s if simulated else wall_s,
+            clock=parts.clock.kind.value,
             latency=parts.executor.latency,
             level_per_step=self._level_per_step,
             whole_tree=not self._pipelined,
-            stage_busy_s=_busy_since(parts, busy_before),
         )
         counters = parts.executor.counters
         totals.target_passes = counters.passes - counted.passes
         totals.target_rows = counters.rows - counted.rows
         totals.prefill_passes = counters.prefill_passes - counted.prefill_passes
         totals.prefill_rows = counters.prefill_rows - counted.prefill_rows
+        ranks = RankCounts.of(parts.clock, parts.executor)
+        ranks.book(totals, ranks_before)
+        if self.trace is not None:
+            self.trace.end_run(ranks.reports)
         totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
         totals.add_source(parts.source.counters.since(drafted))
         totals.add_meter(parts.meter)
@@ -118,6 +126,9 @@ class PartsRunner:
     ) -> Iterator[list[Commit]]:
         """The loop over the prompts, step by step (streaming, checks between steps)."""
         parts = self.parts
+        if self.trace is not None:
+            observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
+            parts = replace(parts, executor=observed)
         arrival_s = parts.clock.now()
         requests = [
             RequestState(
@@ -143,7 +154,7 @@ class PartsRunner:
 
     @property
     def _pipelined(self) -> bool:
-        return getattr(self.parts.policy, "levels_per_step", None) is not None
+        return not getattr(self.parts.policy, "serial", True)
 
     @property
     def _level_per_step(self) -> bool:
@@ -219,17 +230,6 @@ def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(**cfg)
     except (TypeError, ValueError) as error:
         raise UserError(f"sampling: {error}") from error
-
-
-def _busy(parts: Parts) -> dict[int, float] | None:
-    return dict(parts.clock.busy_s) if isinstance(parts.clock, SimulatedClock) else None
-
-
-def _busy_since(parts: Parts, before: dict[int, float] | None) -> dict[int, float] | None:
-    now = _busy(parts)
-    if now is None or before is None:
-        return None
-    return {rank: s - before.get(rank, 0.0) for rank, s in now.items() if rank > 0}
 
 
 __all__ = [

@@ -12,10 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-from specdec.clocks import Clock, MeasuredClock
+import numpy as np
+
+from specdec.clocks import Clock, ClockKind, MeasuredClock
+from specdec.distributed.plan import SessionPlan, plan_ranks
 from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor
+from specdec.executors.distributed import DistributedExecutor, Ranks
+from specdec.executors.layout import StageLayout
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
@@ -80,17 +86,25 @@ class Workbench:
         pair, clock, meter, draws: shared by everything that is built here.
     """
 
-    def __init__(self, pair: ModelPair, *, seed: int = 0, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        pair: ModelPair,
+        *,
+        seed: int = 0,
+        clock: Clock | None = None,
+        meter: Meter | None = None,
+    ) -> None:
         """Prepares; models are loaded when first asked for.
 
         Args:
             pair: target and draft.
             seed: keys every draw.
             clock: the wall clock where omitted.
+            meter: the one that the clock tells of waits; a new one where omitted.
         """
         self.pair = pair
-        self.clock: Clock = MeasuredClock() if clock is None else clock
-        self.meter = Meter()
+        self.meter = Meter() if meter is None else meter
+        self.clock: Clock = MeasuredClock(meter=self.meter) if clock is None else clock
         self.draws = KeyedDraws(seed=seed)
 
     def draft_runner(self) -> ModelRunner:
@@ -103,42 +117,105 @@ class Workbench:
         source: TokenSource,
         policy: TreePolicy,
         verifier: Verifier,
-        stages: int | None = None,
+        stages: int | StageLayout | None = None,
+        ranks: Ranks | None = None,
     ) -> Parts:
         """Builds the executor for checked parts.
 
         Args:
             source, policy, verifier: the strategy.
-            stages: of a pipeline; None for the local executor.
+            stages: of a pipeline, one device each, or their layout; None for the local executor.
+            ranks: puts the stages on processes of their own; None keeps them in this one.
 
         Raises:
             UserError: parts that do not fit together, or more stages than layers.
+            RankFailure: a rank ended while it was loading.
         """
         needs = joined(verifier.needs, source.needs)
         parts = Parts(
             source=source,
             policy=policy,
             verifier=verifier,
-            executor=self._executor(needs, stages),
+            executor=self._executor(
+                needs, StageLayout(stages=stages) if isinstance(stages, int) else stages, ranks
+            ),
             clock=self.clock,
             meter=self.meter,
             draws=self.draws,
         )
-        check(parts, self.pair.vocab_size)
+        try:
+            check(parts, self.pair.vocab_size)
+        except UserError:
+            parts.executor.shutdown()
+            raise
         return parts
 
-    def _executor(self, needs: Needs, stages: int | None) -> Executor:
+    def _executor(self, needs: Needs, stages: StageLayout | None, ranks: Ranks | None) -> Executor:
         pair = self.pair
+        if stages is not None and ranks is not None:
+            return self._distributed(needs, stages, ranks)
         answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
         if stages is None:
             whole = pair.stage(0, pair.num_layers, self.meter)
             return LocalExecutor(stage=whole, answerer=answerer, clock=self.clock)
+        bounds = self._bounds(stages)
+        self._refuse_in_process()
+        # The devices of a stage are one slice here; a profile prices the whole stage.
+        ends = [0, *np.cumsum(stages.devices).tolist()]
+        slices = [
+            pair.stage(bounds[first][0], bounds[last - 1][1], self.meter)
+            for first, last in pairwise(ends)
+        ]
+        return PipelineExecutor(stages=slices, answerer=answerer, clock=self.clock)
+
+    def _distributed(self, needs: Needs, stages: StageLayout, ranks: Ranks) -> DistributedExecutor:
+        if stages.groups is not None and self.clock.kind is ClockKind.PACED:
+            raise UserError(
+                f"executor.groups={list(stages.groups)} with clock=paced: a profile prices a whole"
+                " stage, not its devices; leave groups null"
+            )
+        plan = SessionPlan(
+            ranks=plan_ranks(self._bounds(stages), stages.devices),
+            model=ranks.model,
+            clock=ranks.clock,
+            seed=self.draws.seed,
+            needs_probs=needs.target_probs,
+            threads=ranks.threads,
+            trace=ranks.trace,
+        )
+        return DistributedExecutor(plan=plan, meter=self.meter, timeout_s=ranks.timeout_s)
+
+    def _bounds(self, stages: StageLayout) -> list[tuple[int, int]]:
+        """Layers of each device."""
+        pair, num_devices = self.pair, sum(stages.devices)
+        if len(stages.devices) != stages.stages:
+            raise UserError(
+                f"executor.groups={list(stages.devices)} names {len(stages.devices)} stages, but"
+                f" executor.stages={stages.stages}: give one number of devices per stage"
+            )
+        head = pair.head_cost if stages.balanced else 0.0
         try:
-            bounds = split_layers(pair.num_layers, stages)
+            return split_layers(pair.num_layers, num_devices, head_layers=head)
         except ValueError as error:
             raise UserError(str(error)) from error
-        slices = [pair.stage(first, last, self.meter) for first, last in bounds]
-        return PipelineExecutor(stages=slices, answerer=answerer, clock=self.clock)
+
+    def _refuse_in_process(self) -> None:
+        """One process cannot do the work of several ranks at the same time.
+
+        Raises:
+            UserError: for a clock that needs them to.
+        """
+        clock = self.clock
+        if clock.kind is ClockKind.PACED:
+            raise UserError(
+                "clock=paced needs a process per rank: add executor.transport=distributed, or use"
+                " executor=local (one stage) or clock=simulated"
+            )
+        if clock.kind is ClockKind.MEASURED and clock.timeline is not None:
+            raise UserError(
+                "trace=true needs ranks that work at the same time: in one process use"
+                " clock=simulated, or add executor.transport=distributed, or use executor=local"
+            )
 
 
 def check(parts: Parts, target_vocab: int) -> None:
@@ -154,6 +231,12 @@ def check(parts: Parts, target_vocab: int) -> None:
             cheap_source(source)
         except ValueError as error:
             raise UserError(str(error)) from error
+    hidden = getattr(policy, "draft_overlap", "none") == "full"
+    if hidden and parts.clock.kind is not ClockKind.SIMULATED:
+        raise UserError(
+            "policy.draft_overlap=full is a limit that no machine reaches, for clock=simulated"
+            " only; use policy.draft_overlap=rule or none"
+        )
     if verifier.needs.draft_probs and policy.value_dependent:
         raise UserError(
             f"{names['policy']} chooses among a node's candidates by their probability, which would"

@@ -23,6 +23,7 @@ def build(
     branching: Sequence[int] = BRANCHING,
     verifier: Verifier | None = None,
     stages: int | None = None,
+    draft_overlap: str = "none",
 ) -> Parts:
     """A static tree from a draft model.
 
@@ -31,8 +32,10 @@ def build(
         branching: children per node, level by level.
         verifier: ``match`` where omitted; the paper's own is multi-round rejection.
         stages: of a pipeline; None for one device.
+        draft_overlap: whether the next tree is drafted while this one is verified; see
+            ``policies.static.DraftOverlap``.
     """
     verifier = verifier or MatchVerifier()
     source = DraftModelSource(runner=bench.draft_runner(), sample=verifier.needs.draft_probs)
-    policy = Static(branching=list(branching))
+    policy = Static(branching=list(branching), draft_overlap=draft_overlap)
     return bench.parts(source=source, policy=policy, verifier=verifier, stages=stages)

@@ -38,12 +38,31 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     _check_kind("executor", _with_kind(config["executor"]), choices)
     for part in CHECKED_PARTS:
         check_part(part, config[part], f"{part}={choices.get(part, '...')}")
-    groups = config["executor"].get("groups")
-    if groups is not None:
+    check_clock(config)
+    groups, stages = config["executor"].get("groups"), config["executor"].get("stages")
+    if groups is not None and len(groups) != stages:
         raise UserError(
-            f"executor.groups={groups}: stages of several devices need the distributed executor,"
-            " which this version does not have; leave it null (a profile prices a whole stage)"
+            f"executor.groups={groups} names {len(groups)} stages, but executor.stages={stages}:"
+            " give one number of devices per stage"
         )
+
+
+def check_clock(config: Mapping[str, Any]) -> None:
+    """Checks that the clock, and a trace, suit where the ranks are.
+
+    Raises:
+        UserError: several ranks in one process cannot work at the same time by the wall clock.
+    """
+    kind, executor = config["clock"]["kind"], config["executor"]
+    in_process = str(executor["_target_"]).endswith(".PipelineExecutor")
+    in_process = in_process and executor.get("transport", "in_process") == "in_process"
+    if not in_process or kind == "simulated":
+        return
+    ways = "add executor.transport=distributed, or use clock=simulated or executor=local"
+    if kind == "paced":
+        raise UserError(f"clock=paced needs a process per stage: {ways}")
+    if config["trace"]:
+        raise UserError(f"trace=true with clock=measured needs a process per stage: {ways}")
 
 
 def check_part(path: str, node: object, label: str) -> None:

@@ -133,6 +133,8 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
     base = compose_config([_text(o) for o in common], name="compare", extra=extra)
     names = _row_names(base.values["strategies"], extra)
     check_config(base.values, base.choices)
+    if base.values["trace"]:
+        raise UserError("trace=true is for one strategy at a time: use it with `specdec run`")
     used: set[str] = set()
     jobs, notices = [], []
     for name in names:

@@ -6,7 +6,7 @@ Hydra composes; when it refuses, the overrides are looked at one by one to find 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ class Composed:
     Attributes:
         values: plain, resolved.
         choices: group -> chosen option.
+        trees: further configuration trees that were searched.
     """
 
     values: dict[str, Any]
     choices: dict[str, str]
+    trees: tuple[Path, ...] = ()
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -78,7 +80,7 @@ def compose_config(
         raw = _hydra_compose(overrides, name, extra)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, overrides, name, extra) from error
-    return plain(raw)
+    return replace(plain(raw), trees=tuple(extra))
 
 
 def plain(raw: DictConfig) -> Composed:

@@ -56,14 +56,22 @@ def checked_job(composed: Composed) -> Job:
     check_logger(values["logger"])
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
-    if config["clock"]["kind"] == "simulated":
-        config["clock"] = {**config["clock"], **load_profile(config["clock"]["profile"])}
+    if "profile" in config["clock"]:
+        config["clock"] = {
+            **config["clock"],
+            **load_profile(config["clock"]["profile"], composed.trees),
+        }
     if config["strategy"]["kind"] == "hf":
         _check_hf(name, config)
         for part in PARTS:
             del config[part]
             choices.pop(part, None)
     choices.pop("strategy", None)
+    if config["record"] and config["model"]["kind"] in ("synthetic", "replay"):
+        raise UserError(
+            f"record=true looks at a run through its draft model, which model="
+            f"{choices.get('model')} has not; leave it out, or use model=tiny or model=hf"
+        )
     if config["model"]["kind"] == "pretrained":
         check_data(config["data"])
         _check_models(name, config)
@@ -88,6 +96,7 @@ def _check_hf(name: str, config: Mapping[str, Any]) -> None:
     wrong = {
         "executor": not executor.endswith(".LocalExecutor"),
         "clock": config["clock"]["kind"] != "measured",
+        "trace": config["trace"],
         "batch_size": config["batch_size"] != 1,
         "model": config["model"]["kind"] not in ("pretrained", "random"),
     }
@@ -118,11 +127,13 @@ def _check_models(name: str, config: Mapping[str, Any]) -> None:
             f" {target.max_positions} positions of model.target={model['target']}: lower it"
         )
     check_prompts(config, target.path, target.max_positions)
-    if not uses_draft_model(config):
+    drafts = uses_draft_model(config)
+    if not drafts and not config["record"]:
         return
     if model["draft"] is None:
+        why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"
         raise UserError(
-            f"strategy={name} drafts with a draft model, but model.draft is not set: add"
+            f"{why}, but model.draft is not set: add"
             " model.draft=PATH_OR_ID, or choose a source without one (source=prompt_lookup)"
         )
     draft = inspect_model(model_path(model["draft"]))

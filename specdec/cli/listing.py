@@ -74,7 +74,7 @@ def _datasets(extra: Sequence[Path]) -> tuple[str, list[Row]]:
 
 def _profiles(extra: Sequence[Path]) -> tuple[str, list[Row]]:
     rows = [(n, first_comment(p)) for n, p in options("profile", extra).items()]
-    return "clock=simulated clock.profile=NAME", rows
+    return "clock.profile=NAME with clock=simulated or clock=paced", rows
 
 
 SECTIONS: dict[str, Callable[[Sequence[Path]], tuple[str, list[Row]]]] = {

@@ -8,16 +8,21 @@ import sys
 from collections.abc import Sequence
 
 from specdec.cli.suggest import did_you_mean
-from specdec.errors import UserError
+from specdec.errors import RankFailure, UserError
 
 BAD_INPUT = 2
 """Exit status for input that cannot be used."""
 
 _INTERRUPTED = 130
+_RANK_FAILED = 3
 _COMMANDS = {
     "run": ("specdec.cli.running", "one strategy on one workload; -m sweeps"),
     "compare": ("specdec.cli.comparing", "several strategies on the same prompts: table and plot"),
+    "verify": ("specdec.cli.verify", "certifies that a configuration is lossless"),
     "train": ("specdec.cli.training", "train the models that ship with the package"),
+    "profile": ("specdec.cli.profile", "what work costs on this hardware; the tree that suggests"),
+    "trace": ("specdec.cli.trace", "timeline of all ranks and the tree's growth, of a traced run"),
+    "worker": ("specdec.cli.ranks", "one rank of a job that torchrun or Slurm starts"),
     "list": ("specdec.cli.listing", "strategies, their parts, datasets, profiles"),
 }
 
@@ -29,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes them from the process.
 
     Returns:
-        The exit status: 0, 2 for bad input, 130 when interrupted. A defect of the library is an
-        exception with its traceback, and status 1.
+        The exit status: 0, 2 for bad input, 3 when a rank failed, 130 when interrupted. A defect of
+        the library is an exception with its traceback, and status 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -40,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"specdec: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
+    except RankFailure as error:
+        if os.environ.get("SPECDEC_TRACEBACK"):
+            raise
+        print(f"specdec: {' '.join(str(error).split())}", file=sys.stderr)
+        return _RANK_FAILED
     except KeyboardInterrupt:
         print("specdec: interrupted; start the same command again to go on", file=sys.stderr)
         return _INTERRUPTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ _KINDS = ("stage", "draft", "head", "prune", "transfer")
 _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
 
 
-def load_profile(name: str) -> dict[str, Any]:
+def load_profile(name: str, extra: Sequence[Path] = ()) -> dict[str, Any]:
     """The ``costs`` and ``note`` of a latency profile.
 
     Args:
         name: a profile of the tree, or the path of a YAML of the same form.
+        extra: further configuration trees to look in.
 
     Returns:
         {"note": text, "costs": {kind: {"tokens": [...], "ms": [...], ...}}}.
@@ -30,7 +32,7 @@ def load_profile(name: str) -> dict[str, Any]:
     Raises:
         UserError: there is none of that name, or it is not of that form.
     """
-    known = options("profile")
+    known = options("profile", extra)
     path = known.get(name) or Path(name).expanduser()
     if not path.is_file():
         raise UserError(

@@ -87,7 +87,9 @@ TOP: Mapping[str, Rule] = {
     "seed": whole(0),
     "batch_size": whole(1),
     "prefill_chunk": whole(1),
+    "trace": FLAG,
     "threads": whole(1, optional=True),
+    "record": FLAG,
     "output_dir": text(optional=True),
 }
 """Keys outside any section."""
@@ -106,6 +108,11 @@ _MODEL = {
         ),
     ),
     "attention": one_of("auto", "dense", "two_level"),
+}
+
+_PROFILED = {
+    "profile": text(),
+    "scale": number("a number above 0", lambda v: 0 < v < 1e9),
 }
 
 SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
@@ -129,11 +136,8 @@ SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
         "truncation": one_of("error", "left"),
     },
     ("clock", "measured"): {},
-    ("clock", "simulated"): {
-        "profile": text(),
-        "scale": number("a number above 0", lambda v: 0 < v < 1e9),
-        "trace": FLAG,
-    },
+    ("clock", "simulated"): _PROFILED,
+    ("clock", "paced"): _PROFILED,
     ("logger", "none"): {},
     ("logger", "wandb"): {
         "project": text(),
@@ -154,6 +158,12 @@ SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
         "miss": _SHARES,
         "seed": whole(0),
     },
+    ("model", "replay"): {
+        "record": text(),
+        "method": text(optional=True),
+        "num_layers": whole(1),
+        "seed": whole(0),
+    },
     ("model", "random"): {
         "family": text(),
         "num_layers": whole(1),
@@ -169,6 +179,9 @@ SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
     ("executor", "PipelineExecutor"): {
         "stages": whole(1),
         "groups": Rule("null or a list of device counts, one per stage", _is_groups),
+        "split": one_of("even", "balanced"),
+        "transport": one_of("in_process", "distributed"),
+        "timeout_s": number("a number of seconds of at least 1", lambda v: 1 <= v < 1e6),
     },
 }
 """(section, kind) -> keys besides ``kind``; the executor's kind is its class."""

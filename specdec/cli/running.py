@@ -26,6 +26,7 @@ Decodes prompts with one strategy and writes a run folder: the resolved config.y
                   model= data= sampling= clock= logger=; `specdec list` shows the options
   key=value       max_new_tokens=128 seed=0 batch_size=1 data.limit=16 policy.width=32
                   executor.stages=8 clock.profile=uniform_30ms model.dtype=float32
+                  trace=true records a timeline and the trees, for `specdec trace`
                   output_dir=DIR; `specdec run --cfg` prints every key with its value
   -m, --multirun  sweep: comma-separated values give one run each
   --cfg           print the resolved configuration and stop

@@ -8,18 +8,32 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specdec.histories import PathBook
-from specdec.sampling import TargetSampler
-from specdec.types import Answers, Batch, Commit
+from specdec.sampling import SamplingParams, TargetSampler
+from specdec.types import Answers, Batch, Commit, IntArray
 
 if TYPE_CHECKING:
     from specdec.sources.synthetic import SyntheticTarget
-    from specdec.state import RequestState
+
+
+class AnsweredRequest(Protocol):
+    """What the answering rank must know of a request (``RequestState`` has it)."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+    @property
+    def tokens(self) -> IntArray:
+        """int64[T], the prompt; looked at only where the sampling transform needs histories."""
+        ...
 
 
 class Answerer(Protocol):
     """Turns a batch that left the last stage into answers."""
 
-    def open(self, request: RequestState) -> None: ...
+    def open(self, request: AnsweredRequest) -> None: ...
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """One ``Answers`` per request with tree rows; ``logits``: [tree rows, V]."""
@@ -40,10 +54,10 @@ class ModelAnswerer:
     def __init__(self, *, sampler: TargetSampler) -> None:
         """Uses ``sampler`` for every request."""
         self._sampler = sampler
-        self._requests: dict[int, RequestState] = {}
+        self._requests: dict[int, AnsweredRequest] = {}
         self._paths = PathBook()
 
-    def open(self, request: RequestState) -> None:
+    def open(self, request: AnsweredRequest) -> None:
         """Starts to follow a request; its paths only where its processors look at them."""
         self._requests[request.id] = request
         if request.sampling.needs_history:
@@ -88,7 +102,7 @@ class SyntheticAnswerer:
         """Asks ``target`` for the token after each position."""
         self._target = target
 
-    def open(self, request: RequestState) -> None:
+    def open(self, request: AnsweredRequest) -> None:
         """The sequence is keyed by the request's id; nothing to hold."""
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:

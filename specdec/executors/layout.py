@@ -49,6 +49,58 @@ def tree_row_index(items: list[RowItem]) -> IntArray:
     return np.concatenate(parts) if parts else _NO_TOKENS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayout:
+    """How the target's layers are laid over devices.
+
+    Attributes:
+        stages: steps that a batch takes through the pipeline.
+        groups: devices per stage, which work one after the other within a step (PipeDec's G); None:
+            one each.
+        balanced: whether stages are balanced with the output head's cost, or by layers alone.
+    """
+
+    stages: int
+    groups: tuple[int, ...] | None = None
+    balanced: bool = False
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices per stage."""
+        return self.groups or (1,) * self.stages
+
+
+class Submitted:
+    """The live nodes of every request that have entered the target.
+
+    A commit keeps what is still in flight; what was answered is retired or pruned with it.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[IntArray]] = {}
+
+    def open(self, request_id: int) -> None:
+        """Starts a request."""
+        self._ids[request_id] = []
+
+    def add(self, batch: Batch) -> None:
+        """Notes a batch that enters the target."""
+        for rows in batch.trees:
+            self._ids[rows.request].append(rows.node_ids)
+
+    def commit(self, commit: Commit) -> int:
+        """Follows a decision; returns how many nodes pruning looks at, the verified path apart."""
+        parts = self._ids[commit.request]
+        ids = np.concatenate(parts) if parts else _NO_TOKENS
+        alive = ids[commit.keeps(ids)]
+        self._ids[commit.request] = [alive]
+        return len(ids) - len(commit.retired_ids)
+
+    def close(self, request_id: int) -> None:
+        """Forgets a request."""
+        self._ids.pop(request_id, None)
+
+
 @dataclass(slots=True)
 class InFlight:
     """A batch between two stages.

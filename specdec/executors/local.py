@@ -48,8 +48,6 @@ class LocalExecutor:
         self._batch = batch
         if batch.num_tokens:
             self.counters.count(batch)
-            self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
-            self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
 
     def ready(self) -> bool:
         """Always: one device does one thing at a time."""
@@ -61,8 +59,11 @@ class LocalExecutor:
         assert batch is not None, "submit comes before collect"
         if not batch.num_tokens:
             return Output(step=batch.step)
+        self._clock.start(CONTROLLER)
         out = self._stage.run(batch, None)
+        self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
         answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
+        self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
         return Output(step=batch.step, answers=answers)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:

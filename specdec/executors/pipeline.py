@@ -8,13 +8,12 @@ other it is the test bed of the distributed executor, which runs the same steps 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answering import Answerer
-from specdec.executors.layout import InFlight
+from specdec.executors.layout import InFlight, Submitted
 from specdec.executors.stage import Stage
 from specdec.types import Answers, Batch, Commit, ExecutorCounters, Output
 
@@ -46,7 +45,7 @@ class PipelineExecutor:
         self._clock = clock
         self._ranks = range(1, len(self._stages) + 1)
         self._slots: list[InFlight | None] = [None] * len(self._stages)
-        self._held: Counter[int] = Counter()  # live submitted nodes per request
+        self._submitted = Submitted()
         self._step = -1
         self.latency = len(self._stages)
         self.counters = ExecutorCounters()
@@ -57,6 +56,7 @@ class PipelineExecutor:
         for stage in self._stages:
             stage.open(request.id, request.num_prompt + request.stop.max_new_tokens)
         self._answerer.open(request)
+        self._submitted.open(request.id)
 
     def submit(self, batch: Batch) -> None:
         """Puts the batch before the first stage; all stages start on what waits before them."""
@@ -64,8 +64,7 @@ class PipelineExecutor:
         if batch.num_tokens:
             self._slots[0] = InFlight(batch)
             self.counters.count(batch)
-            for rows in batch.trees:
-                self._held[rows.request] += len(rows.node_ids)
+            self._submitted.add(batch)
         for rank, slot in zip(self._ranks, self._slots, strict=True):
             self._clock.align(rank, CONTROLLER)
             if slot is not None:
@@ -115,7 +114,7 @@ class PipelineExecutor:
         for stage in self._stages:
             stage.close(request_id)
         self._answerer.close(request_id)
-        del self._held[request_id]
+        self._submitted.close(request_id)
         for i, slot in enumerate(self._slots):
             if slot is not None:
                 slot.prune({}, frozenset([request_id]))
@@ -127,26 +126,9 @@ class PipelineExecutor:
 
     def _charge_prune(self, commits: Sequence[Commit]) -> None:
         """Charges pruning where there was more than the verified path to look at."""
-        pruned = 0
-        for commit in commits:
-            before = self._held[commit.request]
-            pruned += before - len(commit.retired_ids)
-            self._held[commit.request] = self._alive(commit)
+        pruned = sum(self._submitted.commit(commit) for commit in commits)
         for rank in self._ranks:
             self._clock.charge(rank, Work.PRUNE, pruned)
-
-    def _alive(self, commit: Commit) -> int:
-        """Submitted nodes of the request that survive the commit.
-
-        Those still in flight keep their rows; those answered are retired or pruned with it.
-        """
-        count = 0
-        for slot in self._slots[:-1]:
-            if slot is not None:
-                for rows in slot.batch.trees:
-                    if rows.request == commit.request:
-                        count += int(commit.keeps(rows.node_ids).sum())
-        return count
 
     def _transfer(self, *, answered: bool) -> None:
         """Charges each sender: hidden states to the next stage, answers to the controller."""

@@ -114,11 +114,19 @@ class NullStage:
         """Nothing to free."""
 
 
-def split_layers(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
+def split_layers(
+    num_layers: int, num_stages: int, *, head_layers: float = 0.0
+) -> list[tuple[int, int]]:
     """(first, last) layer of each stage, as even as possible, the shorter stages last.
 
-    The last stages also carry the output head, so they get the smaller share (the papers put two
+    The last stage also carries the output head, so it gets the smaller share (the papers put two
     layers fewer beside it).
+
+    Args:
+        num_layers: of the target.
+        num_stages: at most as many.
+        head_layers: what the output head costs, in layers; an embedding lookup costs nothing. The
+            slowest stage, which sets the pace, is as fast as it can be.
 
     Raises:
         ValueError: if there are more stages than layers.
@@ -128,7 +136,11 @@ def split_layers(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
             f"executor.stages={num_stages} does not fit a target of {num_layers} layers;"
             f" choose 1 to {num_layers}"
         )
-    base, extra = divmod(num_layers, num_stages)
-    sizes = [base + (i < extra) for i in range(num_stages)]
+    sizes = [1] * num_stages
+    costs = [1.0] * (num_stages - 1) + [1.0 + head_layers]
+    for _ in range(num_layers - num_stages):
+        cheapest = costs.index(min(costs))
+        sizes[cheapest] += 1
+        costs[cheapest] += 1.0
     bounds: IntArray = np.cumsum([0, *sizes])
     return [(int(a), int(b)) for a, b in pairwise(bounds)]

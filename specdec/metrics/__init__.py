@@ -4,6 +4,7 @@ from specdec.metrics.compare import comparison_row, prompt_speedups, speed_ratio
 from specdec.metrics.loops import loop_share
 from specdec.metrics.meter import Meter
 from specdec.metrics.parity import Divergence, Parity, lossless_against
+from specdec.metrics.ranks import RankCounts
 from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
 
@@ -11,6 +12,7 @@ __all__ = [
     "Divergence",
     "Meter",
     "Parity",
+    "RankCounts",
     "RequestResult",
     "Run",
     "RunTotals",

@@ -21,6 +21,7 @@ class Meter:
         self.model_s: defaultdict[str, float] = defaultdict(float)
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.wait_s = 0.0
+        self._began: float | None = None
 
     def reset(self) -> None:
         """Starts again from zero (holders keep their reference)."""
@@ -38,9 +39,16 @@ class Meter:
             self.add(name, perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Counts one call of model ``name`` that took ``seconds``."""
+        """Counts one call of model ``name`` that took ``seconds`` and has just ended."""
+        if self._began is None:
+            self._began = perf_counter() - seconds
         self.model_s[name] += seconds
         self.calls[name] += 1
+
+    def take_began(self) -> float | None:
+        """When the first model call since the last asking began; None where there was none."""
+        began, self._began = self._began, None
+        return began
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -16,6 +16,9 @@ from specdec.metrics.times import time_metrics
 POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
 
+MAX_OVERRUN_SHARE = 0.02
+"""Overruns per piece of paced work up to which a run's times count (DESIGN 6)."""
+
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
     """All metrics of one run (one strategy, one repeat) by their names.
@@ -45,7 +48,8 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         **_cost_metrics(totals),
         "relative_memory_traffic": relative_memory_traffic(new_tokens, totals),
         "loop_share": loop_share(result.output for result in results),
-        "clock": "measured" if totals.measured else "simulated",
+        "clock": totals.clock,
+        **_pace_metrics(totals),
     }
 
 
@@ -195,6 +199,20 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
         "latency": totals.latency,
         "theoretical_s": totals.theoretical_s,
     }
+
+
+def _pace_metrics(totals: RunTotals) -> dict[str, Any]:
+    """Whether a paced run kept its pace (DESIGN 6).
+
+    ``overrun_share``: pieces of work that took longer than the profile says, over all pieces;
+    ``paced_counts``: whether they are few enough for the run's times to count. None on other
+    clocks.
+    """
+    share = counts = None
+    if totals.paced_pieces is not None and totals.overruns is not None:
+        share = _ratio(totals.overruns, totals.paced_pieces)
+        counts = share is None or share <= MAX_OVERRUN_SHARE
+    return {"overrun_share": share, "paced_counts": counts}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -107,14 +107,16 @@ class RunTotals:
         draft_passes, draft_rows, draft_catch_up_rows: the sources' own model work.
         draft_passes_by_level: passes per stage of a staged source.
         wall_s: wall clock of the controller in decode calls, prefill included.
-        clock_s: the same on the run's clock; equal to ``wall_s`` where that is measured.
+        clock_s: the same on the run's clock; equal to ``wall_s`` unless that is simulated.
         model_s, model_calls: seconds in and number of model calls by model name.
         wait_s: seconds of declared waits.
         target_bytes, draft_bytes: bytes of the models' weights; 0 where there is no draft model.
         latency: steps from submission to answer.
         level_per_step: an answer emits exactly one token (pipelines fed one level per step).
         whole_tree: the whole tree is submitted and answered at once.
-        measured: times are what the wall clock says.
+        clock: what its times are: measured, paced or simulated.
+        paced_pieces, overruns: pieces of work on a paced clock, over all ranks, and those that took
+            longer than the profile says; None on other clocks.
         stage_busy_s: rank -> seconds of work on the run's clock, stages only; None where unknown.
         draft_total_s, draft_hidden_s: draft seconds on the run's clock, and those of them that
             passed while the target was busy.
@@ -141,7 +143,9 @@ class RunTotals:
     latency: int = 1
     level_per_step: bool = False
     whole_tree: bool = True
-    measured: bool = True
+    clock: str = "measured"
+    paced_pieces: int | None = None
+    overruns: int | None = None
     stage_busy_s: dict[int, float] | None = None
     draft_total_s: float | None = None
     draft_hidden_s: float | None = None
@@ -204,7 +208,7 @@ class RunTotals:
 
 
 _SAME = frozenset(
-    ["target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "measured"]
+    ["target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"]
 )  # these describe the run and are not summed
 
 

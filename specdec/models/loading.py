@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -96,14 +97,7 @@ def load_stage(
     config = _config(info)
     if getattr(config, "quantization_config", None):
         raise UserError(f"{info.path} is quantised; stages load plain weights only")
-    with init_empty_weights(include_buffers=False):
-        loaded = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch_dtype,
-            trust_remote_code=False,
-            attn_implementation=_reference_attention(config),
-        )
-    loaded.tie_weights()
+    loaded = _empty(config, torch_dtype)
     total = len(loaded.get_submodule(layers_name(loaded)))
     if not 0 <= first_layer < last_layer <= total:
         raise ValueError(f"no layers {first_layer} .. {last_layer} in a model of {total} layers")
@@ -113,6 +107,32 @@ def load_stage(
             setattr(module, name, buffer.to(torch_device))
     loaded.requires_grad_(False)
     return loaded.eval()
+
+
+def weight_bytes(model: ModelInfo | str | Path, dtype: str) -> int:
+    """Bytes of a model's weights in memory (shared ones once), found without loading them.
+
+    Raises:
+        UserError: as ``load_model``.
+    """
+    shape = _empty(_config(_info(model)), _dtype(dtype))
+    return sum(p.numel() * p.element_size() for p in shape.parameters())
+
+
+def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
+    """Tokens that end a text, as the generation config (or else the model config) names them.
+
+    Raises:
+        UserError: for a config that transformers does not accept.
+    """
+    info = _info(model)
+    config = _config(info).get_text_config()
+    eos = config.eos_token_id
+    if (info.path / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(info.path, local_files_only=True).eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -128,6 +148,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"{path} has no tokenizer that can be loaded ({error}); copy tokenizer.json and "
             "tokenizer_config.json beside the weights"
         ) from error
+
+
+def _empty(config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model's modules with all parameters on the meta device."""
+    with init_empty_weights(include_buffers=False):
+        empty = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            trust_remote_code=False,
+            attn_implementation=_reference_attention(config),
+        )
+    empty.tie_weights()
+    return empty
 
 
 def _fill(

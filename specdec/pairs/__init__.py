@@ -1,4 +1,4 @@
-"""A target and its draft, as the parts of a strategy see them: pretrained, random or synthetic."""
+"""A target and its draft, as parts see them: pretrained, random, synthetic, tables or replayed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.interface import ModelPair
 from specdec.pairs.pretrained import PretrainedPair, check_vocabularies, resolve
 from specdec.pairs.random import RandomPair
+from specdec.pairs.replay import ReplayModels, build_replay
 from specdec.pairs.synthetic import SyntheticModels, build_synthetic
+from specdec.pairs.table import TablePair
 
 __all__ = [
     "HuggingFacePair",
     "ModelPair",
     "PretrainedPair",
     "RandomPair",
+    "ReplayModels",
     "SyntheticModels",
+    "TablePair",
     "build_pair",
     "check_vocabularies",
     "resolve",
@@ -35,6 +39,8 @@ def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
         "pretrained": PretrainedPair,
         "random": RandomPair,
         "synthetic": build_synthetic,
+        "replay": build_replay,
+        "table": TablePair,
     }
     if cfg["kind"] not in builders:
         raise UserError(f"model.kind={cfg['kind']} is unknown; use {', '.join(builders)}")

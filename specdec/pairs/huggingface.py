@@ -60,6 +60,14 @@ class HuggingFacePair:
         return int(self.target.config.get_text_config().num_hidden_layers)
 
     @property
+    def head_cost(self) -> float:
+        """Weights of the head over those of a layer: decoding reads each once per pass."""
+        config = self.target.config.get_text_config()
+        matrix = int(config.vocab_size) * int(config.hidden_size)
+        total = sum(p.numel() for p in self.target.parameters())
+        return head_cost(matrix, total, tied=config.tie_word_embeddings, layers=self.num_layers)
+
+    @property
     def max_positions(self) -> int | None:
         """Positions of the target; a draft with fewer is refused by its own runner."""
         value = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
@@ -87,7 +95,7 @@ class HuggingFacePair:
     def stage(self, first: int, last: int, meter: Meter) -> Stage:
         """Layers ``first`` .. ``last`` of the target."""
         runner = ModelRunner(
-            model=self.target,
+            model=self.part(first, last),
             name="target",
             meter=meter,
             first_layer=first,
@@ -95,6 +103,10 @@ class HuggingFacePair:
             attention=self._attention,  # type: ignore[arg-type]
         )
         return ModelStage(runner=runner)
+
+    def part(self, first: int, last: int) -> PreTrainedModel:
+        """A model with the weights of (at least) layers ``first`` .. ``last`` of the target."""
+        return self.target
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's logits."""
@@ -123,3 +135,15 @@ class HuggingFacePair:
 def num_bytes(model: PreTrainedModel) -> int:
     """Bytes of a model's parameters in memory."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def head_cost(matrix: int, total: int, *, tied: bool, layers: int) -> float:
+    """The output head's weights over those of one layer.
+
+    Args:
+        matrix: weights of the head, as many as of the embeddings.
+        total: weights of the model.
+        tied: whether head and embeddings are one matrix (both end stages hold it then).
+        layers: number of layers.
+    """
+    return matrix * layers / max(1, total - (1 if tied else 2) * matrix)

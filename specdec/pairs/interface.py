@@ -12,7 +12,7 @@ from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.randomness import KeyedDraws
 from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import SyntheticPair
+from specdec.sources.synthetic import HiddenPair
 
 
 class ModelPair(Protocol):
@@ -25,6 +25,11 @@ class ModelPair(Protocol):
 
     @property
     def num_layers(self) -> int: ...
+
+    @property
+    def head_cost(self) -> float:
+        """What the output head costs in a pass, in layers: its weights over those of a layer."""
+        ...
 
     @property
     def max_positions(self) -> int | None:
@@ -54,4 +59,6 @@ class ModelPair(Protocol):
         """The n-gram model that goes with the pair."""
         ...
 
-    def synthetic(self) -> SyntheticPair: ...
+    def synthetic(self) -> HiddenPair:
+        """The hidden sequences of a pair without models."""
+        ...

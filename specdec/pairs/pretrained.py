@@ -6,12 +6,14 @@ from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 
+import torch
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
-from specdec.pairs.huggingface import HuggingFacePair, num_bytes
+from specdec.models.loading import end_tokens, load_stage, weight_bytes
+from specdec.pairs.huggingface import HuggingFacePair, head_cost
 from specdec.sources.katz import KatzModel
 
 BUNDLED = "bundled:"
@@ -19,7 +21,13 @@ BUNDLED = "bundled:"
 
 
 class PretrainedPair(HuggingFacePair):
-    """Models from folders, from the hub, or from the bundled family."""
+    """Models from folders, from the hub, or from the bundled family.
+
+    Attributes:
+        parts_only: true in ranks of a pipeline: stages load their own layers and nothing else.
+    """
+
+    parts_only = False
 
     def __init__(
         self,
@@ -63,6 +71,13 @@ class PretrainedPair(HuggingFacePair):
             )
         return load_model(self._draft_info, dtype=self.dtype, device=self.device)
 
+    def part(self, first: int, last: int) -> PreTrainedModel:
+        """The whole target; only the layers asked for where ``parts_only`` is set."""
+        if self.parts_only and last - first < self.num_layers:
+            info = self._target_info
+            return load_stage(info, first, last, dtype=self.dtype, device=self.device)
+        return self.target
+
     @property
     def num_layers(self) -> int:
         """Layers of the target, from its config."""
@@ -73,6 +88,24 @@ class PretrainedPair(HuggingFacePair):
         """Tokens of the target's vocabulary, from its config."""
         return self._target_info.vocab_size
 
+    @property
+    def head_cost(self) -> float:
+        """Weights of the head over those of a layer, from the config, without loading them."""
+        info = self._target_info
+        total = self.weight_bytes[0] // getattr(torch, self.dtype).itemsize
+        matrix = info.vocab_size * info.hidden_size
+        return head_cost(matrix, total, tied=info.tied, layers=info.num_layers)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions of the target, from its config; None where that is silent."""
+        return self._target_info.max_positions or None
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a request, without loading the model."""
+        return end_tokens(self._target_info)
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The target's tokenizer."""
@@ -80,8 +113,12 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of weights; 0 for an absent draft."""
-        return num_bytes(self.target), 0 if self._draft_info is None else num_bytes(self.draft)
+        """Bytes of weights, without loading them; 0 for an absent draft."""
+        draft = self._draft_info
+        return (
+            weight_bytes(self._target_info, self.dtype),
+            0 if draft is None else weight_bytes(draft, self.dtype),
+        )
 
     def katz(self) -> KatzModel:
         """Counted from the pair's token samples, once per process."""

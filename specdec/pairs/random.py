@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
@@ -29,6 +30,8 @@ class RandomPair(HuggingFacePair):
         vocab_size: int = 64,
         max_positions: int = 512,
         seed: int = 0,
+        logit_scale: float = 1.0,
+        logit_step: float = 0.0,
         dtype: str = "float64",
         device: str = "cpu",
         attention: str = "auto",
@@ -41,6 +44,9 @@ class RandomPair(HuggingFacePair):
             draft_layers: the draft is so many first layers of the target.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
             seed: of the weights.
+            logit_scale: both models' logits are multiplied by it; larger ones are surer.
+            logit_step: both models' logits are rounded to multiples of it, so that equal ones are
+                common and the rule for ties is put to the test; 0 is off.
             dtype, device, attention: see ``HuggingFacePair``.
 
         Raises:
@@ -62,6 +68,7 @@ class RandomPair(HuggingFacePair):
         self._family = family
         self._layers = (num_layers, draft_layers)
         self._seed = seed
+        self._logits = (logit_scale, logit_step)
 
     @cached_property
     def target(self) -> PreTrainedModel:
@@ -78,7 +85,7 @@ class RandomPair(HuggingFacePair):
     def katz(self) -> KatzModel:
         """Counted from greedy continuations of the draft."""
         return KatzModel.from_tokens(
-            self._samples(), order=3, vocab_size=self.vocab_size, separator=0
+            self._samples, order=3, vocab_size=self.vocab_size, separator=0
         )
 
     @property
@@ -87,7 +94,7 @@ class RandomPair(HuggingFacePair):
         return frozenset()
 
     def _make(self, num_layers: int, seed: int) -> PreTrainedModel:
-        return random_model(
+        model = random_model(
             self._family,
             seed=seed,
             dtype=self.dtype,
@@ -95,7 +102,11 @@ class RandomPair(HuggingFacePair):
             num_layers=num_layers,
             **self._sizes,
         )
+        if self._logits != (1.0, 0.0):
+            model.get_output_embeddings().register_forward_hook(_Changed(*self._logits))
+        return model
 
+    @cached_property
     def _samples(self) -> IntArray:
         starts = torch.arange(1, min(self.vocab_size, 33), device=self.device)[:, None]
         with torch.inference_mode():
@@ -104,3 +115,15 @@ class RandomPair(HuggingFacePair):
             )
         separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
         return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]
+
+
+class _Changed:
+    """Forward hook that scales, then rounds, what the output head gives."""
+
+    def __init__(self, scale: float, step: float) -> None:
+        self.scale = scale
+        self.step = step
+
+    def __call__(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output * self.scale
+        return torch.round(output / self.step) * self.step if self.step else output

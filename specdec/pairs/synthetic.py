@@ -21,6 +21,7 @@ class SyntheticModels:
     tokenizer = None
     eos_ids: frozenset[int] = frozenset()
     max_positions = None
+    head_cost = 0.0
     weight_bytes = (0, 0)
 
     def __init__(self, *, pair: SyntheticPair, num_layers: int = 80) -> None:

@@ -7,8 +7,17 @@ feeds a request nothing while answers are awaited.
 from specdec.policies.best_first import BestFirst
 from specdec.policies.chain import Chain
 from specdec.policies.fixed_width import FixedWidth
+from specdec.policies.pipeline_best_first import PipelineBestFirst
 from specdec.policies.root_only import RootOnly
 from specdec.policies.staged import StagedTree
 from specdec.policies.static import Static
 
-__all__ = ["BestFirst", "Chain", "FixedWidth", "RootOnly", "StagedTree", "Static"]
+__all__ = [
+    "BestFirst",
+    "Chain",
+    "FixedWidth",
+    "PipelineBestFirst",
+    "RootOnly",
+    "StagedTree",
+    "Static",
+]

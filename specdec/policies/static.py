@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.clocks import SimulatedClock
 from specdec.policies.growing import (
     NO_SLOTS,
-    Stateless,
     check_count,
     expand,
     last_position,
@@ -17,31 +19,56 @@ from specdec.policies.growing import (
     unsubmitted,
 )
 from specdec.tree import TokenTree
-from specdec.types import IntArray, Nodes
+from specdec.types import Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
-    from specdec.state import DecodeState
+    from specdec.state import DecodeState, RequestState
 
 
-class Static(Stateless):
+class DraftOverlap(StrEnum):
+    """When a tree is drafted that can only be known once the tree before it has been answered.
+
+    ``NONE``: after that answer, while the target waits: fully serial.
+    ``RULE``: ahead, under guesses of the answer. While a tree is verified, one draft pass per step
+    of the target grows the next tree under each of the ``guesses`` most probable next roots, the
+    candidates of the submitted tree that it does not hold. If the answer ends in one of them, what
+    has been drafted is hidden and only what is missing is drafted serially; otherwise all of it is.
+    ``FULL``: a limit that no machine reaches: as if the answer were guessed always. Drafting then
+    takes no time as long as it is shorter than the verification before it.
+    """
+
+    NONE = "none"
+    RULE = "rule"
+    FULL = "full"
+
+
+class Static:
     """Level ``l`` takes the first ``branching[l]`` candidates of every node of the level above.
 
     SpecInfer's expansion configuration, by default its <1,1,3,1,1,1,1,1>. The topology does not
-    depend on the candidates' values, so sampled candidates stay unbiased under rejection.
+    depend on the candidates' values, so sampled candidates stay unbiased under rejection; only
+    drafting ahead chooses by value, and is refused there.
     """
 
-    value_dependent = False
     serial = True
 
-    def __init__(self, *, branching: Sequence[int] = (1, 1, 3, 1, 1, 1, 1, 1)) -> None:
-        """Sets the topology.
+    def __init__(
+        self,
+        *,
+        branching: Sequence[int] = (1, 1, 3, 1, 1, 1, 1, 1),
+        draft_overlap: str = "none",
+        guesses: int = 20,
+    ) -> None:
+        """Sets the topology and when it is drafted.
 
         Args:
             branching: children per node, level by level from the root down.
+            draft_overlap: none, rule or full; see ``DraftOverlap``.
+            guesses: next roots that the rule drafts under.
 
         Raises:
-            ValueError: for an empty topology or an entry below 1.
+            ValueError: for an empty topology, an entry below 1 or an unknown overlap.
         """
         if isinstance(branching, str) or not isinstance(branching, Sequence) or not branching:
             raise ValueError(
@@ -50,12 +77,72 @@ class Static(Stateless):
             )
         for level, children in enumerate(branching):
             check_count(f"branching[{level}]", children, remedy="shorten the list instead")
+        if draft_overlap not in list(DraftOverlap):
+            raise ValueError(
+                f"policy.draft_overlap={draft_overlap!r} must be one of {', '.join(DraftOverlap)}"
+            )
+        check_count("guesses", guesses, remedy="policy.draft_overlap=none drafts nothing ahead")
         self.branching = tuple(branching)
+        self.draft_overlap = DraftOverlap(draft_overlap)
+        self.guesses = guesses
+        self.value_dependent = self.draft_overlap is DraftOverlap.RULE
+        self._ahead: dict[int, tuple[int, IntArray]] = {}  # request -> (level, its node ids)
+        self._fed_s: dict[int, float] = {}  # request -> when its last tree was submitted
+
+    def open(self, request: RequestState) -> None:
+        """Nothing to prepare."""
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Grows every idle request's tree, one source call per level, and submits all of it."""
         requests = ready_requests(state, serial=True)
+        if self.draft_overlap is DraftOverlap.FULL:
+            self._grow_hidden(state, source, requests)
+        else:
+            self._grow(state, source, requests)
+        return unsubmitted(requests)
+
+    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+        """The rule's draft pass of this step, if any."""
+        if self.draft_overlap is not DraftOverlap.RULE:
+            return
+        waiting = [r for r in state.requests.values() if r.awaiting and not r.finished]
+        levels = [(r, *self._next_ahead(r)) for r in waiting]
+        # Level -1: the submitted tree's own leaves, whose candidates are next roots as well.
+        fresh = [(r, _open_slots(r, slots)) for r, _, slots in levels]
+        expand(state, source, fresh, max(self.branching) + self.guesses)
+        for request, level, slots in levels:
+            if level < 0:
+                parents, columns, _ = request.tree.best_candidates(self.guesses)
+                made = request.tree.take(parents, columns)
+            else:
+                made = _next_level(request.tree, slots, self.branching[level])
+            self._ahead[request.id] = (level + 1, request.tree.ids[made])
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Ends the guessing about requests that were answered."""
+        for commit in commits:
+            self._ahead.pop(commit.request, None)
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._ahead.pop(request_id, None)
+        self._fed_s.pop(request_id, None)
+
+    def _next_ahead(self, request: RequestState) -> tuple[int, IntArray]:
+        """(level, its slots) that the rule expands next; no slots where the trees are complete."""
+        if request.id not in self._ahead:
+            return -1, np.arange(len(request.tree))
+        level, ids = self._ahead[request.id]
+        if level == len(self.branching):
+            return level - 1, NO_SLOTS
+        return level, request.tree.slots(ids)
+
+    def _grow(
+        self, state: DecodeState, source: TokenSource, requests: Sequence[RequestState]
+    ) -> None:
+        """Completes the trees of the requests."""
         growing = [(request, np.zeros(1, np.int64)) for request in requests]
+        spare = self.guesses if self.draft_overlap is DraftOverlap.RULE else 0
         for children in self.branching:
             growing = [
                 (r, level)
@@ -65,15 +152,37 @@ class Static(Stateless):
             if not growing:
                 break
             fresh = [(r, level[~r.tree.expanded[level]]) for r, level in growing]
-            expand(state, source, fresh, children)
+            expand(state, source, fresh, children + spare)
             growing = [(r, _next_level(r.tree, level, children)) for r, level in growing]
-        return unsubmitted(requests)
+
+    def _grow_hidden(
+        self, state: DecodeState, source: TokenSource, requests: Sequence[RequestState]
+    ) -> None:
+        """As if drafting had begun with the verification of the tree before."""
+        if not requests:
+            return
+        clock = state.clock
+        assert isinstance(clock, SimulatedClock), "draft_overlap=full is checked when composed"
+        beside = copy(state)
+        beside.clock = SimulatedClock(clock.profile, scale=clock.scale)
+        self._grow(beside, source, requests)
+        now = clock.now()
+        began = max(self._fed_s.get(r.id, now) for r in requests)
+        clock.wait_until(began + beside.clock.now())
+        self._fed_s.update((request.id, clock.now()) for request in requests)
+
+
+def _open_slots(request: RequestState, slots: IntArray) -> IntArray:
+    """int64[<= W]: those of some nodes that are not expanded and may have children."""
+    tree = request.tree
+    wanted = ~tree.expanded[slots] & (tree.positions[slots] < last_position(request))
+    return slots[wanted]
 
 
 def _next_level(tree: TokenTree, level: IntArray, children: int) -> IntArray:
     """int64[W]: slots of all nodes one below ``level``, made of the first candidates where new."""
     known = NO_SLOTS
-    if int(level[-1]) + 1 < len(tree):  # part of a tree survived a commit
+    if len(level) and int(level[-1]) + 1 < len(tree):  # part of a tree survived a commit
         known = np.flatnonzero(np.isin(tree.parents, level))
     rows, columns = np.nonzero(tree.candidate_logprobs[level, :children] > -np.inf)
     made = tree.take(level.take(rows), columns)

@@ -178,6 +178,12 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             notes.append(f"{row['strategy']} differs from ar: {_place(found)}")
         for found in list(row.get("ties") or ())[:3]:
             notes.append(f"{row['strategy']} tie: {_place(found)}")
+    for row in rows:
+        if row.get("paced_counts") is False:
+            notes.append(
+                f"{row['strategy']} DOES NOT COUNT: {percent(row['overrun_share'], 1)} of its paced"
+                " work took longer than the profile says (2 % are allowed); raise clock.scale."
+            )
     shares = [row["loop_share"] for row in rows if row.get("loop_share") is not None]
     if shares and max(shares) >= 0.2:
         notes.append(

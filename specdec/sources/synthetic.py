@@ -7,13 +7,16 @@ class has its own law of ranks. The draft's candidate probabilities are that law
 where it is right (one curve for all positions would not do: pruning by cumulative probability
 lives on the difference). Everything is keyed, so results are the same for every strategy.
 
+A recorded run is the same thing with one class per recorded position (``pairs/replay.py``), so the
+source below serves both: it knows a ``HiddenPair`` only.
+
 Shape letters: W nodes, K candidates, C classes, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -40,6 +43,40 @@ _TABLE = 512  # positions computed at a time
 _TOKEN, _CLASS, _RANK, _NODE, _NODE_CLASS = range(5)  # streams of the hash
 
 
+class HiddenPair(Protocol):
+    """What the source and the target below need to know of a hidden sequence and its draft."""
+
+    vocab_size: int
+    class_logprobs: FloatArray
+    """float64[C, K]: candidates' log probabilities by class, falling; -inf where there is none."""
+
+    def tokens(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: the hidden sequence of a request at absolute positions."""
+        ...
+
+    def classes(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: class of the token after each position."""
+        ...
+
+    def ranks(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: how many candidates stand before the right one; K or more for a miss."""
+        ...
+
+    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
+        """int64[n]: right tokens of a chain that starts at a root there; None: ranks say it all.
+
+        Where given, it stands in for ``ranks``, which then depend on the root (drafts that read
+        the target's hidden states guess better near it).
+        """
+        ...
+
+    def node_keys(
+        self, request_id: int, positions: IntArray, tokens: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """(first token, class) int64[n] each of what the draft proposes after wrong nodes."""
+        ...
+
+
 class SyntheticPair:
     """The laws of a synthetic target and draft; makes both.
 
@@ -53,6 +90,7 @@ class SyntheticPair:
 
     Attributes:
         vocab_size: V.
+        class_probs, class_logprobs: float64[C, 64], P_c(r) and its logarithm.
         target: the target, answered by position.
     """
 
@@ -98,6 +136,8 @@ class SyntheticPair:
                 f"top1={list(top1)} with decay={list(decay)} would make a lower candidate more"
                 " probable than a higher one; raise top1 or lower decay (which is at least 0)"
             )
+        with np.errstate(divide="ignore"):
+            self.class_logprobs = np.log(self.class_probs)
         self._class_edges = np.cumsum(self._weights)[:-1]
         self._rank_edges = np.cumsum(self.class_probs, axis=1)
         self.target = SyntheticTarget(self)
@@ -122,6 +162,10 @@ class SyntheticPair:
         edges = self._rank_edges[self.classes(request_id, positions)]
         return (edges <= drawn[:, None]).sum(axis=1)
 
+    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
+        """None: ranks do not depend on the root."""
+        return None
+
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
@@ -135,7 +179,7 @@ class SyntheticPair:
 class SyntheticTarget:
     """Answers with the hidden sequence."""
 
-    def __init__(self, pair: SyntheticPair) -> None:
+    def __init__(self, pair: HiddenPair) -> None:
         self._pair = pair
 
     def answer(self, request_id: int, positions: IntArray) -> IntArray:
@@ -157,7 +201,7 @@ class SyntheticTarget:
 class _Book:
     """One request: tables over positions, and which nodes are on the target's path."""
 
-    def __init__(self, pair: SyntheticPair, request: RequestState) -> None:
+    def __init__(self, pair: HiddenPair, request: RequestState) -> None:
         self.request = request
         self.on_path = {request.tree.root_id}
         self.cached_len = 0
@@ -169,7 +213,15 @@ class _Book:
         positions = np.arange(size)
         self.tokens = self._pair.tokens(self.request.id, positions)
         self.classes = self._pair.classes(self.request.id, positions)
-        self.ranks = self._pair.ranks(self.request.id, positions)
+        self._ranks = self._pair.ranks(self.request.id, positions)
+        self._reach = self._pair.reach(self.request.id, positions)
+
+    def rank(self, position: int) -> int:
+        """Where the right token stands among the candidates of the true node at ``position``."""
+        if self._reach is None:
+            return int(self._ranks[position])
+        root = self.request.prefix_len
+        return 0 if position - root < self._reach[root] else _MAX_RANK
 
     def reserve(self, last: int) -> None:
         """Makes the tables reach beyond position ``last``."""
@@ -201,11 +253,11 @@ class SyntheticSource:
     needs = Needs()
     gives_probs = False
 
-    def __init__(self, *, pair: SyntheticPair, prefill_chunk: int = 512) -> None:
+    def __init__(self, *, pair: HiddenPair, prefill_chunk: int = 512) -> None:
         """Proposes for the target of ``pair``.
 
         Args:
-            pair: the laws.
+            pair: the hidden sequences and the draft's laws.
             prefill_chunk: rows per pass while it catches up with a prompt.
         """
         self.vocab_size: int | None = pair.vocab_size
@@ -213,20 +265,21 @@ class SyntheticSource:
         self._pair = pair
         self._prefill_chunk = prefill_chunk
         self._books: dict[int, _Book] = {}
-        self._offsets = np.arange(_MAX_RANK)
-        with np.errstate(divide="ignore"):
-            self._logprobs = np.log(pair.class_probs)
+        self._logprobs = pair.class_logprobs
+        self._counts = (self._logprobs > -np.inf).sum(axis=1)
+        self._offsets = np.arange(self._logprobs.shape[1])
 
     def open(self, request: RequestState) -> None:
         """Tabulates the request's hidden sequence."""
         self._books[request.id] = _Book(self._pair, request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Up to 64 candidates of each node.
+        """Up to K candidates of each node (64; of a record as many as it has).
 
-        On the target's path the true token stands at its keyed rank; elsewhere all are wrong.
+        On the target's path the true token stands at its rank; elsewhere all are wrong.
         """
-        k = min(k, _MAX_RANK)
+        state.clock.start(CONTROLLER)  # no model call would tell when the work began
+        k = min(k, len(self._offsets))
         parts = []
         catch_up = 0
         for request_id, ids in nodes.items:
@@ -240,8 +293,10 @@ class SyntheticSource:
             book.cached_len = book.request.prefix_len
         self._count(state, catch_up, len(nodes))
         tokens = np.concatenate([tokens for tokens, _ in parts])
-        logprobs = self._logprobs[np.concatenate([classes for _, classes in parts]), :k]
-        return Candidates(tokens=tokens, logprobs=logprobs, counts=np.full(len(tokens), k))
+        classes = np.concatenate([classes for _, classes in parts])
+        logprobs = self._logprobs[classes, :k]
+        counts = np.minimum(self._counts[classes], k)
+        return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Notes which committed tokens a draft's cache would hold."""
@@ -275,7 +330,7 @@ class SyntheticSource:
             first[row] = book.tokens[position + 1] + 1  # the wrong ones: the V - 1 tokens after it
         tokens = (first[:, None] + self._offsets[:k]) % self._pair.vocab_size
         for row in true_rows:
-            rank = int(book.ranks[positions[row]])
+            rank = book.rank(int(positions[row]))
             if rank < k:
                 tokens[row, rank] = book.tokens[positions[row] + 1]
         return tokens, classes

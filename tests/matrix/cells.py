@@ -5,33 +5,44 @@ Nothing is listed by hand: a new source, policy, verifier, executor or sampling 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import cache
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+import torch
 
 from specdec.cli.composing import compose_config
 from specdec.cli.tree import options
-from specdec.pairs import ModelPair, RandomPair
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.compose import build_part
+from specdec.pairs import RandomPair, build_pair
+from specdec.randomness import Purpose, keyed_uniforms
+from specdec.runners import PartsRunner, TokenPrompt, sampling_params
+from specdec.sampling import SamplingTransform
 from specdec.state import StopRules
+from specdec.types import Lossless
 
 NUM_LAYERS = 4
+MODEL_SEED = 7  # of 16 seeds the one whose greedy output loops least: loops hide wrong positions
 NUM_STAGES = 3
 MAX_NEW_TOKENS = 12
+SEED = 11
 PROMPTS = (
     TokenPrompt(7, np.array([3], np.int64)),
     TokenPrompt(2, np.array([5, 1, 4, 1, 5, 9, 2, 6, 5], np.int64)),
 )
+LOSSY_SAMPLINGS = ("greedy", "t08")
+AXES = ("source", "policy", "verifier", "executor", "sampling")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination, by option names."""
+    """One combination, by option names; the fields are the axes."""
 
     source: str
     policy: str
@@ -39,32 +50,80 @@ class Cell:
     executor: str
     sampling: str
 
-    @property
-    def in_fast_half(self) -> bool:
-        """A fixed tenth of the cells, spread by name."""
-        return crc32(repr(self).encode()) % 10 == 0
-
-
-def cells(source: str, policy: str) -> Iterator[Cell]:
-    """All cells of one source and policy.
-
-    Executors that are the same on few stages count once; lossy verifiers, of which only the length
-    is checked, run under two samplings.
-    """
-    for verifier in options("verifier"):
-        for executor in executors():
-            for sampling in options("sampling"):
-                if verifier in ("match", "rejection") or sampling in ("greedy", "t06"):
-                    yield Cell(source, policy, verifier, executor, sampling)
-
 
 @cache
 def executors() -> tuple[str, ...]:
-    """Executor options that differ by more than their number of stages."""
+    """Executor options that differ by more than their number of stages.
+
+    Of those that are the same class, the one that others are derived from.
+    """
     found: dict[str, str] = {}
-    for name in options("executor"):
+    for name, _ in sorted(options("executor").items(), key=lambda item: _is_derived(item[1])):
         found.setdefault(str(option("executor", name)["_target_"]), name)
-    return tuple(found.values())
+    return tuple(sorted(found.values()))
+
+
+def _is_derived(path: Path) -> bool:
+    return "defaults:" in path.read_text(encoding="utf-8")
+
+
+@cache
+def all_cells() -> tuple[Cell, ...]:
+    """Every cell.
+
+    Of lossy verifiers only the length of the output is checked, so two samplings are enough.
+    """
+    return tuple(
+        Cell(source, policy, verifier, executor, sampling)
+        for source in options("source")
+        for policy in options("policy")
+        for verifier in options("verifier")
+        for executor in executors()
+        for sampling in options("sampling")
+        if sampling in LOSSY_SAMPLINGS or not is_lossy(verifier)
+    )
+
+
+@cache
+def is_lossy(verifier: str) -> bool:
+    """Whether the verifier says so."""
+    return bool(build_part(option("verifier", verifier), {}, "verifier").lossless is Lossless.LOSSY)
+
+
+def cells(source: str, policy: str) -> Iterator[Cell]:
+    """All cells of one source and policy."""
+    return (c for c in all_cells() if (c.source, c.policy) == (source, policy))
+
+
+@cache
+def fast_cells() -> frozenset[Cell]:
+    """A sample in which every option of an axis meets every option of every other axis.
+
+    And every source meets every policy on every executor.
+    """
+    return frozenset(cover(all_cells(), lambda c: {*met(c), (c.source, c.policy, c.executor)}))
+
+
+def met(cell: Cell) -> set[Any]:
+    """The pairs of options that meet in a cell."""
+    return set(combinations(zip(AXES, astuple(cell), strict=True), 2))
+
+
+def cover(found: Iterable[Cell], meetings: Callable[[Cell], set[Any]]) -> list[Cell]:
+    """Cells in which everything meets that meets in any of ``found``.
+
+    First fit in an order that depends on names only, so that one new option changes little.
+    """
+    chosen, covered = [], set[Any]()
+    for cell in sorted(found, key=lambda c: (crc32(repr(c).encode()), repr(c))):
+        here = meetings(cell)
+        if not here <= covered:
+            chosen.append(cell)
+            covered |= here
+    return chosen
+
+
+assert tuple(f.name for f in fields(Cell)) == AXES
 
 
 @cache
@@ -75,40 +134,92 @@ def option(group: str, name: str) -> dict[str, Any]:
 
 @cache
 def base() -> dict[str, Any]:
-    """The resolved default configuration, made small."""
+    """The resolved default configuration, made small: tiny random models in float64."""
     values = compose_config(["model=random"]).values
-    values.update(max_new_tokens=MAX_NEW_TOKENS, batch_size=2, seed=11, prefill_chunk=4)
+    values["model"].update(
+        num_layers=NUM_LAYERS,
+        draft_layers=NUM_LAYERS - 1,  # right often enough that paths are accepted, also sampled
+        hidden_size=32,
+        vocab_size=32,
+        max_positions=64,
+        seed=MODEL_SEED,
+    )
+    values.update(max_new_tokens=MAX_NEW_TOKENS, batch_size=2, seed=SEED, prefill_chunk=4)
+    values.update(threads=1)
     return values
 
 
 @cache
-def pair() -> ModelPair:
-    """Tiny random models in float64."""
-    return RandomPair(num_layers=NUM_LAYERS, vocab_size=32, max_positions=64)
+def pair() -> RandomPair:
+    """The models of ``base``; the draft is all of the target's layers but one."""
+    found = build_pair(base()["model"])
+    assert isinstance(found, RandomPair)
+    return found
 
 
-def config(cell: Cell) -> dict[str, Any]:
+def config(
+    cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
+) -> dict[str, Any]:
     """The cell's resolved configuration, on a pipeline of few stages."""
     values = deepcopy(base())
-    for group in ("source", "policy", "verifier", "executor", "sampling"):
+    for group in AXES:
         values[group] = deepcopy(option(group, getattr(cell, group)))
-    if values["executor"].get("stages"):
-        values["executor"]["stages"] = NUM_STAGES
+    executor = values["executor"]
+    if executor.get("stages"):
+        executor["stages"] = stages
+    if "transport" in executor:
+        executor["transport"] = transport
     return values
 
 
-def run(values: dict[str, Any]) -> tuple[dict[int, tuple[int, ...]], PartsRunner]:
-    """Decodes the prompts; prompt id -> tokens, and the runner (closed)."""
-    runner = PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=MAX_NEW_TOKENS))
+def runner(values: dict[str, Any]) -> PartsRunner:
+    """Composes a strategy on the tiny models; raises UserError where it is refused."""
+    return PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=MAX_NEW_TOKENS))
+
+
+def decode(ready: PartsRunner) -> dict[int, tuple[int, ...]]:
+    """Decodes the prompts and closes the runner; prompt id -> tokens."""
     outputs: dict[int, tuple[int, ...]] = {}
-    runner.run(PROMPTS, lambda result: outputs.__setitem__(result.id, result.output))
-    runner.close()
-    return outputs, runner
+    try:
+        ready.run(PROMPTS, lambda result: outputs.__setitem__(result.id, result.output))
+    finally:
+        ready.close()
+    return outputs
 
 
 @cache
 def plain(sampling: str) -> dict[int, tuple[int, ...]]:
-    """What plain autoregressive decoding gives, one prompt at a time."""
-    values = config(Cell("none", "root_only", "match", "local", sampling))
-    values["batch_size"] = 1
-    return run(values)[0]
+    """Plain decoding, without any of the loop, trees, caches or executors.
+
+    Each token from a fresh forward of transformers' own model over the whole sequence, by the
+    definition of the keyed draws.
+    """
+    found = {}
+    for prompt in PROMPTS:
+        tokens = list(prompt.tokens)
+        for _ in range(MAX_NEW_TOKENS):
+            transform, logits, history = _next(sampling, tokens)
+            draw = keyed_uniforms(SEED, prompt.id, np.array([len(tokens)]), Purpose.TARGET)
+            tokens.append(int(transform.sample(logits, draw, history)[0]))
+        found[prompt.id] = tuple(tokens[len(prompt.tokens) :])
+    return found
+
+
+def possible(sampling: str, prompt: TokenPrompt, output: tuple[int, ...]) -> bool:
+    """Whether the target could have sampled ``output``: no token of it has probability 0."""
+    tokens = list(prompt.tokens)
+    for token in output:
+        transform, logits, history = _next(sampling, tokens)
+        if not transform.probs(logits, history)[0, token] > 0.0:
+            return False
+        tokens.append(token)
+    return True
+
+
+def _next(
+    sampling: str, tokens: list[int]
+) -> tuple[SamplingTransform, torch.Tensor, list[np.ndarray]]:
+    with torch.inference_mode():
+        logits = pair().target(torch.tensor([tokens])).logits[:, -1]
+    params = sampling_params(option("sampling", sampling))
+    return SamplingTransform(params), logits, [np.array(tokens)]

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from specdec.clocks import MeasuredClock
 from specdec.metrics.meter import Meter
@@ -26,31 +25,18 @@ from specdec.sampling import SamplingParams, SamplingTransform, sample_candidate
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Answers, Candidates, Output
 from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
+from specdec.verify.laws import (
+    FALSE_ALARM,
+    OPPOSED_TABLE,
+    TARGET_TABLE,
+    chi_square,
+    total_variation,
+)
 
-FALSE_ALARM = 1e-6
 MAX_POSITIONS, MAX_SIBLINGS = 12, 4
 
-# With top-k the target excludes tokens that the opposed draft has, and the other way round.
-TARGET_LOGITS = torch.tensor(
-    [
-        [2.0, 1.0, 0.0, 0.5, -1.0],
-        [0.0, 1.5, 1.4, -0.5, 0.7],
-        [-1.0, 0.2, 2.0, 1.0, 0.3],
-        [1.0, 0.9, 0.8, 0.7, 2.5],
-        [0.1, 2.2, -0.4, 1.1, 0.6],
-    ],
-    dtype=torch.float64,
-)
-OPPOSED_LOGITS = 2.0 * torch.tensor(
-    [
-        [0.5, 2.0, 0.3, -1.0, 1.0],
-        [1.5, 0.0, 1.0, 0.4, 0.1],
-        [1.0, 0.3, 1.0, 0.2, -0.5],
-        [0.4, 2.0, 0.1, 1.5, 1.0],
-        [1.0, 1.0, 0.9, -0.3, 1.2],
-    ],
-    dtype=torch.float64,
-)
+TARGET_LOGITS = torch.tensor(TARGET_TABLE, dtype=torch.float64)
+OPPOSED_LOGITS = torch.tensor(OPPOSED_TABLE, dtype=torch.float64)
 DRAFTS = {
     "opposed": OPPOSED_LOGITS,
     "overconfident": 2.0 * TARGET_LOGITS,
@@ -189,33 +175,14 @@ def counts_of(setup: Setup, tokens: np.ndarray) -> np.ndarray:
 
 
 def p_value(setup: Setup, tokens: np.ndarray) -> float:
-    """Chi-square of the joint law; cells with less than 5 expected counts are merged."""
-    expected = exact_law(setup) * len(tokens)
-    observed = counts_of(setup, tokens)
-    if observed[expected == 0].any():
-        return 0.0
-    rare = expected < 5
-    merged = np.append(expected[~rare], expected[rare].sum())
-    counts = np.append(observed[~rare], observed[rare].sum())
-    return float(stats.chisquare(counts[merged > 0], merged[merged > 0]).pvalue)
-
-
-def total_variation(setup: Setup, tokens: np.ndarray) -> tuple[float, float]:
-    """(total variation from the exact law, its bound at the false-alarm rate).
-
-    Without a bias its mean is at most sqrt(cells / R) / 2, and by McDiarmid's inequality it exceeds
-    its mean by t with probability at most exp(-2 R t ** 2).
-    """
-    law, num = exact_law(setup), len(tokens)
-    mean = np.sqrt(np.count_nonzero(law) / num) / 2
-    slack = np.sqrt(np.log(1 / FALSE_ALARM) / (2 * num))
-    return float(np.abs(counts_of(setup, tokens) / num - law).sum() / 2), float(mean + slack)
+    """Chi-square of the joint law."""
+    return chi_square(counts_of(setup, tokens), exact_law(setup))
 
 
 def assert_lossless(setup: Setup) -> None:
     tokens = run(setup, RejectionVerifier())
     assert p_value(setup, tokens) > FALSE_ALARM
-    distance, bound = total_variation(setup, tokens)
+    distance, bound = total_variation(counts_of(setup, tokens), exact_law(setup))
     assert distance < bound
 
 

@@ -130,7 +130,7 @@ def test_one_level_per_step_counts_hits_as_acceptance() -> None:
         latency=4,
         level_per_step=True,
         whole_tree=False,
-        measured=False,
+        clock="simulated",
         clock_s=20.0,
         stage_busy_s={1: 15.0, 2: 10.0},
         draft_total_s=4.0,
@@ -290,7 +290,7 @@ def test_comparison_row_takes_medians_of_paired_repeats() -> None:
 
 
 def test_times_of_two_clocks_are_never_divided() -> None:
-    row = comparison_row("x", [timed_run(0.1, measured=False)], [timed_run(0.2)])
+    row = comparison_row("x", [timed_run(0.1, clock="simulated")], [timed_run(0.2)])
     assert row["speedup_wall"] is None
     assert row["speedup_theoretical"] is None
 

@@ -15,6 +15,7 @@ from strategies import (
     pipedec,
     specinfer,
     specpipe,
+    specpipe_bf,
     staged,
     swiftspec,
 )
@@ -27,6 +28,7 @@ BUILDERS = {
     "staged": staged.build,
     "pipedec": pipedec.build,
     "specpipe": specpipe.build,
+    "specpipe_bf": specpipe_bf.build,
 }
 
 

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from specdec.interfaces import TreePolicy
-from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, StagedTree, Static
+from specdec.policies import (
+    BestFirst,
+    Chain,
+    FixedWidth,
+    PipelineBestFirst,
+    RootOnly,
+    StagedTree,
+    Static,
+)
 from specdec.policies.staged import cheap_source
 
 from .bench import TableSource, autoregressive, children_of, new_request, new_state, run
@@ -17,6 +25,7 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "chain": lambda: Chain(gamma=4),
     "static": lambda: Static(branching=[2, 1, 3, 1]),
     "specinfer": Static,
+    "ahead": lambda: Static(branching=[2, 1, 3, 1], draft_overlap="rule", guesses=3),
     "fixed": lambda: FixedWidth(width=6, children=4),
     "fixed2": lambda: FixedWidth(width=5, children=3, levels_per_step=2),
     "fixed_serial": lambda: FixedWidth(width=5, children=3, levels_per_step=None, depth=4),
@@ -25,6 +34,8 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "best_until_ready": lambda: BestFirst(bs=8, w=4, d=None, asynchronous=True),
     "best_continuous": lambda: BestFirst(bs=6, w=4, d=1, continuous=True),
     "best_pipe": lambda: BestFirst(bs=6, w=4, d=2, asynchronous=True, continuous=True),
+    "pipe_best": lambda: PipelineBestFirst(width=6, children=4),
+    "pipe_best1": lambda: PipelineBestFirst(width=6, children=4, draft_passes=1),
     "staged": lambda: StagedTree(inner=Chain(gamma=3), extend_leaves=2, extend_depth=3),
     "staged_best": lambda: StagedTree(
         inner=BestFirst(bs=6, w=3, d=3), extend_leaves=2, extend_depth=2
@@ -60,7 +71,8 @@ def test_output_is_the_targets_own(name: str, latency: int, silent: bool) -> Non
 @pytest.mark.parametrize("name", [n for n in POLICIES if n != "root"])
 def test_speculation_saves_steps(name: str) -> None:
     """A policy that submitted roots only would pass every other test of this file."""
-    pipelined = name.startswith(("fixed", "best_pipe", "best_cont")) and name != "fixed_serial"
+    feeding = ("fixed", "pipe_best", "best_pipe", "best_cont")
+    pipelined = name.startswith(feeding) and name != "fixed_serial"
     latency = 4 if pipelined else 1
     plain = run(RootOnly(), latency=latency).steps
     assert run(POLICIES[name](), latency=latency, source=source_for(name)).steps < 0.8 * plain
@@ -163,6 +175,8 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
         (lambda: BestFirst(bs=1, w=1, d=1), ["policy.bs=1", "at least 2"]),
         (lambda: BestFirst(bs=8, w=0, d=1), ["policy.w=0"]),
         (lambda: BestFirst(bs=8, w=1, d=0, asynchronous=True), ["policy.d=0"]),
+        (lambda: BestFirst(bs=8, w=1, d=1, min_mass=1.2), ["policy.min_mass=1.2", "0 to 1"]),
+        (lambda: BestFirst(bs=8, w=1, d=1, min_prob=-0.1), ["policy.min_prob=-0.1"]),
         (lambda: BestFirst(bs=8, w=8, d=None), ["policy.d=None", "policy.asynchronous=true"]),
         (
             lambda: StagedTree(inner=Chain(gamma=1), extend_leaves=0, extend_depth=1),

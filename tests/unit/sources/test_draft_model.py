@@ -150,7 +150,7 @@ def assert_prefix_is_fresh(source, request, runner):
 def test_a_long_prompt_catches_up_in_chunks():
     runner = make_runner(MODEL)
     state = make_state()
-    state.clock = SimulatedClock(LatencyProfile(name="free"), trace=True)
+    state.clock = SimulatedClock(LatencyProfile(name="free"))
     charged = []
     state.clock.charge = lambda rank, kind, num: charged.append((rank, str(kind), num))
     source = DraftModelSource(runner=runner, prefill_chunk=10)

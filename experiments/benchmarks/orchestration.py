@@ -1,0 +1,116 @@
+"""What a step over real ranks costs beside the stages' work: null models, stages that only sleep.
+
+    python -m experiments.benchmarks.orchestration [--stages 8] [--width 64] [--sleep-ms 20]
+
+Each stage takes ``--sleep-ms`` by a paced clock and computes nothing; one row per node travels from
+rank to rank. What a step takes beyond that is orchestration on the critical path: the policy's
+choice, messages, waking up processes, verdicts, commits. Prints the mean and the median per step,
+and the CPU time of all ranks per step, which other programs on the machine disturb less.
+"""
+
+from __future__ import annotations
+
+import argparse
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.compose import build_clock
+from specdec.executors.distributed import DistributedExecutor, Ranks
+from specdec.metrics.meter import Meter
+from specdec.pairs import build_pair
+from specdec.policies import FixedWidth
+from specdec.sampling import SamplingParams
+from specdec.sources import SyntheticSource
+from specdec.state import RequestState, StopRules
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Parts, Workbench
+
+MODEL = {"kind": "synthetic"}
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--sleep-ms", type=float, default=20.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = build(args.stages, args.width, args.sleep_ms)
+    try:
+        decode(parts, 16)  # a warm-up
+        executor = parts.executor
+        assert isinstance(executor, DistributedExecutor)
+        before = cpu_s(executor)
+        num_steps, steps_ms = decode(parts, args.tokens)
+        used = [(a - b) / num_steps * 1e3 for a, b in zip(cpu_s(executor), before, strict=True)]
+        late = sum(r["clock"]["overruns"] for r in executor.reports())
+        report(steps_ms, used, late, args)
+    finally:
+        parts.executor.shutdown()
+
+
+def build(stages: int, width: int, sleep_ms: float) -> Parts:
+    """SpecPipe on null models and real ranks."""
+    clock: dict[str, Any] = {
+        "kind": "paced",
+        "profile": f"{sleep_ms:g} ms per stage",
+        "scale": 1.0,
+        "costs": {"stage": {"tokens": [1], "ms": [sleep_ms]}},
+    }
+    pair, meter = build_pair(MODEL), Meter()
+    bench = Workbench(pair, clock=build_clock(clock, meter), meter=meter)
+    return bench.parts(
+        source=SyntheticSource(pair=pair.synthetic()),
+        policy=FixedWidth(width=width, children=16, levels_per_step=1),
+        verifier=MatchVerifier(),
+        stages=stages,
+        ranks=Ranks(model=MODEL, clock=clock, threads=1),
+    )
+
+
+def cpu_s(executor: DistributedExecutor) -> list[float]:
+    """CPU seconds of every rank so far, rank 0 (with the draft and the policy) first."""
+    return [process_time(), *(report["cpu_s"] for report in executor.reports())]
+
+
+def decode(parts: Parts, num_tokens: int) -> tuple[int, list[float]]:
+    """Decodes one prompt; steps, and milliseconds of those in a full pipeline."""
+    request = RequestState(
+        request_id=0,
+        prompt=np.arange(1, 17),
+        stop=StopRules(max_new_tokens=num_tokens),
+        sampling=SamplingParams(),
+    )
+    taken, last, full, num_steps = [], perf_counter(), False, 0
+    for commits in parts.decode(parts.new_state(), [request]):
+        num_steps += 1
+        now = perf_counter()
+        if full and commits:  # an answer in this step and in the one before: a full pipeline
+            taken.append((now - last) * 1e3)
+        full, last = bool(commits), now
+    return num_steps, taken
+
+
+def report(steps_ms: list[float], cpu_ms: list[float], late: int, args: argparse.Namespace) -> None:
+    """Prints the figures."""
+    over = np.array(steps_ms) - args.sleep_ms
+    print(
+        f"{args.stages + 1} ranks, width {args.width}, stages sleep {args.sleep_ms:g} ms:"
+        f" {len(over)} steps of a full pipeline; orchestration per step: mean {over.mean():.2f} ms,"
+        f" median {np.median(over):.2f}, 90 % below {np.quantile(over, 0.9):.2f};"
+        f" {late} sleeps were late"
+    )
+    print(
+        f"CPU per step: rank 0 {cpu_ms[0]:.2f} ms (policy and null draft included), stages"
+        f" {np.mean(cpu_ms[1:]):.2f} ms each ({min(cpu_ms[1:]):.2f} to {max(cpu_ms[1:]):.2f}),"
+        f" all {sum(cpu_ms):.2f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Pipelined strategies held against their bars and against the papers' formulas."""

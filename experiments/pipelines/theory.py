@@ -1,0 +1,113 @@
+"""What a pipelined run's own counts and a latency profile imply for its time between tokens.
+
+Symbols of SpecPipe 3.3.3: N stages, p hit probability, T(w) time of a stage for w tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from specdec.clocks import LatencyProfile, Work
+from specdec.metrics import RequestResult, RunTotals
+from specdec.metrics.times import decode_phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCounts:
+    """Counts of the decode phase: everything after each request's first answer.
+
+    Attributes:
+        tokens: tokens emitted after the first answer.
+        answers: answers after the first.
+        steps: those answers and the steps without one, of flushes and partial refills.
+        rows: mean tree nodes per target pass.
+        beside: draft passes that run beside each step.
+        between: draft passes that the target waits for, in all.
+    """
+
+    tokens: int
+    answers: int
+    steps: int
+    rows: float
+    beside: int = 0
+    between: float = 0.0
+
+
+def decode_counts(
+    results: Sequence[RequestResult],
+    totals: RunTotals,
+    *,
+    beside: int = 0,
+    between_hit: float = 0.0,
+    between_miss: float = 0.0,
+) -> DecodeCounts:
+    """Takes the counts from a run of one request at a time.
+
+    Args:
+        results, totals: the run.
+        beside: draft passes beside each step.
+        between_hit, between_miss: draft passes that the target waits for after an answer whose next
+            token was in the tree, and after one whose was not.
+    """
+    counters = [result.counters for result in results]
+    hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
+    answers = hits + misses - len(results)
+    waited = hits * between_hit + misses * between_miss
+    return DecodeCounts(
+        tokens=sum(decode_phase(result).tokens for result in results),
+        answers=answers,
+        steps=answers + sum(c.flush_steps + c.refill_steps for c in counters),
+        rows=totals.target_rows / totals.target_passes,
+        beside=beside,
+        between=waited * answers / (hits + misses),
+    )
+
+
+def implied_tbt_ms(counts: DecodeCounts, profile: LatencyProfile) -> float:
+    """Milliseconds per token of the decode phase.
+
+        (steps (max(T(rows), beside T_draft) + T_transfer) + answers T_prune + between T_draft)
+            / tokens
+
+    A step lasts as long as its busiest rank: the first stage, which holds a level before anything
+    is pruned from it, or the draft. T is taken at the mean number of rows; it is linear up to a
+    block of tokens, so that is the mean of T unless passes are larger. Prunes follow the answers;
+    a single node in flight leaves nothing to prune.
+    """
+    draft = profile.ms(Work.DRAFT, 1)
+    rows = counts.rows
+    compute = max(profile.ms(Work.STAGE, rows), counts.beside * draft)  # type: ignore[arg-type]
+    step = compute + profile.ms(Work.TRANSFER, rows)  # type: ignore[arg-type]
+    prune = profile.ms(Work.PRUNE, 1) if rows > 1 else 0.0
+    total = counts.steps * step + counts.answers * prune + counts.between * draft
+    return total / counts.tokens
+
+
+def steps_by_equation_2(hit_rate: float, num_stages: int) -> float:
+    """SpecPipe's Eq. 2 (reconstructed) in steps per token: 1 + (1 - p)(N - 1).
+
+    It ignores partial refills: the steps in which a kept root is still on its way.
+    """
+    return 1.0 + (1.0 - hit_rate) * (num_stages - 1)
+
+
+def needed_acceptance_length(tbt_ms: float, rows: float, stages: int, p: LatencyProfile) -> float:
+    """Tokens per tree from which a whole-tree method, its drafting hidden, beats ``tbt_ms``.
+
+    A tree takes N steps: (N (T(rows) + T_transfer) + T_prune) / tbt_ms.
+    """
+    step = p.ms(Work.STAGE, rows) + p.ms(Work.TRANSFER, rows)  # type: ignore[arg-type]
+    return (stages * step + p.ms(Work.PRUNE, 1)) / tbt_ms
+
+
+def crossing(xs: Sequence[float], differences: Sequence[float]) -> float | None:
+    """The x at which a sampled difference changes its sign, by linear interpolation; else None."""
+    points = list(zip(xs, differences, strict=True))
+    for (x0, d0), (x1, d1) in pairwise(points):
+        if d0 == 0.0:
+            return x0
+        if d0 * d1 < 0.0:
+            return x0 + (x1 - x0) * d0 / (d0 - d1)
+    return None

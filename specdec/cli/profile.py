@@ -1,0 +1,144 @@
+"""``specdec profile``: a latency profile of this hardware, and the tree that it recommends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.arguments import read_arguments
+from specdec.cli.composing import compose_config
+from specdec.cli.folders import as_yaml, claim, default_folder, write_status
+from specdec.cli.jobs import checked_job
+from specdec.cli.profiles import load_profile
+from specdec.cli.progress import reporting
+from specdec.cli.rules import FLAG, Rule, text, whole
+from specdec.cli.suggest import did_you_mean
+from specdec.errors import UserError
+
+RESULT_FILE = "profile.json"
+"""Written last; where it exists in a folder, the work is done."""
+
+HELP = """\
+specdec profile [--cfg] [--config-dir DIR] [group=option] [key=value] ...
+
+Measures on this hardware what a stage, the draft, the output head, pruning and a transfer between
+two processes cost against the number of tokens, and writes it as a latency profile. Then it
+simulates SpecPipe with several trees on that profile, sets the papers' equations beside the
+simulator and proposes a width, children and a grouping.
+
+  profiling.name=NAME       the profile is written to OUTPUT/NAME.yaml; use it as
+                            clock.profile=OUTPUT/NAME.yaml, or copy it to DIR/profile/ and use
+                            --config-dir DIR clock.profile=NAME
+  profiling.use=PROFILE     measures nothing: proposes for a profile that is there
+  profiling.tokens=[1,8,64] numbers of tokens to measure; profiling.repeats=, profiling.context=
+  profiling.widths=[8,32] profiling.children=[4,16] profiling.groups=[1,2]
+                            what is simulated
+  executor.stages=8         devices of the pipeline
+  model= data= threads= ... as for `specdec run`
+
+Examples
+  specdec profile executor.stages=4 threads=1
+  specdec profile profiling.use=pipedec_14 executor.stages=14 model=synthetic data.limit=8
+"""
+
+
+def _is_increasing(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in value)
+        and all(a < b for a, b in pairwise(value))
+    )
+
+
+_COUNTS = Rule("a list of increasing whole numbers of at least 1", _is_increasing)
+_NAME = Rule(
+    "a name of letters, digits, - and _",
+    lambda v: isinstance(v, str) and v.replace("-", "").replace("_", "").isalnum(),
+)
+RULES: Mapping[str, Rule] = {
+    "name": _NAME,
+    "use": text(optional=True),
+    "tokens": _COUNTS,
+    "repeats": whole(1),
+    "context": whole(1),
+    "transfer": FLAG,
+    "widths": _COUNTS,
+    "children": _COUNTS,
+    "groups": _COUNTS,
+}
+"""Keys of the section ``profiling``."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = read_arguments(words, flags=("--cfg",))
+    if "--help" in arguments.flags:
+        print(HELP, end="")
+        return 0
+    config, asked = profile_config(arguments.overrides, arguments.config_dirs)
+    if "--cfg" in arguments.flags:
+        print(as_yaml(config), end="")
+        return 0
+    execute(config, Path(asked) if asked else default_folder("profile"))
+    return 0
+
+
+def profile_config(
+    overrides: Sequence[str], extra: Sequence[Path] = ()
+) -> tuple[dict[str, Any], str | None]:
+    """Composes and checks the configuration; returns it and the output folder asked for.
+
+    Raises:
+        UserError: whatever is wrong with it.
+    """
+    composed = compose_config(overrides, name="profiling", extra=extra)
+    values = dict(composed.values)
+    section = values.pop("profiling")
+    _check(section)
+    job = checked_job(replace(composed, values=values))
+    if "stages" not in job.config.get("executor", {}) or job.config["clock"]["kind"] != "measured":
+        raise UserError(
+            "specdec profile measures, and simulates SpecPipe on a pipeline: leave out executor="
+            " (set executor.stages) and clock="
+        )
+    config = {**job.config, "profiling": section}
+    if section["use"] is not None:
+        config["use"] = load_profile(section["use"], extra)
+    return config, job.output_dir
+
+
+def execute(config: dict[str, Any], folder: Path) -> None:
+    """Does the work in its folder, unless it is done there."""
+    from specdec.profiling.job import print_profile, profile_job
+
+    if claim(folder, config, RESULT_FILE):
+        print(f"{folder}: complete already, not measured again (delete the folder to repeat it)")
+        return
+    try:
+        with reporting() as progress:
+            found = profile_job(config, folder, progress)
+    except BaseException as error:
+        write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        raise
+    write_status(folder, "ok")
+    print_profile(found)
+    if config["profiling"]["use"] is None:
+        print(f"profile: clock.profile={folder / config['profiling']['name']}.yaml")
+    print(f"results in {folder}")
+
+
+def _check(section: Mapping[str, Any]) -> None:
+    for key, value in section.items():
+        if key not in RULES:
+            raise UserError(f"profiling.{key} is not a key: {did_you_mean(key, RULES)}")
+        if not RULES[key].test(value):
+            raise UserError(
+                f"profiling.{key}={value} cannot be used: it must be {RULES[key].expects}"
+            )
+    missing = [key for key in RULES if key not in section]
+    if missing:
+        raise UserError(f"profiling.{missing[0]} is missing: leave out ~profiling.{missing[0]}")

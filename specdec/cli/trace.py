@@ -1,0 +1,128 @@
+"""``specdec trace``: pictures of a traced run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.arguments import read_arguments
+from specdec.cli.folders import CONFIG_FILE
+from specdec.errors import UserError
+
+HELP = """\
+specdec trace RUN [steps=FROM-TO]
+
+Draws what a run with trace=true has recorded, and says where the pictures are:
+
+  timeline.png    all ranks over time: compute, draft, prune, transmit, wait (SpecPipe Fig. 12)
+  tree.html       the token trees step by step; one file, opens in any browser, no network
+  trace.json      (there already) the timeline for https://ui.perfetto.dev or chrome://tracing
+
+  RUN             a run folder
+  steps=FROM-TO   the steps that the picture shows; the first ones where omitted
+
+Example
+  specdec run strategy=specpipe executor.stages=8 clock=simulated trace=true output_dir=outputs/t
+  specdec trace outputs/t steps=40-70
+"""
+
+_STEPS = re.compile(r"steps=(\d+)-(\d+)")
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = read_arguments(words, flags=())
+    if "--help" in arguments.flags:
+        print(HELP, end="")
+        return 0
+    folder, steps = _read_words(arguments.overrides)
+    for path in draw(folder, steps):
+        print(path)
+    return 0
+
+
+def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
+    """Draws the pictures of a traced run; returns their paths.
+
+    Raises:
+        UserError: the folder holds no trace, or nothing happened in these steps.
+    """
+    from specdec.report.files import write_bytes, write_text
+    from specdec.trace.files import TIMELINE_FILE, TREES_FILE
+    from specdec.trace.page import commit_kinds, tree_page
+    from specdec.trace.timeline import timeline_png
+
+    trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
+    title = _title(folder)
+    try:
+        picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=title)
+        page = tree_page(trees, title=title)
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder} holds a trace of another version ({type(error).__name__}: {error}): run it"
+            " again with trace=true"
+        ) from error
+    return [
+        write_bytes(folder / "timeline.png", picture),
+        write_text(folder / "tree.html", page),
+        folder / TIMELINE_FILE,
+    ]
+
+
+def _read_words(words: Sequence[str]) -> tuple[Path, tuple[int, int] | None]:
+    folders = [word for word in words if not word.startswith("steps=")]
+    if len(folders) != 1:
+        raise UserError(
+            f"specdec trace takes one run folder, not {len(folders)}: `specdec trace --help`"
+        )
+    steps = None
+    for word in words:
+        if word.startswith("steps="):
+            found = _STEPS.fullmatch(word)
+            if not found or int(found[1]) > int(found[2]):
+                raise UserError(f"{word} cannot be read: write steps=FROM-TO, as in steps=40-70")
+            steps = (int(found[1]), int(found[2]))
+    folder = Path(folders[0]).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
+    return folder, steps
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(
+            f"{path.parent} has no {path.name}: run with trace=true, which writes it at the end"
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): run again with trace=true") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no trace: run again with trace=true")
+    return found
+
+
+def _title(folder: Path) -> str:
+    """What ran, from the run's configuration."""
+    from omegaconf import OmegaConf
+
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return folder.name
+    config = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(config, dict):
+        return folder.name
+    choices, clock = config.get("choices") or {}, config.get("clock") or {}
+    words = [str((config.get("strategy") or {}).get("name", folder.name))]
+    words += [f"{key}={choices[key]}" for key in ("model", "sampling") if key in choices]
+    stages = (config.get("executor") or {}).get("stages")
+    if stages:
+        words.append(f"{stages} stages")
+    if clock.get("profile"):
+        words.append(f"{clock['kind']} clock, profile {clock['profile']} x {clock['scale']:g}")
+    return ", ".join(words)

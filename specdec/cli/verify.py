@@ -1,0 +1,79 @@
+"""``specdec verify``: certifies one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.cli.arguments import read_arguments
+from specdec.cli.folders import as_yaml, claim, default_folder, write_status
+from specdec.cli.jobs import Job, run_job_of
+from specdec.cli.progress import reporting
+
+HELP = """\
+specdec verify [--cfg] [--config-dir DIR] [group=option] [key=value] ...
+
+Certifies that a configuration is lossless, or names what is wrong. Takes what `specdec run` takes.
+Most checks run on small random models in float64, so that every difference is a fault; one runs the
+configured models in the configured dtype and tells ties from faults. Writes verify.json.
+
+  greedy_parity        greedy output equals plain decoding, token for token
+  sampled_parity       so does sampled output with the same seed (verifier=match)
+  distribution         the law of the output is the target's (chi-square, total variation)
+  cache_invariant      every cache entry equals a fresh forward over its path
+  tree_invariant       what survives a step is the new root's subtree, and nothing else
+  draft_rows           the draft computes each node once, and each committed token it lacked
+  stop_rules           EOS, stop strings, limits inside a path; short and long prompts
+  batch_independence   a request's output is the same alone and in any batch
+  numerics             configured models and dtype: differences are ties, not faults
+
+Exit status: 0 lossless, 1 not (or a lossy verifier), 2 a configuration that cannot be used.
+
+Examples
+  specdec verify strategy=best_first
+  specdec verify strategy=speculative verifier=rejection sampling=t08
+  specdec verify strategy=specpipe model.dtype=bfloat16 output_dir=outputs/certificate
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = read_arguments(words, flags=("--cfg",))
+    if "--help" in arguments.flags:
+        print(HELP, end="")
+        return 0
+    job = run_job_of(arguments.overrides, arguments.config_dirs)
+    if "--cfg" in arguments.flags:
+        print(as_yaml(job.config), end="")
+        return 0
+    return execute(job, Path(job.output_dir) if job.output_dir else None)
+
+
+def execute(job: Job, folder: Path | None) -> int:
+    """Certifies a job; returns the exit status.
+
+    Args:
+        job: a checked configuration.
+        folder: for ``verify.json``; the default one where None.
+
+    Raises:
+        UserError: the folder is another configuration's, or what ``certify`` refuses.
+    """
+    # Here, not at the top: torch and transformers, seconds to import, come with it.
+    from specdec.verify import CHECKS, certify, print_report, refuse, write_report
+
+    refuse(job.config)
+    folder = folder or default_folder("verify", job.name)
+    claim(folder, {"command": "verify", **job.config}, "verify.json")
+    try:
+        with reporting() as progress:
+            progress.phase(f"{job.name}: checking", len(CHECKS))
+            report = certify(job.config, on_check=lambda c: progress.advance(detail=c.name))
+    except BaseException as error:
+        write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        raise
+    write_report(folder, report)
+    write_status(folder, "ok")
+    print_report(report, job.config["choices"])
+    print(f"results in {folder}")
+    return 0 if report.lossless else 1

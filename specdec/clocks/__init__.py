@@ -1,0 +1,22 @@
+"""Time: one interface for wall clocks, paced ones and virtual ones (DESIGN 6)."""
+
+from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, Work
+from specdec.clocks.profile import CostCurve, LatencyProfile
+from specdec.clocks.simulated import SimulatedClock
+from specdec.clocks.timeline import ClockReport, Span, Timeline
+from specdec.clocks.wall import MeasuredClock, PacedClock
+
+__all__ = [
+    "CONTROLLER",
+    "Clock",
+    "ClockKind",
+    "ClockReport",
+    "CostCurve",
+    "LatencyProfile",
+    "MeasuredClock",
+    "PacedClock",
+    "SimulatedClock",
+    "Span",
+    "Timeline",
+    "Work",
+]

@@ -1,0 +1,68 @@
+"""What work costs on a testbed: curves over the number of tokens, and named sets of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from specdec.clocks.interface import Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostCurve:
+    """Milliseconds against number of tokens: linear between points, extended by whole blocks.
+
+    Attributes:
+        tokens: increasing, from 1 up.
+        ms: cost at each.
+        block_tokens, block_ms: beyond the last point, each further block of so many tokens (begun
+            or full) costs so much more. Without it the last segment's slope goes on.
+    """
+
+    tokens: tuple[int, ...]
+    ms: tuple[float, ...]
+    block_tokens: int = 0
+    block_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        ordered = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
+        if len(self.tokens) != len(self.ms) or not self.tokens or not ordered:
+            raise ValueError(
+                f"cost curve needs increasing tokens with one ms each, got {self.tokens} and"
+                f" {self.ms}"
+            )
+
+    def __call__(self, num_tokens: int) -> float:
+        """Milliseconds for ``num_tokens``; 0 for none."""
+        if num_tokens <= 0:
+            return 0.0
+        last = self.tokens[-1]
+        if num_tokens > last and self.block_tokens:
+            return self.ms[-1] + self.block_ms * -(-(num_tokens - last) // self.block_tokens)
+        if num_tokens <= self.tokens[0] or len(self.tokens) == 1:
+            return self.ms[0]
+        i = min(bisect_left(self.tokens, num_tokens), len(self.tokens) - 1)
+        left, right = self.tokens[i - 1], last if i == len(self.tokens) - 1 else self.tokens[i]
+        part = (num_tokens - left) / (right - left)
+        return self.ms[i - 1] + part * (self.ms[i] - self.ms[i - 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyProfile:
+    """What each kind of work costs on a testbed; each figure has its source in the YAML.
+
+    Attributes:
+        name: as in ``clock.profile``.
+        costs: kind -> curve; a kind that is absent costs nothing.
+        note: where the figures come from, and which are assumptions.
+    """
+
+    name: str
+    costs: Mapping[str, CostCurve] = field(default_factory=dict)
+    note: str = ""
+
+    def ms(self, kind: Work, num_tokens: int) -> float:
+        """Milliseconds of one piece of work."""
+        curve = self.costs.get(kind.value)
+        return curve(num_tokens) if curve is not None else 0.0

@@ -1,0 +1,73 @@
+"""Virtual time: deterministic, for any cluster, in one process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from specdec.clocks.interface import CONTROLLER, ClockKind, Work
+from specdec.clocks.profile import LatencyProfile
+from specdec.clocks.timeline import Timeline
+
+
+class SimulatedClock:
+    """A virtual clock: each rank has its own time, moved on by what the profile charges.
+
+    Attributes:
+        profile, scale: see ``__init__``.
+        busy_s: rank -> seconds of charged work, for ``bubble_share``.
+        timeline: every charge, where one was given.
+    """
+
+    kind = ClockKind.SIMULATED
+
+    def __init__(
+        self, profile: LatencyProfile, *, scale: float = 1.0, timeline: Timeline | None = None
+    ) -> None:
+        """Starts at 0.
+
+        Args:
+            profile: costs of work.
+            scale: multiplies every cost.
+            timeline: gets every charge.
+        """
+        self.profile = profile
+        self.scale = scale
+        self.timeline = timeline
+        self.busy_s: defaultdict[int, float] = defaultdict(float)
+        self._time: defaultdict[int, float] = defaultdict(float)
+
+    def start(self, rank: int) -> None:
+        """Nothing: the rank's time says when its work begins."""
+
+    def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
+        """Moves the rank's time on."""
+        cost = self.profile.ms(kind, num_tokens) * 1e-3 * self.scale
+        if cost:
+            if self.timeline is not None:
+                self.timeline.add(rank, kind.value, self._time[rank], cost, num_tokens)
+            self._time[rank] += cost
+            self.busy_s[rank] += cost
+
+    def align(self, rank: int, to: int) -> None:
+        """The rank's time becomes at least that of ``to``."""
+        self._time[rank] = max(self._time[rank], self._time[to])
+
+    def barrier(self, ranks: Sequence[int]) -> None:
+        """All named ranks and the controller go on from the latest of their times."""
+        latest = max(self._time[CONTROLLER], *(self._time[r] for r in ranks))
+        self._time[CONTROLLER] = latest
+        for rank in ranks:
+            self._time[rank] = latest
+
+    def busy(self, rank: int) -> bool:
+        """Whether the rank's work ends later than the controller's time."""
+        return self._time[rank] > self._time[CONTROLLER]
+
+    def now(self) -> float:
+        """The controller's time."""
+        return self._time[CONTROLLER]
+
+    def wait_until(self, seconds: float) -> None:
+        """Moves the controller's time on."""
+        self._time[CONTROLLER] = max(self._time[CONTROLLER], seconds)

@@ -1,0 +1,234 @@
+"""Wall clocks: time as it passes, and time stretched to what a latency profile says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter, sleep, time
+
+from specdec.clocks.interface import CONTROLLER, ClockKind, Work
+from specdec.clocks.profile import LatencyProfile
+from specdec.clocks.timeline import ClockReport, Timeline
+from specdec.metrics.meter import Meter
+
+
+class _Stopwatch:
+    """The time of one process, and when the work began that will be charged next."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.zero, self.origin_s = perf_counter(), time()
+        self._meter = meter
+        self._from: float | None = None
+        meter.take_began()
+
+    def now(self) -> float:
+        """Seconds since it was made."""
+        return perf_counter() - self.zero
+
+    def start(self) -> None:
+        """Work begins now."""
+        self._meter.take_began()
+        self._from = self.now()
+
+    def ended(self, at: float) -> None:
+        """Work has ended; what is charged without a new start goes on from ``at``."""
+        self._from = at
+
+    def take(self) -> tuple[float, bool]:
+        """When the work began, and whether it goes on from what was charged before.
+
+        Its first metered model call says when; where no model was called, the last start or end.
+        """
+        called = self._meter.take_began()
+        if called is not None:
+            return called - self.zero, False
+        return (self.now(), False) if self._from is None else (self._from, True)
+
+
+class MeasuredClock:
+    """The wall clock of one process.
+
+    Attributes:
+        rank: the rank that this process is.
+        timeline: this rank's work, where one was given.
+    """
+
+    kind = ClockKind.MEASURED
+
+    def __init__(
+        self,
+        *,
+        meter: Meter | None = None,
+        rank: int = CONTROLLER,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Starts at 0.
+
+        Args:
+            meter: told of waits, and asked when work began; a new one where omitted.
+            rank: the rank that this process is; charges of others are ignored.
+            timeline: gets this rank's work.
+        """
+        self.rank = rank
+        self.timeline = timeline
+        self._meter = Meter() if meter is None else meter
+        self._watch = _Stopwatch(self._meter)
+        self._busy_s = 0.0
+
+    def start(self, rank: int) -> None:
+        """This rank's work begins now."""
+        if rank == self.rank:
+            self._watch.start()
+
+    def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
+        """Writes down how long the work took; the time itself has passed."""
+        if rank != self.rank or num_tokens <= 0:
+            return
+        (began, _), now = self._watch.take(), self._watch.now()
+        self._watch.ended(now)
+        self._busy_s += now - began
+        if self.timeline is not None:
+            self.timeline.add(rank, kind.value, began, now - began, num_tokens, now - began)
+
+    def align(self, rank: int, to: int) -> None:
+        """Nothing: ranks wait for messages by themselves."""
+
+    def barrier(self, ranks: Sequence[int]) -> None:
+        """Nothing: ranks wait for messages by themselves."""
+
+    def busy(self, rank: int) -> bool:
+        """False: whoever has messages under way knows better."""
+        return False
+
+    def now(self) -> float:
+        """Seconds since this clock was made."""
+        return self._watch.now()
+
+    def wait_until(self, seconds: float) -> None:
+        """Sleeps, which is a declared wait."""
+        with self._meter.waiting():
+            sleep(max(0.0, seconds - self.now()))
+
+    def report(self) -> ClockReport:
+        """What this rank has done so far; spans are handed over and forgotten."""
+        timeline = Timeline() if self.timeline is None else self.timeline
+        return ClockReport(
+            rank=self.rank,
+            origin_s=self._watch.origin_s,
+            busy_s=self._busy_s,
+            spans=timeline.take(),
+            dropped=timeline.dropped,
+        )
+
+
+class PacedClock:
+    """The wall clock, with every piece of this rank's work stretched to what a profile says.
+
+    Real processes, messages and values; each rank waits out the rest of what its work costs in the
+    profile, so that devices overlap on few cores as they would on many. The waits are declared to
+    the meter: they are no overhead. Work that takes longer than the profile says is an *overrun*;
+    a run with more than 2 % of them does not count, and a larger ``scale`` is
+    the remedy. What is charged after one start is judged as one piece of work.
+
+    Attributes:
+        profile, scale, rank, timeline: see ``__init__``.
+    """
+
+    kind = ClockKind.PACED
+
+    def __init__(
+        self,
+        profile: LatencyProfile,
+        *,
+        scale: float = 1.0,
+        meter: Meter | None = None,
+        rank: int = CONTROLLER,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Starts at 0.
+
+        Args:
+            profile: costs of work; what it does not price takes the time that it takes.
+            scale: multiplies every cost.
+            meter: told of waits, and asked when work began; a new one where omitted.
+            rank: the rank that this process is; charges of others are ignored.
+            timeline: gets this rank's work.
+        """
+        self.profile = profile
+        self.scale = scale
+        self.rank = rank
+        self.timeline = timeline
+        self._meter = Meter() if meter is None else meter
+        self._watch = _Stopwatch(self._meter)
+        self._late = False  # whether the last piece was an overrun so far
+        self._pieces = self._overruns = 0
+        self._busy_s = self._wait_s = 0.0
+
+    def start(self, rank: int) -> None:
+        """This rank's work begins now."""
+        if rank == self.rank:
+            self._watch.start()
+            self._late = False
+
+    def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
+        """Waits until the work has taken as long as the profile says, or counts an overrun."""
+        if rank != self.rank or num_tokens <= 0:
+            return
+        cost = self.profile.ms(kind, num_tokens) * 1e-3 * self.scale
+        began, goes_on = self._watch.take()
+        done, due = self._watch.now(), began + cost
+        if not cost:  # not priced: it takes the time that it takes
+            self._watch.ended(done)
+            self._note(kind, num_tokens, began, done, done)
+            return
+        if goes_on and self._late:  # the piece so far was late; what it is as a whole, see below
+            self._overruns -= 1
+            self._pieces -= 1
+        self._late = done > due
+        self._pieces += 1
+        self._overruns += self._late
+        if not self._late:
+            with self._meter.waiting():
+                sleep(due - done)
+            self._wait_s += due - done
+        ended = max(due, done)
+        self._watch.ended(due)
+        self._note(kind, num_tokens, began, ended, done)
+
+    def _note(self, kind: Work, num_tokens: int, began: float, ended: float, done: float) -> None:
+        self._busy_s += ended - began
+        if self.timeline is not None:
+            work_s = max(0.0, done - began)
+            self.timeline.add(self.rank, kind.value, began, ended - began, num_tokens, work_s)
+
+    def align(self, rank: int, to: int) -> None:
+        """Nothing: ranks wait for messages by themselves."""
+
+    def barrier(self, ranks: Sequence[int]) -> None:
+        """Nothing: ranks wait for messages by themselves."""
+
+    def busy(self, rank: int) -> bool:
+        """False: whoever has messages under way knows better."""
+        return False
+
+    def now(self) -> float:
+        """Seconds since this clock was made."""
+        return self._watch.now()
+
+    def wait_until(self, seconds: float) -> None:
+        """Sleeps, which is a declared wait."""
+        with self._meter.waiting():
+            sleep(max(0.0, seconds - self.now()))
+
+    def report(self) -> ClockReport:
+        """What this rank has done so far; spans are handed over and forgotten."""
+        timeline = Timeline() if self.timeline is None else self.timeline
+        return ClockReport(
+            rank=self.rank,
+            origin_s=self._watch.origin_s,
+            pieces=self._pieces,
+            overruns=self._overruns,
+            busy_s=self._busy_s,
+            wait_s=self._wait_s,
+            spans=timeline.take(),
+            dropped=timeline.dropped,
+        )

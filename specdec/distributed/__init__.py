@@ -1,0 +1,6 @@
+"""The pipeline on real ranks: messages, processes, failures (DESIGN 5)."""
+
+from specdec.distributed.lease import Lease
+from specdec.distributed.plan import RankPlan, SessionPlan, plan_ranks
+
+__all__ = ["Lease", "RankPlan", "SessionPlan", "plan_ranks"]

@@ -1,0 +1,221 @@
+"""One rank's part of a pipeline: what it does when a step begins and when it ends.
+
+A step is compute, prune, transmit (SpecPipe Algorithm 1, PipeDec 3.4). What a rank computes in a
+step was transmitted at the end of the step before, so all stages but the first start on it as soon
+as it is there; the first waits for the controller's choice. Algorithms live in the controller: a
+rank follows messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from specdec.clocks import MeasuredClock, PacedClock, Timeline, Work
+from specdec.distributed.codec import Ending, Entry, OpenedRequest
+from specdec.distributed.ledger import Ledger
+from specdec.distributed.plan import RankPlan, SessionPlan
+from specdec.executors.answering import Answerer
+from specdec.executors.layout import InFlight
+from specdec.executors.stage import Stage
+from specdec.metrics.meter import Meter
+from specdec.randomness import KeyedDraws
+from specdec.types import Answers
+
+if TYPE_CHECKING:
+    from specdec.pairs import ModelPair
+
+
+class Edges(Protocol):
+    """How a session's rows and answers travel."""
+
+    def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
+        """To the next rank; None where stages compute nothing."""
+        ...
+
+    def receive_rows(self, num_rows: int) -> torch.Tensor | None:
+        """Waits for the rank before; None where stages compute nothing."""
+        ...
+
+    def send_answers(self, tick: int, answers: tuple[Answers, ...]) -> None:
+        """To rank 0."""
+        ...
+
+
+class StageSession:
+    """Caches, the batch in hand, and the books of one rank for one strategy.
+
+    Attributes:
+        rows: rows computed so far.
+        doing: what the rank is at, in words, for the diagnosis of a hang.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        plan: RankPlan,
+        is_last: bool,
+        stage: Stage,
+        answerer: Answerer | None,
+        clock: MeasuredClock | PacedClock,
+        edges: Edges,
+    ) -> None:
+        """Composes a rank's part.
+
+        Args:
+            rank: as the clock knows it.
+            plan: its place in the pipeline.
+            is_last: whether it answers.
+            stage: its layers.
+            answerer: on the last rank.
+            clock: this rank's.
+            edges: where rows come from and go to.
+        """
+        self._rank = rank
+        self._plan = plan
+        self._is_last = is_last
+        self._stage = stage
+        self._answerer = answerer
+        self._clock = clock
+        self._edges = edges
+        self._ledger = Ledger()
+        self._slot: tuple[int, InFlight] | None = None  # (tick of entry, what was computed last)
+        self._answered = False
+        self.rows = 0
+        self.doing = "idle"
+
+    def begin(self, tick: int, entry: Entry) -> None:
+        """Stage 1: takes the step's batch and computes it."""
+        self._enter(tick, entry)
+        self._date(entry.batch.step)
+        self._compute(tick, tick)
+
+    def end(self, tick: int, ending: Ending) -> None:
+        """Prunes, transmits, and goes on with the next step's batch where it is there already."""
+        first = self._plan.group == 1
+        if not first:
+            self._enter(tick, ending.entry)
+        commits = list(ending.commits)
+        self._date(ending.entry.batch.step)
+        self._ledger.commit(tick, commits)
+        self.doing = f"pruning at the end of step {tick}"
+        if commits:
+            self._clock.start(self._rank)
+            self._stage.commit(commits)
+            if self._answerer is not None:
+                self._answerer.commit(commits)
+        if self._slot is not None:
+            self._ledger.prune(*self._slot)
+        if commits:
+            self._clock.charge(self._rank, Work.PRUNE, ending.num_pruned)
+        self._transmit()
+        if not first:
+            self._date(ending.entry.batch.step + 1)
+            self._compute(tick + 1, tick + 2 - self._plan.group)
+
+    def report(self) -> dict[str, object]:
+        """What the clock reports, and the rows computed; plain values."""
+        return {"clock": asdict(self._clock.report()), "rows": self.rows}
+
+    def _date(self, step: int) -> None:
+        """Spans from here on belong to the loop's ``step`` (which starts again with each run)."""
+        if self._clock.timeline is not None:
+            self._clock.timeline.step = step
+
+    def _enter(self, tick: int, entry: Entry) -> None:
+        for request_id in entry.closes:
+            self._stage.close(request_id)
+            if self._answerer is not None:
+                self._answerer.close(request_id)
+        for opened in entry.opens:
+            self._open(opened)
+        self._ledger.enter(tick, entry.batch, [o.id for o in entry.opens], entry.closes)
+
+    def _open(self, opened: OpenedRequest) -> None:
+        self._stage.open(opened.id, opened.max_len)
+        if self._answerer is not None:
+            self._answerer.open(opened)
+
+    def _compute(self, tick: int, entered: int) -> None:
+        """Computes in step ``tick`` what came in at ``entered``."""
+        batch = self._ledger.take(entered)
+        self._answered = False
+        if batch is None:
+            return
+        num_rows = batch.num_tokens
+        self.doing = f"waiting for {num_rows} rows of rank {self._rank - 1} in step {tick}"
+        hidden = None if self._rank == 1 else self._edges.receive_rows(num_rows)
+        self.doing = f"computing {num_rows} rows in step {tick}"
+        clock, rank = self._clock, self._rank
+        clock.start(rank)
+        out = self._stage.run(batch, hidden)
+        clock.charge(rank, Work.STAGE, num_rows)
+        self.rows += num_rows
+        if not self._is_last:
+            self._slot = (entered, InFlight(batch, out.hidden))
+            if not self._plan.last_in_group:
+                self._transmit()
+        elif batch.trees:
+            assert self._answerer is not None, "the last rank answers"
+            answers = self._answerer.answer(batch, out.logits)
+            clock.charge(rank, Work.HEAD, batch.num_nodes)
+            self._edges.send_answers(tick, answers)
+            self._answered = True
+
+    def _transmit(self) -> None:
+        """Sends what survives to the next rank."""
+        slot, self._slot = self._slot, None
+        clock, rank = self._clock, self._rank
+        if slot is not None and slot[1].batch.num_tokens:
+            flight = slot[1]
+            self.doing = f"sending {flight.batch.num_tokens} rows to rank {rank + 1}"
+            clock.start(rank)
+            clock.charge(rank, Work.TRANSFER, flight.batch.num_tokens)
+            self._edges.send_rows(flight.hidden, flight.batch.num_tokens)
+        elif self._answered:
+            clock.start(rank)
+            clock.charge(rank, Work.TRANSFER, 1)
+        self.doing = "waiting for rank 0"
+
+
+def build_session(
+    *, rank: int, plan: SessionPlan, pair: ModelPair, edges_of: Callable[[Stage], Edges]
+) -> StageSession:
+    """One rank's part of a plan.
+
+    Args:
+        rank: from 1.
+        plan: of all ranks.
+        pair: the plan's model, on this rank.
+        edges_of: how the stage's rows and answers travel.
+    """
+    from specdec.compose import build_clock  # compose builds executors, which know this package
+
+    meter, mine = Meter(), plan.ranks[rank - 1]
+    stage = pair.stage(*mine.layers, meter)
+    is_last = rank == len(plan.ranks)
+    draws = KeyedDraws(seed=plan.seed)
+    clock = build_clock(plan.clock, meter, rank=rank, timeline=Timeline() if plan.trace else None)
+    assert isinstance(clock, MeasuredClock | PacedClock), "refused before ranks were started"
+    return StageSession(
+        rank=rank,
+        plan=mine,
+        is_last=is_last,
+        stage=stage,
+        answerer=pair.answerer(draws=draws, needs_probs=plan.needs_probs) if is_last else None,
+        clock=clock,
+        edges=edges_of(stage),
+    )
+
+
+def answer_words(tick: int, session: int, answers: tuple[Answers, ...]) -> np.ndarray:
+    """int64: number of words, session, tick, vocabulary of the distributions (0: none), tokens."""
+    tokens = np.concatenate([a.tokens for a in answers])
+    probs = answers[0].probs
+    vocab = 0 if probs is None else probs.shape[1]
+    return np.concatenate([[4 + len(tokens), session, tick, vocab], tokens]).astype(np.int64)

@@ -1,0 +1,234 @@
+"""Messages between ranks: words (int64 arrays of any length) and hidden states, point to point.
+
+Built on torch.distributed's process groups without its process-wide default group, so that several
+pipelines live in one process. Words go over gloo, hidden states over gloo on CPUs and NCCL on GPUs.
+A receive is posted before its message is needed: gloo sends nothing before the receiver is ready.
+
+Letters: R rows, E hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from specdec.types import IntArray
+
+Group: TypeAlias = Any
+"""A ProcessGroupGloo or ProcessGroupNCCL; torch's stubs lack their send and recv."""
+
+FOREVER = timedelta(days=300)
+"""Patience of a rank: only rank 0 gives up waiting, and ends the others."""
+
+CONNECT = timedelta(seconds=120)
+"""Patience with ranks that are to join a group."""
+
+FRAME_WORDS = 2048
+_CHUNK_ROWS = 256  # rows of one message of hidden states
+
+
+class Tag(IntEnum):
+    """What a message is; sessions add multiples of ``NUM_TAGS``."""
+
+    CONTROL = 0
+    ANSWER = 1
+    PROBS = 2
+    HIDDEN = 3
+
+
+NUM_TAGS = 8
+_OVERFLOW = 4  # added to the tag of words for what does not fit the first frame
+
+
+class PeerLost(RuntimeError):
+    """The connection to another rank broke.
+
+    Attributes:
+        peer: that rank.
+    """
+
+    def __init__(self, peer: int) -> None:
+        """Names the peer."""
+        self.peer = peer
+        super().__init__(f"lost its connection to rank {peer}")
+
+
+def control_group(store: dist.Store, rank: int, size: int, *, loopback: bool) -> Group:
+    """Connects all ranks over gloo.
+
+    Args:
+        store: shared by all of them.
+        rank, size: as everywhere.
+        loopback: whether all ranks are on this machine. Otherwise GLOO_SOCKET_IFNAME names the
+            network interface, or the machine's host name its address.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
+        device = gloo.create_device(interface=interface)
+    elif loopback:
+        device = gloo.create_device(hostname="127.0.0.1")
+    else:
+        device = gloo.create_default_device()
+    options._devices = [device]
+    options._timeout = CONNECT
+    return gloo(dist.PrefixStore("control", store), rank, size, options)
+
+
+def data_group(store: dist.Store, rank: int, size: int) -> Group:
+    """Connects the stages (ranks from 1 on) over NCCL; each has set its CUDA device."""
+    nccl: Any = dist.ProcessGroupNCCL
+    return nccl(dist.PrefixStore("data", store), rank - 1, size - 1, nccl.Options())
+
+
+class Sender:
+    """Sends without waiting; keeps what is under way.
+
+    Attributes:
+        num_bytes: sent so far.
+    """
+
+    def __init__(self, group: Group, *, max_under_way: int) -> None:
+        """Sends through ``group``.
+
+        Args:
+            group: the process group.
+            max_under_way: tensors kept until they are through; with more, a send waits for the
+                oldest.
+        """
+        self._group = group
+        self._max_under_way = max_under_way
+        self._under_way: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
+        self.num_bytes = 0
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        """Hands a contiguous tensor over; it must not change afterwards."""
+        try:
+            work = self._group.send([tensor], to, tag)
+            self._under_way.append((work, tensor, to))
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            if len(self._under_way) > self._max_under_way:
+                work, _, to = self._under_way.popleft()
+                work.wait(FOREVER)
+        except RuntimeError as error:
+            raise PeerLost(to) from error
+
+    def send_words(self, words: IntArray, to: int, tag: int) -> None:
+        """Sends int64[n] whose first word is n, in one frame or in two."""
+        tensor = torch.from_numpy(words)
+        self.send(tensor[:FRAME_WORDS], to, tag)
+        if len(words) > FRAME_WORDS:
+            self.send(tensor[FRAME_WORDS:], to, tag + _OVERFLOW)
+
+
+class WordReceiver:
+    """Receives words from one rank; the next receive is always posted."""
+
+    def __init__(self, group: Group, source: int, tag: int) -> None:
+        """Posts the first receive."""
+        self._group = group
+        self._source = source
+        self._tag = tag
+        self._frame = torch.zeros(FRAME_WORDS, dtype=torch.int64)
+        self._work = self._post()
+
+    def receive(self) -> IntArray:
+        """Waits for the next message; int64[n], the caller's own.
+
+        Raises:
+            PeerLost: if the source has gone.
+        """
+        try:
+            self._work.wait(FOREVER)
+            first = self._frame.numpy()
+            size = int(first[0])
+            words = first[:size].copy()
+            self._work = self._post()
+            if size > FRAME_WORDS:
+                rest = torch.empty(size - FRAME_WORDS, dtype=torch.int64)
+                tag = self._tag + _OVERFLOW
+                self._group.recv([rest], self._source, tag).wait(FOREVER)
+                words = np.concatenate([words, rest.numpy()])
+        except RuntimeError as error:
+            raise PeerLost(self._source) from error
+        return words
+
+    def _post(self) -> dist.Work:
+        return self._group.recv([self._frame], self._source, self._tag)
+
+
+class RowReceiver:
+    """Receives hidden states from one rank into two fixed buffers, one of which is posted ahead.
+
+    Where rows are cut into chunks is known to both sides. Over NCCL, whose receives must match the
+    sends in size, a receive is posted when the number of rows is known.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        source: int,
+        tag: int,
+        *,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Makes the buffers.
+
+        Args:
+            group: gloo for a CPU, NCCL for a GPU.
+            source: the sender, as ``group`` numbers it.
+            tag: of the session.
+            width: E.
+            dtype, device: of the rows.
+        """
+        self._group = group
+        self._source = source
+        self._tag = tag
+        self._ahead = device.type == "cpu"
+        shape = (_CHUNK_ROWS, width)
+        self._buffers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
+        self._at = 0
+        self._work = self._post(_CHUNK_ROWS) if self._ahead else None
+
+    def receive(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, E], valid until the next call.
+
+        Raises:
+            PeerLost: if the source has gone.
+        """
+        if num_rows <= _CHUNK_ROWS:
+            return self._chunk(num_rows)
+        starts = range(0, num_rows, _CHUNK_ROWS)
+        return torch.cat([self._chunk(min(_CHUNK_ROWS, num_rows - s)).clone() for s in starts])
+
+    def _chunk(self, num_rows: int) -> torch.Tensor:
+        work = self._post(num_rows) if self._work is None else self._work
+        try:
+            work.wait(FOREVER)
+            rows = self._buffers[self._at][:num_rows]
+            self._at = 1 - self._at
+            if self._ahead:
+                self._work = self._post(_CHUNK_ROWS)
+        except RuntimeError as error:
+            raise PeerLost(self._source) from error
+        return rows
+
+    def _post(self, num_rows: int) -> dist.Work:
+        return self._group.recv([self._buffers[self._at][:num_rows]], self._source, self._tag)
+
+
+def send_rows(sender: Sender, rows: torch.Tensor, to: int, tag: int) -> None:
+    """Sends [R, E] in the chunks that ``RowReceiver`` expects."""
+    rows = rows.contiguous()
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        sender.send(rows[start : start + _CHUNK_ROWS], to, tag)

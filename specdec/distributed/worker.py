@@ -1,0 +1,230 @@
+"""The process of one rank from 1 on: joins the group, serves sessions, ends with rank 0.
+
+Ranks that ``specdec run`` starts come from ``nursery``, those of torchrun and Slurm from ``given``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from specdec.distributed import signs
+from specdec.distributed.codec import (
+    HEADER_WORDS,
+    Kind,
+    json_body,
+    read_ending,
+    read_entry,
+)
+from specdec.distributed.plan import SessionPlan
+from specdec.distributed.session import StageSession, answer_words, build_session
+from specdec.distributed.transport import (
+    NUM_TAGS,
+    Group,
+    PeerLost,
+    RowReceiver,
+    Sender,
+    Tag,
+    WordReceiver,
+    control_group,
+    data_group,
+    send_rows,
+)
+from specdec.errors import UserError
+from specdec.executors.stage import ModelStage, Stage
+from specdec.pairs import ModelPair, PretrainedPair, build_pair
+from specdec.types import Answers, IntArray
+
+_MAX_UNDER_WAY = 16  # hidden states may be large
+
+
+class _Edges:
+    """A session's rows and answers over the process groups."""
+
+    def __init__(self, *, worker: Worker, session: int, stage: Stage) -> None:
+        self._worker = worker
+        self._session = session
+        self._tag = session * NUM_TAGS
+        self._is_model = isinstance(stage, ModelStage)
+        device, dtype, width = torch.device("cpu"), torch.float32, 1
+        if isinstance(stage, ModelStage):
+            runner = stage.runner
+            device, dtype, width = runner.device, runner.dtype, runner.hidden_size
+        group, sender, self._shift = worker.data(device)
+        self._sender = sender
+        self._receiver = None
+        if worker.rank > 1:
+            self._receiver = RowReceiver(
+                group,
+                worker.rank - 1 - self._shift,
+                self._tag + Tag.HIDDEN,
+                width=width,
+                dtype=dtype,
+                device=device,
+            )
+
+    def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
+        """To the next rank; a stage that computes nothing sends as many empty rows."""
+        rows = torch.zeros(num_rows, 1) if rows is None else rows
+        send_rows(self._sender, rows, self._worker.rank + 1 - self._shift, self._tag + Tag.HIDDEN)
+
+    def receive_rows(self, num_rows: int) -> torch.Tensor | None:
+        """Waits for the rows of the rank before."""
+        assert self._receiver is not None, "the first rank is fed by rank 0"
+        rows = self._receiver.receive(num_rows)
+        return rows if self._is_model else None
+
+    def send_answers(self, tick: int, answers: tuple[Answers, ...]) -> None:
+        """Tokens as words; distributions, where there are any, in a second message."""
+        sender = self._worker.control
+        sender.send_words(answer_words(tick, self._session, answers), 0, Tag.ANSWER)
+        if answers[0].probs is not None:
+            probs = torch.cat([torch.from_numpy(a.probs) for a in answers])
+            sender.send(probs.contiguous(), 0, Tag.PROBS)
+
+
+class Worker:
+    """A rank's process: models, sessions and connections."""
+
+    def __init__(self, *, store: dist.Store, rank: int, size: int, loopback: bool) -> None:
+        """Joins the group.
+
+        Args:
+            store: shared by all ranks.
+            rank, size: 1 <= rank < size.
+            loopback: see ``control_group``.
+        """
+        self.rank = rank
+        self.size = size
+        self._store = store
+        store.set(signs.up(rank), str(os.getpid()))
+        self._group = control_group(store, rank, size, loopback=loopback)
+        self.control = Sender(self._group, max_under_way=_MAX_UNDER_WAY)
+        self._data: tuple[Group, Sender, int] | None = None
+        self._commands = WordReceiver(self._group, 0, Tag.CONTROL)
+        self._pairs: dict[str, ModelPair] = {}
+        self._sessions: dict[int, StageSession] = {}
+        self._current: StageSession | None = None
+        self._doing = ""
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def serve(self) -> None:
+        """Follows rank 0 until it says stop.
+
+        Raises:
+            PeerLost: when another rank has gone.
+        """
+        with torch.inference_mode():
+            while True:
+                words = self._commands.receive()
+                _, kind, session, tick = words[:HEADER_WORDS].tolist()
+                if kind == Kind.STOP:
+                    return
+                self._follow(Kind(kind), session, tick, words)
+
+    def data(self, device: torch.device) -> tuple[Group, Sender, int]:
+        """Group and sender of hidden states, and by how much its numbers are lower than ranks."""
+        if device.type == "cpu":
+            return self._group, self.control, 0
+        if self._data is None:
+            group = data_group(self._store, self.rank, self.size)
+            self._data = group, Sender(group, max_under_way=_MAX_UNDER_WAY), 1
+        return self._data
+
+    def _follow(self, kind: Kind, session: int, tick: int, words: IntArray) -> None:
+        if kind is Kind.END:
+            self._current = self._sessions[session]
+            self._current.end(tick, read_ending(words))
+        elif kind is Kind.BEGIN:
+            self._current = self._sessions[session]
+            self._current.begin(tick, read_entry(words))
+        elif kind is Kind.SETUP:
+            self._set_up(session, SessionPlan.from_json(json_body(words)))
+        elif kind is Kind.REPORT:
+            self._store.set(
+                signs.report(session, tick, self.rank), json.dumps(self.report(session))
+            )
+        elif kind is Kind.RELEASE:
+            self._sessions.pop(session, None)
+
+    def _set_up(self, session: int, plan: SessionPlan) -> None:
+        self._doing = "loading its layers"
+        if plan.threads is not None:
+            torch.set_num_threads(plan.threads)
+        model = dict(plan.model)
+        if torch.cuda.is_available() and model.get("device") in ("auto", "cuda"):
+            index = int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count()
+            torch.cuda.set_device(index)
+            model["device"] = f"cuda:{index}"
+        key = json.dumps(model, sort_keys=True)
+        if key not in self._pairs:
+            self._pairs[key] = build_pair(model)
+        pair = self._pairs[key]
+        if isinstance(pair, PretrainedPair):
+            pair.parts_only = True
+        made = build_session(
+            rank=self.rank,
+            plan=plan,
+            pair=pair,
+            edges_of=lambda stage: _Edges(worker=self, session=session, stage=stage),
+        )
+        self._sessions[session] = made
+        self._doing = ""
+        self._store.set(signs.ready(session, self.rank), "1")
+
+    def report(self, session: int) -> dict[str, object]:
+        """The clock's report, rows computed, bytes sent and CPU time used, as plain values."""
+        sent = self.control.num_bytes + (self._data[1].num_bytes if self._data else 0)
+        used = {"bytes_sent": sent, "cpu_s": time.process_time()}
+        return {**self._sessions[session].report(), **used}
+
+    def _beat(self) -> None:
+        """Says again and again that the process lives, and what it is at."""
+        number = 0
+        while True:
+            current = self._current
+            doing = self._doing or (current.doing if current is not None else "idle")
+            number += 1
+            with suppress(RuntimeError):
+                self._store.set(signs.beat(self.rank), json.dumps([number, doing]))
+            threading.Event().wait(signs.BEAT_S)
+
+
+def serve(store: dist.Store, rank: int, size: int, *, loopback: bool) -> int:
+    """Runs a rank to its end and says why, if it fails.
+
+    Returns:
+        An exit status: 0, or 1 after a failure that the store knows of.
+    """
+    return guarded(
+        lambda: Worker(store=store, rank=rank, size=size, loopback=loopback).serve(), store, rank
+    )
+
+
+def guarded(work: Callable[[], object], store: dist.Store, rank: int) -> int:
+    """Runs ``work``; a failure is written to the store for rank 0."""
+    try:
+        work()
+    except BaseException as error:
+        kind = "lost" if isinstance(error, PeerLost) else "raised"
+        if isinstance(error, UserError):
+            kind = "user"
+        if kind != "lost":
+            traceback.print_exc()
+        told = {
+            "kind": kind,
+            "peer": getattr(error, "peer", None),
+            "text": f"{type(error).__name__}: {error}" if kind == "raised" else str(error),
+        }
+        with suppress(RuntimeError):
+            store.set(signs.failed(rank), json.dumps(told))
+        return 1
+    return 0

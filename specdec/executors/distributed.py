@@ -1,0 +1,210 @@
+"""The pipeline executor over ranks: the controller's side.
+
+The steps are those of ``PipelineExecutor`` over messages. A step costs rank 0 one message to the
+first stage (what enters) and one to every rank (what was decided); the last rank answers with
+tokens. Who holds what is followed by the same books on both sides (``distributed.ledger``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.distributed.codec import (
+    Ending,
+    Entry,
+    Kind,
+    OpenedRequest,
+    message,
+    put_ending,
+    put_entry,
+)
+from specdec.distributed.lease import Lease
+from specdec.distributed.ledger import Ledger
+from specdec.distributed.plan import SessionPlan
+from specdec.executors.layout import Submitted
+from specdec.metrics.meter import Meter
+from specdec.types import Answers, Batch, Commit, ExecutorCounters, IntArray, Output
+
+if TYPE_CHECKING:
+    from specdec.state import RequestState
+
+_NOTHING = Batch(step=0)
+_NO_TOKENS: IntArray = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How a pipeline is laid over processes.
+
+    Attributes:
+        model, clock: sections of a resolved configuration: ranks build their own from them.
+        timeout_s: a run ends with an error when no rank has moved for so long.
+        threads: of torch, per rank; None shares the machine's cores among them.
+        trace: whether ranks write down what they do.
+    """
+
+    model: Mapping[str, Any]
+    clock: Mapping[str, Any]
+    timeout_s: float = 60.0
+    threads: int | None = None
+    trace: bool = False
+
+
+class DistributedExecutor:
+    """N stages on ranks of their own; the controller and the draft are on rank 0.
+
+    Attributes:
+        latency: stages (groups of ranks, where a stage has several).
+        counters: batches and rows that entered the first stage.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, *, plan: SessionPlan, meter: Meter, timeout_s: float) -> None:
+        """Starts or joins the ranks and has them load their layers.
+
+        Args:
+            plan: which rank does what.
+            meter: told of the time that rank 0 waits for answers.
+            timeout_s: a run ends with an error when no rank has moved for so long.
+
+        Raises:
+            RankFailure: if a rank ends while it loads.
+            UserError: what a rank refuses, or too few ranks.
+        """
+        self.latency = plan.num_groups
+        self._plan = plan
+        self.counters = ExecutorCounters()
+        self._ranks = range(1, len(plan.ranks) + 1)
+        self._first = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
+        self._meter = meter
+        self._timeout_s = timeout_s
+        self._ledger = Ledger()
+        self._submitted = Submitted()
+        self._tick = -1
+        self._step = -1
+        self._opens: list[OpenedRequest] = []
+        self._closes: list[int] = []
+        self._entry = Entry(batch=_NOTHING)
+        self._due: Batch | None = None  # what the last rank answers in this step
+        self._in_step = False
+        self._lease = Lease(len(plan.ranks), threads=plan.threads)
+        self._group = self._lease.group
+        try:
+            self._session = self._group.open_session(plan)
+        except BaseException:
+            self._lease.release(broken=True)
+            raise
+
+    def open(self, request: RequestState) -> None:
+        """Notes the request; ranks hear of it with the next batch."""
+        sampling = request.sampling
+        self._opens.append(
+            OpenedRequest(
+                id=request.id,
+                max_len=request.num_prompt + request.stop.max_new_tokens,
+                sampling=sampling,
+                tokens=request.tokens.copy() if sampling.needs_history else _NO_TOKENS,
+            )
+        )
+        self._submitted.open(request.id)
+
+    def submit(self, batch: Batch) -> None:
+        """Sends the batch to the first stage; does not wait."""
+        self._tick += 1
+        self._step = batch.step
+        self._in_step = True
+        self.counters.count(batch)
+        self._submitted.add(batch)
+        entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
+        self._closes.clear()
+        self._opens.clear()
+        self._entry = entry
+        self._ledger.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
+        if self.latency == 1:
+            self._due = self._ledger.take(self._tick)
+        if not entry.is_empty:
+            body: list[int] = []
+            put_entry(body, entry)
+            self._group.send(message(Kind.BEGIN, self._session, self._tick, body), self._first)
+
+    def ready(self) -> bool:
+        """Whether ``collect`` would return at once."""
+        return not self._answers_due or self._group.has_answer()
+
+    def collect(self) -> Output:
+        """Waits for the last rank where it has something to answer.
+
+        Raises:
+            RankFailure: a rank died, raised, or none moved for ``timeout_s``.
+        """
+        if not self._answers_due:
+            self._group.check()
+            return Output(step=self._step)
+        with self._meter.waiting():
+            answered = self._group.answer(self._session, self._tick, self._timeout_s)
+        assert self._due is not None
+        assert len(answered.tokens) == self._due.num_nodes, "rank 0 and the last rank disagree"
+        answers, start = [], 0
+        probs = None if answered.probs is None else answered.probs.numpy()
+        for rows in self._due.trees:
+            stop = start + len(rows.node_ids)
+            if self._ledger.is_open(rows.request):
+                answers.append(
+                    Answers(
+                        request=rows.request,
+                        node_ids=rows.node_ids,
+                        tokens=answered.tokens[start:stop],
+                        probs=None if probs is None else probs[start:stop],
+                    )
+                )
+            start = stop
+        return Output(step=self._step, answers=tuple(answers))
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Tells every rank what was decided, which ends the step."""
+        pruned = sum(self._submitted.commit(commit) for commit in commits)
+        body: list[int] = []
+        put_ending(body, Ending(self._entry, tuple(commits), pruned))
+        self._group.send(message(Kind.END, self._session, self._tick, body), self._ranks)
+        self._ledger.commit(self._tick, commits)
+        if self.latency > 1:
+            self._due = self._ledger.take(self._tick + 2 - self.latency)
+        self._in_step = False
+
+    def close(self, request_id: int) -> None:
+        """Has ranks free the request's caches with the next batch."""
+        self._closes.append(request_id)
+        self._submitted.close(request_id)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What each rank, from 1 on, has done so far: clock, rows computed, bytes sent, CPU.
+
+        Raises:
+            RankFailure: if one has ended.
+        """
+        return self._group.reports(self._session, len(self._ranks))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that rank 0 has sent to all ranks since they were started."""
+        return self._group.num_bytes
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Rank -> stage, from 1."""
+        return {rank: self._plan.ranks[rank - 1].group for rank in self._ranks}
+
+    def shutdown(self) -> None:
+        """Frees the ranks' parts; ranks that nobody else uses end."""
+        if self._group.alive and not self._in_step:
+            self._group.close_session(self._session)
+        self._lease.release(broken=self._in_step)
+
+    @property
+    def _answers_due(self) -> bool:
+        return self._due is not None and bool(self._due.trees)

@@ -1,0 +1,64 @@
+"""What all ranks have done so far, whichever process they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.clocks import Clock, ClockReport
+    from specdec.interfaces import Executor
+    from specdec.metrics.results import RunTotals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCounts:
+    """Cumulative counts; the difference of two is what happened between them.
+
+    Attributes:
+        busy_s: stage's rank -> seconds of work on the run's clock; None where nobody knows.
+        pieces, overruns: of paced work, over all ranks; None on other clocks.
+        bytes_sent: between ranks; None where all ranks are in one process.
+        reports: clocks of the ranks that are wall clocks, spans handed over.
+    """
+
+    busy_s: Mapping[int, float] | None = None
+    pieces: int | None = None
+    overruns: int | None = None
+    bytes_sent: int | None = None
+    reports: tuple[ClockReport, ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def of(clock: Clock, executor: Executor) -> RankCounts:
+        """Asks every rank; costs a message to each where they are processes."""
+        from specdec.clocks import ClockKind, ClockReport, SimulatedClock
+
+        if isinstance(clock, SimulatedClock):
+            return RankCounts(busy_s={r: s for r, s in clock.busy_s.items() if r > 0})
+        ask = getattr(executor, "reports", None)
+        found: list[dict[str, Any]] = [] if ask is None else ask()
+        workers = [ClockReport.from_json(report["clock"]) for report in found]
+        reports = (clock.report(), *workers)  # type: ignore[attr-defined]
+        paced = clock.kind is ClockKind.PACED
+        sent = sum(report["bytes_sent"] for report in found) + getattr(executor, "bytes_sent", 0)
+        return RankCounts(
+            busy_s={r.rank: r.busy_s for r in workers} if workers else None,
+            pieces=sum(r.pieces for r in reports) if paced else None,
+            overruns=sum(r.overruns for r in reports) if paced else None,
+            bytes_sent=sent if workers else None,
+            reports=reports,
+        )
+
+    def book(self, totals: RunTotals, before: RankCounts) -> None:
+        """Writes what happened since ``before`` into a run's totals."""
+        if self.busy_s is not None and before.busy_s is not None:
+            earlier = before.busy_s
+            totals.stage_busy_s = {r: s - earlier.get(r, 0.0) for r, s in self.busy_s.items()}
+        totals.paced_pieces = _since(self.pieces, before.pieces)
+        totals.overruns = _since(self.overruns, before.overruns)
+        totals.bytes_sent = _since(self.bytes_sent, before.bytes_sent)
+
+
+def _since(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before

@@ -1,0 +1,332 @@
+"""Pairs without models that play a recorded run (``model=replay``, DESIGN 6).
+
+A record says, for every position of every prompt, what the draft thought of it and where the
+target's own token stood. The tokens themselves do not matter to a strategy, so they are made up:
+hidden sequences of the recorded lengths. A node on the target's path gets the recorded candidates
+of its position, with the target's token at its recorded rank. What the draft would have said after
+a wrong token is not in the record; such a node gets the candidates of another position of the same
+prompt, drawn by keyed hash. That is an approximation wherever wrong nodes compete for places.
+
+Shape letters: P recorded positions of all requests, K candidates, n positions asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any, NoReturn
+
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.executors.answering import Answerer, SyntheticAnswerer
+from specdec.executors.stage import NullStage, Stage
+from specdec.metrics.meter import Meter
+from specdec.models import ModelRunner
+from specdec.randomness import KeyedDraws
+from specdec.recording.record import Record, RecordedRequest, read_record
+from specdec.recording.traces import TracedRequest, is_trace, read_traces
+from specdec.sources.contexts import hash_u64
+from specdec.sources.katz import KatzModel
+from specdec.sources.synthetic import HiddenPair, SyntheticTarget
+from specdec.types import FloatArray, IntArray
+
+BUNDLED = "bundled:"
+"""Prefix of records that ship with the package."""
+
+END = 0
+"""Token that ends every hidden sequence, where the record ends; it stands nowhere else."""
+
+_MIN_VOCAB = 4096  # enough for all candidates of a node to differ
+_TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the hash
+
+_DRAFT_MODEL = "specdec.sources.DraftModelSource"
+_REPLAYED = "specdec.sources.SyntheticSource"
+_NO_SOURCE = "specdec.sources.NullSource"
+
+
+class HiddenSequences:
+    """Made-up target sequences of given lengths, each ending in ``END``."""
+
+    def __init__(self, *, requests: Sequence[RecordedRequest | TracedRequest], seed: int) -> None:
+        """Keys the sequences.
+
+        Args:
+            requests: ids and lengths.
+            seed: of tokens and of what wrong nodes draw.
+        """
+        self.vocab_size = _MIN_VOCAB
+        self.seed = seed
+        self._requests = {request.id: request for request in requests}
+
+    def request(self, request_id: int) -> RecordedRequest | TracedRequest:
+        """What is known of a request.
+
+        Raises:
+            UserError: the record has no such prompt.
+        """
+        if request_id not in self._requests:
+            raise UserError(
+                f"the record has no prompt {request_id}; model=replay decodes the recorded prompts"
+                " only"
+            )
+        return self._requests[request_id]
+
+    def tokens(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: the hidden sequence at absolute positions."""
+        request = self.request(request_id)
+        drawn = hash_u64(self.seed, _TOKEN, request_id, positions) % np.uint64(self.vocab_size - 1)
+        last = request.num_prompt + request.num_output - 1
+        return np.where(positions == last, END, drawn.astype(np.int64) + 1)
+
+    def first_wrong(self, request_id: int, positions: IntArray, tokens: IntArray) -> IntArray:
+        """int64[n]: the first token that the draft proposes after a wrong node."""
+        drawn = hash_u64(self.seed, _NODE, request_id, positions, tokens)
+        return (drawn % np.uint64(self.vocab_size)).astype(np.int64)
+
+    def prompts(self) -> list[tuple[int, IntArray]]:
+        """(id, int64[T]) of every recorded prompt, in the order of the record."""
+        return [
+            (i, self.tokens(i, np.arange(request.num_prompt)))
+            for i, request in self._requests.items()
+        ]
+
+
+class RecordedPair(HiddenSequences):
+    """A recorded draft: the classes of its hidden sequences are the recorded positions.
+
+    Attributes:
+        class_logprobs: float64[P, K].
+        target: answers with the hidden sequences.
+    """
+
+    def __init__(self, *, record: Record, seed: int = 0) -> None:
+        """Lays the requests of ``record`` end to end."""
+        super().__init__(requests=record.requests, seed=seed)
+        self.class_logprobs: FloatArray = np.concatenate(
+            [request.logprobs for request in record.requests]
+        ).astype(np.float64)
+        self._ranks = np.concatenate([request.ranks for request in record.requests])
+        stops = np.cumsum([request.num_output for request in record.requests])
+        self._first = {
+            request.id: int(stop) - request.num_output
+            for request, stop in zip(record.requests, stops, strict=True)
+        }
+        self.target = SyntheticTarget(self)
+
+    def classes(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: the recorded position; where the record has ended, one drawn from it."""
+        request = self.request(request_id)
+        entry = positions - (request.num_prompt - 1)
+        drawn = self._drawn(request, hash_u64(self.seed, _POSITION, request_id, positions))
+        inside = (entry >= 0) & (entry < request.num_output)
+        return np.where(inside, self._first[request_id] + entry, drawn)
+
+    def ranks(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: the recorded rank of the token after each position."""
+        return self._ranks[self.classes(request_id, positions)]
+
+    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
+        """None: a draft model's ranks do not depend on the root."""
+        return None
+
+    def node_keys(
+        self, request_id: int, positions: IntArray, tokens: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """(first token, class) int64[n] each after wrong nodes: a position of the same prompt."""
+        request = self.request(request_id)
+        drawn = hash_u64(self.seed, _NODE_POSITION, request_id, positions, tokens)
+        first = self.first_wrong(request_id, positions, tokens)
+        return first, self._drawn(request, drawn)
+
+    def _drawn(self, request: RecordedRequest | TracedRequest, drawn: np.ndarray) -> IntArray:
+        entry = (drawn % np.uint64(request.num_output)).astype(np.int64)
+        return self._first[request.id] + entry
+
+
+class TracedPair(HiddenSequences):
+    """A draft of which only accepted lengths are known: right as far as the trace says.
+
+    Attributes:
+        class_logprobs: float64[1, 1], the log share of positions with an accepted token.
+        target: answers with the hidden sequences.
+    """
+
+    def __init__(self, *, requests: Sequence[TracedRequest], seed: int = 0) -> None:
+        """Lays the lengths of each request beside its positions."""
+        super().__init__(requests=requests, seed=seed)
+        share = np.mean(np.concatenate([request.emitted for request in requests]) > 1)
+        self.class_logprobs: FloatArray = np.log(np.clip(share, 1e-3, 1.0)).reshape(1, 1)
+        self._emitted = {request.id: request.emitted for request in requests}
+        self.target = SyntheticTarget(self)
+
+    def classes(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: all 0."""
+        return np.zeros(len(positions), np.int64)
+
+    def ranks(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: not asked for, since ``reach`` is given; all 0."""
+        return np.zeros(len(positions), np.int64)
+
+    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
+        """int64[n]: accepted tokens of a chain whose root stands there; 0 beyond the trace."""
+        emitted = self._emitted[request_id]
+        entry = positions - (self.request(request_id).num_prompt - 1)
+        inside = (entry >= 0) & (entry < len(emitted))
+        return np.where(inside, emitted[np.clip(entry, 0, len(emitted) - 1)] - 1, 0)
+
+    def node_keys(
+        self, request_id: int, positions: IntArray, tokens: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """(first token, class) int64[n] each after wrong nodes."""
+        first = self.first_wrong(request_id, positions, tokens)
+        return first, np.zeros(len(positions), np.int64)
+
+
+class ReplayModels:
+    """No models: a record (see the module)."""
+
+    is_synthetic = True
+    tokenizer = None
+    eos_ids = frozenset({END})
+    max_positions = None
+    head_cost = 0.0
+
+    def __init__(
+        self,
+        *,
+        pair: RecordedPair | TracedPair,
+        num_layers: int,
+        weight_bytes: tuple[int, int] = (0, 0),
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Wraps a hidden pair.
+
+        Args:
+            pair: what is played.
+            num_layers: bounds the number of stages.
+            weight_bytes: of the recorded target and draft.
+            about: where the record comes from.
+        """
+        self._pair = pair
+        self.num_layers = num_layers
+        self.weight_bytes = weight_bytes
+        self.about = dict(about or {})
+
+    @property
+    def chain_only(self) -> bool:
+        """Whether the record knows a chain's accepted lengths only."""
+        return isinstance(self._pair, TracedPair)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the made-up vocabulary."""
+        return self._pair.vocab_size
+
+    def prompts(self) -> list[tuple[int, IntArray]]:
+        """(id, int64[T]) of every recorded prompt; the tokens are made up."""
+        return self._pair.prompts()
+
+    def conditions(self) -> dict[str, Any]:
+        """What a table must say beside figures of a replay."""
+        known = {k: self.about.get(k) for k in ("data", "sampling", "dtype")}
+        of = ("model", "strategy", "seed", "max_new_tokens", "traces", "method")
+        record = {k: self.about[k] for k in of if self.about.get(k) is not None}
+        note = (
+            "replayed accepted lengths of chains"
+            if self.chain_only
+            else "replayed; nodes off the target's path draw a recorded position of their prompt"
+            " (approximation)"
+        )
+        return {**known, "replay": note, "record": record}
+
+    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+        """A stage that computes nothing."""
+        return NullStage()
+
+    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
+        """Answers from the hidden sequences; they have no distributions."""
+        if needs_probs:
+            raise UserError(
+                "model=replay has the target's tokens but not its distributions; use verifier=match"
+            )
+        return SyntheticAnswerer(target=self._pair.target)
+
+    def draft_runner(self, meter: Meter) -> ModelRunner:
+        """Refused: compose puts the recorded draft in place of a draft model."""
+        _refuse("it has no draft model to run")
+
+    def katz(self) -> KatzModel:
+        """Refused: there is no text."""
+        _refuse("it has no text to count n-grams from")
+
+    def synthetic(self) -> HiddenPair:
+        """The hidden pair."""
+        return self._pair
+
+    def fitted_source(self, node: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
+        """The source node with a draft model replaced by the recorded one.
+
+        Raises:
+            UserError: for a source that is not in the record, or a policy that needs more of the
+                draft than the record has.
+        """
+        target = node.get("_target_")
+        if target == _NO_SOURCE:
+            return dict(node)
+        if target not in (_DRAFT_MODEL, _REPLAYED):
+            _refuse(f"{target} proposes from tokens, which a record does not hold")
+        if node.get("guess_draw"):
+            _refuse("source.guess_draw=true needs the target's draws and the draft's distribution")
+        kind = str(policy.get("_target_"))
+        if self.chain_only and not kind.endswith((".Chain", ".RootOnly")):
+            raise UserError(
+                f"the record is a trace of accepted lengths, which says nothing of a tree's other"
+                f" branches: {kind} cannot be replayed from it; use policy=chain, or a record.npz"
+            )
+        return {"_target_": _REPLAYED}
+
+
+def build_replay(
+    *, record: str, method: str | None = None, num_layers: int = 80, seed: int = 0
+) -> ReplayModels:
+    """The models of a recorded run.
+
+    Args:
+        record: a ``record.npz``, ``bundled:NAME``, or a ``.jsonl`` (``.jsonl.gz``) of acceptance
+            lengths.
+        method: which of a trace's methods; None for a trace of one, and for records.
+        num_layers: bounds the number of stages.
+        seed: of what wrong nodes draw.
+
+    Raises:
+        UserError: for a file that cannot be used.
+    """
+    if is_trace(record):
+        traced = read_traces(record, method)
+        about = {"traces": record, "method": method}
+        pair = TracedPair(requests=traced, seed=seed)
+        return ReplayModels(pair=pair, num_layers=num_layers, about=about)
+    if method is not None:
+        raise UserError(
+            f"model.method={method} chooses among the methods of an acceptance trace (.jsonl);"
+            f" model.record={record} is a record: leave it null"
+        )
+    found = read_record(_path(record))
+    return ReplayModels(
+        pair=RecordedPair(record=found, seed=seed),
+        num_layers=num_layers,
+        weight_bytes=found.weight_bytes,
+        about=found.about,
+    )
+
+
+def _path(record: str) -> str:
+    if not record.startswith(BUNDLED):
+        return record
+    name = record.removeprefix(BUNDLED)
+    return str(resources.files("specdec") / "assets" / "records" / f"{name}.npz")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise UserError(f"model=replay plays a recorded draft: {reason}; use source=draft_model")

@@ -1,0 +1,151 @@
+"""Pairs whose next token depends on the last one only, by tables: every law is known exactly.
+
+They stand where models stand (slices, caches, logits per node), so a whole strategy is composed and
+run on them, thousands of requests at a time. For distribution tests.
+
+Shape letters: V vocabulary, R rows, A rows whose logits are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+
+from specdec.cache import CacheSpec, Rows, TreeCache
+from specdec.errors import UserError
+from specdec.executors.answering import Answerer, ModelAnswerer
+from specdec.executors.stage import ModelStage, Stage
+from specdec.metrics.meter import Meter
+from specdec.models import ModelRunner, RunnerOutput
+from specdec.randomness import KeyedDraws
+from specdec.sampling import TargetSampler
+from specdec.sources.katz import KatzModel
+from specdec.sources.synthetic import SyntheticPair
+
+_NUM_LAYERS = 64  # as many stages as anybody asks for
+_NUM_SAMPLES = 64
+_SAMPLE_LENGTH = 16
+
+
+class TablePair:
+    """Target and draft as tables of logits given the last token."""
+
+    is_synthetic = False
+    num_layers = _NUM_LAYERS
+    max_positions: int | None = 1 << 20
+    head_cost = 0.0
+    eos_ids: frozenset[int] = frozenset()
+    tokenizer = None
+    weight_bytes = (0, 0)
+
+    def __init__(
+        self, *, target: Sequence[Sequence[float]], draft: Sequence[Sequence[float]]
+    ) -> None:
+        """Takes both tables.
+
+        Args:
+            target, draft: [V, V], logits of the next token (column) after each token (row).
+
+        Raises:
+            UserError: for tables that are not square, or not of one shape.
+        """
+        self.target_table = torch.tensor(target, dtype=torch.float64)
+        self.draft_table = torch.tensor(draft, dtype=torch.float64)
+        shape = self.target_table.shape
+        if shape != self.draft_table.shape or len(shape) != 2 or shape[0] != shape[1]:
+            raise UserError(
+                f"model.target of shape {tuple(shape)} and model.draft of shape"
+                f" {tuple(self.draft_table.shape)} must be square tables of one size"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return len(self.target_table)
+
+    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+        """A slice: all but the last hand the tokens on."""
+        is_last = last == self.num_layers
+        runner = TableRunner(table=self.target_table, name="target", first=first, is_last=is_last)
+        return ModelStage(runner=cast("ModelRunner", runner))
+
+    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
+        """Samples from the target's table."""
+        return ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
+
+    def draft_runner(self, meter: Meter) -> ModelRunner:
+        """The draft's table as a model."""
+        return cast("ModelRunner", TableRunner(table=self.draft_table, name="draft"))
+
+    def katz(self) -> KatzModel:
+        """Counted from samples of the draft."""
+        rng = np.random.default_rng(0)
+        noise = rng.gumbel(size=(_SAMPLE_LENGTH, _NUM_SAMPLES, self.vocab_size))
+        tokens = [np.arange(_NUM_SAMPLES) % self.vocab_size]
+        for step in noise:
+            tokens.append((self.draft_table.numpy()[tokens[-1]] + step).argmax(axis=1))
+        lines = np.stack([*tokens, np.zeros(_NUM_SAMPLES, np.int64)], axis=1)
+        return KatzModel.from_tokens(
+            lines.ravel(), order=3, vocab_size=self.vocab_size, separator=0
+        )
+
+    def synthetic(self) -> SyntheticPair:
+        """Refused: this pair has tables, not laws of agreement."""
+        raise UserError(
+            "source=synthetic proposes for model=synthetic only; choose source=draft_model"
+        )
+
+
+class TableRunner:
+    """A table in the place of a ``ModelRunner``: the same calls, caches and shapes.
+
+    Hidden states are the tokens themselves, so a stage that gets another's rows answers wrongly.
+    """
+
+    def __init__(
+        self, *, table: torch.Tensor, name: str, first: int = 0, is_last: bool = True
+    ) -> None:
+        """Serves a table.
+
+        Args:
+            table: [V, V].
+            name: "target" or "draft".
+            first: 0 where it begins with token ids, else it takes hidden states.
+            is_last: whether it gives logits.
+        """
+        self.name = name
+        self.is_first, self.is_last = first == 0, is_last
+        self.first_layer, self.last_layer, self.num_layers = first, first + 1, 1
+        self.vocab_size = len(table)
+        self.hidden_size = 1
+        self.max_positions = 1 << 20
+        self.dtype, self.device = table.dtype, table.device
+        self.spec = CacheSpec(
+            num_layers=1, num_kv_heads=1, head_dim=1, dtype=table.dtype, device=table.device
+        )
+        self._table = table
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """An empty cache: its books are kept, its values mean nothing."""
+        return TreeCache(spec=self.spec, capacity=capacity)
+
+    def forward(
+        self,
+        rows: Sequence[Rows],
+        *,
+        hidden: torch.Tensor | None = None,
+        logits_rows: np.ndarray | None = None,
+    ) -> RunnerOutput:
+        """Looks up the rows' tokens; arguments as for ``ModelRunner.forward``."""
+        if hidden is None:
+            tokens = torch.from_numpy(np.concatenate([part.tokens for part in rows]))
+        else:
+            tokens = hidden[:, 0].to(torch.int64)
+        logits = None
+        if self.is_last and (logits_rows is None or len(logits_rows)):
+            wanted = tokens if logits_rows is None else tokens[torch.from_numpy(logits_rows)]
+            logits = self._table[wanted]
+        return RunnerOutput(hidden=tokens[:, None].to(self.dtype), logits=logits)

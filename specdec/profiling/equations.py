@@ -1,0 +1,80 @@
+"""The papers' own estimates of the time between tokens, to be held against the simulator.
+
+Letters: N stages, w tree width, p probability that the last stage's token is in the tree, T time of
+a step. Both of SpecPipe's equations are reconstructed: the text at hand has lost its formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.clocks import LatencyProfile, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """What one step costs at a tree width, in milliseconds.
+
+    Attributes:
+        stages: per stage, compute, pruning and transfer together; the head on the last.
+        compute: the longest stage's computation alone.
+        compute_one: the same for one token.
+        transfer: of one level.
+        draft: one pass of the draft over one level.
+    """
+
+    stages: tuple[float, ...]
+    compute: float
+    compute_one: float
+    transfer: float
+    draft: float
+
+    @staticmethod
+    def of(profile: LatencyProfile, *, width: int, stages: int, group: int = 1) -> StepTimes:
+        """Prices a step.
+
+        Args:
+            profile: costs of one device.
+            width: tokens per level.
+            stages: N.
+            group: devices per stage, one after the other within a step (PipeDec's G).
+        """
+        one, all_tokens = profile.ms(Work.STAGE, 1), profile.ms(Work.STAGE, width)
+        transfer = profile.ms(Work.TRANSFER, width)
+        compute = group * all_tokens + (group - 1) * transfer
+        plain = compute + profile.ms(Work.PRUNE, width) + transfer
+        return StepTimes(
+            stages=(*[plain] * (stages - 1), plain + profile.ms(Work.HEAD, width)),
+            compute=compute,
+            compute_one=group * one + (group - 1) * profile.ms(Work.TRANSFER, 1),
+            transfer=transfer,
+            draft=profile.ms(Work.DRAFT, width),
+        )
+
+    @property
+    def longest(self) -> float:
+        """The step's own length: its slowest stage, or the draft where that is slower."""
+        return max(*self.stages, self.draft)
+
+
+def eq1_tbt(stages: Sequence[float], hit: float) -> float:
+    """SpecPipe Eq. 1 (reconstructed): max_i T_i + (1 - p) times the sum over the other stages.
+
+    Args:
+        stages: T_i, in any unit.
+        hit: p.
+    """
+    longest = max(stages)
+    return longest + (1.0 - hit) * (sum(stages) - longest)
+
+
+def eq2_tbt(step: float, num_stages: int, hit: float) -> float:
+    """SpecPipe Eq. 2 (reconstructed), for equal stages: T (1 + (1 - p) (N - 1))."""
+    return step * (1.0 + (1.0 - hit) * (num_stages - 1))
+
+
+def pipedec_latency(times: StepTimes) -> float:
+    """PipeDec 2.4: max(T_draft, C max T_c + max T_t), C = T_c(w) / T_c(1); every token a hit."""
+    factor = times.compute / times.compute_one if times.compute_one else 1.0
+    return max(times.draft, factor * times.compute_one + times.transfer)

@@ -1,0 +1,138 @@
+"""What `specdec verify` runs, for tests of parts that live elsewhere (docs/verify.md).
+
+    from specdec.testing import assert_lossless, assert_lossless_parts
+
+    def test_my_preset():
+        assert_lossless(["strategy=mine"], config_dirs=["conf"])
+
+    def test_my_policy():
+        assert_lossless_parts(
+            lambda bench: bench.parts(
+                source=DraftModelSource(runner=bench.draft_runner()),
+                policy=MyPolicy(width=4),
+                verifier=MatchVerifier(),
+            )
+        )
+
+The pieces are here too: an independent reference (``Oracle``, ``plain_decode``), cases, the exact
+laws of table models, and what is needed to look into caches while a strategy runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.api import certify as certify_overrides
+from specdec.pairs import ModelPair, RandomPair, TablePair
+from specdec.verify import CHECKS, Check, Report, certify
+from specdec.verify.cases import Case, ending_cases, parity_cases
+from specdec.verify.invariants import Fresh
+from specdec.verify.laws import (
+    FALSE_ALARM,
+    OPPOSED_TABLE,
+    TARGET_TABLE,
+    chi_square,
+    pair_counts,
+    pair_laws,
+    total_variation,
+)
+from specdec.verify.observing import ObservedPair, Watch
+from specdec.verify.oracle import Oracle, plain_decode, reference_probs, reference_token
+from specdec.verify.subject import Decoded, Subject, decode_cases, decode_steps
+from specdec.workbench import Parts, Workbench
+
+__all__ = [
+    "CHECKS",
+    "FALSE_ALARM",
+    "OPPOSED_TABLE",
+    "TARGET_TABLE",
+    "Case",
+    "Check",
+    "Decoded",
+    "Fresh",
+    "ObservedPair",
+    "Oracle",
+    "RandomPair",
+    "Report",
+    "Subject",
+    "TablePair",
+    "Watch",
+    "assert_lossless",
+    "assert_lossless_parts",
+    "certify_parts",
+    "chi_square",
+    "decode_cases",
+    "decode_steps",
+    "ending_cases",
+    "pair_counts",
+    "pair_laws",
+    "parity_cases",
+    "plain_decode",
+    "reference_probs",
+    "reference_token",
+    "total_variation",
+]
+
+
+def assert_lossless(
+    overrides: Sequence[str],
+    *,
+    config_dirs: Sequence[str | Path] = (),
+    checks: Sequence[str] | None = None,
+) -> Report:
+    """Certifies a configuration and returns the report.
+
+    Args:
+        overrides: as for ``specdec verify``.
+        config_dirs: further configuration trees.
+        checks: names of those to run; all where None.
+
+    Raises:
+        AssertionError: a check failed; the message has every failed check with its detail.
+        UserError: the configuration cannot be composed.
+    """
+    return _asserted(certify_overrides(overrides, config_dirs=config_dirs, checks=checks))
+
+
+def assert_lossless_parts(
+    build: Callable[[Workbench], Parts], *, seed: int = 0, checks: Sequence[str] | None = None
+) -> Report:
+    """Certifies parts that are put together in Python and returns the report.
+
+    Args:
+        build: makes fresh parts on a workbench; called several times, with several pairs.
+        seed: keys every draw.
+        checks: names of those to run; all that need no configured model where None.
+
+    Raises:
+        AssertionError: as for ``assert_lossless``.
+    """
+    return _asserted(certify_parts(build, seed=seed, checks=checks))
+
+
+def certify_parts(
+    build: Callable[[Workbench], Parts], *, seed: int = 0, checks: Sequence[str] | None = None
+) -> Report:
+    """The report of ``assert_lossless_parts``, whatever it says."""
+
+    def built(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
+        return build(Workbench(pair, seed=int(cfg["seed"])))
+
+    cfg = {
+        "strategy": {"name": "parts", "kind": "parts"},
+        "executor": {},
+        "clock": {"kind": "measured"},
+        "model": {"kind": "none"},
+        "sampling": {},
+        "seed": seed,
+        "batch_size": 1,
+    }
+    return certify(cfg, build=built, checks=checks)
+
+
+def _asserted(report: Report) -> Report:
+    lines = [f"{c.name}: {c.detail}" for c in report.checks if c.passed is False]
+    assert report.lossless, "\n".join([report.verdict, *lines])
+    return report

@@ -1,0 +1,14 @@
+"""Traces: a timeline of all ranks and the tree's growth, recorded, written and drawn."""
+
+from specdec.trace.files import TIMELINE_FILE, TREES_FILE, write_trace
+from specdec.trace.recorder import MAX_STEPS, ObservedExecutor, RunTrace, TreeRecorder
+
+__all__ = [
+    "MAX_STEPS",
+    "TIMELINE_FILE",
+    "TREES_FILE",
+    "ObservedExecutor",
+    "RunTrace",
+    "TreeRecorder",
+    "write_trace",
+]

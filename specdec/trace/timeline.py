@@ -1,0 +1,184 @@
+"""A trace as a picture: ranks as rows, time to the right, phases in colours (SpecPipe Fig. 12)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS: Mapping[str, str] = {
+    "compute": "#2f6db3",
+    "draft": "#7fb069",
+    "prune": "#d1495b",
+    "transmit": "#edae49",
+    "wait": "#e9e9e9",
+}
+"""Phase -> colour; drafting is compute, told apart because it is hidden behind the stages."""
+
+_DPI = 160
+_WIDE_STEPS, _NEAR_STEPS = 90, 9
+_MAX_BARS = 20_000  # bars per picture; more cannot be told apart
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One piece of a rank's time, in milliseconds.
+
+    Attributes:
+        rank: its row.
+        phase: key of the colours.
+        start_ms, ms: where it lies.
+        step: turn of the loop.
+        tokens: rows that it was about; 0 for waits.
+    """
+
+    rank: int
+    phase: str
+    start_ms: float
+    ms: float
+    step: int
+    tokens: int
+
+
+def bars_of(trace: Mapping[str, Any]) -> tuple[list[Bar], dict[int, str]]:
+    """Bars, in order of time, and row labels of a ``trace.json``.
+
+    Raises:
+        KeyError, TypeError: it is not one of ours.
+    """
+    labels: dict[int, str] = {}
+    bars = []
+    for event in trace["traceEvents"]:
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            labels[event["tid"]] = event["args"]["name"]
+        if event["ph"] == "X":
+            args = event["args"]
+            phase = "draft" if event["name"] == "draft" else event["cat"]
+            at, ms = event["ts"] / 1e3, event["dur"] / 1e3
+            bars.append(Bar(event["tid"], phase, at, ms, args["step"], args.get("tokens", 0)))
+    return sorted(bars, key=lambda bar: (bar.start_ms, bar.rank)), labels
+
+
+def default_steps(bars: Sequence[Bar]) -> tuple[int, int]:
+    """The first steps after the prefill, as many as can be told apart."""
+    first = min((bar.step for bar in bars if bar.tokens), default=0)
+    last = max((bar.step for bar in bars), default=first)
+    return first, min(last, first + _WIDE_STEPS - 1)
+
+
+def timeline_png(
+    trace: Mapping[str, Any],
+    *,
+    steps: tuple[int, int] | None = None,
+    commits: Mapping[int, str] | None = None,
+    title: str = "",
+) -> bytes:
+    """The timeline of all ranks: on the left many steps, on the right a few of them in detail.
+
+    Args:
+        trace: content of ``trace.json``.
+        steps: first and last step on the left; None chooses the first ones.
+        commits: step -> hit or miss; misses are marked, and the detail is laid at the first one.
+        title: what ran, in one line.
+
+    Raises:
+        ValueError: no rank worked in these steps.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    bars, labels = bars_of(trace)
+    wide = default_steps(bars) if steps is None else steps
+    if not any(bar.tokens and wide[0] <= bar.step <= wide[1] for bar in bars):
+        last = max((bar.step for bar in bars), default=0)
+        raise ValueError(f"no rank worked in steps {wide[0]} to {wide[1]} (the last is {last})")
+    near = _detail(wide, commits or {})
+    figure = Figure(figsize=(15.0, 1.9 + 0.42 * len(labels)), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1.0])
+    clock = trace["otherData"]["clock"]
+    for ax, (first, last) in ((left, wide), (right, near)):
+        _panel(ax, bars, (first, last), commits or {})
+        ax.set_xlabel(f"{clock} time (ms)")
+        ax.set_title(f"steps {first} to {last}", fontsize=9)
+    ranks = sorted(labels)
+    left.set_yticks(ranks, [labels[rank] for rank in ranks], fontsize=8)
+    left.set_ylim(max(ranks) + 0.6, min(ranks) - 0.6)
+    left.set_ylabel("rank")
+    figure.suptitle(title or "Timeline of all ranks", fontsize=11, x=0.01, ha="left")
+    _legend(figure, {bar.phase for bar in bars}, bool(commits))
+    stream = BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()
+
+
+def _detail(wide: tuple[int, int], commits: Mapping[int, str]) -> tuple[int, int]:
+    """A few steps around the first miss that has room on both sides, else around the middle."""
+    first, last = wide
+    half = _NEAR_STEPS // 2
+    misses = [s for s, kind in sorted(commits.items()) if kind == "miss" and first < s < last]
+    inside = [s for s in misses if first + half <= s <= last - half]
+    middle = (inside or misses or [(first + last) // 2])[0]
+    start = max(first, min(middle - half, last - _NEAR_STEPS + 1))
+    return start, min(last, start + _NEAR_STEPS - 1)
+
+
+def _panel(
+    ax: Axes, bars: Sequence[Bar], steps: tuple[int, int], commits: Mapping[int, str]
+) -> None:
+    """What all ranks did while the work of some steps went on."""
+    work = [bar for bar in bars if bar.tokens and steps[0] <= bar.step <= steps[1]]
+    if not work:
+        return
+    start = min(bar.start_ms for bar in work)
+    end = max(bar.start_ms + bar.ms for bar in work)
+    shown = [bar for bar in bars if bar.start_ms < end and bar.start_ms + bar.ms > start]
+    detailed = steps[1] - steps[0] < 2 * _NEAR_STEPS
+    edge = {"edgecolor": "white", "linewidth": 0.4} if detailed else {"linewidth": 0}
+    for phase, color in _COLORS.items():
+        by_rank: dict[int, list[tuple[float, float]]] = {}
+        for bar in shown[:_MAX_BARS]:
+            if bar.phase == phase:
+                by_rank.setdefault(bar.rank, []).append((bar.start_ms, bar.ms))
+        for rank, found in by_rank.items():
+            ax.broken_barh(found, (rank - 0.4, 0.8), facecolors=color, **edge)
+    ends: dict[int, float] = {}
+    for bar in work:
+        ends[bar.step] = max(ends.get(bar.step, 0.0), bar.start_ms + bar.ms)
+    for step, at in ends.items():
+        if commits.get(step) == "miss":
+            ax.axvline(at, color=_COLORS["prune"], lw=0.8, ls=":", zorder=3)
+    if detailed:
+        _write_tokens(ax, work, end - start)
+    ax.set_xlim(start, end)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def _write_tokens(ax: Axes, bars: Sequence[Bar], span_ms: float) -> None:
+    """The number of tokens in each compute bar that is wide enough to be read."""
+    for bar in bars:
+        if bar.phase in ("compute", "draft") and bar.ms > 0.04 * span_ms:
+            at = bar.start_ms + bar.ms / 2
+            ax.text(at, bar.rank, str(bar.tokens), ha="center", va="center", fontsize=6, color="w")
+
+
+def _legend(figure: Any, phases: set[str], has_commits: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    names = {"compute": "compute (number: tokens)", "draft": "draft", "transmit": "transmit"}
+    handles: list[Any] = [
+        Patch(facecolor=color, label=names.get(phase, phase))
+        for phase, color in _COLORS.items()
+        if phase in phases
+    ]
+    if has_commits:
+        handles.append(
+            Line2D([], [], color=_COLORS["prune"], ls=":", label="miss: the tree is discarded")
+        )
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)

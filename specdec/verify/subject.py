@@ -1,0 +1,274 @@
+"""What is certified: a configuration, with small exact models in the place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from specdec.compose import compose
+from specdec.errors import UserError
+from specdec.models import inspect_model
+from specdec.models.inspection import CERTIFIED
+from specdec.pairs import ModelPair, RandomPair, build_pair, resolve
+from specdec.runners import sampling_params
+from specdec.sampling import SamplingParams
+from specdec.types import Commit, Lossless
+from specdec.verify.cases import Case
+from specdec.verify.oracle import Oracle, Reference
+from specdec.workbench import Parts
+
+Build = Callable[[Mapping[str, Any], ModelPair], Parts]
+"""Configuration and pair -> parts; ``compose`` unless parts are made in Python."""
+
+VOCAB_SIZE = 96
+MAX_POSITIONS = 64
+MAX_STAGES = 4
+_MIN_LAYERS = 3
+_LOGIT_STEP = 1.0
+_UNSURE, _SURE = 4.0, 8.0  # standard deviations of 3 and 6: sampled tokens are accepted, too
+_STEPS_PER_TOKEN = 64  # more than any strategy takes per token and stage
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a strategy gave for a case.
+
+    Attributes:
+        output: tokens.
+        reason: why it ended.
+        accepted: draft tokens accepted on answered paths, and roots found in the tree.
+        misses: answers after which the tree was discarded.
+    """
+
+    output: tuple[int, ...]
+    reason: str | None
+    accepted: int = 0
+    misses: int = 0
+
+
+def refuse(cfg: Mapping[str, Any]) -> None:
+    """Refuses transformers' own strategies.
+
+    Raises:
+        UserError: if ``cfg`` is of one.
+    """
+    name = cfg["strategy"]["name"]
+    if cfg["strategy"]["kind"] != "parts":
+        raise UserError(
+            f"strategy={name} is transformers' own decoding, which is not made of this library's"
+            " parts: there is nothing here to certify. Choose another strategy, or compare it with"
+            f" `specdec compare 'strategies=[ar,{name}]'`"
+        )
+
+
+class Subject:
+    """A configuration under test.
+
+    Attributes:
+        cfg: resolved, as the user gave it.
+        small: the same with a small random float64 pair and at most ``MAX_STAGES`` stages.
+        claims: what its verifier promises.
+        build: makes the parts of a configuration on a pair.
+        notes: what checks found out and share with each other.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], *, build: Build = compose) -> None:
+        """Composes the configuration once, to see whether it can be.
+
+        Args:
+            cfg: resolved plain configuration of ``specdec run``.
+            build: makes the parts.
+
+        Raises:
+            UserError: for transformers' own strategies, and whatever ``compose`` refuses.
+        """
+        refuse(cfg)
+        self.cfg = cfg
+        self.small = _small(cfg)
+        self.build = build
+        self.notes: dict[str, object] = {}
+        self._pairs: dict[str, ModelPair] = {}
+        self._oracles: dict[str, Oracle] = {}
+        with self.composed("mixed") as parts:
+            self.claims = parts.verifier.lossless
+
+    @property
+    def name(self) -> str:
+        """The preset's name."""
+        return str(self.cfg["strategy"]["name"])
+
+    @property
+    def seed(self) -> int:
+        """Keys every draw."""
+        return int(self.cfg["seed"])
+
+    @property
+    def batch_size(self) -> int:
+        """Requests decoded at a time, as configured."""
+        return int(self.cfg["batch_size"])
+
+    @cached_property
+    def sampling(self) -> SamplingParams:
+        """The configured transform."""
+        return sampling_params(self.cfg["sampling"])
+
+    @property
+    def exact_tokens(self) -> bool:
+        """Whether sampled output must equal plain decoding token by token."""
+        return self.claims is Lossless.TOKEN
+
+    def model(self, kind: str) -> dict[str, Any]:
+        """The ``model`` section of a pair.
+
+        Args:
+            kind: "mixed", where the draft is right about every second time; "perfect", where it
+                always is, and both are sure of it; "ties", like "mixed" with logits rounded so that
+                equal ones are common.
+        """
+        layers = int(self.small["model"]["num_layers"])
+        section = dict(self.small["model"])
+        section["draft_layers"] = layers if kind == "perfect" else layers - 1
+        section["logit_scale"] = _SURE if kind == "perfect" else _UNSURE
+        if kind == "ties":
+            section["logit_step"] = _LOGIT_STEP
+        return section
+
+    def pair(self, kind: str) -> ModelPair:
+        """The pair itself, made once."""
+        if kind not in self._pairs:
+            self._pairs[kind] = build_pair(self.model(kind))
+        return self._pairs[kind]
+
+    @contextmanager
+    def composed(
+        self, kind: str = "mixed", *, pair: ModelPair | None = None, **changes: Any
+    ) -> Iterator[Parts]:
+        """The strategy on a small pair; shut down afterwards.
+
+        Args:
+            kind: of pair, see ``model``.
+            pair: one to be used instead (which ``changes`` must describe under ``model``).
+            changes: sections of the configuration to replace.
+        """
+        cfg = {**self.small, "model": self.model(kind), **changes}
+        parts = self.build(cfg, pair or self.pair(kind))
+        try:
+            yield parts
+        finally:
+            parts.executor.shutdown()
+
+    def oracle(self, kind: str) -> Oracle:
+        """Plain decoding with the pair's target."""
+        if kind not in self._oracles:
+            pair = self.pair(kind)
+            assert isinstance(pair, RandomPair)
+            self._oracles[kind] = Oracle(pair.target, seed=self.seed)
+        return self._oracles[kind]
+
+    def expected(self, kind: str, case: Case) -> Reference:
+        """What plain decoding gives for a case."""
+        return self.oracle(kind).decode(
+            prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
+        )
+
+
+def decode_cases(
+    parts: Parts, cases: Sequence[Case], *, batch_size: int = 1, prefill_chunk: int = 512
+) -> dict[int, Decoded]:
+    """Decodes cases with a strategy; case id -> what it gave.
+
+    Raises:
+        AssertionError: the loop takes many more steps than any strategy needs.
+    """
+    found: dict[int, Decoded] = {}
+    for _ in decode_steps(parts, cases, found, batch_size=batch_size, prefill_chunk=prefill_chunk):
+        pass
+    return found
+
+
+def decode_steps(
+    parts: Parts,
+    cases: Sequence[Case],
+    found: dict[int, Decoded],
+    *,
+    batch_size: int = 1,
+    prefill_chunk: int = 512,
+    state: Any = None,
+) -> Iterator[list[Commit]]:
+    """``decode_cases`` step by step, for checks between steps; fills ``found``."""
+
+    def finished(request: Any) -> None:
+        counters = request.counters
+        found[request.id] = Decoded(
+            tuple(request.output),
+            request.finish_reason,
+            counters.accepted + counters.hits,
+            counters.misses,
+        )
+
+    state = parts.new_state() if state is None else state
+    tokens = sum(case.stop.max_new_tokens + len(case.prompt) for case in cases)
+    most = _STEPS_PER_TOKEN + (parts.executor.latency + 2) * tokens
+    with torch.inference_mode():
+        steps = parts.decode(
+            state,
+            [case.request() for case in cases],
+            batch_size=batch_size,
+            prefill_chunk=prefill_chunk,
+            on_finish=finished,
+        )
+        for commits in steps:
+            assert state.step <= most, f"no end after {state.step} steps for {tokens} tokens"
+            yield commits
+
+
+def _family(model: Mapping[str, Any]) -> str:
+    """Architecture of the configured target, where tree attention is certified for it."""
+    found = "llama"
+    if model["kind"] == "random":
+        found = str(model.get("family", found))
+    elif model["kind"] == "pretrained":
+        found = inspect_model(resolve(str(model["target"]))).model_type
+    return found if found in CERTIFIED else "llama"
+
+
+def _shrink(executor: dict[str, Any]) -> int:
+    """Leaves a pipeline ``MAX_STAGES`` stages at most; returns its devices, 0 for no pipeline."""
+    stages, groups = executor.get("stages"), executor.get("groups")
+    if stages is None:
+        return 0
+    executor["stages"] = min(stages, MAX_STAGES)
+    if groups is None:
+        return int(executor["stages"])
+    executor["groups"] = list(groups[:MAX_STAGES])
+    return int(sum(executor["groups"]))
+
+
+def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration on small exact models."""
+    small = deepcopy(dict(cfg))
+    small["trace"] = False
+    if small["clock"]["kind"] == "paced":  # equal in what it decides, but it sleeps
+        small["clock"] = {"kind": "measured"}
+    devices = _shrink(small["executor"])
+    asked = cfg["model"]
+    device = str(asked.get("device", "cpu"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    small["model"] = {
+        "kind": "random",
+        "family": _family(asked),
+        "num_layers": max(_MIN_LAYERS, devices),
+        "vocab_size": VOCAB_SIZE,
+        "max_positions": MAX_POSITIONS,
+        "dtype": "float64",
+        "device": "cpu" if device == "mps" else device,  # which has no float64
+        "attention": asked.get("attention", "auto"),
+    }
+    return small

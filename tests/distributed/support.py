@@ -1,0 +1,112 @@
+"""Configurations and runs that the distributed tests share: tiny random models in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from specdec.cli.composing import compose_config
+from specdec.metrics import RequestResult, RunTotals
+from specdec.pairs import ModelPair, build_pair
+from specdec.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+
+STRATEGIES = ("ar", "specinfer", "pipedec", "specpipe", "best_first")
+MAX_NEW_TOKENS = 10
+PROMPTS = (
+    TokenPrompt(7, np.array([3], np.int64)),  # no prefill at all
+    TokenPrompt(2, np.array([5, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], np.int64)),  # three chunks of it
+    TokenPrompt(4, np.array([8, 9], np.int64)),
+)
+
+
+@cache
+def pair() -> ModelPair:
+    """The models of ``model=random`` below, for the controller."""
+    return build_pair(config("ar", 2)["model"])
+
+
+@cache
+def _composed(strategy: str, sampling: str) -> dict[str, Any]:
+    return compose_config(
+        [
+            f"strategy={strategy}",
+            f"sampling={sampling}",
+            "executor=pipeline",
+            "model=random",
+            "model.num_layers=8",
+            "model.hidden_size=32",
+            "model.vocab_size=32",
+            "model.max_positions=64",
+            "prefill_chunk=4",
+            "seed=11",
+            "threads=1",
+        ]
+    ).values
+
+
+def config(
+    strategy: str, stages: int, sampling: str = "greedy", *, distributed: bool = False, **keys: Any
+) -> dict[str, Any]:
+    """A resolved configuration; ``keys`` are dotted, with __ for the dot."""
+    values = deepcopy(_composed(strategy, sampling))
+    values["executor"]["stages"] = stages
+    values["executor"]["transport"] = "distributed" if distributed else "in_process"
+    if "width" in values["policy"]:
+        values["policy"].update(width=5, children=3)
+    for key, value in keys.items():
+        *path, last = key.split("__")
+        node = values
+        for name in path:
+            node = node[name]
+        node[last] = value
+    return values
+
+
+@contextmanager
+def runner(values: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS) -> Iterator[PartsRunner]:
+    """The strategy of a configuration, closed afterwards."""
+    made = PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=max_new_tokens))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def run(values: dict[str, Any]) -> tuple[dict[int, RequestResult], RunTotals]:
+    """Decodes the prompts; results by prompt, and totals."""
+    found: dict[int, RequestResult] = {}
+    with runner(values) as made:
+        totals = made.run(PROMPTS, lambda result: found.__setitem__(result.id, result))
+    return found, totals
+
+
+def rejection() -> dict[str, Any]:
+    """The verifier that reads whole target distributions."""
+    return {"_target_": "specdec.verifiers.RejectionVerifier"}
+
+
+def counted(result: RequestResult) -> dict[str, Any]:
+    """Everything about a request but its times."""
+    values = {f.name: getattr(result, f.name) for f in fields(result)}
+    return {k: v for k, v in values.items() if not k.endswith("_s")}
+
+
+def same(values: dict[str, Any]) -> None:
+    """Runs a configuration on both transports and compares all that they counted."""
+    values["executor"]["transport"] = "in_process"
+    expected, steps = run(values)
+    values["executor"]["transport"] = "distributed"
+    found, totals = run(values)
+    assert set(found) == {prompt.id for prompt in PROMPTS}
+    for key, result in expected.items():
+        assert counted(found[key]) == counted(result)
+        assert len(result.output) == MAX_NEW_TOKENS
+    assert totals.steps == steps.steps
+    assert totals.target_rows == steps.target_rows

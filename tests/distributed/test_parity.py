@@ -1,0 +1,134 @@
+"""Real ranks give what the in-process pipeline gives: tokens, hits, steps, everything counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from specdec.distributed import Lease
+from specdec.errors import UserError
+from specdec.executors.distributed import DistributedExecutor
+from specdec.executors.layout import InFlight
+from specdec.metrics import RequestResult
+from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    """Ranks for two and three stages stay up for all tests of the module."""
+    leases = [Lease(number, threads=1) for number in (2, 3)]
+    yield
+    for lease in leases:
+        lease.release()
+
+
+@pytest.fixture(params=[2, 3])
+def stages(request: pytest.FixtureRequest) -> int:
+    """A number of stages."""
+    return int(request.param)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "t06"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_equal_the_in_process_pipeline(strategy: str, sampling: str, stages: int) -> None:
+    same(config(strategy, stages, sampling))
+
+
+@pytest.mark.parametrize("strategy", ["ar", "specpipe"])
+def test_requests_share_batches(strategy: str, stages: int) -> None:
+    """A miss of one flushes its own rows only, on every rank."""
+    same(config(strategy, stages, "t08", batch_size=2))
+
+
+def test_histories_follow_on_the_last_rank(stages: int) -> None:
+    """no_repeat_ngram looks at the tokens before: the answering rank rebuilds paths from rows."""
+    same(config("specpipe", stages, "no_repeat4"))
+
+
+def test_distributions_travel(stages: int) -> None:
+    """The rejection verifier reads whole target distributions."""
+    same(config("speculative", stages, "t08", verifier=rejection()))
+
+
+@pytest.mark.parametrize("strategy", ["ar", "specpipe", "pipedec"])
+def test_stages_of_several_devices(strategy: str) -> None:
+    """PipeDec's groups: three ranks are two stages, whose latency is two steps."""
+    for groups in ([2, 1], [1, 2]):
+        values = config(strategy, 2, "t06", executor__groups=groups, executor__split="balanced")
+        same(values)
+
+
+def test_one_stage_has_latency_one() -> None:
+    same(config("specinfer", 1, "t06"))
+
+
+def test_a_comparison_starts_processes_once(stages: int) -> None:
+    """Executors that live at the same time share ranks; a run of one disturbs no other."""
+    rows = [config(name, stages, distributed=True) for name in ("ar", "specpipe")]
+    expected = run(config("ar", stages))[0]
+    with runner(rows[0]) as first, runner(rows[1]) as second:
+        executors = [first.parts.executor, second.parts.executor]
+        assert all(isinstance(e, DistributedExecutor) for e in executors)
+        assert executors[0]._group is executors[1]._group  # type: ignore[attr-defined]
+        for _ in range(2):  # prompt ids come again: caches of the last run must be gone
+            for made in (first, second):
+                found: dict[int, RequestResult] = {}
+                made.run(PROMPTS, lambda r, into=found: into.__setitem__(r.id, r))  # type: ignore
+                assert {k: r.output for k, r in found.items()} == {
+                    k: r.output for k, r in expected.items()
+                }
+
+
+def test_a_cancelled_request_leaves_the_ranks(stages: int) -> None:
+    """Its rows are under way when it is closed; the next request has the same id."""
+    expected = run(config("ar", stages))[0]
+    with runner(config("specpipe", stages, distributed=True)) as made:
+        state = made.parts.new_state()
+        for number, _ in enumerate(made.steps(state, PROMPTS[:2], lambda request: None)):
+            if number == stages + 2:
+                for request in state.requests.values():
+                    request.cancel()
+        found: dict[int, RequestResult] = {}
+        made.run(PROMPTS, lambda result: found.__setitem__(result.id, result))
+    assert {k: r.output for k, r in found.items()} == {k: r.output for k, r in expected.items()}
+
+
+def test_reports_count_what_ranks_did(stages: int) -> None:
+    with runner(config("ar", stages, distributed=True)) as made:
+        made.run(PROMPTS, lambda result: None)
+        executor = made.parts.executor
+        assert isinstance(executor, DistributedExecutor)
+        reports = executor.reports()
+    rows = executor.counters.rows + executor.counters.prefill_rows
+    assert [r["rows"] for r in reports] == [rows] * stages, "plain decoding prunes nothing"
+    assert all(r["bytes_sent"] > 0 for r in reports)
+    assert [r["clock"]["rank"] for r in reports] == list(range(1, stages + 1))
+
+
+def test_groups_of_ranks_survive_what_concerns_one_strategy() -> None:
+    """A strategy that is refused frees its ranks for others."""
+    with pytest.raises(UserError, match="bias"):
+        run(config("specpipe", 2, "t08", distributed=True, verifier=rejection()))
+    same(config("ar", 2))
+
+
+@pytest.mark.slow
+def test_eight_stages() -> None:
+    lease = Lease(8, threads=1)
+    try:
+        for strategy in STRATEGIES:
+            same(config(strategy, 8, "t06"))
+    finally:
+        lease.release()
+
+
+# Last: it breaks its ranks.
+def test_planted_bug_is_caught(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If rank 0 forgot to prune what it expects, its books and the ranks' would disagree."""
+    monkeypatch.setattr(InFlight, "prune", lambda self, commits, closed=frozenset(): None)
+    values = config("specpipe", stages, distributed=True, executor__timeout_s=2.0)
+    with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError)):
+        run(values)

@@ -1,0 +1,109 @@
+"""The distributed pipeline with threads for ranks: books, messages and sessions, in the fast suite.
+
+Rank 0, codec, ledgers and sessions are the real ones; only processes and gloo are left out.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from specdec.distributed.lease import give
+from specdec.distributed.ledger import Ledger
+from specdec.executors.distributed import DistributedExecutor
+from specdec.executors.layout import InFlight
+from specdec.executors.stage import ModelStage, split_layers
+from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
+from tests.distributed.threads import ThreadGroup
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[ThreadGroup]:
+    """Eight ranks; executors use the first of them."""
+    made = ThreadGroup(9)
+    give(made)  # type: ignore[arg-type]
+    yield made
+    give(None)
+    made.close()
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "t06"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equal_to_the_in_process_pipeline(strategy: str, stages: int, sampling: str) -> None:
+    same(config(strategy, stages, sampling))
+
+
+@pytest.mark.parametrize("stages", [2, 8])
+@pytest.mark.parametrize("strategy", ["ar", "specinfer", "specpipe"])
+def test_requests_share_batches(strategy: str, stages: int) -> None:
+    same(config(strategy, stages, "t08", batch_size=3))
+
+
+@pytest.mark.parametrize("groups", [[1, 2], [2, 1], [2, 2, 2], [3, 1, 2, 1]])
+@pytest.mark.parametrize("strategy", ["ar", "pipedec"])
+def test_stages_of_several_devices(strategy: str, groups: list[int]) -> None:
+    """PipeDec's groups: the latency is the number of stages, not of devices."""
+    values = config(strategy, len(groups), "t06", executor__groups=groups)
+    same(values)
+    with runner(values) as made:
+        assert isinstance(made.parts.executor, DistributedExecutor)
+        assert made.parts.executor.latency == len(groups)
+        assert list(made.parts.executor.places.values()) == [
+            stage for stage, size in enumerate(groups, 1) for _ in range(size)
+        ]
+
+
+def test_histories_and_distributions_travel() -> None:
+    same(config("specpipe", 3, "no_repeat4"))
+    same(config("speculative", 3, "t08", verifier=rejection()))
+
+
+def test_a_cancelled_request_leaves_no_trace() -> None:
+    """Its rows are under way when it is closed, and the next run has the same prompt ids."""
+    expected = run(config("ar", 3))[0]
+    for when in range(2, 9):
+        with runner(config("specpipe", 3, distributed=True)) as made:
+            state = made.parts.new_state()
+            for number, _ in enumerate(made.steps(state, PROMPTS[:2], lambda request: None)):
+                if number == when:
+                    for request in state.requests.values():
+                        request.cancel()
+            found = {}
+            made.run(PROMPTS, lambda result, into=found: into.__setitem__(result.id, result))
+        assert {k: r.output for k, r in found.items()} == {k: r.output for k, r in expected.items()}
+
+
+@pytest.mark.parametrize("bug", ["rank 0 keeps dead rows", "rows not pruned", "stale caches"])
+def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = config("specpipe", 3, "t06", distributed=True)
+    if bug == "stale caches":
+        monkeypatch.setattr(ModelStage, "commit", lambda self, commits: None)
+    elif bug == "rows not pruned":
+        monkeypatch.setattr(InFlight, "prune", lambda self, commits, closed=frozenset(): None)
+    else:  # it waits for answers that nobody owes, or counts rows that are not there
+        values["executor"]["timeout_s"] = 3.0
+        with runner(values) as made:
+            ledger = made.parts.executor._ledger  # type: ignore[attr-defined]
+            monkeypatch.setattr(ledger, "prune", lambda tick, flight: None)
+            with pytest.raises((AssertionError, queue.Empty)):
+                made.run(PROMPTS, lambda result: None)
+        return
+    with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError)):
+        run(values)
+
+
+def test_the_head_counts_in_a_balanced_split() -> None:
+    """The slowest stage is as fast as any split can make it."""
+    assert split_layers(24, 8) == [(3 * i, 3 * i + 3) for i in range(8)]
+    sizes = [b - a for a, b in split_layers(24, 8, head_layers=2.5)]
+    assert sizes == [4, 4, 3, 3, 3, 3, 3, 1]
+    assert sum(sizes) == 24
+
+
+def test_ledger_forgets_what_ended() -> None:
+    ledger = Ledger()
+    assert ledger.take(3) is None
+    assert not ledger.is_open(1)

@@ -1,0 +1,120 @@
+"""What became of every cell: exact, right in distribution, labelled lossy, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+
+from specdec.compose import build_part
+from specdec.errors import UserError
+from specdec.types import Lossless
+from tests.matrix.cells import (
+    MAX_NEW_TOKENS,
+    NUM_STAGES,
+    PROMPTS,
+    Cell,
+    config,
+    decode,
+    option,
+    plain,
+    possible,
+    runner,
+)
+
+_SHORTEST_REASON = 40  # characters; a refusal says why and what to do
+
+
+class Kind(StrEnum):
+    """What was found; by value, as the support page prints it.
+
+    ``EXACT``: every token equals plain decoding. ``DISTRIBUTION``: the verifier claims equality in
+    distribution only; its output is the same on every executor, alone and in a batch, and is one
+    that the target can sample (``tests/unit/test_verifiers.py`` and ``specdec verify`` test the
+    distribution itself). ``LOSSY``: says so, and ends where it should. ``REFUSED``: at composition.
+    """
+
+    EXACT = "exact"
+    DISTRIBUTION = "distribution"
+    LOSSY = "lossy"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One cell's result.
+
+    Attributes:
+        reason: why it was refused, empty otherwise.
+    """
+
+    cell: Cell
+    kind: Kind
+    reason: str = ""
+
+
+def composed(cell: Cell) -> Outcome:
+    """Only composes the cell: refused, or what it has to show when it runs."""
+    claims, reason = _claims(replace(cell, sampling="greedy"))
+    if claims is None:
+        return Outcome(cell, Kind.REFUSED, reason)
+    if claims is Lossless.LOSSY:
+        return Outcome(cell, Kind.LOSSY)
+    greedy = option("sampling", cell.sampling)["temperature"] == 0.0
+    exact = claims is Lossless.TOKEN or greedy
+    return Outcome(cell, Kind.EXACT if exact else Kind.DISTRIBUTION)
+
+
+@cache
+def _claims(cell: Cell) -> tuple[Lossless | None, str]:
+    """What the composed parts promise, or None and why they are refused.
+
+    Once for all samplings: a strategy is composed without a look at them.
+    """
+    try:
+        ready = runner(config(cell))
+    except UserError as error:
+        return None, " ".join(str(error).split())
+    ready.close()
+    return ready.claims, ""
+
+
+def check(cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES) -> Outcome:
+    """Runs one cell and asserts what its kind promises. The models are float64: parity is exact."""
+    outcome = composed(cell)
+    if outcome.kind is Kind.REFUSED:
+        assert len(outcome.reason) >= _SHORTEST_REASON, f"{cell}: refused without a reason"
+        return outcome
+    assert not biased(cell), f"{cell} must be refused: its rejection test would be biased"
+    outputs = decode(runner(config(cell, transport=transport, stages=stages)))
+    assert set(outputs) == {prompt.id for prompt in PROMPTS}, f"{cell}: a prompt was lost"
+    assert {len(v) for v in outputs.values()} == {MAX_NEW_TOKENS}, f"{cell}: wrong length"
+    if outcome.kind is Kind.EXACT:
+        assert outputs == plain(cell.sampling), f"{cell}: differs from plain decoding"
+    elif outcome.kind is Kind.DISTRIBUTION:
+        assert outputs == _alone(replace(cell, executor="local")), (
+            f"{cell}: differs from the same parts on one device, one request at a time"
+        )
+        for prompt in PROMPTS:
+            assert possible(cell.sampling, prompt, outputs[prompt.id]), (
+                f"{cell}: a token that the target cannot sample"
+            )
+    return outcome
+
+
+def biased(cell: Cell) -> bool:
+    """Rejection among children that were chosen by value: wrong, whatever the messages say."""
+    verifier = build_part(option("verifier", cell.verifier), {}, "verifier")
+    return bool(verifier.needs.draft_probs) and _chooses_by_value(cell.policy)
+
+
+@cache
+def _chooses_by_value(policy: str) -> bool:
+    return bool(build_part(option("policy", policy), {}, "policy").value_dependent)
+
+
+@cache
+def _alone(cell: Cell) -> dict[int, tuple[int, ...]]:
+    values = config(cell)
+    values["batch_size"] = 1
+    return decode(runner(values))

@@ -1,0 +1,41 @@
+"""A pairwise sample of the matrix on real processes, one persistent group per number of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from specdec.distributed import Lease
+from tests.matrix.cells import Cell, all_cells, cover, met, option
+from tests.matrix.outcomes import Kind, check, composed
+
+pytestmark = pytest.mark.distributed
+
+STAGES = (2, 3)
+NUM_PARTS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    """The groups stay up for all tests of the module."""
+    leases = [Lease(stages, threads=1) for stages in STAGES]
+    yield
+    for lease in leases:
+        lease.release()
+
+
+@cache
+def sample() -> list[Cell]:
+    """Cells that run on processes: what meets in any of them meets in these."""
+    staged = (c for c in all_cells() if "transport" in option("executor", c.executor))
+    return cover((c for c in staged if composed(c).kind is not Kind.REFUSED), met)
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_cells_on_processes(part: int) -> None:
+    numbered = list(enumerate(sample()))[part::NUM_PARTS]
+    assert numbered
+    for number, cell in numbered:
+        check(cell, transport="distributed", stages=STAGES[number // NUM_PARTS % len(STAGES)])

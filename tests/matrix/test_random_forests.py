@@ -1,0 +1,239 @@
+"""Random strategies on random drafts, from oracle to adversarial: parity and what must hold inside.
+
+hypothesis chooses the policy and its sizes, the stages, the batch, the prompts and the quality of
+the draft; derandomised, so that a run on one machine is a run on every other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdec.cache import TreeCache
+from specdec.executors import LocalExecutor, PipelineExecutor
+from specdec.executors.stage import ModelStage
+from specdec.interfaces import TreePolicy
+from specdec.models import ModelRunner
+from specdec.policies import BestFirst, Chain, FixedWidth, Static
+from specdec.randomness import Purpose, keyed_uniforms
+from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.sources import RandomSource
+from specdec.state import RequestState, StopRules
+from specdec.types import NO_NODE, IntArray
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Workbench
+from tests.matrix.cells import SEED, pair
+
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95)
+TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
+
+small = st.integers(1, 4)
+policies = st.one_of(
+    st.builds(Chain, gamma=st.integers(1, 5)),
+    st.builds(Static, branching=st.lists(st.integers(1, 3), min_size=1, max_size=4)),
+    st.builds(FixedWidth, width=small, children=small, levels_per_step=st.none(), depth=small),
+    st.builds(
+        FixedWidth, width=st.integers(1, 6), children=small, levels_per_step=st.integers(1, 2)
+    ),
+    st.builds(
+        BestFirst,
+        bs=st.integers(2, 8),
+        w=small,
+        d=st.integers(1, 3),
+        asynchronous=st.booleans(),
+        continuous=st.booleans(),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What surrounds the policy of one example.
+
+    Attributes:
+        stages: of the pipeline; None for the local executor.
+        quality: share of nodes where the draft's candidates hold the target's token.
+        silence: share of nodes without candidates.
+    """
+
+    stages: int | None
+    batch_size: int
+    prefill_chunk: int
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: int
+    quality: float
+    silence: float
+    draft_seed: int
+    sampling: SamplingParams
+
+
+surroundings = st.builds(
+    Setting,
+    stages=st.sampled_from([None, 1, 2, 3, 4]),
+    batch_size=st.integers(1, 3),
+    prefill_chunk=st.integers(1, 5),
+    prompts=st.lists(
+        st.lists(st.integers(0, 31), min_size=1, max_size=6).map(tuple), min_size=1, max_size=3
+    ).map(tuple),
+    max_new_tokens=st.integers(1, 9),
+    quality=st.sampled_from([0.0, 0.4, 0.8, 1.0]),
+    silence=st.sampled_from([0.0, 0.0, 0.3]),
+    draft_seed=st.integers(0, 99),
+    sampling=st.sampled_from([GREEDY, SAMPLED]),
+)
+bounded = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@settings(bounded, max_examples=20)
+@given(policies, surroundings)
+def test_random_forests(policy: TreePolicy, setting: Setting) -> None:
+    examine(policy, setting)
+
+
+@pytest.mark.slow
+@settings(bounded, max_examples=200)
+@given(policies, surroundings)
+def test_more_random_forests(policy: TreePolicy, setting: Setting) -> None:
+    examine(policy, setting)
+
+
+def test_the_examination_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that moves its books and not its values must be caught."""
+    monkeypatch.setattr(TreeCache, "_copy_slots", lambda self, sources, targets: None)
+    setting = Setting(
+        stages=2,
+        batch_size=2,
+        prefill_chunk=3,
+        prompts=((3, 1, 4), (1, 5)),
+        max_new_tokens=9,
+        quality=1.0,
+        silence=0.0,
+        draft_seed=5,
+        sampling=SAMPLED,
+    )
+    with pytest.raises(AssertionError):
+        examine(BestFirst(bs=6, w=2, d=3), setting)
+
+
+def examine(policy: TreePolicy, setting: Setting) -> None:
+    """Decodes with one strategy, looking at trees and caches after every step."""
+    bench = Workbench(pair(), seed=SEED)
+    source = RandomSource(
+        vocab_size=pair().vocab_size,
+        seed=setting.draft_seed,
+        quality=setting.quality,
+        silence=setting.silence,
+        target_token=lambda request, path: next_token(request.id, tuple(path), setting.sampling),
+    )
+    parts = bench.parts(
+        source=source, policy=policy, verifier=MatchVerifier(), stages=setting.stages
+    )
+    stop = StopRules(max_new_tokens=setting.max_new_tokens)
+    requests = [
+        RequestState(request_id=i, prompt=np.array(prompt), stop=stop, sampling=setting.sampling)
+        for i, prompt in enumerate(setting.prompts)
+    ]
+    state = parts.new_state()
+    with torch.inference_mode():
+        for _ in parts.decode(
+            state,
+            requests,
+            batch_size=setting.batch_size,
+            prefill_chunk=setting.prefill_chunk,
+        ):
+            for request in state.requests.values():
+                check_tree(request)
+                for stage in stages_of(parts.executor):
+                    check_cache(stage.cache(request.id), request, stage.runner)
+    for request, prompt in zip(requests, setting.prompts, strict=True):
+        assert tuple(request.output) == plain(
+            request.id, prompt, setting.max_new_tokens, setting.sampling
+        )
+        counters = request.counters
+        assert counters.hits + counters.misses == counters.answers
+        emitted = len(request.output) + counters.cut_tokens
+        assert emitted == counters.accepted + counters.answers
+
+
+def check_tree(request: RequestState) -> None:
+    """One root, at the end of what is committed; parents first; siblings differ; scores add up."""
+    tree = request.tree
+    parents, below = tree.parents, tree.parents[1:]
+    assert parents[0] == NO_NODE
+    assert (below >= 0).all()
+    assert (below < np.arange(1, len(tree))).all()
+    assert (tree.positions[1:] == tree.positions[below] + 1).all()
+    assert (np.diff(tree.ids) > 0).all()
+    siblings = {*zip(below.tolist(), tree.tokens[1:].tolist(), strict=True)}
+    assert len(siblings) == len(tree) - 1, "two siblings carry one token"
+    assert np.allclose(tree.scores[1:], tree.scores[below] + tree.logprobs[1:])
+    if not request.finished:
+        assert tree.positions[0] == request.prefix_len
+        assert tree.tokens[0] == request.tokens[-1]
+
+
+def check_cache(cache: TreeCache, request: RequestState, runner: ModelRunner) -> None:
+    """The prefix equals a fresh forward; each entry of the tree a fresh forward over its path."""
+    if request.finished:
+        return
+    assert cache.cached_len <= request.prefix_len
+    layers = slice(runner.first_layer, runner.last_layer)
+    if cache.cached_len:
+        fresh = fresh_values(tuple(request.tokens[: cache.cached_len].tolist()))[layers]
+        same(cache.storage[:, :, :, : cache.cached_len], fresh)
+    slots = request.tree.slots(cache.node_ids)
+    assert (slots != NO_NODE).all(), "an entry of the cache is no node of the tree"
+    for at, slot in enumerate(slots.tolist(), cache.cached_len):
+        fresh = fresh_values(tuple(request.path_tokens(slot).tolist()))[layers]
+        same(cache.storage[:, :, :, at], fresh[:, :, :, -1])
+
+
+def same(found: torch.Tensor, fresh: torch.Tensor) -> None:
+    error = float((found - fresh).abs().max())
+    assert error < TOLERANCE, f"a cache entry differs from a fresh forward by {error:.2e}"
+
+
+def stages_of(executor: object) -> list[ModelStage]:
+    if isinstance(executor, PipelineExecutor):
+        return executor._stages  # type: ignore[return-value]
+    assert isinstance(executor, LocalExecutor)
+    return [executor._stage]  # type: ignore[list-item]
+
+
+@cache
+def _forward(tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode():
+        out = pair().target(torch.tensor([tokens]), use_cache=True)
+    layers = out.past_key_values.layers
+    values = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in layers])
+    return out.logits[:, -1], values
+
+
+def fresh_values(tokens: tuple[int, ...]) -> torch.Tensor:
+    """[L, 2, G, T, D]: keys and values of all layers, by transformers' own forward and cache."""
+    return _forward(tokens)[1]
+
+
+def next_token(request_id: int, tokens: tuple[int, ...] | IntArray, params: SamplingParams) -> int:
+    """The target's own token after ``tokens``, by the definition of the keyed draws."""
+    tokens = tuple(int(token) for token in tokens)
+    draw = keyed_uniforms(SEED, request_id, np.array([len(tokens)]), Purpose.TARGET)
+    return int(SamplingTransform(params).sample(_forward(tokens)[0], draw)[0])
+
+
+def plain(
+    request_id: int, prompt: tuple[int, ...], num: int, params: SamplingParams
+) -> tuple[int, ...]:
+    """Plain decoding of ``num`` tokens."""
+    tokens = prompt
+    for _ in range(num):
+        tokens = (*tokens, next_token(request_id, tokens, params))
+    return tokens[len(prompt) :]

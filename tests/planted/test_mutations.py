@@ -1,0 +1,90 @@
+"""Each planted bug runs and does what it says; without that, finding it would mean nothing."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.cli.composing import compose_config
+from specdec.pairs import RandomPair, build_pair
+from specdec.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+from tests.planted.bugs import BUGS, SOUND, planted
+from tests.planted.planting import SMALL
+
+MAX_NEW_TOKENS = 24
+PROMPTS = (
+    TokenPrompt(7, np.array([3], np.int64)),
+    TokenPrompt(2, np.array([5, 1, 4, 1, 5, 9, 2, 6, 5], np.int64)),
+    TokenPrompt(4, np.array([8, 8, 3], np.int64)),
+)
+
+ENDS = frozenset(range(4, 32, 3))
+"""End tokens for the bug about them; common enough to fall inside a path."""
+
+UNSEEN = {
+    "draft_cache_stale": "changes what is proposed, never what is emitted",
+    "correction_from_target": "the output is one of many that may be",
+    "draft_probs_unprocessed": "the output is one of many that may be",
+    "accept_shares_draft_draw": "the output is one of many that may be",
+}
+"""Bugs that comparing one output with plain decoding cannot show."""
+
+
+class TiedPair(RandomPair):
+    """Tokens 2 i and 2 i + 1 are the same to the target, so that every maximum is tied."""
+
+    def _make(self, num_layers: int, seed: int) -> Any:
+        model = super()._make(num_layers, seed)
+        with torch.no_grad():
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                layer.weight[1::2] = layer.weight[::2]
+        return model
+
+
+@cache
+def config(words: tuple[str, ...]) -> dict[str, Any]:
+    return compose_config([*words, "batch_size=3", "prefill_chunk=4"]).values
+
+
+@cache
+def pair(tied: bool) -> RandomPair:
+    keys = {k: v for k, v in config(SMALL)["model"].items() if k != "kind"}
+    return TiedPair(**keys) if tied else build_pair(config(SMALL)["model"])
+
+
+def outputs(name: str, words: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    """Decodes the prompts with the code as it is now."""
+    stop = StopRules(
+        max_new_tokens=MAX_NEW_TOKENS,
+        eos_ids=ENDS if name == "eos_in_path_ignored" else frozenset(),
+    )
+    runner = PartsRunner(cfg=deepcopy(config(words)), pair=pair("tie" in name), stop=stop)
+    found: dict[int, tuple[int, ...]] = {}
+    runner.run(PROMPTS, lambda result: found.__setitem__(result.id, result.output))
+    runner.close()
+    return found
+
+
+@pytest.mark.parametrize("name", sorted({*BUGS} - SOUND))
+def test_bug_runs_and_shows(name: str) -> None:
+    words = BUGS[name].words
+    right = outputs(name, words)
+    with planted(name) as work:
+        try:
+            wrong = outputs(name, words)
+        except (AssertionError, IndexError, RuntimeError, KeyError):
+            wrong = {}
+    assert work.fired, f"{name}: the planted code never did anything"
+    if name not in UNSEEN:
+        assert wrong != right, f"{name} changes nothing that is emitted"
+    assert outputs(name, words) == right, f"{name} was not taken out again"
+
+
+def test_twelve_are_listed() -> None:
+    assert sum(bug.listed for bug in BUGS.values()) == 12

@@ -1,0 +1,134 @@
+"""SpecInfer's next tree drafted while the one before is verified: same trees, other times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.clocks import CostCurve, LatencyProfile, MeasuredClock, SimulatedClock
+from specdec.errors import UserError
+from specdec.pairs import build_pair
+from specdec.policies import Static
+from specdec.sampling import SamplingParams
+from specdec.sources import SyntheticSource
+from specdec.state import RequestState, StopRules
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Workbench
+from tests.matrix.cells import Cell, config, runner
+
+from .bench import run
+
+STAGES, STAGE_MS, DRAFT_MS = 4, 10.0, 1.0
+BRANCHING = (1, 2, 1)
+CERTAIN = {"weights": [1.0], "top1": [1.0], "decay": [1.0], "miss": [0.0]}
+PROFILE = LatencyProfile(
+    name="test",
+    costs={
+        "stage": CostCurve(tokens=(1,), ms=(STAGE_MS,)),
+        "draft": CostCurve(tokens=(1,), ms=(DRAFT_MS,)),
+    },
+)
+
+
+def simulated(overlap: str, guesses: int = 4, **law: Any) -> tuple[list[int], list[float]]:
+    """(tokens, ms between emissions of different answers) of a synthetic pair on the clock."""
+    pair = build_pair({"kind": "synthetic", **law})
+    bench = Workbench(pair, clock=SimulatedClock(PROFILE))
+    parts = bench.parts(
+        source=SyntheticSource(pair=pair.synthetic()),
+        policy=Static(branching=BRANCHING, draft_overlap=overlap, guesses=guesses),
+        verifier=MatchVerifier(),
+        stages=STAGES,
+    )
+    request = RequestState(
+        request_id=3,
+        prompt=np.arange(1, 9),
+        stop=StopRules(max_new_tokens=60),
+        sampling=SamplingParams(),
+    )
+    for _ in parts.decode(parts.new_state(), [request]):
+        pass
+    gaps = np.diff(np.unique(request.emitted_s)) * 1e3
+    return request.output, gaps.tolist()
+
+
+def test_serial_drafting_is_waited_for_and_hidden_drafting_is_not() -> None:
+    serial, hidden = simulated("none"), simulated("full")
+    assert serial[0] == hidden[0]
+    # The last tree may be cut short by the request's last token.
+    assert serial[1][:-1] == pytest.approx(
+        [STAGES * STAGE_MS + len(BRANCHING) * DRAFT_MS] * (len(serial[1]) - 1)
+    )
+    assert hidden[1] == pytest.approx([STAGES * STAGE_MS] * len(hidden[1]))
+
+
+def test_drafting_longer_than_verification_is_hidden_in_part() -> None:
+    """The limit is a limit of time, not free drafting: the longer of the two counts."""
+    slow = LatencyProfile(
+        name="slow", costs={**PROFILE.costs, "draft": CostCurve(tokens=(1,), ms=(20.0,))}
+    )
+    pair = build_pair({"kind": "synthetic"})
+    parts = Workbench(pair, clock=SimulatedClock(slow)).parts(
+        source=SyntheticSource(pair=pair.synthetic()),
+        policy=Static(branching=BRANCHING, draft_overlap="full"),
+        verifier=MatchVerifier(),
+        stages=STAGES,
+    )
+    request = RequestState(
+        request_id=3,
+        prompt=np.arange(1, 9),
+        stop=StopRules(max_new_tokens=40),
+        sampling=SamplingParams(),
+    )
+    for _ in parts.decode(parts.new_state(), [request]):
+        pass
+    gaps = np.diff(np.unique(request.emitted_s))[:-1] * 1e3
+    # Tree i + 1 enters when both its 60 ms of drafting, begun with tree i, and tree i are over.
+    assert gaps == pytest.approx([60.0] * len(gaps))
+
+
+def test_a_right_guess_hides_the_drafting() -> None:
+    """A draft that is always right: four steps make the leaves' pass and all three levels."""
+    output, gaps = simulated("rule", guesses=1, **CERTAIN)
+    assert output == simulated("none", **CERTAIN)[0]
+    assert gaps == pytest.approx([STAGES * STAGE_MS] * len(gaps))
+
+
+def test_the_rule_lies_between_its_limits() -> None:
+    times = {}
+    for overlap in ("none", "rule", "full"):
+        output, gaps = simulated(overlap)
+        assert output == simulated("none")[0]
+        times[overlap] = sum(gaps)
+    assert times["full"] < times["rule"] < times["none"]
+
+
+@pytest.mark.parametrize("latency", [2, 4, 9])
+def test_drafting_ahead_changes_no_tree(latency: int) -> None:
+    """What is verified, step by step, is what is verified without it; only the calls move."""
+    trees, calls = [], []
+    for overlap in ("none", "rule"):
+        policy = Static(branching=(2, 1, 2), draft_overlap=overlap, guesses=3)
+        done = run(policy, latency=latency, num_requests=2, batch_size=2)
+        trees.append([sorted(s.chosen) for s in done.policy.log])
+        calls.append(sum(s.calls for s in done.policy.log))
+    assert trees[0] == trees[1]
+    assert calls[1] < calls[0], "no guess was right: the test shows nothing"
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"policy\.draft_overlap='half'.*none, rule, full"):
+        Static(draft_overlap="half")
+    with pytest.raises(ValueError, match=r"policy\.guesses=0"):
+        Static(draft_overlap="rule", guesses=0)
+    pair = build_pair({"kind": "synthetic"})
+    with pytest.raises(UserError, match=r"clock=simulated"):
+        Workbench(pair, clock=MeasuredClock()).parts(
+            source=SyntheticSource(pair=pair.synthetic()),
+            policy=Static(draft_overlap="full"),
+            verifier=MatchVerifier(),
+        )
+    with pytest.raises(UserError, match="bias"):
+        runner(config(Cell("draft_model", "static_ahead", "rejection", "local", "t06")))

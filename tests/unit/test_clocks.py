@@ -1,0 +1,276 @@
+"""Clocks: paced time on a clock that the tests turn by hand, reports, overruns, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+import specdec.clocks.wall as wall
+import specdec.metrics.meter as metering
+from specdec.clocks import (
+    CONTROLLER,
+    ClockKind,
+    ClockReport,
+    CostCurve,
+    LatencyProfile,
+    MeasuredClock,
+    PacedClock,
+    SimulatedClock,
+    Timeline,
+    Work,
+)
+from specdec.errors import UserError
+from specdec.metrics import Meter, RankCounts, RequestResult, RunTotals, summarise
+from specdec.report.tables import notes_of
+from specdec.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+from tests.matrix.cells import Cell, config, pair
+
+PROFILE = LatencyProfile(
+    name="test",
+    costs={
+        "stage": CostCurve(tokens=(1, 11), ms=(10.0, 20.0)),
+        "head": CostCurve(tokens=(1,), ms=(5.0,)),
+        "draft": CostCurve(tokens=(1,), ms=(4.0,)),
+    },
+)
+
+
+class Hands:
+    """Wall time that passes only when told to, or when somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+        for module in (wall, metering):
+            monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(wall, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def work(self, ms: float) -> None:
+        self.now += ms * 1e-3
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    return Hands(monkeypatch)
+
+
+def test_paced_work_takes_what_the_profile_says(hands: Hands) -> None:
+    meter = Meter()
+    clock = PacedClock(PROFILE, scale=2.0, meter=meter, rank=3, timeline=Timeline())
+    clock.start(3)
+    hands.work(7)
+    clock.charge(3, Work.STAGE, 6)  # 15 ms, stretched to 30
+    assert clock.now() == pytest.approx(0.030)
+    assert hands.slept == pytest.approx([0.023])
+    assert meter.wait_s == pytest.approx(0.023), "waiting is declared, so it is no overhead"
+    clock.charge(3, Work.HEAD, 6)  # goes on where the stage ended
+    assert clock.now() == pytest.approx(0.040)
+    report = clock.report()
+    assert (report.pieces, report.overruns) == (2, 0)
+    assert report.busy_s == pytest.approx(0.040)
+    assert report.wait_s == pytest.approx(0.033)
+    assert [s.kind for s in report.spans] == ["stage", "head"]
+    assert [s.start_s for s in report.spans] == pytest.approx([0.0, 0.030])
+    assert [s.work_s for s in report.spans] == pytest.approx([0.007, 0.0])
+    assert clock.report().spans == (), "spans are handed over once"
+
+
+def test_late_work_is_an_overrun_and_is_never_waited_for(hands: Hands) -> None:
+    clock = PacedClock(PROFILE)
+    for real_ms in (12, 9, 30):
+        clock.start(CONTROLLER)
+        hands.work(real_ms)
+        clock.charge(CONTROLLER, Work.STAGE, 1)
+    report = clock.report()
+    assert (report.pieces, report.overruns) == (3, 2)
+    assert hands.slept == pytest.approx([0.001])
+    assert report.busy_s == pytest.approx(0.052)
+
+
+def test_what_one_piece_loses_the_next_may_make_up_for(hands: Hands) -> None:
+    """The last stage's forward computes its head too: 12 ms of 10 + 5 are in time."""
+    clock = PacedClock(PROFILE)
+    clock.start(CONTROLLER)
+    hands.work(12)
+    clock.charge(CONTROLLER, Work.STAGE, 1)
+    clock.charge(CONTROLLER, Work.HEAD, 1)
+    assert clock.report().overruns == 0
+    assert clock.now() == pytest.approx(0.015)
+    clock.start(CONTROLLER)
+    hands.work(16)
+    clock.charge(CONTROLLER, Work.STAGE, 1)
+    clock.charge(CONTROLLER, Work.HEAD, 1)
+    report = clock.report()
+    assert (report.pieces, report.overruns) == (2, 1)
+
+
+def test_work_begins_with_its_model_call_and_overhead_before_it_is_not_hidden(
+    hands: Hands,
+) -> None:
+    meter = Meter()
+    clock = PacedClock(PROFILE, meter=meter)
+    hands.work(50)  # trees, sampling, messages: nobody's piece of work
+    hands.work(1)
+    meter.add("draft", 1e-3)  # a call of 1 ms has just ended
+    clock.charge(CONTROLLER, Work.DRAFT, 1)
+    assert clock.now() == pytest.approx(0.054)
+    hands.work(20)
+    clock.start(CONTROLLER)
+    hands.work(3)
+    clock.charge(CONTROLLER, Work.DRAFT, 1)
+    assert clock.now() == pytest.approx(0.078)
+
+
+def test_other_ranks_and_unpriced_work_cost_a_paced_clock_nothing(hands: Hands) -> None:
+    clock = PacedClock(PROFILE, rank=1, timeline=Timeline())
+    clock.charge(2, Work.STAGE, 5)
+    clock.charge(1, Work.STAGE, 0)
+    clock.start(1)
+    hands.work(2)
+    clock.charge(1, Work.PRUNE, 5)  # not in the profile: it takes the time that it takes
+    report = clock.report()
+    assert hands.slept == []
+    assert report.pieces == 0
+    assert [(s.kind, round(s.seconds, 6)) for s in report.spans] == [("prune", 0.002)]
+
+
+def test_a_measured_clock_writes_down_what_the_wall_says(hands: Hands) -> None:
+    clock = MeasuredClock(timeline=Timeline())
+    clock.start(CONTROLLER)
+    hands.work(8)
+    clock.charge(CONTROLLER, Work.STAGE, 3)
+    clock.wait_until(0.020)
+    assert hands.slept == pytest.approx([0.012])
+    (span,) = clock.report().spans
+    assert (span.tokens, span.seconds, span.work_s) == (
+        3,
+        pytest.approx(0.008),
+        pytest.approx(0.008),
+    )
+
+
+def test_reports_cross_processes_as_json() -> None:
+    clock = PacedClock(PROFILE, rank=2, timeline=Timeline(step=5))
+    clock.start(2)
+    clock.charge(2, Work.HEAD, 1)
+    report = clock.report()
+    assert ClockReport.from_json(json.loads(json.dumps(asdict(report)))) == report
+    assert report.spans[0].step == 5
+
+
+def test_a_timeline_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.clocks.timeline.MAX_SPANS", 2)
+    timeline = Timeline()
+    for i in range(5):
+        timeline.add(0, "stage", float(i), 1.0, 1)
+    assert (len(timeline.spans), timeline.dropped) == (2, 3)
+
+
+def run(values: dict, prompts: list[TokenPrompt]) -> tuple[list[RequestResult], RunTotals]:
+    runner = PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=10))
+    found: list[RequestResult] = []
+    totals = runner.run(prompts, found.append)
+    runner.close()
+    return found, totals
+
+
+def clock_section(kind: str) -> dict:
+    costs = {"stage": {"tokens": [1], "ms": [2.0]}, "draft": {"tokens": [1], "ms": [1.0]}}
+    return {"kind": kind, "profile": "test", "scale": 1.0, "costs": costs}
+
+
+def test_paced_and_simulated_agree_on_one_device_but_for_real_overhead() -> None:
+    """Same tokens, passes and pieces; a paced run is never faster than the profile allows.
+
+    Slower it may be, by however much else the machine has to do, so that is not asserted.
+    """
+    values = config(Cell("draft_model", "chain", "match", "local", "t06"))
+    prompts = [TokenPrompt(3, np.array([3, 1, 4])), TokenPrompt(9, np.array([2]))]
+    outputs, totals = {}, {}
+    for kind in ("simulated", "paced"):
+        found, totals[kind] = run({**values, "clock": clock_section(kind)}, prompts)
+        outputs[kind] = [(r.id, r.output, r.counters) for r in found]
+    assert outputs["paced"] == outputs["simulated"]
+    paced, simulated = totals["paced"], totals["simulated"]
+    assert paced.steps == simulated.steps
+    assert paced.target_passes == simulated.target_passes
+    charged = 2e-3 * (simulated.target_passes + simulated.prefill_passes)
+    charged += 1e-3 * simulated.draft_passes
+    assert simulated.clock_s == pytest.approx(charged)
+    assert paced.clock_s >= simulated.clock_s
+    assert paced.paced_pieces == (
+        simulated.target_passes + simulated.prefill_passes + simulated.draft_passes
+    )
+    assert simulated.paced_pieces is None
+    assert 0 < paced.wait_s + sum(paced.model_s.values()) <= paced.wall_s
+
+
+def test_a_run_with_too_many_overruns_says_that_it_does_not_count() -> None:
+    found, totals = run(
+        config(Cell("none", "root_only", "match", "local", "greedy")),
+        [TokenPrompt(3, np.array([3, 1, 4]))],
+    )
+    totals.clock, totals.paced_pieces = "paced", 1000
+    for overruns, counts in ((20, True), (21, False)):
+        totals.overruns = overruns
+        row = {"strategy": "x", **summarise(found, totals)}
+        assert row["paced_counts"] is counts
+        assert row["overrun_share"] == overruns / 1000
+        assert any("DOES NOT COUNT" in note for note in notes_of([row])) is not counts
+    totals.clock, totals.paced_pieces, totals.overruns = "measured", None, None
+    assert summarise(found, totals)["paced_counts"] is None
+
+
+def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
+    class Executor:
+        pieces = 10
+
+        def reports(self) -> list[dict]:
+            report = ClockReport(rank=1, origin_s=0.0, pieces=self.pieces, overruns=2, busy_s=1.5)
+            return [{"clock": asdict(report), "rows": 7, "bytes_sent": 100}]
+
+    clock, executor = PacedClock(PROFILE), Executor()
+    before = RankCounts.of(clock, executor)  # type: ignore[arg-type]
+    executor.pieces = 14
+    clock.start(CONTROLLER)
+    clock.charge(CONTROLLER, Work.DRAFT, 1)
+    totals = RunTotals()
+    RankCounts.of(clock, executor).book(totals, before)  # type: ignore[arg-type]
+    assert totals.paced_pieces == 5
+    assert totals.overruns == 0
+    assert totals.stage_busy_s == {1: 0.0}
+    assert totals.bytes_sent == 0
+    simulated = SimulatedClock(PROFILE)
+    simulated.charge(2, Work.STAGE, 1)
+    assert RankCounts.of(simulated, executor).busy_s == {2: 0.01}  # type: ignore[arg-type]
+
+
+def test_one_process_cannot_pace_several_ranks() -> None:
+    values = config(Cell("draft_model", "specpipe", "match", "pipeline", "greedy"))
+    with pytest.raises(UserError, match="process per rank"):
+        PartsRunner(
+            cfg={**values, "clock": clock_section("paced")},
+            pair=pair(),
+            stop=StopRules(max_new_tokens=4),
+        )
+    with pytest.raises(UserError, match="trace=true"):
+        PartsRunner(
+            cfg={**values, "clock": {"kind": "measured"}, "trace": True},
+            pair=pair(),
+            stop=StopRules(max_new_tokens=4),
+        )
+
+
+def test_kinds_have_names_that_results_carry() -> None:
+    assert MeasuredClock().kind is ClockKind.MEASURED
+    assert PacedClock(PROFILE).kind is ClockKind.PACED
+    assert SimulatedClock(PROFILE).kind is ClockKind.SIMULATED

@@ -1,0 +1,208 @@
+"""`specdec profile`: the equations, what is measured, and that its files are profiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.cli.main import BAD_INPUT, main
+from specdec.cli.profile import profile_config
+from specdec.cli.profiles import load_profile
+from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock, Work
+from specdec.compose import build_profile
+from specdec.errors import UserError
+from specdec.metrics import Meter
+from specdec.pairs import RandomPair
+from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt, pipedec_latency
+from specdec.profiling.job import profile_of, profile_yaml
+from specdec.profiling.passes import _Bench, measure_model
+from specdec.profiling.proposal import clock_node, grouped
+from specdec.profiling.samples import Sample
+from specdec.profiling.transfer import measure_transfer
+
+PROFILE = LatencyProfile(
+    name="test",
+    costs={
+        "stage": CostCurve(tokens=(1, 64), ms=(30.0, 40.0), block_tokens=64, block_ms=6.0),
+        "head": CostCurve(tokens=(1,), ms=(2.0,)),
+        "draft": CostCurve(tokens=(1,), ms=(17.0,)),
+        "prune": CostCurve(tokens=(1,), ms=(5.0,)),
+        "transfer": CostCurve(tokens=(1, 64), ms=(1.0, 3.0)),
+    },
+)
+
+
+def test_equations_by_hand() -> None:
+    assert eq1_tbt((10.0, 30.0, 20.0), hit=0.9) == pytest.approx(33.0)
+    assert eq2_tbt(48.0, 8, hit=0.98) == pytest.approx(48 * 1.14)
+    assert eq2_tbt(1.0, 8, hit=0.0) == 8.0, "without a hit every token goes through the pipeline"
+    assert eq1_tbt([7.0] * 5, 0.3) == pytest.approx(eq2_tbt(7.0, 5, 0.3)), "equal for equal stages"
+
+
+def test_the_pinned_profile_gives_the_worked_example_of_the_paper_values() -> None:
+    """54.67 ms at 1.14 steps per token: a step of 48 ms and a hit rate near 0.98."""
+    found = load_profile("specpipe_8x3090")
+    profile = build_profile({"profile": "specpipe_8x3090", **found})
+    times = StepTimes.of(profile, width=64, stages=8)
+    assert times.longest == pytest.approx(48.0)
+    assert eq2_tbt(times.longest, 8, hit=0.98) == pytest.approx(54.7, abs=0.1)
+
+
+def test_step_times_of_a_group() -> None:
+    """PipeDec 3.1: a group's devices work one after the other, with a transfer between them."""
+    times = StepTimes.of(PROFILE, width=64, stages=7, group=2)
+    assert times.compute == 2 * 40 + 3
+    assert times.stages == (*[83.0 + 5 + 3] * 6, 83.0 + 5 + 3 + 2)
+    assert pipedec_latency(times) == pytest.approx(83 + 3)
+    slow_draft = StepTimes(stages=(5.0,), compute=5.0, compute_one=4.0, transfer=1.0, draft=17.0)
+    assert pipedec_latency(slow_draft) == 17.0
+    assert slow_draft.longest == 17.0
+
+
+@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("num_tokens", [1, 20, 64, 65, 200])
+def test_a_grouped_profile_prices_what_its_devices_cost(group: int, num_tokens: int) -> None:
+    whole = grouped(PROFILE, group).ms(Work.STAGE, num_tokens)
+    transfer = PROFILE.ms(Work.TRANSFER, min(num_tokens, 64))  # its growth beyond is left out
+    parts = group * PROFILE.ms(Work.STAGE, num_tokens) + (group - 1) * transfer
+    assert whole == pytest.approx(parts)
+    assert grouped(PROFILE, 1) is PROFILE
+
+
+def test_a_profile_s_file_can_be_used_by_path_and_by_name(tmp_path: Path) -> None:
+    samples = {
+        Work.STAGE: [Sample(1, (3.0, 1.0, 2.0)), Sample(8, (4.0, 4.5, 5.0))],
+        Work.HEAD: [Sample(1, (-0.5, 0.1, -0.2)), Sample(8, (1.0, 1.0, 9.0))],
+        Work.PRUNE: [Sample(1, (0.0, 0.0, 0.0))],
+    }
+    profile = profile_of(samples, name="mine", note='of "this" machine: #1')
+    assert profile.costs["stage"].ms == (2.0, 4.5)
+    assert profile.costs["head"].ms == (0.0, 1.0), "a difference below 0 is noise"
+    assert "prune" not in profile.costs, "what costs nothing is not priced"
+    path = tmp_path / "profile" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text(profile_yaml(profile), encoding="utf-8")
+    for found in (load_profile(str(path)), load_profile("mine", [tmp_path])):
+        assert found["note"] == profile.note
+        again = build_profile({"profile": "mine", **found})
+        assert again == profile
+    assert build_profile(clock_node(PROFILE)) == PROFILE
+    with pytest.raises(UserError, match=r"clock\.profile=mine"):
+        load_profile("mine")
+
+
+def test_a_bench_measures_on_a_cache_that_stays_as_it_was() -> None:
+    pair = RandomPair(num_layers=4, hidden_size=32)
+    runner = pair.draft_runner(Meter())
+    bench = _Bench(runner, context=9, max_tokens=6)
+    before = bench._cache.storage[:, :, :, :9].clone()
+    for work in (bench.layers, bench.head, bench.proposals, bench.prune):
+        for num in (1, 2, 6):
+            work(num)
+            assert bench._cache.cached_len == 9
+            assert bench._cache.num_nodes == 0
+            assert torch.equal(bench._cache.storage[:, :, :, :9], before)
+
+
+def test_everything_is_measured_for_every_number_of_tokens() -> None:
+    seen: list[str] = []
+    samples = measure_model(
+        RandomPair(num_layers=5, hidden_size=32),
+        **{"stages": 2, "tokens": [1, 3], "repeats": 2, "context": 5},
+        on_repeat=seen.append,
+    )
+    assert set(samples) == {Work.STAGE, Work.HEAD, Work.DRAFT, Work.PRUNE}
+    for found in samples.values():
+        assert [s.tokens for s in found] == [1, 3]
+        assert all(len(s.ms) == 2 for s in found)
+    assert all(ms > 0 for s in samples[Work.STAGE] for ms in s.ms)
+    assert len(seen) == 4 * 3
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_transfer_is_measured_between_two_processes() -> None:
+    samples = measure_transfer(width=16, dtype=torch.float32, tokens=[1, 300], repeats=2)
+    assert [s.tokens for s in samples] == [1, 300]
+    assert all(ms > 0 for s in samples for ms in s.ms)
+
+
+def test_a_profile_in_use_is_held_against_the_simulator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "profiling.use=specpipe_8x3090", "model=synthetic", "max_new_tokens=24"]
+    words += ["executor.stages=4", "data.limit=1", "profiling.widths=[4,16]"]
+    words += ["profiling.children=[4]", "profiling.groups=[1,2]", f"output_dir={tmp_path / 'p'}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "policy.width=" in out
+    found = json.loads((tmp_path / "p" / "profile.json").read_text())
+    cells = found["cells"]
+    assert [(c["width"], c["stages"], c["group"]) for c in cells][:2] == [(4, 4, 1), (16, 4, 1)]
+    assert (cells[2]["stages"], cells[2]["group"]) == (2, 2)
+    profile = build_profile({"profile": "x", **load_profile("specpipe_8x3090")})
+    for cell in cells:
+        times = StepTimes.of(
+            profile, width=cell["width"], stages=cell["stages"], group=cell["group"]
+        )
+        assert cell["eq2"] == pytest.approx(
+            eq2_tbt(max(times.stages), cell["stages"], cell["hit_rate"])
+        )
+        assert cell["eq2_error"] == pytest.approx(cell["eq2"] / cell["tbt"] - 1)
+        assert cell["pipedec"] <= times.longest
+    best = min(cells, key=lambda c: c["tbt"])
+    assert found["proposal"]["simulated"]["width"] == best["width"]
+    assert not (tmp_path / "p" / "measured.yaml").exists(), "nothing was measured"
+    assert main(words) == 0
+    assert "not measured again" in capsys.readouterr().out
+
+
+def test_equal_steps_without_refills_are_exactly_eq_2() -> None:
+    """Plain decoding never hits, so neither equation has a refill to leave out: N steps a token."""
+    clock = SimulatedClock(grouped(PROFILE, 1))
+    stages = 6
+    for rank in range(1, stages + 1):
+        clock.align(rank, 0)
+        clock.charge(rank, Work.STAGE, 1)
+        clock.charge(rank, Work.TRANSFER, 1)
+        clock.barrier([rank])
+    assert clock.now() * 1e3 == pytest.approx(eq2_tbt(31.0, stages, hit=0.0))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("profiling.tokens=[8,1]", "increasing"),
+        ("profiling.tokens=[]", "increasing"),
+        ("profiling.name=a/b", "letters"),
+        ("profiling.repeats=0", "at least 1"),
+        ("profiling.use=nowhere", "neither a profile nor"),
+        ("clock=simulated", "leave out executor="),
+        ("executor=local", "leave out executor="),
+        ("~profiling.groups", "profiling.groups is missing"),
+        ("+profiling.grups=[1]", "groups"),
+    ],
+)
+def test_what_cannot_be_profiled_is_said(override: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        profile_config(["model=random", override])
+
+
+def test_there_is_nothing_to_measure_without_models(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    words = ["profile", "model=synthetic", f"output_dir={tmp_path / 'p'}"]
+    assert main(words) == BAD_INPUT
+    assert "nothing to measure" in capsys.readouterr().err
+    words = ["profile", "model=synthetic", "profiling.use=uniform_30ms", "executor.stages=4"]
+    words += ["profiling.groups=[3]", f"output_dir={tmp_path / 'q'}"]
+    assert main(words) == BAD_INPUT
+    assert "does not divide" in capsys.readouterr().err
+
+
+def test_samples_say_how_far_they_scatter() -> None:
+    assert Sample(4, (1.0, 2.0, 5.0)).spread == pytest.approx(1.0)
+    assert Sample(4, (-1.0, -2.0)).spread == 0.0
+    assert np.isclose(Sample(4, (1.0, 3.0)).median_ms, 2.0)

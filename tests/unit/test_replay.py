@@ -1,0 +1,243 @@
+"""``record=true`` and ``model=replay``: what is exact is tested exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from replaying import (
+    NUM_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    composed,
+    pair,
+    recorded,
+    replayed,
+    run,
+    shifted,
+)
+
+from specdec.clocks import MeasuredClock
+from specdec.errors import UserError
+from specdec.metrics.meter import Meter
+from specdec.pairs import ReplayModels
+from specdec.pairs.replay import END, build_replay
+from specdec.randomness import KeyedDraws
+from specdec.recording import DraftRecorder, check_recordable, read_record, write_record
+from specdec.runners import sampling_params
+from specdec.sources import DraftModelSource
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import Lossless, Nodes, Output, Verdict
+
+# Of these the accepted path depends on the target's path only: what is off it is never preferred.
+EXACT = {
+    "chain": ("strategy=speculative", "policy.gamma=3"),
+    "chain in a pipeline": ("strategy=speculative", "executor=pipeline", "executor.stages=3"),
+    "static": ("strategy=specinfer", "policy.branching=[2,3,1]"),
+    "pipelined chain": ("strategy=specpipe", "executor.stages=3", "policy.width=1"),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", EXACT)
+def test_paths_are_replayed_exactly(name: str, sampling: str) -> None:
+    """Every raw count of every request, and the draft's own work; a rank off by one breaks it."""
+    words = (*EXACT[name], *SAMPLINGS[sampling])
+    real, real_totals = run(pair(), words)
+    again, totals = run(replayed(recorded(sampling)), words)
+    assert [r.counters for r in again] == [r.counters for r in real]
+    assert [len(r.output) for r in again] == [len(r.output) for r in real]
+    assert sum(r.counters.accepted + r.counters.hits for r in real) > 3, "nothing was accepted"
+    for key in ("steps", "target_passes", "target_rows", "draft_passes", "draft_rows"):
+        assert getattr(totals, key) == getattr(real_totals, key), key
+    broken, _ = run(replayed(shifted(recorded(sampling))), words)
+    assert [r.counters for r in broken] != [r.counters for r in real]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_an_entry_is_what_expand_would_answer(sampling: str) -> None:
+    """The record's pass over the whole output against the source's own, node by node."""
+    cfg = composed(("strategy=speculative", *SAMPLINGS[sampling]))
+    (prompt, _), (entry, _) = PROMPTS, recorded(sampling).requests
+    results, _ = run(pair(), ("strategy=ar", *SAMPLINGS[sampling]))
+    request = RequestState(
+        request_id=prompt.id,
+        prompt=prompt.tokens,
+        stop=StopRules(max_new_tokens=NUM_TOKENS),
+        sampling=sampling_params(cfg["sampling"]),
+    )
+    state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
+    source = DraftModelSource(runner=pair().draft_runner(Meter()))
+    state.requests[request.id] = request
+    source.open(request)
+    for i, token in enumerate(results[0].output):
+        got = source.expand(state, Nodes(((request.id, request.tree.ids[:1]),)), 32)
+        count = int(got.counts[0])
+        line = entry.logprobs[i]
+        assert np.isfinite(line).sum() == count
+        expected = got.logprobs[0, :count].astype(np.float16)
+        assert np.allclose(line[:count], expected, rtol=2e-3, atol=1e-6)  # float16 has 11 bits
+        found = np.flatnonzero(got.tokens[0, :count] == token)
+        assert entry.ranks[i] == found[0] if len(found) else entry.ranks[i] >= count
+        none = np.zeros(0, np.int64)
+        verdict = Verdict(request=request.id, accepted_ids=none, next_token=token)
+        source.commit(state.commit([verdict]), Output(step=i))
+
+
+def test_a_draft_with_fewer_positions_is_recorded_as_silent_beyond_them() -> None:
+    runner = pair().draft_runner(Meter())
+    runner.max_positions = 10
+    recorder = DraftRecorder(runner=runner, sampling=sampling_params(composed(())["sampling"]))
+    entry = recorder.record(1, np.arange(1, 6), np.arange(1, 21))
+    assert (entry.ranks[:6] < 256).all()  # nodes at positions 4 .. 9
+    assert (entry.ranks[6:] == 256).all()
+    assert np.isneginf(entry.logprobs[6:]).all()
+
+
+def test_long_requests_are_recorded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = sampling_params(composed(())["sampling"])
+    tokens = np.random.default_rng(0).integers(1, 64, 40)
+    recorder = DraftRecorder(runner=pair().draft_runner(Meter()), sampling=params)
+    whole = recorder.record(1, tokens[:20], tokens[20:])
+    monkeypatch.setattr("specdec.recording.recorder._CHUNK", 7)
+    parts = recorder.record(1, tokens[:20], tokens[20:])
+    assert (parts.ranks == whole.ranks).all()
+    assert np.allclose(parts.logprobs, whole.logprobs, rtol=2e-3)
+
+
+POLICIES = (
+    ("strategy=specpipe", "executor.stages=8", "policy.width=8"),
+    ("strategy=pipedec", "executor.stages=5"),
+    ("strategy=best_first", "policy.bs=8"),
+    ("strategy=fixed_width",),
+    ("strategy=specinfer", "executor=pipeline", "executor.stages=4"),
+    ("strategy=ar", "executor=pipeline", "executor.stages=4"),
+)
+
+
+@pytest.mark.parametrize("words", POLICIES, ids=" ".join)
+def test_every_strategy_decodes_the_recorded_prompts(words: tuple[str, ...]) -> None:
+    """The same tokens as plain decoding, to the end of the record, by any tree on any cluster."""
+    models = replayed(recorded("sampled"))
+    long = 4 * NUM_TOKENS
+    plain, _ = run(models, ("strategy=ar",), num_tokens=long)
+    results, totals = run(models, words, num_tokens=long)
+    assert [r.output for r in results] == [r.output for r in plain]
+    lengths = {r.id: (r.num_prompt, r.num_output) for r in recorded("sampled").requests}
+    assert {r.id: (r.num_prompt, len(r.output)) for r in results} == lengths
+    assert all(r.finish_reason == "eos" and r.output[-1] == END for r in results)
+    twice, again = run(models, words, num_tokens=long)
+    assert [r.counters for r in twice] == [r.counters for r in results]
+    assert again.steps == totals.steps
+
+
+def test_beyond_the_end_of_the_record_positions_are_drawn_from_it() -> None:
+    models = replayed(recorded("greedy"))
+    hidden, request = models.synthetic(), recorded("greedy").requests[0]
+    end = request.num_prompt + request.num_output
+    inside = np.arange(request.num_prompt - 1, end - 1)
+    assert (hidden.ranks(request.id, inside) == request.ranks).all()
+    beyond = hidden.classes(request.id, np.arange(end - 1, end + 500))
+    assert set(beyond.tolist()) == set(hidden.classes(request.id, inside).tolist())
+
+
+REFUSED = (
+    (("source=ngram",), "NGramSource"),
+    (("source=prompt_lookup",), "PromptLookupSource"),
+    (("source=random",), "RandomSource"),
+    (("strategy=staged",), "StagedSource"),
+    (("strategy=mixture",), "MixtureSource"),
+    (("source.guess_draw=true",), "guess_draw"),
+    (("verifier=rejection",), "distributions"),
+    (("verifier=typical",), "distributions"),
+    (("executor=pipeline", "executor.stages=9"), "stages=9"),
+)
+
+
+@pytest.mark.parametrize(("words", "reason"), REFUSED)
+def test_what_a_record_does_not_hold_is_refused(words: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(UserError, match=reason) as caught:
+        run(replayed(recorded("greedy")), words)
+    assert "use " in str(caught.value) or "choose" in str(caught.value)
+
+
+def test_a_prompt_that_was_not_recorded_is_refused() -> None:
+    hidden = replayed(recorded("greedy")).synthetic()
+    with pytest.raises(UserError, match="no prompt 99"):
+        hidden.tokens(99, np.arange(3))
+
+
+def test_records_are_written_and_read_without_loss(tmp_path) -> None:
+    record = recorded("no_repeat4")
+    found = read_record(write_record(tmp_path / "record.npz", record))
+    assert found.vocab_size == record.vocab_size
+    assert found.weight_bytes == record.weight_bytes
+    assert dict(found.about) == dict(record.about)
+    for a, b in zip(found.requests, record.requests, strict=True):
+        assert (a.id, a.num_prompt) == (b.id, b.num_prompt)
+        assert (a.ranks == b.ranks).all()
+        assert np.array_equal(a.logprobs, b.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda a: a.pop("ranks"), "not a record"),
+        (lambda a: a.update(ranks=a["ranks"][1:]), "do not add up"),
+        (lambda a: a.update(ids=a["ids"] * 0), "occurs twice"),
+        (lambda a: a.update(logprobs=a["logprobs"][:, ::-1]), "falling order"),
+        (lambda a: a.update(logprobs=-a["logprobs"]), "above 0"),
+        (lambda a: a.update(num_prompt=a["num_prompt"] * 0), "no prompt"),
+        (lambda a: a.update(head=np.array('{"format": "other"}')), "version"),
+        (lambda a: a.update(head=np.array([{}], dtype=object)), "not a record"),
+    ],
+)
+def test_damaged_records_are_refused(tmp_path, damage, complaint: str) -> None:
+    path = write_record(tmp_path / "record.npz", recorded("greedy"))
+    with np.load(path) as file:
+        arrays = dict(file)
+    damage(arrays)
+    np.savez(path, **arrays)
+    with pytest.raises(UserError, match=complaint):
+        read_record(path)
+
+
+def test_files_that_are_no_records_are_refused(tmp_path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        build_replay(record=str(tmp_path / "none.npz"))
+    (tmp_path / "text.npz").write_text("text", encoding="utf-8")
+    with pytest.raises(UserError, match="not a record"):
+        build_replay(record=str(tmp_path / "text.npz"))
+    with pytest.raises(UserError, match="leave it null"):
+        build_replay(record=str(tmp_path / "none.npz"), method="acc_eagle")
+
+
+def test_only_the_target_s_own_output_can_be_recorded() -> None:
+    check_recordable(pair(), "speculative", Lossless.TOKEN)
+    check_recordable(pair(), "speculative", Lossless.DISTRIBUTION)
+    with pytest.raises(UserError, match="lossy"):
+        check_recordable(pair(), "strategy", Lossless.LOSSY)
+    with pytest.raises(UserError, match="draft model"):
+        check_recordable(replayed(recorded("greedy")), "ar", Lossless.TOKEN)
+
+
+def test_the_shipped_record_plays() -> None:
+    """Nothing about its figures: the family that it was made with is trained again now and then."""
+    models = build_replay(record="bundled:humaneval")
+    assert isinstance(models, ReplayModels)
+    prompts = models.prompts()
+    assert len(prompts) >= 8
+    assert models.conditions()["data"] == "humaneval"
+    assert all(models.weight_bytes)
+    results, _ = run(models, ("strategy=speculative",), num_tokens=16)
+    assert len(results) == len(prompts)
+
+
+def test_recording_uses_no_global_state() -> None:
+    """A recorder's draft is a runner of its own: the meter of the run hears nothing of it."""
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    assert recorded.__wrapped__("greedy").requests[0].ranks.tolist() == (
+        recorded("greedy").requests[0].ranks.tolist()
+    )
+    assert torch.equal(before, torch.random.get_rng_state())

@@ -1,0 +1,331 @@
+"""Traces: the record follows the loop exactly, and files and pictures say what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.cli.main import BAD_INPUT, main
+from specdec.cli.trace import draw
+from specdec.clocks import ClockReport, MeasuredClock, Span, Timeline
+from specdec.errors import UserError
+from specdec.runners import PartsRunner, TokenPrompt
+from specdec.state import DecodeState, StopRules
+from specdec.trace import MAX_STEPS, RunTrace, write_trace
+from specdec.trace.files import chrome_events
+from specdec.trace.page import commit_kinds, tree_page
+from specdec.trace.timeline import bars_of, timeline_png
+from specdec.types import Commit
+from tests.matrix.cells import Cell, config, pair
+
+PROMPTS = [TokenPrompt(3, np.array([3, 1, 4, 1, 5])), TokenPrompt(8, np.array([2]))]
+COSTS = {
+    kind: {"tokens": [1, 5], "ms": [float(ms), ms + 1.0]}
+    for kind, ms in (("stage", 10), ("draft", 3), ("head", 2), ("prune", 1), ("transfer", 0.5))
+}
+STAGES = 3
+
+
+def traced(policy: str, executor: str = "pipeline", **keys: object) -> tuple[PartsRunner, list]:
+    """A finished traced run and all its commits, step by step."""
+    values = config(Cell("draft_model", policy, "match", executor, "t06"))
+    if policy == "specpipe":
+        values["policy"].update(width=5, children=3)
+    clock = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": COSTS}
+    values = {**values, "clock": clock, "trace": True, **keys}
+    runner = PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=16))
+    parts = runner.parts
+    state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
+    return runner, list(runner.steps(state, PROMPTS, lambda _: None))
+
+
+@pytest.fixture(scope="module")
+def specpipe() -> tuple[PartsRunner, list[list[Commit]]]:
+    return traced("specpipe")
+
+
+@pytest.fixture(scope="module")
+def folder(specpipe: tuple[PartsRunner, list], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("run")
+    trace = specpipe[0].trace
+    assert trace is not None
+    # Text that would end a script or a comment if it were pasted into a page as it is.
+    write_trace(where, trace, latency=STAGES, text=lambda i: f"</script><!--{i}")
+    return where
+
+
+def test_a_trace_changes_nothing() -> None:
+    values = config(Cell("draft_model", "specpipe", "match", "pipeline", "t06"))
+    found = []
+    for trace in (False, True):
+        clock = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": COSTS}
+        runner = PartsRunner(
+            cfg={**values, "clock": clock, "trace": trace},
+            pair=pair(),
+            stop=StopRules(max_new_tokens=10),
+        )
+        results: list = []
+        totals = runner.run(PROMPTS, results.append)
+        found.append(([(r.output, r.emitted_s, r.counters) for r in results], totals.steps))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "executor"),
+    [("specpipe", "pipeline"), ("static", "local"), ("best_first", "local"), ("chain", "pipeline")],
+)
+def test_the_record_gives_every_tree_back(policy: str, executor: str) -> None:
+    """Replaying nodes and commits yields the nodes that each commit kept, and the output."""
+    runner, steps = traced(policy, executor)
+    assert runner.trace is not None
+    expected = {
+        p.id: [c for commits in steps for c in commits if c.request == p.id] for p in PROMPTS
+    }
+    for record in runner.trace.trees.requests:
+        tokens, parents, alive = {}, {}, set()
+        commits = iter(expected[record["id"]])
+        for step in record["steps"]:
+            for node, parent, token, *_ in step["nodes"]:
+                assert node not in alive
+                assert parent in alive or parent == -1
+                alive.add(node)
+                tokens[node], parents[node] = token, parent
+            assert set(step["submitted"]) <= alive
+            if step["commit"] is None:
+                continue
+            commit = next(commits)
+            assert step["commit"]["kind"] == commit.kind
+            assert [tokens[i] for i in step["commit"]["retired"]] == commit.retired_tokens.tolist()
+            keep: set[int] = set()
+            for node in sorted(alive):
+                if node == step["commit"]["root"] or parents[node] in keep:
+                    keep.add(node)
+            if commit.kind == "hit":
+                assert sorted(keep) == commit.kept_ids.tolist()
+            alive = keep
+        assert next(commits, None) is None, "every decision is on record"
+
+
+def test_a_recorder_that_forgets_nodes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: nodes made and pruned within one step are looked for too late."""
+    from specdec.trace import recorder
+
+    real = recorder.ObservedExecutor.collect
+
+    def late(self, *args):  # type: ignore[no-untyped-def]
+        output = real(self, *args)
+        for followed in self._trace.trees._followed.values():
+            steps = followed.record["steps"]
+            if steps:
+                steps[-1]["nodes"] = steps[-1]["nodes"][:-1]
+        return output
+
+    monkeypatch.setattr(recorder.ObservedExecutor, "collect", late)
+    with pytest.raises((AssertionError, KeyError)):
+        test_the_record_gives_every_tree_back("specpipe", "pipeline")
+
+
+def test_work_and_waits_tile_every_rank_s_time(folder: Path) -> None:
+    trace = json.loads((folder / "trace.json").read_text())
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    end = max(e["ts"] + e["dur"] for e in events)
+    assert {e["cat"] for e in events} == {"compute", "prune", "transmit", "wait"}
+    for rank in range(STAGES + 1):
+        mine = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == rank)
+        assert mine[0][0] == pytest.approx(0.0, abs=1e-2)
+        for (start, length), (following, _) in pairwise(mine):
+            assert following == pytest.approx(start + length, abs=1e-2)
+        assert sum(mine[-1]) == pytest.approx(end, abs=1e-2)
+
+
+def test_a_stage_s_level_is_the_step_that_fed_it(
+    folder: Path, specpipe: tuple[PartsRunner, list]
+) -> None:
+    assert specpipe[0].trace is not None
+    fed = specpipe[0].trace.trees.fed
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    stages = [e for e in events if e["name"] == "stage"]
+    assert {e["tid"] for e in stages} == {1, 2, 3}
+    for event in stages:
+        args = event["args"]
+        level = args["level"]
+        assert level == args["step"] - (event["tid"] - 1)
+        assert args["depths"] == fed[level]["depths"]
+        most = fed[level]["nodes"] + fed[level]["prefill"]
+        assert 0 < args["tokens"] <= most
+        if event["tid"] == 1:
+            assert args["tokens"] == most, "nothing is pruned before the first stage"
+
+
+def test_a_group_s_ranks_share_a_level() -> None:
+    """Two ranks per stage: both work in a step on what was fed stage - 1 steps ago."""
+    spans = [Span(rank, "stage", rank / 10, 0.1, 4, 7) for rank in (1, 2, 3, 4)]
+    fed = {6: {"requests": [1], "depths": [2, 2], "prefill": 0}}
+    events = chrome_events(spans, fed, {1: 1, 2: 1, 3: 2, 4: 2})
+    levels = [e["args"]["level"] for e in events if e["name"] == "stage"]
+    assert levels == [7, 7, 6, 6]
+    names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
+    assert names[0] == "rank 1: stage 1"
+    assert names[3] == "rank 4: stage 2"
+
+
+def test_the_record_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_STEPS > 100
+    monkeypatch.setattr("specdec.trace.recorder.MAX_STEPS", 5)
+    runner, steps = traced("chain", "local")
+    assert runner.trace is not None
+    trees = runner.trace.trees
+    assert len(steps) > 5
+    assert trees.truncated
+    assert {s["step"] for r in trees.requests for s in r["steps"]} == set(range(5))
+
+
+def test_a_warm_up_leaves_no_mark() -> None:
+    runner, steps = traced("specpipe")
+    trace = runner.trace
+    assert trace is not None
+    trace.clear()
+    assert trace.spans() == []
+    assert trace.trees.requests == []
+    state = runner.parts.new_state()
+    again = list(runner.steps(state, PROMPTS, lambda _: None))
+    assert len(again) == len(steps)
+    assert min(span.step for span in trace.spans()) == 0
+    assert min(span.start_s for span in trace.spans()) == 0.0
+
+
+def test_pictures_are_drawn_from_the_files_alone(folder: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    assert main(["trace", str(folder)]) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.split()]
+    assert [p.name for p in paths] == ["timeline.png", "tree.html", "trace.json"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((folder / "trace.json").read_text())
+    bars, labels = bars_of(trace)
+    assert labels[0] == "rank 0: controller, draft"
+    assert {bar.phase for bar in bars} == {"compute", "draft", "prune", "transmit", "wait"}
+    with pytest.raises(ValueError, match="no rank worked"):
+        timeline_png(trace, steps=(10**6, 10**6))
+
+
+def test_the_page_needs_nothing_else(folder: Path) -> None:
+    page = tree_page(json.loads((folder / "trees.json").read_text()), title="a & b")
+    assert "a &amp; b" in page
+    for word in ("src=", "href=", "@import", "url("):
+        assert word not in page
+    assert page.count("</script>") == 1, "no token's text may end the script"
+    assert page.count("<!--") == 0
+
+
+_DRIVER = """
+const fs = require("fs");
+const script = fs.readFileSync(process.argv[2], "utf8").match(/<script>([\\s\\S]*)<\\/script>/)[1];
+const data = script.match(/^const data = (.*);$/m)[1];
+const play = script.match(/^function play[\\s\\S]*?^}$/m)[0];
+const replay = eval("(" + play + ")");
+console.log(JSON.stringify(JSON.parse(data).requests.map(r => replay(r)
+  .filter(f => f.commit)
+  .map(f => [f.commit.kind, [...f.keep].sort((a, b) => a - b), f.output.map(o => o[0])]))));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script, which needs node")
+def test_the_page_shows_what_the_loop_did(
+    folder: Path, specpipe: tuple[PartsRunner, list[list[Commit]]], tmp_path: Path
+) -> None:
+    draw(folder)
+    driver = tmp_path / "driver.js"
+    driver.write_text(_DRIVER, encoding="utf-8")
+    words = ["node", str(driver), str(folder / "tree.html")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    shown = json.loads(done.stdout)
+    for prompt, frames in zip(PROMPTS, shown, strict=True):
+        commits = [c for step in specpipe[1] for c in step if c.request == prompt.id]
+        assert [kind for kind, _, _ in frames] == [c.kind.value for c in commits]
+        kept = [keep for kind, keep, _ in frames if kind == "hit"]
+        assert kept == [c.kept_ids.tolist() for c in commits if c.kind == "hit"]
+        output = [t for c in commits for t in [*c.retired_tokens[1:].tolist(), c.next_token]]
+        assert frames[-1][2] == output
+
+
+def test_steps_of_any_missed_request_are_misses() -> None:
+    def request(*kinds: str) -> dict:
+        return {"steps": [{"step": i, "commit": {"kind": k}} for i, k in enumerate(kinds)]}
+
+    trees = {"requests": [request("hit", "miss", "hit"), request("miss", "hit", "hit")]}
+    assert commit_kinds(trees) == {0: "miss", 1: "miss", 2: "hit"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "one run folder"),
+        (["nowhere"], "not a folder"),
+        (["."], "trace=true"),
+        ([".", "steps=9-3"], "FROM-TO"),
+        ([".", "steps=x"], "FROM-TO"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specdec.cli.trace import main as trace
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=says):
+        trace(words)
+
+
+def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}]}', encoding="utf-8")
+    (tmp_path / "trees.json").write_text('{"requests": []}', encoding="utf-8")
+    with pytest.raises(UserError, match="another version"):
+        draw(tmp_path)
+    (tmp_path / "trees.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match="damaged"):
+        draw(tmp_path)
+
+
+def test_workers_spans_are_laid_beside_the_controller_s() -> None:
+    """Their clocks began at another time of day; their steps start again with every run."""
+    clock = MeasuredClock(timeline=Timeline())
+    trace = RunTrace(clock)
+
+    def report(rank: int, origin_s: float, *spans: Span) -> ClockReport:
+        return ClockReport(rank=rank, origin_s=origin_s, spans=spans)
+
+    trace.began_s = 1.0
+    for run, base in enumerate((0, 40)):
+        trace.timeline.step = base
+        trace.begin_run([report(0, 100.0), report(1, 102.5, Span(1, "stage", 0.0, 9.0, 9, 9))])
+        at = 10.0 * (run + 1)
+        mine = Span(0, "draft", at, 0.5, 4, base + 3)
+        theirs = Span(1, "stage", at - 2.5, 0.5, 4, 3)
+        trace.end_run([report(0, 100.0, mine), report(1, 102.5, theirs)])
+    assert [(s.rank, s.start_s, s.step) for s in trace.spans()] == [
+        (0, 9.0, 3),
+        (1, 9.0, 3),
+        (0, 19.0, 43),
+        (1, 19.0, 43),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["compare", "model=random", "trace=true"], "one strategy at a time"),
+        (["run", "model=random", "strategy=hf_generate", "trace=true"], "own decoding"),
+        (["run", "model=random", "strategy=specpipe", "trace=true"], "process per stage"),
+        (["run", "model=random", "strategy=specpipe", "clock=paced"], "process per stage"),
+    ],
+)
+def test_what_cannot_be_traced_or_paced_is_said_before_models_load(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == BAD_INPUT
+    assert says in capsys.readouterr().err

@@ -1,0 +1,368 @@
+"""``specdec verify``: its reference, its report, and that each kind of check can fail.
+
+Tests of the twelve planted bugs are in tests/planted; here one bug per way of looking.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from specdec.cli.jobs import run_job_of
+from specdec.cli.main import main
+from specdec.executors import ModelStage
+from specdec.pairs import RandomPair
+from specdec.policies import Chain
+from specdec.randomness import KeyedDraws, Purpose, keyed_uniforms
+from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.sources import DraftModelSource
+from specdec.state import StopRules
+from specdec.testing import assert_lossless_parts, certify_parts
+from specdec.tree import TokenTree
+from specdec.types import Lossless
+from specdec.verifiers import MatchVerifier, TypicalVerifier, rejection
+from specdec.verify import Check, Report, certify
+from specdec.verify.cases import letters
+from specdec.verify.laws import OPPOSED_TABLE, TARGET_TABLE, chi_square, pair_laws
+from specdec.verify.numerics import distance
+from specdec.verify.oracle import (
+    Oracle,
+    plain_decode,
+    processed,
+    reference_probs,
+    reference_token,
+    target_draw,
+)
+
+PARAMS = {
+    "t=1": SamplingParams(temperature=1.0),
+    "top_k": SamplingParams(temperature=0.7, top_k=4),
+    "top_p": SamplingParams(temperature=1.4, top_p=0.7),
+    "both": SamplingParams(temperature=0.8, top_k=6, top_p=0.9),
+    "greedy": SamplingParams(),
+}
+
+
+def config(*overrides: str) -> dict:
+    return run_job_of(["model=random", *overrides]).config
+
+
+# ---------------------------------------------------------------------- the reference
+
+
+def test_the_reference_draws_what_the_library_draws() -> None:
+    for seed, prompt, position in [(0, 0, 1), (7, 3, 400), (2**40 + 5, 2**33 + 1, 12)]:
+        expected = keyed_uniforms(seed, prompt, position, Purpose.TARGET)
+        assert target_draw(seed, prompt, position) == float(expected)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("step", [0.0, 0.5], ids=["plain", "ties"])
+def test_the_reference_filters_as_the_library_does(name: str, step: float) -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(200, 11)) * 2.0
+    if step:
+        logits = np.round(logits / step) * step
+    transform = SamplingTransform(PARAMS[name])
+    uniforms = rng.random(200)
+    expected = transform.probs(torch.from_numpy(logits))
+    tokens = transform.sample(torch.from_numpy(logits), uniforms)
+    for row, probs, draw, token in zip(logits, expected, uniforms, tokens, strict=True):
+        np.testing.assert_allclose(reference_probs(row, PARAMS[name]), probs, atol=1e-12)
+        assert reference_token(row, PARAMS[name], draw) == token
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_reference_bans_repeated_ngrams(size: int) -> None:
+    from transformers import NoRepeatNGramLogitsProcessor
+
+    rng = np.random.default_rng(size)
+    for length in (1, 2, 5, 30):
+        history = rng.integers(0, 5, length).tolist()
+        logits = rng.normal(size=5)
+        got = processed(logits, SamplingParams(no_repeat_ngram=size), history)
+        own = NoRepeatNGramLogitsProcessor(size)
+        expected = own(torch.tensor([history]), torch.from_numpy(logits)[None].clone())[0]
+        np.testing.assert_array_equal(got, expected.numpy())
+
+
+def test_the_reference_decodes_as_transformers_does() -> None:
+    pair = RandomPair(num_layers=2, draft_layers=1, vocab_size=32, max_positions=64)
+    prompt = (3, 1, 4)
+    found = Oracle(pair.target, seed=0).decode(
+        prompt_id=0,
+        prompt=prompt,
+        sampling=SamplingParams(),
+        stop=StopRules(max_new_tokens=12),
+    )
+    expected = pair.target.generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    assert list(found.output) == expected[0, 3:].tolist()
+    assert found.reason == "length"
+
+
+def test_the_reference_stops_by_the_whole_text() -> None:
+    follow = {1: 2, 2: 3, 3: 4, 4: 5, 5: 1}
+
+    def logits(tokens: tuple[int, ...]) -> np.ndarray:
+        return np.eye(6)[follow[tokens[-1]]]
+
+    text = letters([2, 3, 4])
+    stop = StopRules(max_new_tokens=9, stop_strings=(text[1:5],), decode=letters)
+    args = {"seed": 0, "prompt_id": 0, "prompt": (1,), "sampling": SamplingParams()}
+    assert plain_decode(logits, stop=stop, **args).output == (2, 3, 4)
+    stop = StopRules(max_new_tokens=9, eos_ids=frozenset([3]))
+    assert plain_decode(logits, stop=stop, **args).reason == "eos"
+
+
+# ---------------------------------------------------------------------- laws and distances
+
+
+def test_chi_square_is_that_of_scipy_and_finds_a_bias() -> None:
+    table = np.stack([reference_probs(np.array(row), PARAMS["t=1"]) for row in TARGET_TABLE])
+    law = next(pair_laws(table, 0, 2))
+    counts = np.random.default_rng(1).multinomial(5000, law)
+    assert chi_square(counts, law) == pytest.approx(stats.chisquare(counts, law * 5000).pvalue)
+    other = np.stack([reference_probs(np.array(row), PARAMS["t=1"]) for row in OPPOSED_TABLE])
+    assert chi_square(counts, next(pair_laws(other, 0, 2))) < 1e-6
+    impossible = np.where(np.arange(len(law)) == 3, 0.0, law)
+    assert chi_square(counts, impossible / impossible.sum()) == 0.0
+
+
+def test_the_laws_of_pairs_are_those_of_the_chain() -> None:
+    table = np.array([[0.5, 0.5], [0.1, 0.9]])
+    first, second = pair_laws(table, 0, 3)
+    np.testing.assert_allclose(first, [0.25, 0.25, 0.05, 0.45])
+    np.testing.assert_allclose(second, [0.15, 0.15, 0.07, 0.63])
+
+
+def test_distances_tell_a_tie_from_a_fault() -> None:
+    logits = np.array([1.0, 3.0, 2.9999, 0.0])
+    gap = distance(logits, SamplingParams(), 0.0, token=2, error=1e-4)
+    assert gap.kind == "top-two gap"
+    assert gap.is_tie
+    assert not distance(logits, SamplingParams(), 0.0, token=0, error=1e-4).is_tie
+    params = SamplingParams(temperature=1.0)
+    edge = float(reference_probs(logits, params)[0])
+    assert distance(logits, params, edge + 1e-6, token=0, error=1e-4).is_tie
+    far = distance(logits, params, edge + 0.1, token=0, error=1e-4)
+    assert (far.kind, far.is_tie) == ("CDF edge", False)
+    assert not distance(logits, params, edge + 0.1, token=0, error=0.01).is_tie
+    best = replace(params, top_k=1)  # rounding may put token 2 in the place of token 1
+    assert distance(logits, best, 0.9, token=2, error=1e-4).is_tie
+    assert not distance(logits, best, 0.9, token=2, error=1e-6).is_tie
+    assert not distance(logits, best, 0.9, token=0, error=1e-4).is_tie
+    nucleus = replace(params, top_p=float(reference_probs(logits, params)[1]) - 1e-6)
+    assert distance(logits, nucleus, 0.9, token=2, error=1e-4).is_tie
+    assert not distance(logits, nucleus, 0.9, token=3, error=1e-4).is_tie
+
+
+def test_rounding_within_the_error_is_always_a_tie() -> None:
+    """Whatever moves every logit by at most the error gives a token that counts as a tie."""
+    rng = np.random.default_rng(2)
+    error, moved, allowed = 0.05, 0, 0
+    for trial in range(400):
+        logits = rng.normal(size=12)
+        params = list(PARAMS.values())[trial % len(PARAMS)]
+        draw = float(rng.random())
+        plain = reference_token(logits, params, draw)
+        other = reference_token(logits + rng.uniform(-error, error, 12), params, draw)
+        if other != plain:
+            moved += 1
+            assert distance(logits, params, draw, other, error).is_tie
+        allowed += distance(logits, params, draw, int(rng.integers(12)), error).is_tie
+    assert moved > 5
+    assert allowed < 200, "a test that allows everything finds nothing"
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def test_a_report_says_what_may_be_said() -> None:
+    good, bad = Check("a", True, "x"), Check("b", False, "y")
+    skipped = Check("c", None, "z")
+    report = Report("s", Lossless.TOKEN, (good, skipped))
+    assert report.lossless
+    assert "token for token" in report.verdict
+    report = Report("s", Lossless.DISTRIBUTION, (good, bad))
+    assert not report.lossless
+    assert report.failed == ("b",)
+    assert "b failed" in report.verdict
+    lossy = Report("s", Lossless.LOSSY, (good,))
+    assert not lossy.lossless
+    assert "lossy" in lossy.verdict
+
+
+@pytest.mark.slow
+def test_the_command_certifies_and_stores(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "out"
+    words = ["verify", "strategy=speculative", "model=random", f"output_dir={folder}"]
+    assert main(words) == 0
+    stored = json.loads((folder / "verify.json").read_text("utf-8"))
+    assert stored["lossless"] is True
+    assert {c["name"] for c in stored["checks"] if c["passed"] is None} == {"distribution"}
+    assert "lossless token for token" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_lossy_verifier_is_said_to_be(tmp_path: Path, capsys) -> None:
+    words = ["verify", "strategy=best_first", "verifier=typical", "model=random"]
+    assert main([*words, f"output_dir={tmp_path / 'out'}"]) == 1
+    stored = json.loads((tmp_path / "out" / "verify.json").read_text("utf-8"))
+    assert stored["lossless"] is False
+    details = {c["name"]: c["detail"] for c in stored["checks"]}
+    assert "total variation" in details["distribution"]
+    assert "lossy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (["strategy=hf_generate"], "nothing here to certify"),
+        (["strategy=best_first", "verifier=rejection"], "would bias"),
+        (["strategy=no_such"], "unknown"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused(
+    overrides: list[str], word: str, tmp_path: Path, capsys
+) -> None:
+    words = ["verify", "model=random", *overrides, f"output_dir={tmp_path / 'out'}"]
+    assert main(words) == 2
+    assert word in capsys.readouterr().err
+    assert not (tmp_path / "out" / "verify.json").exists()
+
+
+# ---------------------------------------------------------------------- each check can fail
+
+
+def test_an_honest_strategy_passes() -> None:
+    checks = ["greedy_parity", "cache_invariant", "tree_invariant", "draft_rows"]
+    report = certify(config("strategy=speculative"), checks=checks)
+    assert report.lossless, report.checks
+    assert all(check.passed for check in report.checks)
+
+
+def failed(report: Report, name: str) -> str:
+    """The detail of the check that must have failed."""
+    assert not report.lossless
+    (check,) = [c for c in report.checks if c.name == name]
+    assert check.passed is False, check
+    return check.detail
+
+
+def test_a_stale_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelStage, "commit", lambda self, commits: None)
+    report = certify(config("strategy=specinfer"), checks=["cache_invariant"])
+    failed(report, "cache_invariant")
+
+
+def test_a_kept_sibling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = TokenTree.subtree
+
+    def with_sibling(self: TokenTree, slot: int) -> np.ndarray:
+        inside = honest(self, slot)
+        siblings = np.flatnonzero(self.parents == self.parents[slot])
+        if slot and len(siblings) > 1:
+            inside[siblings[-1]] = True
+        return inside
+
+    monkeypatch.setattr(TokenTree, "subtree", with_sibling)
+    report = certify(config("strategy=specpipe", "policy.width=8"), checks=["tree_invariant"])
+    assert "under" in failed(report, "tree_invariant")
+
+
+def test_draws_that_forget_the_prompt_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = KeyedDraws.uniform
+
+    def shared(self, prompt_id, positions, purpose, index=0):  # type: ignore[no-untyped-def]
+        return honest(self, 0, positions, purpose, index)
+
+    monkeypatch.setattr(KeyedDraws, "uniform", shared)
+    report = certify(config("strategy=speculative"), checks=["sampled_parity"])
+    assert "instead of" in failed(report, "sampled_parity")
+
+
+def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = StopRules.reason
+
+    def deaf(self: StopRules, output: list[int]) -> str | None:
+        reason = honest(self, output)
+        return None if reason == "eos" and len(output) % 2 else reason
+
+    monkeypatch.setattr(StopRules, "reason", deaf)
+    report = certify(config("strategy=speculative"), checks=["stop_rules"])
+    assert "EOS" in failed(report, "stop_rules")
+
+
+def test_rows_computed_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = DraftModelSource.commit
+
+    def forgets(self, commits, output):  # type: ignore[no-untyped-def]
+        honest(self, commits, output)
+        for commit in commits:
+            if commit.request in self._held:
+                self._held[commit.request].cache.truncate(1)
+
+    monkeypatch.setattr(DraftModelSource, "commit", forgets)
+    report = certify(config("strategy=speculative"), checks=["draft_rows", "greedy_parity"])
+    assert "catch-up rows" in failed(report, "draft_rows")
+    assert report.failed == ("draft_rows",), "the output itself is right"
+
+
+@pytest.mark.slow
+def test_a_correction_from_the_target_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config("strategy=speculative", "verifier=rejection")
+    assert certify(cfg, checks=["distribution"]).lossless
+    monkeypatch.setattr(rejection, "_residual", lambda target, draft: target)
+    detail = failed(certify(cfg, checks=["distribution"]), "distribution")
+    assert "total variation" in detail
+
+
+def test_a_breakdown_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self, state, output):  # type: ignore[no-untyped-def]
+        raise IndexError("planted")
+
+    monkeypatch.setattr(MatchVerifier, "verify", broken)
+    report = certify(config("strategy=speculative"), checks=["greedy_parity", "draft_rows"])
+    assert report.failed == ("greedy_parity", "draft_rows")
+    assert "IndexError: planted" in report.checks[0].detail
+
+
+# ---------------------------------------------------------------------- specdec.testing
+
+
+def test_parts_made_in_python_are_certified() -> None:
+    checks = ["greedy_parity", "tree_invariant"]
+    assert_lossless_parts(
+        lambda bench: bench.parts(
+            source=DraftModelSource(runner=bench.draft_runner()),
+            policy=Chain(gamma=2),
+            verifier=MatchVerifier(),
+        ),
+        checks=checks,
+    )
+    report = certify_parts(
+        lambda bench: bench.parts(
+            source=DraftModelSource(runner=bench.draft_runner()),
+            policy=Chain(gamma=2),
+            verifier=TypicalVerifier(),
+        ),
+        checks=checks,
+    )
+    assert not report.lossless
+    with pytest.raises(AssertionError, match="lossy"):
+        assert_lossless_parts(
+            lambda bench: bench.parts(
+                source=DraftModelSource(runner=bench.draft_runner()),
+                policy=Chain(gamma=2),
+                verifier=TypicalVerifier(),
+            ),
+            checks=["tree_invariant"],
+        )
