@@ -12,17 +12,26 @@ from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
 
 
-def build(bench: Workbench, *, bs: int = 32, w: int = 4, d: int = 6) -> Parts:
+def build(
+    bench: Workbench,
+    *,
+    bs: int = 32,
+    w: int = 4,
+    d: int = 6,
+    min_mass: float = 0.4,
+    min_prob: float = 0.04,
+) -> Parts:
     """Best-first trees, drafted before each target pass.
 
     Args:
         bench: models, clock and seed.
         bs: nodes verified per pass, root included (8 on the paper's GPUs).
         w: leaves per expansion.
-        d: expansions per pass.
+        d: expansions per pass, at most.
+        min_mass, min_prob: where drafting pays no more, see ``BestFirst`` (the paper: 0).
     """
     return bench.parts(
         source=DraftModelSource(runner=bench.draft_runner()),
-        policy=BestFirst(bs=bs, w=w, d=d),
+        policy=BestFirst(bs=bs, w=w, d=d, min_mass=min_mass, min_prob=min_prob),
         verifier=MatchVerifier(),
     )

@@ -155,9 +155,7 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, A
             f"{len(runs)} repeats cannot be paired with {len(ar_runs)} repeats of ar; give every"
             " strategy the same number of repeats"
         )
-    if any(
-        run.totals.clock != ar.totals.clock for run, ar in zip(runs, ar_runs, strict=True)
-    ):
+    if any(run.totals.clock != ar.totals.clock for run, ar in zip(runs, ar_runs, strict=True)):
         return found  # times of two clocks have no ratio
     ratios, theories = [], []
     for run, ar in zip(runs, ar_runs, strict=True):
