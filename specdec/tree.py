@@ -190,8 +190,9 @@ class TokenTree:
         num = tokens.shape[1]
         self._widen(num)
         self._cand_tokens[slots, :num] = tokens
-        valid = np.arange(num) < counts[:, None]
-        self._cand_logprobs[slots, :num] = np.where(valid, logprobs, -np.inf)
+        if int(counts.min(initial=num)) < num:
+            logprobs = np.where(np.arange(num) < counts[:, None], logprobs, -np.inf)
+        self._cand_logprobs[slots, :num] = logprobs
         if num < self._cand_logprobs.shape[1]:
             self._cand_logprobs[slots, num:] = -np.inf
         if self._mixed or candidates.origins is not None:

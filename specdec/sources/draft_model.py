@@ -174,8 +174,8 @@ class DraftModelSource:
         held = self._held[request.id]
         tree, cache = request.tree, held.cache
         slots = tree.slots(ids)
-        assert NO_NODE not in slots, f"nodes {ids} of request {request.id} left the tree"
-        if int(tree.positions[slots].max()) >= self._runner.max_positions:
+        assert int(slots.min()) >= 0, f"nodes {ids} of request {request.id} left the tree"
+        if int(tree.positions.max()) >= self._runner.max_positions:
             ids = ids[self._reachable(request, ids)]
             slots = tree.slots(ids)
         entered = cache.has(ids)
@@ -190,7 +190,9 @@ class DraftModelSource:
             compute = np.concatenate([missing, compute])
         if len(compute) > 1 and (compute[1:] < compute[:-1]).any():
             compute = np.unique(compute)
-        in_order = len(compute) == len(slots) and bool((compute == slots).all())
+        in_order = compute is slots or (
+            len(compute) == len(slots) and bool((compute == slots).all())
+        )
         prefix = _NO_TOKENS
         if len(slots) and cache.cached_len < request.prefix_len:
             prefix = request.tokens[cache.cached_len : request.prefix_len]

@@ -73,11 +73,6 @@ class MixtureSource:
             raise ValueError(
                 f"confident={confident} must be a probability above 0 and at most 1, or null"
             )
-        if confident is not None and sample:
-            raise ValueError(
-                "confident decides by the candidates' values which sources are asked, which would"
-                " bias a rejection verifier; use verifier=match or source.confident=null"
-            )
         vocab_sizes = {s.vocab_size for s in sources if s.vocab_size is not None}
         if len(vocab_sizes) > 1:
             raise ValueError(
@@ -89,6 +84,11 @@ class MixtureSource:
             raise ValueError(
                 f"{', '.join(silent)} cannot give the whole distribution that a rejection verifier"
                 " needs; leave it out of the mixture or use verifier=match"
+            )
+        if confident is not None and sample:
+            raise ValueError(
+                "confident decides by the candidates' values which sources are asked, which would"
+                " bias a rejection verifier; use verifier=match or source.confident=null"
             )
         self.gives_probs = sample
         self.vocab_size: int | None = vocab_sizes.pop() if vocab_sizes else None

@@ -132,7 +132,11 @@ def test_counters_are_sums():
         ({"sources": [NullSource()], "weights": [1.0, 1.0]}, "one for each of 1"),
         ({"sources": [NullSource()], "confident": 1.5}, "confident=1.5 must be a probability"),
         (
-            {"sources": [RandomSource(vocab_size=5)], "confident": 0.5, "sample": True},
+            {
+                "sources": [RandomSource(vocab_size=5, sample=True)],
+                "confident": 0.5,
+                "sample": True,
+            },
             "would bias",
         ),
         ({"sources": [PromptLookupSource()], "sample": True}, "PromptLookupSource cannot give"),
