@@ -35,15 +35,19 @@ class Diagnosis:
         self._began: float | None = None
         self._alarm = False
         self._stopped = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def start(self) -> None:
         """Watches from now on."""
         self._began = time.monotonic()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
 
-    def stop(self) -> None:
-        """Watches no longer."""
+    def stop(self, wait_s: float = 0.0) -> None:
+        """Watches no longer; waits so long for the thread that did."""
         self._stopped.set()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(wait_s)
 
     def alarmed(self) -> bool:
         """Whether a rank is known to have failed or ended."""

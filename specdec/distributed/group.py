@@ -77,7 +77,7 @@ class RankGroup:
         self._sessions = itertools.count(1)
         self._reports = itertools.count()
         self._answers: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
-        self._listened: set[int] = set()
+        self._listened: dict[int, threading.Thread] = {}
         self._diagnosis = Diagnosis(store=store, size=size, processes=processes)
         self.wait_for([signs.up(rank) for rank in range(1, size)])
         self._group = control_group(store, 0, size, loopback=loopback)
@@ -98,8 +98,9 @@ class RankGroup:
         self.wait_for([signs.ready(session, rank) for rank in ranks])
         last = len(plan.ranks)
         if last not in self._listened:
-            self._listened.add(last)
-            threading.Thread(target=self._listen, args=(last,), daemon=True).start()
+            listener = threading.Thread(target=self._listen, args=(last,), daemon=True)
+            self._listened[last] = listener
+            listener.start()
         return session
 
     def close_session(self, session: int) -> None:
@@ -212,8 +213,16 @@ class RankGroup:
         if self._processes is not None:
             self._processes.wait(_GRACE_S)
             self._processes.kill()
-        else:
-            time.sleep(_LOAD_POLL_S)
+        self._join()
+
+    def _join(self) -> None:
+        """Waits for the threads, which end when their peers have.
+
+        An interpreter that ends under a thread inside gloo or the store aborts the process.
+        """
+        self._diagnosis.stop(_GRACE_S)
+        for listener in self._listened.values():
+            listener.join(_GRACE_S)
 
     def kill(self) -> None:
         """Ends the ranks at once (after a failure, or in the middle of a step)."""
@@ -223,6 +232,7 @@ class RankGroup:
         self._diagnosis.stop()
         if self._processes is not None:
             self._processes.kill()
+            self._join()
 
     def _end(self, error: BaseException) -> BaseException:
         self.kill()

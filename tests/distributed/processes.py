@@ -35,6 +35,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def _hear_interrupts() -> None:
+    """A command started in the background of a shell would inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """``specdec run`` in its own process group; killed afterwards, with all ranks."""
@@ -47,6 +52,7 @@ def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_hear_interrupts,
     )
     try:
         yield process
