@@ -54,7 +54,7 @@ def _reference(measured: dict[str, Any]) -> str:
     less = 1.0 - measured["target"]["per_byte"] / other["per_byte"]
     return (
         f" For comparison, a quickly trained model of {other['parameters'] / 1e6:.1f} M parameters "
-        f"and {other['layers']} layers has {other['per_byte']:.4f} nats per byte on the same files; "
+        f"and {other['layers']} layers has {other['per_byte']:.4f} nats per byte on these files; "
         f"the target is {less:.0%} below it."
     )
 
