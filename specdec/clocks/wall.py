@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter, sleep, time
 
 from specdec.clocks.interface import CONTROLLER, ClockKind, Work
@@ -44,30 +45,15 @@ class _Stopwatch:
         return (self.now(), False) if self._from is None else (self._from, True)
 
 
-class MeasuredClock:
-    """The wall clock of one process.
+class _WallClock:
+    """What the clocks of one process share: they charge one rank and wait for nobody.
 
     Attributes:
         rank: the rank that this process is.
         timeline: this rank's work, where one was given.
     """
 
-    kind = ClockKind.MEASURED
-
-    def __init__(
-        self,
-        *,
-        meter: Meter | None = None,
-        rank: int = CONTROLLER,
-        timeline: Timeline | None = None,
-    ) -> None:
-        """Starts at 0.
-
-        Args:
-            meter: told of waits, and asked when work began; a new one where omitted.
-            rank: the rank that this process is; charges of others are ignored.
-            timeline: gets this rank's work.
-        """
+    def __init__(self, *, meter: Meter | None, rank: int, timeline: Timeline | None) -> None:
         self.rank = rank
         self.timeline = timeline
         self._meter = Meter() if meter is None else meter
@@ -78,16 +64,6 @@ class MeasuredClock:
         """This rank's work begins now."""
         if rank == self.rank:
             self._watch.start()
-
-    def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Writes down how long the work took; the time itself has passed."""
-        if rank != self.rank or num_tokens <= 0:
-            return
-        (began, _), now = self._watch.take(), self._watch.now()
-        self._watch.ended(now)
-        self._busy_s += now - began
-        if self.timeline is not None:
-            self.timeline.add(rank, kind.value, began, now - began, num_tokens, now - began)
 
     def align(self, rank: int, to: int) -> None:
         """Nothing: ranks wait for messages by themselves."""
@@ -120,7 +96,43 @@ class MeasuredClock:
         )
 
 
-class PacedClock:
+class MeasuredClock(_WallClock):
+    """The wall clock of one process.
+
+    Attributes:
+        rank, timeline: see ``__init__``.
+    """
+
+    kind = ClockKind.MEASURED
+
+    def __init__(
+        self,
+        *,
+        meter: Meter | None = None,
+        rank: int = CONTROLLER,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Starts at 0.
+
+        Args:
+            meter: told of waits, and asked when work began; a new one where omitted.
+            rank: the rank that this process is; charges of others are ignored.
+            timeline: gets this rank's work.
+        """
+        super().__init__(meter=meter, rank=rank, timeline=timeline)
+
+    def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
+        """Writes down how long the work took; the time itself has passed."""
+        if rank != self.rank or num_tokens <= 0:
+            return
+        (began, _), now = self._watch.take(), self._watch.now()
+        self._watch.ended(now)
+        self._busy_s += now - began
+        if self.timeline is not None:
+            self.timeline.add(rank, kind.value, began, now - began, num_tokens, now - began)
+
+
+class PacedClock(_WallClock):
     """The wall clock, with every piece of this rank's work stretched to what a profile says.
 
     Real processes, messages and values; each rank waits out the rest of what its work costs in the
@@ -153,20 +165,17 @@ class PacedClock:
             rank: the rank that this process is; charges of others are ignored.
             timeline: gets this rank's work.
         """
+        super().__init__(meter=meter, rank=rank, timeline=timeline)
         self.profile = profile
         self.scale = scale
-        self.rank = rank
-        self.timeline = timeline
-        self._meter = Meter() if meter is None else meter
-        self._watch = _Stopwatch(self._meter)
         self._late = False  # whether the last piece was an overrun so far
         self._pieces = self._overruns = 0
-        self._busy_s = self._wait_s = 0.0
+        self._wait_s = 0.0
 
     def start(self, rank: int) -> None:
         """This rank's work begins now."""
+        super().start(rank)
         if rank == self.rank:
-            self._watch.start()
             self._late = False
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
@@ -200,35 +209,8 @@ class PacedClock:
             work_s = max(0.0, done - began)
             self.timeline.add(self.rank, kind.value, began, ended - began, num_tokens, work_s)
 
-    def align(self, rank: int, to: int) -> None:
-        """Nothing: ranks wait for messages by themselves."""
-
-    def barrier(self, ranks: Sequence[int]) -> None:
-        """Nothing: ranks wait for messages by themselves."""
-
-    def busy(self, rank: int) -> bool:
-        """False: whoever has messages under way knows better."""
-        return False
-
-    def now(self) -> float:
-        """Seconds since this clock was made."""
-        return self._watch.now()
-
-    def wait_until(self, seconds: float) -> None:
-        """Sleeps, which is a declared wait."""
-        with self._meter.waiting():
-            sleep(max(0.0, seconds - self.now()))
-
     def report(self) -> ClockReport:
         """What this rank has done so far; spans are handed over and forgotten."""
-        timeline = Timeline() if self.timeline is None else self.timeline
-        return ClockReport(
-            rank=self.rank,
-            origin_s=self._watch.origin_s,
-            pieces=self._pieces,
-            overruns=self._overruns,
-            busy_s=self._busy_s,
-            wait_s=self._wait_s,
-            spans=timeline.take(),
-            dropped=timeline.dropped,
+        return replace(
+            super().report(), pieces=self._pieces, overruns=self._overruns, wait_s=self._wait_s
         )

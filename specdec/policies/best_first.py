@@ -13,11 +13,11 @@ from specdec.policies.growing import (
     check_count,
     expand,
     last_position,
+    most_probable,
     ready_requests,
 )
-from specdec.ranking import top_set
 from specdec.tree import TokenTree
-from specdec.types import FloatArray, IntArray, Nodes
+from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
@@ -178,7 +178,7 @@ class BestFirst(Stateless):
         nodes = np.where(closed, -np.inf, scores)
         if len(silent):
             nodes[silent] = -np.inf
-        return _best(tree, nodes, parents, self.w, self._least)
+        return most_probable(tree, nodes, parents, self.w, self._least)
 
     def _best_unsubmitted(self, tree: TokenTree) -> IntArray:
         """int64[<= bs]: slots of the most probable nodes not yet submitted, parents first.
@@ -187,39 +187,7 @@ class BestFirst(Stateless):
         equals the made node, hence the parent, comes first.
         """
         nodes = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
-        return _best(tree, nodes, tree.scores, self.bs, self._least)
-
-
-def _best(
-    tree: TokenTree,
-    node_scores: FloatArray,
-    parent_scores: FloatArray,
-    num: int,
-    least: float = -np.inf,
-) -> IntArray:
-    """The ``num`` best of the nodes and of all candidates; candidates among them become nodes.
-
-    Args:
-        tree: the tree that is chosen from.
-        node_scores: float64[N], what the nodes count for, -inf for those that may not be chosen.
-        parent_scores: float64[N], what their candidates' log-probabilities are added to.
-        num: how many at most; ties fall to nodes before candidates, then in slot order.
-        least: score that a chosen one must have; the root has 0.
-
-    Returns:
-        int64[<= num]: slots, in slot order.
-    """
-    num_nodes = len(tree)
-    candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
-    scores = np.concatenate([node_scores, candidate_scores.ravel()])
-    best = top_set(scores, num)
-    chosen = scores.take(best)
-    best = best[(chosen > -np.inf) & (chosen >= least)]
-    split = int(best.searchsorted(num_nodes))
-    if split == len(best):
-        return best
-    rows, columns = np.divmod(best[split:] - num_nodes, candidate_scores.shape[1])
-    return np.concatenate([best[:split], tree.take(rows, columns)])
+        return most_probable(tree, nodes, tree.scores, self.bs, self._least)
 
 
 def _mass(tree: TokenTree, slots: IntArray) -> float:

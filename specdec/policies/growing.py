@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec.ranking import top_set
 from specdec.tree import TokenTree
-from specdec.types import Commit, IntArray, Nodes, Output
+from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
@@ -150,6 +150,38 @@ def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -
         return NO_SLOTS
     rows, columns = np.divmod(best, logprobs.shape[1])
     return tree.take(parents.take(rows), columns)
+
+
+def most_probable(
+    tree: TokenTree,
+    node_scores: FloatArray,
+    parent_scores: FloatArray,
+    num: int,
+    least: float = -np.inf,
+) -> IntArray:
+    """The ``num`` best of the nodes and of all candidates; candidates among them become nodes.
+
+    Args:
+        tree: the tree that is chosen from.
+        node_scores: float64[N], what the nodes count for, -inf for those that may not be chosen.
+        parent_scores: float64[N], what their candidates' log-probabilities are added to.
+        num: how many at most; ties fall to nodes before candidates, then in slot order.
+        least: score that a chosen one must have; the root has 0.
+
+    Returns:
+        int64[<= num]: slots, in slot order.
+    """
+    num_nodes = len(tree)
+    candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
+    scores = np.concatenate([node_scores, candidate_scores.ravel()])
+    best = top_set(scores, num)
+    chosen = scores.take(best)
+    best = best[(chosen > -np.inf) & (chosen >= least)]
+    split = int(best.searchsorted(num_nodes))
+    if split == len(best):
+        return best
+    rows, columns = np.divmod(best[split:] - num_nodes, candidate_scores.shape[1])
+    return np.concatenate([best[:split], tree.take(rows, columns)])
 
 
 def unsubmitted(requests: Sequence[RequestState]) -> Nodes:

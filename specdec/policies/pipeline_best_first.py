@@ -19,10 +19,11 @@ from specdec.policies.growing import (
     check_count,
     expand,
     last_position,
+    most_probable,
     ready_requests,
 )
-from specdec.tree import TokenTree, top_set
-from specdec.types import IntArray, Nodes
+from specdec.tree import TokenTree
+from specdec.types import BoolArray, IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
@@ -69,7 +70,7 @@ class PipelineBestFirst(Stateless):
         items = []
         for request in ready_requests(state, serial=False):
             tree = request.tree
-            slots = _most_probable(tree, np.flatnonzero(tree.submitted_at < 0), self.width)
+            slots = _chosen(tree, tree.submitted_at < 0, self.width)
             if len(slots):
                 items.append((request.id, tree.ids[slots]))
         return Nodes(tuple(items))
@@ -86,23 +87,10 @@ class PipelineBestFirst(Stateless):
         Those at the last token that the request can emit are left out: nothing may follow them.
         """
         tree, last = request.tree, last_position(request)
-        waiting = np.flatnonzero(~tree.expanded & (tree.positions < last))
-        leaves = _most_probable(tree, waiting, self.width)
+        leaves = _chosen(tree, ~tree.expanded & (tree.positions < last), self.width)
         return leaves[tree.positions.take(leaves) < last]
 
 
-def _most_probable(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
-    """int64[<= num]: the most probable of some nodes and of all candidates, in slot order.
-
-    Candidates among them become nodes. Of equals, nodes come before candidates.
-
-    Args:
-        tree: the tree that is chosen from.
-        slots: int64[W], the nodes, in slot order.
-        num: how many at most.
-    """
-    parents, columns, scores = tree.best_candidates(num)
-    best = top_set(np.concatenate([tree.scores.take(slots), scores]), num)
-    split = int(best.searchsorted(len(slots)))
-    chosen = best[split:] - len(slots)
-    return np.concatenate([slots[best[:split]], tree.take(parents[chosen], columns[chosen])])
+def _chosen(tree: TokenTree, waiting: BoolArray, num: int) -> IntArray:
+    """int64[<= num]: the most probable of the ``waiting`` nodes, bool[N], and of all candidates."""
+    return most_probable(tree, np.where(waiting, tree.scores, -np.inf), tree.scores, num)

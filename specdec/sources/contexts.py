@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from specdec.types import NO_NODE, IntArray
-
 if TYPE_CHECKING:
     from specdec.state import RequestState
 
@@ -24,34 +22,8 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def recent_tokens(request: RequestState, slots: IntArray, length: int) -> IntArray:
-    """The last ``length`` tokens up to and including each node.
-
-    Args:
-        request: whose committed tokens and tree are read.
-        slots: int64[W], tree slots.
-        length: L.
-
-    Returns:
-        int64[W, L], oldest first, ``NO_TOKEN`` before the start of the sequence.
-    """
-    tree, committed = request.tree, request.tokens
-    recent = np.empty((len(slots), length), np.int64)
-    positions = tree.positions[slots]
-    tokens, parents = tree.tokens, tree.parents
-    here = slots
-    for column in range(length - 1, -1, -1):
-        # Above the root the sequence goes on in the committed tokens, the last of which it is.
-        index = np.clip(positions, 0, len(committed) - 1)
-        line = np.where(here == NO_NODE, committed[index], tokens[here])
-        recent[:, column] = np.where(positions >= 0, line, NO_TOKEN)
-        here = np.where(here == NO_NODE, NO_NODE, parents[here])
-        positions = positions - 1
-    return recent
-
-
 def tails(request: RequestState, slots: Sequence[int], length: int) -> list[tuple[int, ...]]:
-    """``recent_tokens`` as tuples, by plain numbers: cheaper for a few nodes.
+    """The last ``length`` tokens up to and including each node, oldest first.
 
     Args:
         request: whose committed tokens and tree are read.

@@ -95,7 +95,7 @@ class MixtureSource:
         self.needs = joined_needs(s.needs for s in sources)
         self.counters = SourceCounters()
         self._sources = list(sources)
-        self._sure = 0.1 if confident is None else float(np.log(confident))  # 0.1: never
+        self._sure = np.inf if confident is None else float(np.log(confident))
         self._weights = np.asarray(weights, float) / sum(weights)
 
     def open(self, request: RequestState) -> None:

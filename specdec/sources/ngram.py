@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.sources.contexts import recent_tokens, tails
+from specdec.sources.contexts import tails
 from specdec.sources.katz import KatzModel
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import (
@@ -65,17 +65,16 @@ class NGramSource:
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The ``k`` most probable continuations of each node, or ``k`` sampled ones."""
-        if self.gives_probs:
-            probs = self.katz.probs(self._contexts(state, nodes))
-            return sampled_candidates(state, nodes, probs, k)
-        known = self._known.setdefault(k, {})
-        if len(known) > _MEMORY:
-            known.clear()
         length = self.katz.order - 1
         contexts: list[tuple[int, ...]] = []
         for request_id, ids in nodes.items:
             request = state.requests[request_id]
             contexts += tails(request, request.tree.slots(ids).tolist(), length)
+        if self.gives_probs:
+            return sampled_candidates(state, nodes, self.katz.probs(self._windows(contexts)), k)
+        known = self._known.setdefault(k, {})
+        if len(known) > _MEMORY:
+            known.clear()
         rows = [known.get(context) for context in contexts]
         if None in rows:
             self._learn(known, [c for c, row in zip(contexts, rows, strict=True) if row is None], k)
@@ -93,17 +92,12 @@ class NGramSource:
 
     def _learn(self, known: _Known, contexts: list[tuple[int, ...]], k: int) -> None:
         """Works out the best continuations of contexts that are not known."""
-        windows = np.array(contexts, np.int64).reshape(len(contexts), self.katz.order - 1)
+        windows = self._windows(contexts)
         tokens, logprobs = self.katz.top(windows, min(k, self.katz.vocab_size))
         counts = (logprobs > -np.inf).sum(axis=1)  # a context after which all V tokens were seen
         for i, context in enumerate(contexts):
             known[context] = (tokens[i], logprobs[i], int(counts[i]))
 
-    def _contexts(self, state: DecodeState, nodes: Nodes) -> IntArray:
+    def _windows(self, contexts: list[tuple[int, ...]]) -> IntArray:
         """int64[W, L]."""
-        length = self.katz.order - 1
-        parts = []
-        for request_id, ids in nodes.items:
-            request = state.requests[request_id]
-            parts.append(recent_tokens(request, request.tree.slots(ids), length))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.array(contexts, np.int64).reshape(len(contexts), self.katz.order - 1)

@@ -32,9 +32,7 @@ def greedy_parity(subject: Subject) -> Check:
         cases = parity_cases(
             {"greedy": GREEDY}, per_sampling=4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
         )
-        with subject.composed(kind) as parts:
-            found = decode_cases(parts, cases, batch_size=subject.batch_size)
-        count.compare(subject, kind, cases, found)
+        count.decode(subject, kind, cases)
     return count.check("greedy_parity", subject)
 
 
@@ -50,9 +48,7 @@ def sampled_parity(subject: Subject) -> Check:
         cases = parity_cases(
             samplings, per_sampling=3, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
         )
-        with subject.composed(kind) as parts:
-            found = decode_cases(parts, cases, batch_size=subject.batch_size)
-        count.compare(subject, kind, cases, found)
+        count.decode(subject, kind, cases)
     return count.check("sampled_parity", subject)
 
 
@@ -62,12 +58,7 @@ def stop_rules(subject: Subject) -> Check:
         return Check("stop_rules", None, "a lossy output has no reference to end like")
     count = _Counted()
     for kind in ("perfect", "mixed"):
-        cases = _ending_cases(subject, kind)
-        with subject.composed(kind) as parts:
-            found = decode_cases(
-                parts, cases, batch_size=subject.batch_size, prefill_chunk=_SMALL_CHUNK
-            )
-        count.compare(subject, kind, cases, found)
+        count.decode(subject, kind, _ending_cases(subject, kind), prefill_chunk=_SMALL_CHUNK)
     return count.check("stop_rules", subject)
 
 
@@ -130,10 +121,14 @@ class _Counted:
         self.compared = self.tokens = self.accepted = self.misses = 0
         self.positions: list[int] = []
 
-    def compare(
-        self, subject: Subject, kind: str, cases: Sequence[Case], found: dict[int, Decoded]
+    def decode(
+        self, subject: Subject, kind: str, cases: Sequence[Case], prefill_chunk: int = 512
     ) -> None:
-        """Holds decoded cases against plain decoding."""
+        """Decodes cases with a pair of that kind and holds them against plain decoding."""
+        with subject.composed(kind) as parts:
+            found = decode_cases(
+                parts, cases, batch_size=subject.batch_size, prefill_chunk=prefill_chunk
+            )
         for case in cases:
             expected = subject.expected(kind, case)
             got = found.get(case.id)

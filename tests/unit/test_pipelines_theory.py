@@ -51,7 +51,7 @@ def test_crossing_is_found_between_samples() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_simulator_agrees_with_counts_and_profile(row, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Issue 5's 5 % for every row; the row is then read back instead of run again."""
+    """Within 5 % for every row; the row is then read back instead of run again."""
     bench = Bench(common=("model=synthetic", "data.limit=3", "max_new_tokens=48"), out=tmp_path)
     found = bench.run(row)
     assert found["tbt_ms_mean"] == pytest.approx(found["implied_tbt_ms"], rel=0.05)

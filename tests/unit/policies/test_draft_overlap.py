@@ -32,10 +32,12 @@ PROFILE = LatencyProfile(
 )
 
 
-def simulated(overlap: str, guesses: int = 4, **law: Any) -> tuple[list[int], list[float]]:
+def simulated(
+    overlap: str, guesses: int = 4, profile: LatencyProfile = PROFILE, **law: Any
+) -> tuple[list[int], list[float]]:
     """(tokens, ms between emissions of different answers) of a synthetic pair on the clock."""
     pair = build_pair({"kind": "synthetic", **law})
-    bench = Workbench(pair, clock=SimulatedClock(PROFILE))
+    bench = Workbench(pair, clock=SimulatedClock(profile))
     parts = bench.parts(
         source=SyntheticSource(pair=pair.synthetic()),
         policy=Static(branching=BRANCHING, draft_overlap=overlap, guesses=guesses),
@@ -69,22 +71,7 @@ def test_drafting_longer_than_verification_is_hidden_in_part() -> None:
     slow = LatencyProfile(
         name="slow", costs={**PROFILE.costs, "draft": CostCurve(tokens=(1,), ms=(20.0,))}
     )
-    pair = build_pair({"kind": "synthetic"})
-    parts = Workbench(pair, clock=SimulatedClock(slow)).parts(
-        source=SyntheticSource(pair=pair.synthetic()),
-        policy=Static(branching=BRANCHING, draft_overlap="full"),
-        verifier=MatchVerifier(),
-        stages=STAGES,
-    )
-    request = RequestState(
-        request_id=3,
-        prompt=np.arange(1, 9),
-        stop=StopRules(max_new_tokens=40),
-        sampling=SamplingParams(),
-    )
-    for _ in parts.decode(parts.new_state(), [request]):
-        pass
-    gaps = np.diff(np.unique(request.emitted_s))[:-1] * 1e3
+    gaps = simulated("full", profile=slow)[1][:-1]
     # Tree i + 1 enters when both its 60 ms of drafting, begun with tree i, and tree i are over.
     assert gaps == pytest.approx([60.0] * len(gaps))
 
