@@ -10,7 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from specdec.data import data_provenance, fit_prompt, load_prompts
+from specdec.data import (
+    Request,
+    data_provenance,
+    fit_prompt,
+    load_requested,
+    prompt_tokens,
+)
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
 from specdec.pairs import ModelPair, ReplayModels, build_pair
@@ -209,13 +215,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     tokenizer = pair.tokenizer
     if tokenizer is None:
         return pair, _made_up_prompts(pair, data["limit"], int(cfg["seed"])), 0
-    found = load_prompts(
-        name=data["name"],
-        limit=data["limit"],
-        path=data["path"],
-        field=data["field"],
-        tokenizer=tokenizer,
-    )
+    found = load_requested(Request.of(data), tokenizer=tokenizer)
     positions = pair.max_positions
     room = None if positions is None else positions - int(cfg["max_new_tokens"])
     if room is not None and room < 1:
@@ -227,7 +227,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     bounds = [b for b in (room, limit) if b is not None]
     prompts, cut = [], 0
     for prompt in found:
-        tokens = np.asarray(tokenizer(prompt.text)["input_ids"], np.int64)
+        tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"))
         if bounds:
             tokens, num_cut = fit_prompt(
                 tokens,
@@ -364,6 +364,10 @@ def _write_trace(runner: PartsRunner, pair: ModelPair, output_dir: Path) -> None
 
 
 def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:
-    data = {} if cfg["model"]["kind"] != "pretrained" else data_provenance(cfg["data"]["name"])
+    chosen = {k: cfg["data"].get(k) for k in ("sets", "subset")}
+    data = {}
+    if cfg["model"]["kind"] == "pretrained":
+        origin = cfg["data"].get("origin", "local")
+        data = data_provenance(cfg["data"]["name"], origin=origin, **chosen)
     found = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
     write_json(output_dir / "provenance.json", found)

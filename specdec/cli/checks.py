@@ -184,9 +184,10 @@ def check_data(data: Mapping[str, Any]) -> None:
     Raises:
         UserError: naming the file and where to put it.
     """
+    from specdec.data import Request
     from specdec.data import check_data as check
 
-    check(data["name"], path=data["path"], field=data["field"])
+    check(Request.of(data))
 
 
 def uses_draft_model(config: Mapping[str, Any]) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.data import fit_prompt, load_prompts
+from specdec.data import Request, fit_prompt, load_requested
 from specdec.errors import UserError
 
 _KNOWN_TO_FIT = ("stdlib",)  # made from source files to a bounded length, which takes a second
@@ -15,23 +16,23 @@ _KNOWN_TO_FIT = ("stdlib",)  # made from source files to a bounded length, which
 def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: int) -> None:
     """Tokenises the prompts and refuses what the run would refuse minutes later.
 
-    Nothing is checked for a model without ``tokenizer.json``; the run checks again in any case.
+    Nothing is checked for a model without ``tokenizer.json``, for one whose chat template is used
+    (applying it needs transformers), or for prompts from the hub; the run checks again in any case.
 
     Raises:
         UserError: an empty prompt, or one too long where ``data.truncation`` is error.
     """
     data, file = config["data"], model_folder / "tokenizer.json"
-    if data["name"] in _KNOWN_TO_FIT or not file.is_file():
+    if data["name"] in _KNOWN_TO_FIT or data["origin"] == "hub" or not file.is_file():
+        return
+    if data["chat"] == "always" or (data["chat"] == "auto" and _has_chat_template(model_folder)):
         return
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
-    prompts = load_prompts(
-        name=data["name"], limit=data["limit"], path=data["path"], field=data["field"]
-    )
     room = max_positions - int(config["max_new_tokens"])
-    bound = data.get("max_prompt_tokens")
-    for prompt in prompts:
+    bound = data["max_prompt_tokens"]
+    for prompt in load_requested(Request.of(data)):
         tokens = tokenizer.encode(prompt.text).ids
         if not tokens:
             raise UserError(
@@ -40,6 +41,15 @@ def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: 
         fit_prompt(
             tokens,
             max_len=room if bound is None else min(room, bound),
-            truncation=data.get("truncation", "left"),
+            truncation=data["truncation"],
             label=f"prompt {prompt.id} of data={data['name']}",
         )
+
+
+def _has_chat_template(model_folder: Path) -> bool:
+    if (model_folder / "chat_template.jinja").is_file():
+        return True
+    file = model_folder / "tokenizer_config.json"
+    if not file.is_file():
+        return False
+    return bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))

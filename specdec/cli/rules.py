@@ -60,6 +60,10 @@ def _is_stop_list(value: object) -> bool:
     )
 
 
+def _is_names(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+
+
 def _is_groups(value: object) -> bool:
     return value is None or (
         isinstance(value, list)
@@ -133,6 +137,13 @@ SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
         "limit": whole(1, optional=True),
         "path": text(optional=True),
         "field": text(optional=True),
+        "template": text(optional=True),
+        "subset": text(optional=True),
+        "sets": Rule("null or a list of data sets", _is_names),
+        "origin": one_of("local", "hub"),
+        "sample_seed": whole(0, optional=True),
+        "chat": one_of("auto", "never", "always"),
+        "max_prompt_tokens": whole(1, optional=True),
         "truncation": one_of("error", "left"),
     },
     ("clock", "measured"): {},

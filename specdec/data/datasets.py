@@ -1,69 +1,21 @@
-"""The data sets: where each one's file lies, which field is the text, and its fixed template."""
+"""Every value of ``data=``: what it is, its fixed templates, and what provenance keeps of it."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
+from specdec.data.files import data_folder, find_file, sha256_of
+from specdec.data.sets import MIXED, SETS, Place
 from specdec.errors import UserError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSet:
-    """A data set in one JSON-lines file of the data folder.
-
-    Attributes:
-        files: places it may lie, each with or without .gz, first found first taken.
-        field: the record's text, dots going deeper.
-        template: the prompt; ``{text}`` stands for the text.
-        about: one line.
-    """
-
-    files: tuple[str, ...]
-    field: str
-    template: str
-    about: str
-
-    @property
-    def places(self) -> str:
-        """The files, as an error message names them."""
-        return " or ".join(f"{name}[.gz]" for name in self.files)
-
-
-FILE_SETS = {
-    "humaneval": FileSet(
-        files=("humaneval/HumanEval.jsonl", "HumanEval.jsonl"),
-        field="prompt",
-        template="{text}",
-        about="164 Python functions to complete, prompt field (Chen et al. 2021)",
-    ),
-    "gsm8k": FileSet(
-        files=("gsm8k/test.jsonl", "gsm8k_test.jsonl"),
-        field="question",
-        template="Question: {text}\nAnswer:",
-        about="1,319 grade-school mathematics questions, test split (Cobbe et al. 2021)",
-    ),
-    "xsum": FileSet(
-        files=("xsum/test.jsonl", "xsum_test.jsonl"),
-        field="document",
-        template="Article: {text}\n\nSummary of the article in one sentence:",
-        about="1,000 news articles to summarise (Narayan et al. 2018)",
-    ),
-    "mt_bench": FileSet(
-        files=("mt_bench/question.jsonl", "eagle/mt_bench/question.jsonl", "mt_bench.jsonl"),
-        field="turns.0",
-        template="USER: {text}\nASSISTANT:",
-        about="80 open questions, first turn (Zheng et al. 2023)",
-    ),
-}
-"""Sets whose files come from the data folder."""
 
 ABOUT = {
     "stdlib": "function heads from held-out modules of the running Python's standard library",
-    **{name: entry.about for name, entry in FILE_SETS.items()},
-    "mixed": "round robin over stdlib and the sets above that the data folder holds",
+    **{name: entry.about for name, entry in SETS.items()},
+    "mixed": "several sets by turns: data.sets=[NAME,...], or those that the data folder holds",
     "jsonl": "data.path=FILE (JSON lines, gzip or not), data.field=NAME of the prompt's text",
     "text": "data.path=FILE split at blank lines, each paragraph a prompt",
 }
@@ -71,8 +23,14 @@ ABOUT = {
 DATASETS: tuple[str, ...] = tuple(ABOUT)
 """Every value of ``data=``."""
 
+OWN = ("jsonl", "text")
+"""Sets made of a file of the user's own."""
+
 DEFAULT_FIELD = "prompt"
 """``data.field`` of ``data=jsonl`` where none is given."""
+
+STDLIB_MESSAGE = "Complete this Python function. Answer with the code alone.\n\n{text}"
+"""What a chat model is asked about a function head."""
 
 
 def describe(name: str) -> str:
@@ -97,24 +55,99 @@ def require_known(name: str) -> None:
         raise UserError(f"data={name!r} is unknown: {hint}choose one of {', '.join(DATASETS)}")
 
 
-def template_of(name: str) -> str:
-    """The fixed template of a data set; ``{text}`` alone where the text is used as it is."""
+def place_of(
+    name: str, *, subset: str | None = None, data_dir: str | Path | None = None
+) -> tuple[Place, Path]:
+    """Where a set's records lie on this machine.
+
+    Args:
+        name: a key of ``SETS``.
+        subset: the subset that is wanted, where the set has any.
+        data_dir: folder of data sets; None for the one that SPECDEC_DATA names.
+
+    Raises:
+        UserError: there is no folder, or it lacks the set: the message says where to put it.
+    """
+    entry = SETS[name]
+    # A set whose subsets are files of their own is looked for with the subset that is wanted.
+    places = [(place, place.file.replace("{subset}", subset or "")) for place in entry.places]
+    shown = entry.shown.replace("{subset}", subset or "")
+    folder = data_folder(data_dir, name=name, places=shown)
+    for place, file in places:
+        found = find_file(folder, (file,))
+        if found is not None:
+            return place, found
+    hub = ", or fetch it with data.origin=hub" if entry.hub is not None else ""
+    raise UserError(
+        f"data={name}: {str(folder)!r} holds no {shown}; put the file there, or set"
+        f" SPECDEC_DATA to the folder that has it{hub} (data=stdlib needs no files)"
+    )
+
+
+def holds(name: str, data_dir: str | Path | None) -> bool:
+    """Whether the data folder has a set (its first subset, where subsets are files)."""
+    try:
+        place_of(name, subset=first_subset(name), data_dir=data_dir)
+    except UserError:
+        return False
+    return True
+
+
+def first_subset(name: str) -> str | None:
+    """The subset taken where none is asked for: only sets with a file per subset have one."""
+    entry = SETS[name]
+    by_file = any("{subset}" in place.file for place in entry.places)
+    return entry.subsets[0] if by_file and entry.subsets else None
+
+
+def templates_of(name: str) -> dict[str, dict[str, str]]:
+    """The fixed words of a data set, per place: what base models and chat models are given."""
     require_known(name)
-    return FILE_SETS[name].template if name in FILE_SETS else "{text}"
+    if name == "stdlib":
+        return {"": {"template": "{text}", "message": STDLIB_MESSAGE}}
+    if name not in SETS:
+        return {"": {"template": "{text}", "message": "{text}"}}
+    entry = SETS[name]
+    found = {p.file: {"template": p.template, "message": p.message} for p in entry.places}
+    if entry.hub is not None:
+        found["hub"] = {"template": entry.hub.template, "message": entry.hub.message}
+    return found
 
 
-def data_provenance(name: str) -> dict[str, object]:
-    """What must be known to build the same prompts again: templates, their hash, Python's version.
+def data_provenance(
+    name: str,
+    *,
+    sets: Sequence[str] | None = None,
+    subset: str | None = None,
+    origin: str = "local",
+    data_dir: str | Path | None = None,
+) -> dict[str, object]:
+    """What must be known to build the same prompts again.
+
+    Args:
+        name: the data set.
+        sets: of ``mixed``.
+        subset: the subset, where one was asked for.
+        origin: local, or hub (then no files are named).
+        data_dir: folder of data sets; None for the one that SPECDEC_DATA names.
 
     Returns:
-        ``data``, ``templates`` (name -> text), ``templates_sha256``, and for sets with standard
-        library prompts ``python`` (another version has other prompts).
+        ``data``, ``templates`` (set -> place -> words), ``templates_sha256``, ``files`` (set ->
+        file and its SHA-256, for those that the folder holds), and for sets with standard library
+        prompts ``python`` (another version has other prompts).
     """
     require_known(name)
-    names = ["stdlib", *FILE_SETS] if name == "mixed" else [name]
-    templates = {each: template_of(each) for each in names}
+    names = [name] if name != "mixed" else list(sets or ("stdlib", *MIXED))
+    templates = {each: templates_of(each) for each in names}
     digest = hashlib.sha256(repr(sorted(templates.items())).encode()).hexdigest()
     found: dict[str, object] = {"data": name, "templates": templates, "templates_sha256": digest}
+    files = {}
+    for each in names:
+        if each in SETS and origin == "local" and holds(each, data_dir):
+            chosen = subset or first_subset(each)
+            place, path = place_of(each, subset=chosen, data_dir=data_dir)
+            files[each] = {"file": place.file, "sha256": sha256_of(path)}
+    found["files"] = files
     if "stdlib" in names:
         found["python"] = ".".join(map(str, sys.version_info[:3]))
     return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -13,6 +15,8 @@ from specdec.errors import UserError
 
 DATA_VARIABLE = "SPECDEC_DATA"
 """Environment variable that names the folder of data sets."""
+
+_FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 
 
 def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
@@ -42,8 +46,17 @@ def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
 
 
 def find_file(folder: Path, candidates: tuple[str, ...]) -> Path | None:
-    """The first of ``candidates`` (relative, each also with .gz) that is a file, or None."""
+    """The first of ``candidates`` that is there, or None.
+
+    Args:
+        folder: what they are relative to.
+        candidates: files, each looked for with .gz too, or folders, which end in "/".
+    """
     for candidate in candidates:
+        if candidate.endswith("/"):
+            if (folder / candidate).is_dir():
+                return folder / candidate
+            continue
         for path in (folder / candidate, folder / (candidate + ".gz")):
             if path.is_file():
                 return path
@@ -72,6 +85,18 @@ def read_text(path: Path) -> str:
         raise UserError(
             f"{str(path)!r} cannot be read ({error}); it must be UTF-8 text, gzip or plain"
         ) from error
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        UserError: it cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{str(path)!r} is not JSON ({error})") from error
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -106,8 +131,14 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
     return record
 
 
-def text_field(record: dict[str, Any], field: str, *, path: Path, number: int) -> str:
+def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:
     """A record's text; ``field`` may go deeper with dots and list indices ("turns.0").
+
+    Args:
+        record: what was read.
+        field: dotted key.
+        where: the record's place, for messages ("p.jsonl line 3").
+        hint: what to do about a missing field ("choose one with data.field").
 
     Raises:
         UserError: the field is missing, not text, or blank.
@@ -120,17 +151,35 @@ def text_field(record: dict[str, Any], field: str, *, path: Path, number: int) -
             value = value[int(key)]
         else:
             raise UserError(
-                f"{str(path)!r} line {number} has no field {field!r}; its fields are"
-                f" {', '.join(sorted(map(str, record)))} (choose one with data.field)"
+                f"{where} has no field {field!r}; its fields are"
+                f" {', '.join(sorted(map(str, record)))} ({hint})"
             )
     if not isinstance(value, str):
         raise UserError(
-            f"field {field!r} of {str(path)!r} line {number} is a {type(value).__name__}, not"
-            " text; choose a text field with data.field (lists by index: turns.0)"
+            f"field {field!r} of {where} is a {type(value).__name__}, not text;"
+            f" {hint} (lists by index: turns.0)"
         )
     if not value.strip():
         raise UserError(
-            f"field {field!r} of {str(path)!r} line {number} is an empty prompt; remove the line"
-            " or fill it"
+            f"field {field!r} of {where} is an empty prompt; remove the record or fill it"
         )
     return value
+
+
+def fill(template: str, record: dict[str, Any], *, where: str, hint: str) -> str:
+    """A template with every ``{field}`` replaced by that field of the record.
+
+    Text that is put in is not looked at again, whatever braces it has.
+
+    Raises:
+        UserError: see ``text_field``.
+    """
+    return _FIELD.sub(lambda m: text_field(record, m[1], where=where, hint=hint), template)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file; of a folder's files in the order of their names."""
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

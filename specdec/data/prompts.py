@@ -1,25 +1,27 @@
-"""Prompts: loading them, checking quickly that they can be loaded, fitting them into a context."""
+"""Prompts: loading them, and checking quickly that they can be loaded."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from specdec.data.datasets import DEFAULT_FIELD, FILE_SETS, require_known
-from specdec.data.files import (
-    DATA_VARIABLE,
-    data_folder,
-    find_file,
-    read_records,
-    read_text,
-    text_field,
+from specdec.data.checking import check_request
+from specdec.data.datasets import (
+    DEFAULT_FIELD,
+    OWN,
+    STDLIB_MESSAGE,
+    first_subset,
+    holds,
+    place_of,
 )
+from specdec.data.files import fill, read_text, text_field
+from specdec.data.hub import hub_records
+from specdec.data.readers import Record, json_lines
+from specdec.data.sets import MIXED, SETS, Hub, Place
 from specdec.data.stdlib import function_heads
 from specdec.errors import UserError
 
@@ -31,17 +33,19 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: its index in the data set, whatever limit or order is asked for; keys its randomness.
-            In ``mixed``: 1,000,000 times the set's number plus the index in that set.
-        text: the text, template applied.
+        id: its index in the data set, whatever limit, order or subset is asked for; keys its
+            randomness. In ``mixed``: 1,000,000 times the set's number plus the index in that set.
+        text: what a base model is given: the text with the set's template around it.
         name: short and unique in the data set ("humaneval/17").
         source: where it comes from ("json/decoder.py:JSONDecoder.decode", "line 3").
+        message: what a model with a chat template is asked.
     """
 
     id: int
     text: str
     name: str
     source: str
+    message: str = ""
 
 
 class Tokenizer(Protocol):
@@ -52,15 +56,57 @@ class Tokenizer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Which prompts are wanted: the keys of ``data=`` that choose them.
+
+    Attributes:
+        name: one of ``DATASETS``.
+        limit: at most so many; None for all.
+        path: the file of ``jsonl`` and ``text``.
+        field: the text's field of ``jsonl`` (default "prompt"; dots go deeper).
+        template: words of ``jsonl`` and ``text`` around each text; ``{field}`` is a record's field,
+            ``{text}`` a paragraph.
+        subset: one part of a set that has several (a subject, a language, a task, a book).
+        sets: the sets of ``mixed``, by turns; None for those that the data folder holds.
+        origin: "local", or "hub" for the copy on the Hugging Face hub.
+        sample_seed: None for the data set's own order; a number shuffles it first (in ``mixed``
+            each set by itself), so that a limit takes a sample. Ids do not change. Not the seed
+            of decoding, which must not choose the prompts.
+        data_dir: folder of data sets; None for the one that SPECDEC_DATA names.
+    """
+
+    name: str
+    limit: int | None = None
+    path: str | Path | None = None
+    field: str | None = None
+    template: str | None = None
+    subset: str | None = None
+    sets: Sequence[str] | None = None
+    origin: str = "local"
+    sample_seed: int | None = None
+    data_dir: str | Path | None = None
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Request:
+        """The request that a configuration's ``data`` section describes."""
+        keys = ("limit", "path", "field", "template", "subset", "sets", "origin", "sample_seed")
+        return Request(name=data["name"], **{key: data[key] for key in keys if key in data})
+
+
 def load_prompts(
     *,
     name: str,
     limit: int | None = None,
     path: str | Path | None = None,
     field: str | None = None,
+    template: str | None = None,
+    subset: str | None = None,
+    sets: Sequence[str] | None = None,
+    origin: str = "local",
+    sample_seed: int | None = None,
     data_dir: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
-    seed: int | None = None,
 ) -> list[Prompt]:
     """Loads the prompts of a data set.
 
@@ -69,27 +115,35 @@ def load_prompts(
     indentation follows.
 
     Args:
-        name: one of ``DATASETS``.
-        limit: at most so many; None for all.
-        path: the file of ``jsonl`` and ``text``.
-        field: the text's field of ``jsonl`` (default "prompt"; dots go deeper).
-        data_dir: folder of data sets; None for the one that SPECDEC_DATA names.
+        name, limit, path, field, template, subset, sets, origin, sample_seed, data_dir: see
+            ``Request``.
         tokenizer: where given, prompts without a token are refused.
-        seed: None for the data set's own order; a number shuffles it first, so that a limit
-            takes a sample. Ids do not change. Not the seed of decoding, which must not choose
-            the prompts.
 
     Raises:
         UserError: unknown set, missing file or folder, unreadable record, empty prompt.
     """
-    _check_options(name, limit=limit, path=path, field=field)
-    prompts = list(_prompts(name, path=path, field=field, data_dir=data_dir))
+    request = Request(
+        name=name,
+        limit=limit,
+        path=path,
+        field=field,
+        template=template,
+        subset=subset,
+        sets=sets,
+        origin=origin,
+        sample_seed=sample_seed,
+        data_dir=data_dir,
+    )
+    return load_requested(request, tokenizer=tokenizer)
+
+
+def load_requested(request: Request, *, tokenizer: Tokenizer | None = None) -> list[Prompt]:
+    """``load_prompts`` for a request."""
+    check_request(request)
+    prompts = list(islice(_prompts(request), request.limit))
     if not prompts:
-        raise UserError(f"data={name} has no prompts{f' in {str(path)!r}' if path else ''}")
-    if seed is not None:
-        random.Random(seed).shuffle(prompts)  # noqa: S311 - order of data, not of decoding
-    prompts = prompts[:limit]
-    if name not in ("jsonl", "text"):
+        raise _no_prompts(request)
+    if request.name not in OWN:
         prompts = [replace(p, text=p.text.rstrip("\n")) for p in prompts]
     if tokenizer is not None:
         for prompt in prompts:
@@ -98,126 +152,93 @@ def load_prompts(
     return prompts
 
 
-def check_data(
-    name: str,
-    path: str | Path | None = None,
-    field: str | None = None,
-    *,
-    data_dir: str | Path | None = None,
-) -> None:
-    """Checks within milliseconds that ``load_prompts`` will find its file and text.
+def check_data(request: Request) -> None:
+    """Checks within milliseconds that ``load_requested`` will find its file and text.
 
-    Reads the first record only; a later bad line is reported by ``load_prompts``.
+    Reads the first record only; a later bad line is reported by ``load_requested``.
 
     Raises:
-        UserError: as ``load_prompts``.
+        UserError: as ``load_requested``.
     """
-    _check_options(name, limit=None, path=path, field=field)
-    if name in ("stdlib", "mixed"):
-        if name == "mixed" and data_dir is not None:
-            data_folder(data_dir, name=name, places="any of " + ", ".join(FILE_SETS))
+    check_request(request)
+    if request.origin == "hub":
         return
-    if next(_prompts(name, path=path, field=field, data_dir=data_dir), None) is None:
-        raise UserError(f"data={name} has no prompts{f' in {str(path)!r}' if path else ''}")
+    for name in request.sets or [request.name]:
+        if name not in ("stdlib", "mixed"):
+            one = replace(request, name=name, sets=None, sample_seed=None)
+            if next(_prompts(one), None) is None:
+                raise _no_prompts(one)
 
 
-def fit_prompt(
-    tokens: npt.ArrayLike, *, max_len: int, truncation: str = "left", label: str = "prompt"
-) -> tuple[npt.NDArray[np.int64], int]:
-    """Makes a tokenised prompt fit.
-
-    Args:
-        tokens: int[T].
-        max_len: most tokens allowed: the model's positions minus ``max_new_tokens``.
-        truncation: "left" drops the oldest tokens, "error" refuses.
-        label: the prompt's name, for the message.
-
-    Returns:
-        int64[min(T, max_len)] and the number of tokens dropped.
-
-    Raises:
-        UserError: the prompt is too long under "error", has no tokens, or nothing would be left.
-        ValueError: unknown ``truncation``.
-    """
-    if truncation not in ("left", "error"):
-        raise ValueError(f"truncation={truncation!r} is unknown: use 'left' or 'error'")
-    row = np.asarray(tokens, np.int64)
-    if row.ndim != 1 or not len(row):
-        raise UserError(f"{label} has no tokens; give at least one (such as the BOS token)")
-    if max_len < 1:
-        raise UserError(
-            f"max_new_tokens leaves no room for {label}: {max_len} positions remain of the model's"
-            " context; lower max_new_tokens"
-        )
-    cut = max(0, len(row) - max_len)
-    if cut and truncation == "error":
-        raise UserError(
-            f"{label} has {len(row)} tokens but only {max_len} fit beside max_new_tokens; shorten"
-            " it, lower max_new_tokens, or use data.truncation=left to drop its oldest tokens"
-        )
-    return row[cut:].copy(), cut
+def _no_prompts(request: Request) -> UserError:
+    where = f" in {str(request.path)!r}" if request.path else ""
+    return UserError(f"data={request.name} has no prompts{where}")
 
 
-def _check_options(
-    name: str, *, limit: int | None, path: str | Path | None, field: str | None
-) -> None:
-    require_known(name)
-    if limit is not None and limit < 1:
-        raise UserError(f"data.limit={limit} must be at least 1 (leave it out for all prompts)")
-    if name in ("jsonl", "text"):
-        if not path:
-            raise UserError(f"data={name} needs data.path=FILE, the file to read prompts from")
-        if not Path(path).expanduser().is_file():
-            raise UserError(f"data.path={str(path)!r} is not a file; name an existing one")
-    elif path:
-        raise UserError(
-            f"data.path={str(path)!r} is not used by data={name}; use data=jsonl or data=text for"
-            " a file of your own"
-        )
-    if field is not None and name != "jsonl":
-        raise UserError(f"data.field={field!r} is not used by data={name}, only by data=jsonl")
+def _prompts(request: Request) -> Iterator[Prompt]:
+    """The prompts in the order that is asked for, without the limit."""
+    if request.name == "mixed":
+        return _mixed(request)
+    found = _in_order(request)
+    if request.sample_seed is None:
+        return found
+    shuffled = list(found)
+    random.Random(request.sample_seed).shuffle(shuffled)  # noqa: S311 - order of data, not decoding
+    return iter(shuffled)
 
 
-def _prompts(
-    name: str,
-    *,
-    path: str | Path | None = None,
-    field: str | None = None,
-    data_dir: str | Path | None = None,
-) -> Iterator[Prompt]:
+def _in_order(request: Request) -> Iterator[Prompt]:
+    name = request.name
     if name == "stdlib":
         return _from_stdlib()
-    if name == "mixed":
-        return _mixed(data_dir)
     if name == "jsonl":
-        assert path is not None
-        return _from_records(name, Path(path).expanduser(), field or DEFAULT_FIELD, "{text}")
+        return _from_own_records(request)
     if name == "text":
-        assert path is not None
-        return _from_paragraphs(Path(path).expanduser())
-    entry = FILE_SETS[name]
-    folder = data_folder(data_dir, name=name, places=entry.places)
-    found = find_file(folder, entry.files)
-    if found is None:
-        raise UserError(
-            f"data={name}: {str(folder)!r} holds no {entry.places}; put the file there or set"
-            f" {DATA_VARIABLE} to the folder that has it (data=stdlib needs no files)"
-        )
-    return _from_records(name, found, entry.field, entry.template)
+        return _from_paragraphs(request)
+    subset = request.subset or first_subset(name)
+    if request.origin == "hub":
+        hub = SETS[name].hub
+        assert hub is not None, "check_request refuses sets without one"
+        return _worded(name, hub_records(name, hub), hub, subset)
+    place, path = place_of(name, subset=subset, data_dir=request.data_dir)
+    return _worded(name, place.read(path, subset), place, subset)
 
 
-def _from_records(name: str, path: Path, field: str, template: str) -> Iterator[Prompt]:
-    for index, (number, record) in enumerate(read_records(path)):
-        text = text_field(record, field, path=path, number=number)
+def _worded(
+    name: str, records: Iterator[Record], words: Place | Hub, subset: str | None
+) -> Iterator[Prompt]:
+    """Prompts of a benchmark's records."""
+    template, message = (
+        w.replace("{subset}", subset or "") for w in (words.template, words.message)
+    )
+    hint = f"is this the file of data={name}?"
+    for record in records:
         yield Prompt(
-            id=index,
-            text=template.replace("{text}", text),
-            name=f"{name}/{index}",
-            source=f"{path.name} line {number}",
+            id=record.index,
+            text=fill(template, record.fields, where=record.where, hint=hint),
+            name=f"{name}/{record.index}",
+            source=record.where,
+            message=fill(message, record.fields, where=record.where, hint=hint),
         )
 
 
-def _from_paragraphs(path: Path) -> Iterator[Prompt]:
+def _from_own_records(request: Request) -> Iterator[Prompt]:
+    assert request.path is not None, "check_request refuses it"
+    path = Path(request.path).expanduser()
+    hint = "choose one with data.field"
+    for record in json_lines(path, None):
+        where = f"{str(path)!r} {record.where.removeprefix(path.name + ' ')}"
+        if request.template is not None:
+            text = fill(request.template, record.fields, where=where, hint="see data.template")
+        else:
+            field = request.field or DEFAULT_FIELD
+            text = text_field(record.fields, field, where=where, hint=hint)
+        yield Prompt(record.index, text, f"jsonl/{record.index}", record.where, text)
+
+
+def _from_paragraphs(request: Request) -> Iterator[Prompt]:
+    assert request.path is not None, "check_request refuses it"
+    path, template = Path(request.path).expanduser(), request.template or "{text}"
     paragraphs, start = [], 0
     lines = read_text(path).splitlines()
     for number, line in enumerate([*lines, ""], start=1):
@@ -226,34 +247,34 @@ def _from_paragraphs(path: Path) -> Iterator[Prompt]:
         elif start:
             paragraphs.append((start, "\n".join(lines[start - 1 : number - 1])))
             start = 0
-    for index, (line_number, text) in enumerate(paragraphs):
+    for index, (line_number, paragraph) in enumerate(paragraphs):
         source = f"{path.name} line {line_number}"
-        yield Prompt(id=index, text=text, name=f"text/{index}", source=source)
+        text = fill(template, {"text": paragraph}, where=source, hint="see data.template")
+        yield Prompt(index, text, f"text/{index}", source, text)
 
 
 def _from_stdlib() -> Iterator[Prompt]:
     for index, head in enumerate(function_heads()):
-        yield Prompt(id=index, text=head.text, name=f"stdlib/{index}", source=head.place)
+        message = STDLIB_MESSAGE.replace("{text}", head.text)
+        yield Prompt(index, head.text, f"stdlib/{index}", head.place, message)
 
 
-def _mixed(data_dir: str | Path | None) -> Iterator[Prompt]:
-    sets = [_from_stdlib()]
-    numbers = [0]
-    for number, (name, entry) in enumerate(FILE_SETS.items(), start=1):
-        try:
-            folder = data_folder(data_dir, name=name, places=entry.places)
-        except UserError:
-            if data_dir is not None:  # a folder that was asked for must exist
-                raise
-            break
-        if find_file(folder, entry.files) is not None:
-            sets.append(_prompts(name, data_dir=data_dir))
-            numbers.append(number)
-    while sets:
-        for each, number in list(zip(sets, numbers, strict=True)):
-            prompt = next(each, None)
-            if prompt is None:
-                sets.remove(each)
-                numbers.remove(number)
-            else:
-                yield replace(prompt, id=number * _ID_BLOCK + prompt.id)
+def _mixed(request: Request) -> Iterator[Prompt]:
+    if request.sets:
+        names = list(request.sets)
+    else:
+        names = ["stdlib", *(name for name in MIXED if holds(name, request.data_dir))]
+    numbers = {"stdlib": 0, **{name: i for i, name in enumerate(SETS, start=1)}}
+    turns = [
+        (_ID_BLOCK * numbers[name], _prompts(replace(request, name=name, sets=None)))
+        for name in names
+    ]
+    return chain.from_iterable(_rounds(turns))
+
+
+def _rounds(turns: list[tuple[int, Iterator[Prompt]]]) -> Iterator[list[Prompt]]:
+    """One prompt of each set in turn, until all are through."""
+    while turns:
+        drawn = [(base, rest, next(rest, None)) for base, rest in turns]
+        turns = [(base, rest) for base, rest, prompt in drawn if prompt is not None]
+        yield [replace(p, id=base + p.id) for base, _, p in drawn if p is not None]

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from specdec.data import (
-    DATASETS,
+    Request,
     check_data,
-    data_provenance,
-    describe,
     fit_prompt,
     load_prompts,
+    load_requested,
 )
 from specdec.data.stdlib import heads_of
 from specdec.errors import UserError
@@ -87,8 +86,8 @@ def test_function_without_a_body_or_docstring_is_no_prompt() -> None:
 def test_loading_prompts_does_not_import_torch() -> None:
     """Bad input must be refused within seconds, so this path stays free of heavy imports."""
     code = (
-        "import sys; from specdec.data import check_data, load_prompts;"
-        "check_data('stdlib'); load_prompts(name='stdlib', limit=1);"
+        "import sys; from specdec.data import Request, check_data, load_prompts;"
+        "check_data(Request(name='stdlib')); load_prompts(name='stdlib', limit=1);"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     root = Path(__file__).parents[2]
@@ -107,10 +106,10 @@ def test_file_sets_apply_their_templates_and_read_gzip(folder: Path) -> None:
 def test_shuffling_keeps_ids_with_their_prompts(folder: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": f"text {i}"} for i in range(40)])
     plain = load_prompts(name="jsonl", path=path)
-    sample = load_prompts(name="jsonl", path=path, seed=3, limit=10)
+    sample = load_prompts(name="jsonl", path=path, sample_seed=3, limit=10)
     assert [p.id for p in sample] != list(range(10))
     assert all(p == plain[p.id] for p in sample)
-    assert sample == load_prompts(name="jsonl", path=path, seed=3, limit=10)
+    assert sample == load_prompts(name="jsonl", path=path, sample_seed=3, limit=10)
 
 
 def test_mixed_takes_turns_and_ids_do_not_depend_on_which_sets_are_there(
@@ -161,9 +160,9 @@ def test_bad_requests_name_value_and_remedy(
 ) -> None:
     monkeypatch.delenv("SPECDEC_DATA", raising=False)
     given = {k: str(folder) if v == "FOLDER" else v for k, v in arguments.items()}
-    for function in (load_prompts, check_data):
+    for function in (load_requested, check_data):
         with pytest.raises(UserError) as caught:
-            function(**given)
+            function(Request(**given))
         assert all(word in str(caught.value) for word in words), caught.value
         assert "\n" not in str(caught.value)
 
@@ -183,7 +182,7 @@ def test_bad_lines_are_named(line: str, words: list[str], tmp_path: Path) -> Non
     path = tmp_path / "p.jsonl"
     path.write_text(line + "\n", encoding="utf-8")
     with pytest.raises(UserError) as caught:
-        check_data("jsonl", path, None)
+        check_data(Request(name="jsonl", path=path))
     assert all(word in str(caught.value) for word in words), caught.value
     with pytest.raises(UserError):
         load_prompts(name="jsonl", path=path)
@@ -196,7 +195,7 @@ def test_binary_file_and_truncated_gzip_are_refused(tmp_path: Path) -> None:
         load_prompts(name="jsonl", path=broken)
     broken.write_bytes(b"\xff\xfe\x00binary\n")
     with pytest.raises(UserError, match="cannot be read"):
-        check_data("text", broken)
+        check_data(Request(name="text", path=broken))
 
 
 def test_limit_below_one_and_prompt_without_tokens_are_refused(tmp_path: Path) -> None:
@@ -223,23 +222,3 @@ def test_fit_prompt_drops_the_oldest_tokens_and_counts_them() -> None:
         fit_prompt([1], max_len=0)
     with pytest.raises(ValueError, match="'right'"):
         fit_prompt([1], max_len=1, truncation="right")
-
-
-def test_provenance_hash_changes_with_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
-    from specdec.data import datasets
-
-    before = data_provenance("gsm8k")["templates_sha256"]
-    changed = replace(datasets.FILE_SETS["gsm8k"], template="Q: {text}\nA:")
-    monkeypatch.setitem(datasets.FILE_SETS, "gsm8k", changed)
-    assert data_provenance("gsm8k")["templates_sha256"] != before
-    assert "python" in data_provenance("stdlib")
-    assert all(describe(name) for name in DATASETS)
-
-
-def test_real_files_load(data_dir: Path) -> None:
-    counts = {"humaneval": 164, "gsm8k": 1319, "xsum": 1000, "mt_bench": 80}
-    for name, count in counts.items():
-        check_data(name, data_dir=data_dir)
-        assert len(load_prompts(name=name, data_dir=data_dir)) == count

@@ -1,0 +1,91 @@
+"""From prompts to token rows: chat templates where the model has one, and a length that fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.data.prompts import Prompt
+from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHAT_DATE = "01 Jan 2025"
+"""Date given to chat templates that state one: prompts must not change from day to day."""
+
+
+def prompt_tokens(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat: str = "auto"
+) -> npt.NDArray[np.int64]:
+    """A prompt's tokens.
+
+    Args:
+        prompt: what was loaded.
+        tokenizer: the target's.
+        chat: "auto" puts the message into the tokenizer's chat template where it has one, "never"
+            takes the text as a base model's, "always" refuses a tokenizer without a template.
+
+    Returns:
+        int64[T].
+
+    Raises:
+        UserError: "always" without a template, or a template that cannot be applied.
+    """
+    if chat == "never" or (chat == "auto" and not tokenizer.chat_template):
+        return np.asarray(tokenizer(prompt.text)["input_ids"], np.int64)
+    if not tokenizer.chat_template:
+        raise UserError("data.chat=always, but this model has no chat template: use data.chat=auto")
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.message or prompt.text}],
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=CHAT_DATE,
+        )
+    except Exception as error:  # whatever the template's own code raises
+        raise UserError(
+            f"the model's chat template cannot be applied to {prompt.name} ({error});"
+            " data.chat=never gives it the plain text"
+        ) from error
+    # The template writes the special tokens itself; adding them again would double the first.
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+
+
+def fit_prompt(
+    tokens: npt.ArrayLike, *, max_len: int, truncation: str = "left", label: str = "prompt"
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Makes a tokenised prompt fit.
+
+    Args:
+        tokens: int[T].
+        max_len: most tokens allowed: the model's positions minus ``max_new_tokens``.
+        truncation: "left" drops the oldest tokens, "error" refuses.
+        label: the prompt's name, for the message.
+
+    Returns:
+        int64[min(T, max_len)] and the number of tokens dropped.
+
+    Raises:
+        UserError: the prompt is too long under "error", has no tokens, or nothing would be left.
+        ValueError: unknown ``truncation``.
+    """
+    if truncation not in ("left", "error"):
+        raise ValueError(f"truncation={truncation!r} is unknown: use 'left' or 'error'")
+    row = np.asarray(tokens, np.int64)
+    if row.ndim != 1 or not len(row):
+        raise UserError(f"{label} has no tokens; give at least one (such as the BOS token)")
+    if max_len < 1:
+        raise UserError(
+            f"max_new_tokens leaves no room for {label}: {max_len} positions remain of the model's"
+            " context; lower max_new_tokens"
+        )
+    cut = max(0, len(row) - max_len)
+    if cut and truncation == "error":
+        raise UserError(
+            f"{label} has {len(row)} tokens but only {max_len} fit beside max_new_tokens; shorten"
+            " it, lower max_new_tokens, or use data.truncation=left to drop its oldest tokens"
+        )
+    return row[cut:].copy(), cut

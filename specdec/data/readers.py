@@ -1,0 +1,141 @@
+"""Readers: how the records of a data set lie in its files.
+
+A reader takes the path that was found and the subset that is wanted, and yields ``Record``s in the
+set's own order. Records of other subsets are passed over, but counted, so that an index (and the
+randomness that it keys) is the same with and without ``data.subset``.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.data.files import find_file, open_text, read_json, read_records, read_text
+from specdec.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record.
+
+    Attributes:
+        index: its place in the whole set, from 0.
+        where: where it stands, for messages ("question.jsonl line 3").
+        fields: what it holds.
+    """
+
+    index: int
+    where: str
+    fields: dict[str, Any]
+
+
+Reader = Callable[[Path, str | None], Iterator[Record]]
+"""(path, subset) -> records."""
+
+
+def json_lines(path: Path, _subset: str | None) -> Iterator[Record]:
+    """One JSON object per line; there are no subsets."""
+    for index, (number, fields) in enumerate(read_records(path)):
+        yield Record(index, f"{path.name} line {number}", fields)
+
+
+def json_array(path: Path, _subset: str | None) -> Iterator[Record]:
+    """A JSON file that is one array of objects."""
+    loaded = read_json(path)
+    if not isinstance(loaded, list):
+        raise UserError(f"{str(path)!r} must be one JSON array, but is a {type(loaded).__name__}")
+    for index, fields in enumerate(loaded):
+        where = f"{path.name} item {index}"
+        if not isinstance(fields, dict):
+            raise UserError(f"{where} is a {type(fields).__name__}, not an object")
+        yield Record(index, where, fields)
+
+
+def text_lines(path: Path, _subset: str | None) -> Iterator[Record]:
+    """One text per line, in the field ``text``."""
+    for index, line in enumerate(read_text(path).splitlines()):
+        yield Record(index, f"{path.name} line {index + 1}", {"text": line})
+
+
+def instructions(path: Path, _subset: str | None) -> Iterator[Record]:
+    """Alpaca's array: ``text`` is the instruction, with its input below where it has one."""
+    for record in json_array(path, None):
+        parts = [str(record.fields.get(key) or "") for key in ("instruction", "input")]
+        yield Record(record.index, record.where, {"text": "\n\n".join(p for p in parts if p)})
+
+
+def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
+    """JSON lines whose ``category`` says which subset they belong to.
+
+    Args:
+        groups: subset -> the categories that are in it.
+    """
+
+    def read(path: Path, subset: str | None) -> Iterator[Record]:
+        wanted = None if subset is None else groups[subset]
+        for record in json_lines(path, None):
+            if wanted is None or record.fields.get("category") in wanted:
+                yield record
+
+    return read
+
+
+def multiple_choice(path: Path, subset: str | None) -> Iterator[Record]:
+    """MMLU's folder: a CSV per subject, without header: question, four choices, answer."""
+    index = 0
+    for subject, file in _subjects(path, subset):
+        with open_text(file) as stream:
+            for number, row in enumerate(csv.reader(stream), start=1):
+                where = f"{file.name} record {number}"
+                if len(row) != 6:
+                    raise UserError(f"{where} has {len(row)} columns; question, A-D and answer are")
+                if subset in (None, subject):
+                    yield Record(index, where, dict(zip(_COLUMNS, row, strict=True)))
+                index += 1
+
+
+_COLUMNS = ("question", "A", "B", "C", "D", "answer")
+
+
+def _subjects(folder: Path, subset: str | None) -> list[tuple[str, Path]]:
+    found = sorted(folder.glob("*_test.csv*"))
+    named = [(path.name.partition("_test.csv")[0], path) for path in found]
+    if subset is not None and subset not in [name for name, _ in named]:
+        raise UserError(
+            f"data.subset={subset!r} is no subject in {str(folder)!r}; it has"
+            f" {', '.join(name for name, _ in named) or 'no *_test.csv files'}"
+        )
+    return named
+
+
+def books(titles: dict[str, str]) -> Reader:
+    """A folder with one Project Gutenberg text per book, read between its start and end marks.
+
+    Args:
+        titles: file name without ending -> title, in the set's order.
+    """
+
+    def read(folder: Path, subset: str | None) -> Iterator[Record]:
+        for index, (name, title) in enumerate(titles.items()):
+            if subset not in (None, name):
+                continue
+            path = find_file(folder, (f"{name}.txt",))
+            if path is None:
+                raise UserError(
+                    f"{str(folder)!r} holds no {name}.txt[.gz] ({title}): put the book there, or"
+                    " choose one that is there with data.subset=NAME"
+                )
+            yield Record(index, path.name, {"text": _body(path), "title": title})
+
+    return read
+
+
+def _body(path: Path) -> str:
+    text = read_text(path).replace("\r\n", "\n")
+    start, end = text.find("*** START OF"), text.find("*** END OF")
+    if start < 0 or end < start:
+        raise UserError(f"{str(path)!r} lacks the lines '*** START OF' and '*** END OF' around it")
+    return text[text.index("\n", start) : end].strip()
