@@ -213,6 +213,9 @@ def _stages(node: Mapping[str, Any]) -> StageLayout | None:
             stages=int(node["stages"]),
             groups=None if groups is None else tuple(groups),
             balanced=node.get("split") == "balanced",
+            degree=node.get("target_degree") or 1,
+            draft_degree=node.get("draft_degree") or 1,
+            shared=bool(node.get("shared")),
         )
     if cls is LocalExecutor:
         return None

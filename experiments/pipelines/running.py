@@ -53,6 +53,9 @@ class Bench:
     def run(self, row: Row, *extra: str) -> dict[str, Any]:
         """The row's summary, with ``implied_tbt_ms``, ``profile`` and ``outputs`` added.
 
+        Also ``decode_tokens`` and ``decode_answers``, those after each request's first answer, and
+        ``expansions``, where the policy counts its growth rounds.
+
         Args:
             row: what to run.
             extra: further overrides, e.g. the sampling.
@@ -81,6 +84,8 @@ class Bench:
         summary = summarise(results, totals)
         summary["implied_tbt_ms"] = implied_tbt_ms(counts, build_profile(config["clock"]))
         summary["profile"] = config["clock"]["profile"]
+        summary["expansions"] = getattr(runner.parts.policy, "expansions", None)
+        summary["decode_tokens"], summary["decode_answers"] = counts.tokens, counts.answers
         summary["outputs"] = [list(result.output) for result in results]
         write_json(path, {"key": key, "summary": summary})
         return summary

@@ -39,7 +39,23 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     for part in CHECKED_PARTS:
         check_part(part, config[part], f"{part}={choices.get(part, '...')}")
     check_clock(config)
-    groups, stages = config["executor"].get("groups"), config["executor"].get("stages")
+    _check_layout(config["executor"])
+
+
+def _check_layout(executor: Mapping[str, Any]) -> None:
+    """Checks that the devices of a pipeline fit together."""
+    groups, stages = executor.get("groups"), executor.get("stages")
+    degree, draft = executor.get("target_degree") or 1, executor.get("draft_degree") or 1
+    if groups is not None and degree > 1:
+        raise UserError(
+            f"executor.groups={groups} has devices work one after the other, and"
+            f" executor.target_degree={degree} has them share every layer: set one of the two"
+        )
+    if executor.get("shared") and draft > degree * stages:
+        raise UserError(
+            f"executor.shared=true puts the draft on the target's {degree * stages} devices, which"
+            f" are fewer than executor.draft_degree={draft}: lower it"
+        )
     if groups is not None and len(groups) != stages:
         raise UserError(
             f"executor.groups={groups} names {len(groups)} stages, but executor.stages={stages}:"

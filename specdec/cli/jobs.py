@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec.cli.checks import check_config, check_data, model_path, uses_draft_model
 from specdec.cli.composing import Composed, compose_config, parse
+from specdec.cli.fitting import fit
 from specdec.cli.lengths import check_prompts
 from specdec.cli.loggers import check_logger
 from specdec.cli.profiles import load_profile
@@ -61,6 +62,7 @@ def checked_job(composed: Composed) -> Job:
             **config["clock"],
             **load_profile(config["clock"]["profile"], composed.trees),
         }
+    config = fit(config)
     if config["strategy"]["kind"] == "hf":
         _check_hf(name, config)
         for part in PARTS:

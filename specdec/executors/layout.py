@@ -58,11 +58,17 @@ class StageLayout:
         groups: devices per stage, which work one after the other within a step (PipeDec's G); None:
             one each.
         balanced: whether stages are balanced with the output head's cost, or by layers alone.
+        degree: devices that share every layer of a stage (tensor parallelism).
+        draft_degree: devices that share every layer of the draft, the controller's the first.
+        shared: whether the draft's devices are the target's, used in turns.
     """
 
     stages: int
     groups: tuple[int, ...] | None = None
     balanced: bool = False
+    degree: int = 1
+    draft_degree: int = 1
+    shared: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:

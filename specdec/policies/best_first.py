@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
+UNTIL_READY = "until_ready"
+"""Value of ``d`` that stands for as many expansions as fit beside the target's pass."""
+
+
 class BestFirst(Stateless):
     """Expands the most probable leaves and verifies the most probable connected subgraph.
 
@@ -49,7 +53,7 @@ class BestFirst(Stateless):
         *,
         bs: int,
         w: int,
-        d: int | None,
+        d: int | str | None,
         asynchronous: bool = False,
         continuous: bool = False,
         min_mass: float = 0.0,
@@ -60,7 +64,7 @@ class BestFirst(Stateless):
         Args:
             bs: nodes per target pass, root included, at least 2 (the paper: 8).
             w: leaves per expansion (the paper: 8).
-            d: expansions per round; None: until the target is ready (asynchronous form only).
+            d: expansions per round; "until_ready" (or None): until the target is (asynchronous).
             asynchronous: expand in ``overlap`` instead of in ``select``.
             continuous: feed every step instead of waiting for answers.
             min_mass: serial form: a request's ``d`` expansions end early once the ``w`` best leaves
@@ -77,19 +81,20 @@ class BestFirst(Stateless):
             "bs", bs, minimum=2, remedy="the root is one of them; alone it is policy=root_only"
         )
         check_count("w", w)
+        d = None if d == UNTIL_READY else d
         if d is None and not asynchronous:
             raise ValueError(
-                "policy.d=None (expand until the target is ready) needs policy.asynchronous=true;"
-                " give a number of expansions"
+                f"policy.d={UNTIL_READY} (expand until the target is ready) needs"
+                " policy.asynchronous=true; give a number of expansions"
             )
         if d is not None:
-            check_count("d", d)
+            check_count("d", d, remedy=f"or {UNTIL_READY}, or with a latency profile ratio")
         for key, value in (("min_mass", min_mass), ("min_prob", min_prob)):
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"policy.{key}={value} must be a probability, 0 to 1")
         self.bs = bs
         self.w = w
-        self.d = d
+        self.d = None if d is None else int(d)
         self.asynchronous = asynchronous
         self.continuous = continuous
         self.min_mass = min_mass
@@ -97,6 +102,7 @@ class BestFirst(Stateless):
         self._least = float(np.log(min_prob)) if min_prob else -np.inf
         self.serial = not continuous
         self._children = max(bs, w)
+        self.expansions = {"between": 0, "beside": 0}
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The ``bs`` most probable nodes of every idle request (of every request: continuous)."""
@@ -108,9 +114,11 @@ class BestFirst(Stateless):
                 growing = self._grow(state, source, growing, silent, self.min_mass)
                 if not growing:
                     break
+                self.expansions["between"] += 1
         short = [] if self.continuous else requests
         while short := [r for r in short if _num_available(r.tree) < self.bs]:
             short = self._grow(state, source, short, silent)
+            self.expansions["between"] += bool(short)
         items = []
         for request in requests:
             slots = self._best_unsubmitted(request.tree)
@@ -127,6 +135,7 @@ class BestFirst(Stateless):
         rounds = 0
         while growing and (rounds < self.d if self.d is not None else not ready()):
             growing = self._grow(state, source, growing, silent)
+            self.expansions["beside"] += bool(growing)
             rounds += 1
 
     def _grow(

@@ -11,6 +11,7 @@ from specdec.pairs import RandomPair
 from specdec.workbench import Parts, Workbench
 from strategies import (
     autoregressive,
+    best_first,
     leviathan2023,
     pipedec,
     specinfer,
@@ -24,7 +25,9 @@ BUILDERS = {
     "ar": autoregressive.build,
     "speculative": leviathan2023.build,
     "specinfer": specinfer.build,
-    "best_first": swiftspec.build,
+    "best_first": best_first.build,
+    "swiftspec": swiftspec.build,
+    "swiftspec_base": swiftspec.build_base,
     "staged": staged.build,
     "pipedec": pipedec.build,
     "specpipe": specpipe.build,

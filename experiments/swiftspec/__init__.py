@@ -1,0 +1,1 @@
+"""SwiftSpec held against its bars and its own formulas."""

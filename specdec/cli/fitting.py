@@ -1,0 +1,111 @@
+"""What a configuration leaves to the latency profile: costs by degree, expansions by ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.errors import UserError
+
+RATIOS = ("ratio", "ratio_plus_one")
+"""Values of ``policy.d`` that stand for a number which the profile gives."""
+
+_DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
+
+
+def fit(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with ``clock.costs`` of its degrees and a number for ``policy.d``.
+
+    Args:
+        config: checked, with the profile's content under ``clock``.
+
+    Raises:
+        UserError: a degree outside the profile's, or a ratio without a profile.
+    """
+    clock = dict(config["clock"])
+    degrees = clock.pop("degrees", None)
+    if degrees:
+        clock = with_degrees(clock, degrees, config["executor"])
+    policy = config.get("policy")
+    if isinstance(policy, dict) and policy.get("d") in RATIOS:
+        policy = {**policy, "d": _expansions(policy, clock)}
+        return {**config, "clock": clock, "policy": policy}
+    return {**config, "clock": clock}
+
+
+def with_degrees(
+    clock: Mapping[str, Any], degrees: Mapping[str, Any], executor: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The clock's section with the costs of the executor's degrees; null leaves a kind alone.
+
+    Degrees between two of the profile's are interpolated, and the note says so.
+
+    Raises:
+        UserError: a degree below or above all of the profile's.
+    """
+    costs, note = dict(clock["costs"]), str(clock.get("note", ""))
+    for kind, curves in degrees.items():
+        degree = executor.get(_DEGREES[kind])
+        if degree is None:
+            continue
+        known = sorted(int(number) for number in curves)
+        if not known[0] <= degree <= known[-1]:
+            raise UserError(
+                f"executor.{_DEGREES[kind]}={degree} is not in clock.profile={clock['profile']},"
+                f" which has times for {known[0]} to {known[-1]} devices: choose one of them, or"
+                " another profile"
+            )
+        costs[kind] = curve_at(curves, degree)
+        if degree not in known:
+            note += f" Here: {kind} on {degree} devices, interpolated."
+    return {**clock, "costs": costs, "note": note}
+
+
+def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
+    """The cost curve of a degree; between two of the profile's, linear in the degree.
+
+    Args:
+        curves: degree -> curve, all over the same numbers of tokens.
+        degree: within those.
+    """
+    by_degree = {int(number): curve for number, curve in curves.items()}
+    if degree in by_degree:
+        return dict(by_degree[degree])
+    low = max(number for number in by_degree if number < degree)
+    high = min(number for number in by_degree if number > degree)
+    share = (degree - low) / (high - low)
+    left, right = by_degree[low], by_degree[high]
+
+    def between(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    found = dict(left)
+    found["ms"] = [between(a, b) for a, b in zip(left["ms"], right["ms"], strict=True)]
+    if "block_ms" in left:
+        found["block_ms"] = between(left["block_ms"], right.get("block_ms", 0.0))
+    return found
+
+
+def _expansions(policy: Mapping[str, Any], clock: Mapping[str, Any]) -> int:
+    """Draft passes of w leaves that fit beside a target pass of bs nodes (SwiftSpec 5.5).
+
+    At least 1; one more for ``ratio_plus_one``.
+    """
+    from specdec.clocks import CostCurve
+
+    if "costs" not in clock or not {"stage", "draft"} <= clock["costs"].keys():
+        raise UserError(
+            f"policy.d={policy['d']} follows from a latency profile that prices stage and draft:"
+            " use clock=simulated or clock=paced with one, policy.d=until_ready, or a number"
+        )
+    target, draft = (
+        CostCurve(
+            tokens=tuple(curve["tokens"]),
+            ms=tuple(curve["ms"]),
+            block_tokens=curve.get("block_tokens", 0),
+            block_ms=curve.get("block_ms", 0.0),
+        )
+        for curve in (clock["costs"]["stage"], clock["costs"]["draft"])
+    )
+    ratio = target(int(policy["bs"])) / max(draft(int(policy["w"])), 1e-9)
+    return max(1, int(ratio)) + (policy["d"] == "ratio_plus_one")
