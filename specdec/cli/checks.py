@@ -44,7 +44,7 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
 
 def _check_layout(executor: Mapping[str, Any]) -> None:
     """Checks that the devices of a pipeline fit together."""
-    groups, stages = executor.get("groups"), executor.get("stages")
+    groups, stages = executor.get("groups"), executor.get("stages") or 1
     degree, draft = executor.get("target_degree") or 1, executor.get("draft_degree") or 1
     if groups is not None and degree > 1:
         raise UserError(

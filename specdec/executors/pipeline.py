@@ -124,6 +124,11 @@ class PipelineExecutor:
     def shutdown(self) -> None:
         """Nothing to release."""
 
+    @property
+    def places(self) -> dict[int, int]:
+        """Rank -> stage, from 1."""
+        return {rank: rank for rank in self._ranks}
+
     def _charge_prune(self, commits: Sequence[Commit]) -> None:
         """Charges pruning where there was more than the verified path to look at."""
         pruned = sum(self._submitted.commit(commit) for commit in commits)
