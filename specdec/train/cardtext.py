@@ -135,15 +135,16 @@ def _data(corpus: dict[str, Any]) -> str:
 
 INTRODUCTION = """# The tiny family
 
-A target of 24 layers, a draft of 2 layers distilled from it, and token sequences sampled from the
-draft from which n-gram models are counted. All share one byte-level BPE tokenizer of 4096 entries;
-`<|end|>`, id 0, begins, ends and pads. They exist so that speculative decoding can be tried and
-tested where there is no network: they continue Python text plausibly for a few lines and are of no
-use as programmers or as calculators.
+A target of 24 layers, finished by training its own loops away, a draft of 2 layers distilled from
+it, and token sequences sampled from the draft from which n-gram models are counted. All share one
+byte-level BPE tokenizer of 4096 entries; `<|end|>`, id 0, begins, ends and pads. They exist so that
+speculative decoding can be tried and tested where there is no network: they continue Python text
+plausibly for a few lines and are of no use as programmers or as calculators.
 
 This page is written by `specdec train card`; every figure on it is measured by that command or
 recorded by the run it describes. Rebuild in this order: `specdec train tokenizer`,
-`specdec train target`, `specdec train draft`, `specdec train ngram`, `specdec train card`.
+`specdec train target`, `specdec train finish`, `specdec train draft`, `specdec train ngram`,
+`specdec train card`.
 """
 
 LIMITS = """## Limits

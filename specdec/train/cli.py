@@ -10,11 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specdec.train import card, draft, recipes
+from specdec.train import card, draft, recipes, unlikelihood
 
 RECIPES: dict[str, Callable[..., None]] = {
     "tokenizer": recipes.make_tokenizer,
     "target": recipes.train_target,
+    "finish": unlikelihood.finish_target,
     "draft": draft.train_draft,
     "ngram": draft.sample_ngram,
     "card": card.make_card,
@@ -42,7 +43,7 @@ def run(what: str, cfg: dict[str, Any]) -> int:
     """Runs one recipe under a progress bar.
 
     Args:
-        what: tokenizer, target, draft, ngram or card.
+        what: tokenizer, target, finish, draft, ngram or card.
         cfg: exactly the recipe's arguments, as in conf/train/<what>.yaml.
 
     Returns:

@@ -26,19 +26,29 @@ class DistillationLoss:
     """Loss for lm.Pretraining: KL to a frozen target on the same inputs.
 
     A share `text_weight` of the loss is the ordinary cross entropy on the text's own next tokens.
+    Both distributions are taken at one temperature (Hinton et al. 2015, section 2); below 1 it
+    weighs the target's likeliest tokens, which decide acceptance, above the tail.
     """
 
     def __init__(
-        self, target: LanguageModel, *, text_weight: float = 0.0, compiled: bool = False
+        self,
+        target: LanguageModel,
+        *,
+        text_weight: float = 0.0,
+        temperature: float = 1.0,
+        compiled: bool = False,
     ) -> None:
-        """Takes the frozen target and the weight, in [0, 1], of the text's cross entropy.
+        """Takes the frozen target, the weight of the text's cross entropy and the temperature.
 
         Raises:
-            ValueError: text_weight is outside [0, 1].
+            ValueError: text_weight is outside [0, 1], or temperature not positive.
         """
         if not 0.0 <= text_weight <= 1.0:
             raise ValueError(f"text_weight must be in [0, 1], got {text_weight}")
+        if temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
         self.target, self.text_weight = target.requires_grad_(False), text_weight
+        self.temperature = temperature
         self.divergence: Callable[[Tensor, Tensor], Tensor] = divergence
         if compiled:
             self.divergence = torch.compile(divergence, dynamic=False)
@@ -48,7 +58,7 @@ class DistillationLoss:
         with torch.no_grad():
             target_logits = self.target(inputs_BS).flatten(0, 1)
         draft_logits = draft(inputs_BS).flatten(0, 1)
-        loss = self.divergence(draft_logits, target_logits)
+        loss = self.divergence(draft_logits / self.temperature, target_logits / self.temperature)
         if self.text_weight:
             text = F.cross_entropy(draft_logits, targets_BS.flatten())
             loss = (1.0 - self.text_weight) * loss + self.text_weight * text
@@ -65,6 +75,7 @@ def sample_documents(
     seed: int,
     minutes: float | None = None,
     keep_prompt: bool = True,
+    mark: Callable[[np.ndarray], np.ndarray] | None = None,
     report: Report = silent,
 ) -> np.ndarray:
     """Continues prompts with a model and joins the results, each preceded by token 0.
@@ -78,6 +89,7 @@ def sample_documents(
         seed: order of batches, and all draws.
         minutes: stop after the batch in which this much time has passed; None uses all prompts.
         keep_prompt: whether a document begins with its prompt.
+        mark: applied to the ids of each continuation.
         report: progress in [0, 1] and a line, after each batch.
 
     Returns:
@@ -94,8 +106,9 @@ def sample_documents(
         for prompt, row in zip(group.numpy(), new.numpy(), strict=True):
             ends = np.flatnonzero(row == 0)
             row = row[: ends[0]] if len(ends) else row
-            pieces.append(np.concatenate(([0], prompt, row) if keep_prompt else ([0], row)))
             count += len(row)
+            row = row if mark is None else mark(row)
+            pieces.append(np.concatenate(([0], prompt, row) if keep_prompt else ([0], row)))
         minutes_used = (time.monotonic() - began) / 60
         share = done / len(order)
         share = share if minutes is None else max(share, minutes_used / minutes)

@@ -33,6 +33,7 @@ def sample_target(
     sampling: dict[str, Any],
     seed: int,
     report: Report,
+    mark: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """The target's own continuations of training functions' headers and docstrings, uint16 ids.
 
@@ -46,6 +47,7 @@ def sample_target(
         sampling: keys prompts, gsm8k_prompts, new_tokens, batch, minutes, rules (see Sampling).
         seed: of prompts and draws.
         report: progress.
+        mark: applied to the ids of each continuation.
     """
     rank, size = rank_and_size()
     paths = [work / f"samples-{part}.npz" for part in range(size)]
@@ -66,6 +68,7 @@ def sample_target(
         batch=sampling["batch"],
         seed=seed + rank,
         minutes=sampling["minutes"],
+        mark=mark,
         report=report,
     )
     save_streams({"samples": samples}, paths[rank])
@@ -93,6 +96,7 @@ def train_draft(
     distill_weights: dict[str, float],
     distill_plan: dict[str, Any],
     text_weight: float,
+    temperature: float,
     seed: int,
     precision: str,
     compiled: bool,
@@ -128,7 +132,9 @@ def train_draft(
         Mixture(streams, distill_weights, seed + 1),
         make_plan(distill_plan),
         work / "draft",
-        loss=DistillationLoss(target, text_weight=text_weight, compiled=compiled),
+        loss=DistillationLoss(
+            target, text_weight=text_weight, temperature=temperature, compiled=compiled
+        ),
         held_out=streams["held_out"],
         report=report,
     )

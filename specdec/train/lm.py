@@ -58,6 +58,7 @@ class RunPlan:
         decay_from: share of a cycle after which the step size falls linearly to zero.
         restarts: shares of the budget at which a new cycle begins, at the peak step size again;
             without any, the whole run is one cycle.
+        cycle_rates: share of the peak step size that each cycle reaches; all of it without any.
         clip: largest gradient norm.
         checkpoint_minutes: time between checkpoints.
         log_every: steps per row of the loss curve.
@@ -73,6 +74,7 @@ class RunPlan:
     warmup_steps: int = 40
     decay_from: float = 0.45
     restarts: tuple[float, ...] = ()
+    cycle_rates: tuple[float, ...] = ()
     clip: float = 1.0
     checkpoint_minutes: float = 4.0
     log_every: int = 50
@@ -88,6 +90,10 @@ class RunPlan:
             0.0 < share < 1.0 for share in self.restarts
         ):
             raise ValueError(f"restarts must rise within (0, 1), got {self.restarts}")
+        if self.cycle_rates and len(self.cycle_rates) != len(self.restarts) + 1:
+            raise ValueError(
+                f"{len(self.restarts) + 1} cycles need as many cycle_rates, got {self.cycle_rates}"
+            )
 
     def phase_at(self, progress: float) -> Phase:
         """Phase in force at a progress in [0, 1]."""
@@ -103,7 +109,8 @@ class RunPlan:
         starts, cycle = [0.0, *self.restarts, 1.0], self.cycle_at(progress)
         start, end = starts[cycle], starts[cycle + 1]
         fall = (end - progress) / max(1e-9, (end - start) * (1.0 - self.decay_from))
-        return warm * max(0.0, min(1.0, fall))
+        peak = self.cycle_rates[cycle] if self.cycle_rates else 1.0
+        return peak * warm * max(0.0, min(1.0, fall))
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:

@@ -127,7 +127,8 @@ def make_plan(cfg: dict[str, Any]) -> RunPlan:
     unknown = sorted(set(cfg) - known)
     if unknown:
         raise ValueError(f"unknown keys of a plan: {unknown}; known: {sorted(known)}")
-    return RunPlan(**(cfg | {"phases": phases, "restarts": tuple(cfg.get("restarts", ()))}))
+    series = {name: tuple(cfg.get(name, ())) for name in ("restarts", "cycle_rates")}
+    return RunPlan(**(cfg | {"phases": phases} | series))
 
 
 def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
