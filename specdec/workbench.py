@@ -28,7 +28,7 @@ from specdec.loop import decode
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.pairs import ModelPair
-from specdec.policies import StagedTree
+from specdec.policies import StagedTree, Static
 from specdec.policies.staged import cheap_source
 from specdec.randomness import KeyedDraws
 from specdec.scheduler import FifoScheduler
@@ -188,7 +188,9 @@ class Workbench:
             threads=ranks.threads,
             trace=ranks.trace,
         )
-        return DistributedExecutor(plan=plan, meter=self.meter, timeout_s=ranks.timeout_s)
+        return DistributedExecutor(
+            plan=plan, clock=self.clock, meter=self.meter, timeout_s=ranks.timeout_s
+        )
 
     def _bounds(self, stages: StageLayout) -> list[tuple[int, int]]:
         """Layers of each device."""
@@ -243,10 +245,13 @@ def check(parts: Parts, target_vocab: int) -> None:
             " only; use policy.draft_overlap=rule or none"
         )
     if verifier.needs.draft_probs and policy.value_dependent:
+        who, remedy = names["policy"], "a policy that takes candidates in sampling order"
+        remedy += " (policy=chain, policy=static)"
+        if isinstance(policy, Static):  # only drafting ahead looks at values there
+            who, remedy = f"{who} with policy.draft_overlap=rule", "policy.draft_overlap=none"
         raise UserError(
-            f"{names['policy']} chooses among a node's candidates by their probability, which would"
-            f" bias {names['verifier']}; use verifier=match, or a policy that takes candidates in"
-            " sampling order (policy=chain, policy=static)"
+            f"{who} chooses among a node's candidates by their probability, which would bias"
+            f" {names['verifier']}; use verifier=match, or {remedy}"
         )
     if verifier.needs.draft_probs and not getattr(source, "gives_probs", False):
         raise UserError(

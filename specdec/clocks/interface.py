@@ -66,11 +66,18 @@ class Clock(Protocol):
         ...
 
     def align(self, rank: int, to: int) -> None:
-        """Makes ``rank`` wait for what ``to`` has done so far (a message from one to the other)."""
+        """The rank's next work begins no earlier than ``to`` ends what it has been charged."""
+        ...
+
+    def follow(self, rank: int, to: int) -> None:
+        """As ``align``, for work that is part of one schedule with what was charged before.
+
+        A paced rank that was woken late does not begin late by it: it has so much less to wait.
+        """
         ...
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """Makes the ranks wait for each other and the controller: the end of a step."""
+        """Makes the controller wait for the ranks, and them for each other."""
         ...
 
     def busy(self, rank: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter, sleep, time
@@ -19,6 +20,7 @@ class _Stopwatch:
         self.zero, self.origin_s = perf_counter(), time()
         self._meter = meter
         self._from: float | None = None
+        self._planned = False  # whether that is when it begins, whenever it really did
         meter.take_began()
 
     def now(self) -> float:
@@ -28,7 +30,12 @@ class _Stopwatch:
     def start(self) -> None:
         """Work begins now."""
         self._meter.take_began()
-        self._from = self.now()
+        self._from, self._planned = self.now(), False
+
+    def plan(self, at: float) -> None:
+        """The next work counts from ``at``, or from the end of the work before if that is later."""
+        self._from = at if self._from is None else max(self._from, at)
+        self._planned = True
 
     def ended(self, at: float) -> None:
         """Work has ended; what is charged without a new start goes on from ``at``."""
@@ -37,10 +44,12 @@ class _Stopwatch:
     def take(self) -> tuple[float, bool]:
         """When the work began, and whether it goes on from what was charged before.
 
-        Its first metered model call says when; where no model was called, the last start or end.
+        A plan says when; without one its first metered model call; where no model was called, the
+        last start or end.
         """
-        called = self._meter.take_began()
-        if called is not None:
+        called, planned = self._meter.take_began(), self._planned
+        self._planned = False
+        if called is not None and not planned:
             return called - self.zero, False
         return (self.now(), False) if self._from is None else (self._from, True)
 
@@ -67,6 +76,10 @@ class _WallClock:
 
     def align(self, rank: int, to: int) -> None:
         """Nothing: ranks wait for messages by themselves."""
+
+    def follow(self, rank: int, to: int) -> None:
+        """This rank's work begins now: what it waited for has come."""
+        self.start(rank)
 
     def barrier(self, ranks: Sequence[int]) -> None:
         """Nothing: ranks wait for messages by themselves."""
@@ -141,6 +154,10 @@ class PacedClock(_WallClock):
     a run with more than 2 % of them does not count, and a larger ``scale`` is
     the remedy. What is charged after one start is judged as one piece of work.
 
+    All ranks keep one schedule. What is charged to *other* ranks moves their planned times on, by
+    the same calls as on a simulated clock; so the controller ends a step when the profile says that
+    the slowest stage has finished, and a stage begins when its rows are due.
+
     Attributes:
         profile, scale, rank, timeline: see ``__init__``.
     """
@@ -171,6 +188,8 @@ class PacedClock(_WallClock):
         self._late = False  # whether the last piece was an overrun so far
         self._pieces = self._overruns = 0
         self._wait_s = 0.0
+        self._not_before = 0.0
+        self._plans: defaultdict[int, float] = defaultdict(float)  # of other ranks
 
     def start(self, rank: int) -> None:
         """This rank's work begins now."""
@@ -179,11 +198,19 @@ class PacedClock(_WallClock):
             self._late = False
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Waits until the work has taken as long as the profile says, or counts an overrun."""
-        if rank != self.rank or num_tokens <= 0:
+        """Waits until the work has taken as long as the profile says, or counts an overrun.
+
+        Of another rank: its planned time moves on; what is not priced ends now.
+        """
+        if num_tokens <= 0:
             return
         cost = self.profile.ms(kind, num_tokens) * 1e-3 * self.scale
+        if rank != self.rank:
+            plan = self._plans[rank]
+            self._plans[rank] = plan + cost if cost else max(plan, self.now())
+            return
         began, goes_on = self._watch.take()
+        began = max(began, self._not_before)
         done, due = self._watch.now(), began + cost
         if not cost:  # not priced: it takes the time that it takes
             self._watch.ended(done)
@@ -202,6 +229,35 @@ class PacedClock(_WallClock):
         ended = max(due, done)
         self._watch.ended(due)
         self._note(kind, num_tokens, began, ended, done)
+
+    def align(self, rank: int, to: int) -> None:
+        """This rank's next work counts from the planned time of ``to``, or later.
+
+        Another rank's planned time becomes at least that of ``to``, for this rank the present.
+        """
+        if rank == self.rank:
+            self._not_before = max(self._not_before, self._plans[to])
+        else:
+            at = self.now() if to == self.rank else self._plans[to]
+            self._plans[rank] = max(self._plans[rank], at)
+
+    def follow(self, rank: int, to: int) -> None:
+        """This rank's next work counts from the planned time of ``to`` even if it begins later."""
+        if rank == self.rank:
+            self._watch.plan(self._plans[to])
+        else:
+            self.align(rank, to)
+
+    def barrier(self, ranks: Sequence[int]) -> None:
+        """Sleeps until all planned times are over, which is a declared wait."""
+        latest = max(self._plans[rank] for rank in ranks)
+        if latest > self.now():
+            self.wait_until(latest)
+        self._plans.update((rank, self.now()) for rank in ranks)
+
+    def busy(self, rank: int) -> bool:
+        """Whether the rank's planned time is not over."""
+        return self._plans[rank] > self.now()
 
     def _note(self, kind: Work, num_tokens: int, began: float, ended: float, done: float) -> None:
         self._busy_s += ended - began

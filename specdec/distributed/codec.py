@@ -79,16 +79,15 @@ class Ending:
     num_pruned: int
 
 
-def message(kind: Kind, session: int, tick: int, body: Sequence[int] = ()) -> IntArray:
-    """int64[words]: a whole message."""
-    return np.array([HEADER_WORDS + len(body), kind, session, tick, *body], np.int64)
+def message(kind: Kind, session: int, tick: int, *body: IntArray) -> IntArray:
+    """int64[words]: a whole message; its body may come in parts."""
+    num_words = HEADER_WORDS + sum(len(part) for part in body)
+    return np.concatenate([_ints(num_words, kind, session, tick), *body])
 
 
 def json_message(kind: Kind, session: int, content: Any) -> IntArray:
     """A message whose body is a JSON value."""
-    body: list[int] = []
-    _put_bytes(body, json.dumps(content).encode())
-    return message(kind, session, 0, body)
+    return message(kind, session, 0, *_bytes_parts(json.dumps(content).encode()))
 
 
 def json_body(words: IntArray) -> Any:
@@ -96,21 +95,19 @@ def json_body(words: IntArray) -> Any:
     return json.loads(_Reader(words, HEADER_WORDS).bytes())
 
 
-def put_entry(body: list[int], entry: Entry) -> None:
-    """Appends an entry to a body."""
+def entry_words(entry: Entry) -> IntArray:
+    """The body of a BEGIN message, and the end of that of an END message."""
     batch = entry.batch
     counts = (len(entry.closes), len(entry.opens), len(batch.trees), len(batch.prefills))
-    body += (batch.step, *counts, *entry.closes)
+    parts = [_ints(batch.step, *counts, *entry.closes)]
     for opened in entry.opens:
-        _put_opened(body, opened)
+        parts += _opened_parts(opened)
     for rows in batch.trees:
-        body += (rows.request, rows.prefix_len)
-        _put_array(body, rows.node_ids)
-        for column in (rows.tokens, rows.parent_ids, rows.depths):
-            body += column.tolist()
+        parts.append(_ints(rows.request, rows.prefix_len, len(rows.node_ids)))
+        parts += (rows.node_ids, rows.tokens, rows.parent_ids, rows.depths)
     for chunk in batch.prefills:
-        body += (chunk.request, chunk.start)
-        _put_array(body, chunk.tokens)
+        parts += (_ints(chunk.request, chunk.start, len(chunk.tokens)), chunk.tokens)
+    return np.concatenate(parts)
 
 
 def read_entry(words: IntArray) -> Entry:
@@ -118,23 +115,23 @@ def read_entry(words: IntArray) -> Entry:
     return _Reader(words, HEADER_WORDS).entry()
 
 
-def put_ending(body: list[int], ending: Ending) -> None:
-    """Appends the end of a step to a body."""
-    body += (ending.num_pruned, len(ending.commits))
-    for commit in ending.commits:
-        body += (
+def ending_words(commits: Sequence[Commit], num_pruned: int) -> IntArray:
+    """The body of an END message up to the step's entry, which follows."""
+    parts = [_ints(num_pruned, len(commits))]
+    for commit in commits:
+        numbers = _ints(
             commit.request,
             commit.step,
             _KINDS.index(commit.kind),
             commit.next_token,
             commit.root_id,
             commit.prefix_len,
-            int(commit.finished),
+            commit.finished,
+            len(commit.retired_ids),
         )
-        _put_array(body, commit.retired_ids)
-        body += commit.retired_tokens.tolist()
-        _put_array(body, commit.kept_ids)
-    put_entry(body, ending.entry)
+        parts += (numbers, commit.retired_ids, commit.retired_tokens)
+        parts += (_ints(len(commit.kept_ids)), commit.kept_ids)
+    return np.concatenate(parts)
 
 
 def read_ending(words: IntArray) -> Ending:
@@ -145,27 +142,32 @@ def read_ending(words: IntArray) -> Ending:
     return Ending(reader.entry(), commits, num_pruned)
 
 
-def _put_array(body: list[int], array: IntArray) -> None:
-    body.append(len(array))
-    body += array.tolist()
+def _ints(*values: int) -> IntArray:
+    return np.array(values, np.int64)
 
 
-def _put_bytes(body: list[int], data: bytes) -> None:
-    body.append(len(data))
+def _bytes_parts(data: bytes) -> list[IntArray]:
     padded = data + b"\0" * (-len(data) % _WORD)
-    body += np.frombuffer(padded, np.int64).tolist()
+    return [_ints(len(data)), np.frombuffer(padded, np.int64)]
 
 
 def _bits(value: float) -> int:
     return int(np.array(value, np.float64).view(np.int64))
 
 
-def _put_opened(body: list[int], opened: OpenedRequest) -> None:
+def _opened_parts(opened: OpenedRequest) -> list[IntArray]:
     params = opened.sampling
-    body += (opened.id, opened.max_len, _bits(params.temperature), params.top_k)
-    body += (_bits(params.top_p), params.no_repeat_ngram)
-    _put_array(body, opened.tokens)
-    _put_bytes(body, pickle.dumps(params.processors) if params.processors else b"")
+    numbers = _ints(
+        opened.id,
+        opened.max_len,
+        _bits(params.temperature),
+        params.top_k,
+        _bits(params.top_p),
+        params.no_repeat_ngram,
+        len(opened.tokens),
+    )
+    processors = pickle.dumps(params.processors) if params.processors else b""
+    return [numbers, opened.tokens, *_bytes_parts(processors)]
 
 
 class _Reader:

@@ -59,6 +59,15 @@ class Ledger:
         if closed or commits:
             flight.prune(commits, closed)
 
+    def num_rows(self, tick: int) -> int:
+        """Rows of the batch that entered at ``tick`` which are alive by now."""
+        batch = self._batches.get(tick)
+        if batch is None:
+            return 0
+        flight = InFlight(batch)
+        self.prune(tick, flight)
+        return flight.batch.num_tokens
+
     def take(self, tick: int) -> Batch | None:
         """Removes the batch that entered at ``tick``; its live rows, None where there are none."""
         batch = self._batches.pop(tick, None)

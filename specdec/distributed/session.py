@@ -41,6 +41,10 @@ class Edges(Protocol):
         """Waits for the rank before; None where stages compute nothing."""
         ...
 
+    def release_rows(self) -> None:
+        """The rows received last are not needed any more."""
+        ...
+
     def send_answers(self, tick: int, answers: tuple[Answers, ...]) -> None:
         """To rank 0."""
         ...
@@ -104,15 +108,18 @@ class StageSession:
         self._date(ending.entry.batch.step)
         self._ledger.commit(tick, commits)
         self.doing = f"pruning at the end of step {tick}"
+        clock, rank, sender = self._clock, self._rank, self._rank - 1
+        clock.start(rank)
+        clock.align(sender, rank)
         if commits:
-            self._clock.start(self._rank)
             self._stage.commit(commits)
             if self._answerer is not None:
                 self._answerer.commit(commits)
         if self._slot is not None:
             self._ledger.prune(*self._slot)
         if commits:
-            self._clock.charge(self._rank, Work.PRUNE, ending.num_pruned)
+            clock.charge(rank, Work.PRUNE, ending.num_pruned)
+            clock.charge(sender, Work.PRUNE, ending.num_pruned)
         self._transmit()
         if not first:
             self._date(ending.entry.batch.step + 1)
@@ -149,11 +156,17 @@ class StageSession:
             return
         num_rows = batch.num_tokens
         self.doing = f"waiting for {num_rows} rows of rank {self._rank - 1} in step {tick}"
-        hidden = None if self._rank == 1 else self._edges.receive_rows(num_rows)
+        clock, rank, sender = self._clock, self._rank, self._rank - 1
+        hidden = None if rank == 1 else self._edges.receive_rows(num_rows)
         self.doing = f"computing {num_rows} rows in step {tick}"
-        clock, rank = self._clock, self._rank
-        clock.start(rank)
+        if self._plan.group == 1:
+            clock.start(rank)
+        else:
+            clock.charge(sender, Work.TRANSFER, num_rows)
+            clock.follow(rank, sender)
         out = self._stage.run(batch, hidden)
+        if not self._is_last:  # for the last rank nothing comes before the answer
+            self._edges.release_rows()
         clock.charge(rank, Work.STAGE, num_rows)
         self.rows += num_rows
         if not self._is_last:
@@ -166,20 +179,19 @@ class StageSession:
             clock.charge(rank, Work.HEAD, batch.num_nodes)
             self._edges.send_answers(tick, answers)
             self._answered = True
+        if self._is_last:
+            self._edges.release_rows()
 
     def _transmit(self) -> None:
         """Sends what survives to the next rank."""
         slot, self._slot = self._slot, None
-        clock, rank = self._clock, self._rank
-        if slot is not None and slot[1].batch.num_tokens:
-            flight = slot[1]
-            self.doing = f"sending {flight.batch.num_tokens} rows to rank {rank + 1}"
-            clock.start(rank)
-            clock.charge(rank, Work.TRANSFER, flight.batch.num_tokens)
-            self._edges.send_rows(flight.hidden, flight.batch.num_tokens)
+        num_rows = 0 if slot is None else slot[1].batch.num_tokens
+        if slot is not None and num_rows:
+            self.doing = f"sending {num_rows} rows to rank {self._rank + 1}"
+            self._edges.send_rows(slot[1].hidden, num_rows)
         elif self._answered:
-            clock.start(rank)
-            clock.charge(rank, Work.TRANSFER, 1)
+            num_rows = 1
+        self._clock.charge(self._rank, Work.TRANSFER, num_rows)
         self.doing = "waiting for rank 0"
 
 

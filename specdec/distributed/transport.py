@@ -130,15 +130,21 @@ class Sender:
 
 
 class WordReceiver:
-    """Receives words from one rank; the next receive is always posted."""
+    """Receives words from one rank into two frames, one of which is always posted ahead.
+
+    A frame that was read is posted again before the next wait, not at once: posting costs a message
+    to the sender, and what has just come is urgent.
+    """
 
     def __init__(self, group: Group, source: int, tag: int) -> None:
-        """Posts the first receive."""
+        """Posts the first receives."""
         self._group = group
         self._source = source
         self._tag = tag
-        self._frame = torch.zeros(FRAME_WORDS, dtype=torch.int64)
-        self._work = self._post()
+        self._frames = [torch.zeros(FRAME_WORDS, dtype=torch.int64) for _ in range(2)]
+        self._works: list[dist.Work | None] = [None, None]
+        self._at = 0
+        self._post()
 
     def receive(self) -> IntArray:
         """Waits for the next message; int64[n], the caller's own.
@@ -147,11 +153,14 @@ class WordReceiver:
             PeerLost: if the source has gone.
         """
         try:
-            self._work.wait(FOREVER)
-            first = self._frame.numpy()
-            size = int(first[0])
-            words = first[:size].copy()
-            self._work = self._post()
+            self._post()
+            work, frame = self._works[self._at], self._frames[self._at].numpy()
+            assert work is not None, "both are posted"
+            work.wait(FOREVER)
+            size = int(frame[0])
+            words = frame[:size].copy()
+            self._works[self._at] = None
+            self._at = 1 - self._at
             if size > FRAME_WORDS:
                 rest = torch.empty(size - FRAME_WORDS, dtype=torch.int64)
                 tag = self._tag + _OVERFLOW
@@ -161,8 +170,11 @@ class WordReceiver:
             raise PeerLost(self._source) from error
         return words
 
-    def _post(self) -> dist.Work:
-        return self._group.recv([self._frame], self._source, self._tag)
+    def _post(self) -> None:
+        """Posts what is not, in the order in which messages will come."""
+        for i in (self._at, 1 - self._at):
+            if self._works[i] is None:
+                self._works[i] = self._group.recv([self._frames[i]], self._source, self._tag)
 
 
 class RowReceiver:
@@ -197,11 +209,12 @@ class RowReceiver:
         self._ahead = device.type == "cpu"
         shape = (_CHUNK_ROWS, width)
         self._buffers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
+        self._works: list[dist.Work | None] = [None, None]
         self._at = 0
-        self._work = self._post(_CHUNK_ROWS) if self._ahead else None
+        self.release()
 
     def receive(self, num_rows: int) -> torch.Tensor:
-        """[num_rows, E], valid until the next call.
+        """[num_rows, E], valid until ``release`` or the next call.
 
         Raises:
             PeerLost: if the source has gone.
@@ -211,20 +224,34 @@ class RowReceiver:
         starts = range(0, num_rows, _CHUNK_ROWS)
         return torch.cat([self._chunk(min(_CHUNK_ROWS, num_rows - s)).clone() for s in starts])
 
-    def _chunk(self, num_rows: int) -> torch.Tensor:
-        work = self._post(num_rows) if self._work is None else self._work
+    def release(self) -> None:
+        """What was received is not needed any more: posts its buffer again.
+
+        Raises:
+            PeerLost: if the source has gone.
+        """
+        if not self._ahead:
+            return
         try:
-            work.wait(FOREVER)
-            rows = self._buffers[self._at][:num_rows]
-            self._at = 1 - self._at
-            if self._ahead:
-                self._work = self._post(_CHUNK_ROWS)
+            for i in (self._at, 1 - self._at):
+                if self._works[i] is None:
+                    self._works[i] = self._post(i, _CHUNK_ROWS)
         except RuntimeError as error:
             raise PeerLost(self._source) from error
-        return rows
 
-    def _post(self, num_rows: int) -> dist.Work:
-        return self._group.recv([self._buffers[self._at][:num_rows]], self._source, self._tag)
+    def _chunk(self, num_rows: int) -> torch.Tensor:
+        at = self._at
+        try:
+            work = self._works[at] or self._post(at, num_rows if not self._ahead else _CHUNK_ROWS)
+            work.wait(FOREVER)
+        except RuntimeError as error:
+            raise PeerLost(self._source) from error
+        self._works[at] = None
+        self._at = 1 - at
+        return self._buffers[at][:num_rows]
+
+    def _post(self, at: int, num_rows: int) -> dist.Work:
+        return self._group.recv([self._buffers[at][:num_rows]], self._source, self._tag)
 
 
 def send_rows(sender: Sender, rows: torch.Tensor, to: int, tag: int) -> None:

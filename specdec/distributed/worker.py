@@ -82,6 +82,11 @@ class _Edges:
         rows = self._receiver.receive(num_rows)
         return rows if self._is_model else None
 
+    def release_rows(self) -> None:
+        """Has the next ones received ahead."""
+        if self._receiver is not None:
+            self._receiver.release()
+
     def send_answers(self, tick: int, answers: tuple[Answers, ...]) -> None:
         """Tokens as words; distributions, where there are any, in a second message."""
         sender = self._worker.control

@@ -13,26 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specdec.clocks import Clock, ClockKind
 from specdec.distributed.codec import (
-    Ending,
     Entry,
     Kind,
     OpenedRequest,
+    ending_words,
+    entry_words,
     message,
-    put_ending,
-    put_entry,
 )
 from specdec.distributed.lease import Lease
 from specdec.distributed.ledger import Ledger
 from specdec.distributed.plan import SessionPlan
 from specdec.executors.layout import Submitted
+from specdec.executors.times import StepTimes
 from specdec.metrics.meter import Meter
 from specdec.types import Answers, Batch, Commit, ExecutorCounters, IntArray, Output
 
 if TYPE_CHECKING:
+    from specdec.distributed.group import Answered
     from specdec.state import RequestState
 
-_NOTHING = Batch(step=0)
 _NO_TOKENS: IntArray = np.zeros(0, np.int64)
 
 
@@ -64,11 +65,12 @@ class DistributedExecutor:
 
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, *, plan: SessionPlan, meter: Meter, timeout_s: float) -> None:
+    def __init__(self, *, plan: SessionPlan, clock: Clock, meter: Meter, timeout_s: float) -> None:
         """Starts or joins the ranks and has them load their layers.
 
         Args:
             plan: which rank does what.
+            clock: rank 0's. A paced one ends no step before the profile says that it is over.
             meter: told of the time that rank 0 waits for answers.
             timeout_s: a run ends with an error when no rank has moved for so long.
 
@@ -81,6 +83,8 @@ class DistributedExecutor:
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
         self._first = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
+        self._times = StepTimes(clock, self.latency) if clock.kind is ClockKind.PACED else None
+        self._flow = [0] * (self.latency - 1)  # rows that go into stages 2, 3, ... in this step
         self._meter = meter
         self._timeout_s = timeout_s
         self._ledger = Ledger()
@@ -89,7 +93,7 @@ class DistributedExecutor:
         self._step = -1
         self._opens: list[OpenedRequest] = []
         self._closes: list[int] = []
-        self._entry = Entry(batch=_NOTHING)
+        self._entered = _NO_TOKENS  # the step's entry, in words
         self._due: Batch | None = None  # what the last rank answers in this step
         self._in_step = False
         self._lease = Lease(len(plan.ranks), threads=plan.threads)
@@ -123,17 +127,21 @@ class DistributedExecutor:
         entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
         self._closes.clear()
         self._opens.clear()
-        self._entry = entry
         self._ledger.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
         if self.latency == 1:
             self._due = self._ledger.take(self._tick)
+        self._entered = entry_words(entry)
         if not entry.is_empty:
-            body: list[int] = []
-            put_entry(body, entry)
-            self._group.send(message(Kind.BEGIN, self._session, self._tick, body), self._first)
+            begin = message(Kind.BEGIN, self._session, self._tick, self._entered)
+            self._group.send(begin, self._first)
+        if self._times is not None:
+            num_nodes = 0 if self._due is None else self._due.num_nodes
+            self._times.compute([batch.num_tokens, *self._flow], num_nodes)
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
+        if self._times is not None and self._times.busy():
+            return False
         return not self._answers_due or self._group.has_answer()
 
     def collect(self) -> Output:
@@ -142,11 +150,18 @@ class DistributedExecutor:
         Raises:
             RankFailure: a rank died, raised, or none moved for ``timeout_s``.
         """
-        if not self._answers_due:
+        answered = None
+        if self._answers_due:
+            with self._meter.waiting():
+                answered = self._group.answer(self._session, self._tick, self._timeout_s)
+        else:
             self._group.check()
-            return Output(step=self._step)
-        with self._meter.waiting():
-            answered = self._group.answer(self._session, self._tick, self._timeout_s)
+        if self._times is not None:
+            self._times.finish()
+        return Output(step=self._step, answers=() if answered is None else self._read(answered))
+
+    def _read(self, answered: Answered) -> tuple[Answers, ...]:
+        """Answers by request, without those of requests that have ended."""
         assert self._due is not None
         assert len(answered.tokens) == self._due.num_nodes, "rank 0 and the last rank disagree"
         answers, start = [], 0
@@ -163,17 +178,20 @@ class DistributedExecutor:
                     )
                 )
             start = stop
-        return Output(step=self._step, answers=tuple(answers))
+        return tuple(answers)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Tells every rank what was decided, which ends the step."""
         pruned = sum(self._submitted.commit(commit) for commit in commits)
-        body: list[int] = []
-        put_ending(body, Ending(self._entry, tuple(commits), pruned))
-        self._group.send(message(Kind.END, self._session, self._tick, body), self._ranks)
+        decided = ending_words(commits, pruned)
+        end = message(Kind.END, self._session, self._tick, decided, self._entered)
+        self._group.send(end, reversed(self._ranks))  # the last rank's answer is what all wait for
         self._ledger.commit(self._tick, commits)
         if self.latency > 1:
             self._due = self._ledger.take(self._tick + 2 - self.latency)
+        if self._times is not None:
+            self._flow = self._rows_in_flight()
+            self._times.end(pruned, self._flow, answered=bool(output.answers))
         self._in_step = False
 
     def close(self, request_id: int) -> None:
@@ -204,6 +222,14 @@ class DistributedExecutor:
         if self._group.alive and not self._in_step:
             self._group.close_session(self._session)
         self._lease.release(broken=self._in_step)
+
+    def _rows_in_flight(self) -> list[int]:
+        """Rows that stages 2, 3, ... have before them when the step has ended."""
+        if self.latency == 1:
+            return []
+        entered = range(self._tick, self._tick + 2 - self.latency, -1)
+        due = 0 if self._due is None else self._due.num_tokens
+        return [*(self._ledger.num_rows(tick) for tick in entered), due]
 
     @property
     def _answers_due(self) -> bool:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks import Clock
 from specdec.executors.answering import Answerer
 from specdec.executors.layout import InFlight, Submitted
 from specdec.executors.stage import Stage
+from specdec.executors.times import StepTimes
 from specdec.types import Answers, Batch, Commit, ExecutorCounters, Output
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class PipelineExecutor:
         """
         self._stages = list(stages)
         self._answerer = answerer
-        self._clock = clock
-        self._ranks = range(1, len(self._stages) + 1)
+        self._times = StepTimes(clock, len(self._stages))
         self._slots: list[InFlight | None] = [None] * len(self._stages)
         self._submitted = Submitted()
         self._step = -1
@@ -65,16 +65,12 @@ class PipelineExecutor:
             self._slots[0] = InFlight(batch)
             self.counters.count(batch)
             self._submitted.add(batch)
-        for rank, slot in zip(self._ranks, self._slots, strict=True):
-            self._clock.align(rank, CONTROLLER)
-            if slot is not None:
-                self._clock.charge(rank, Work.STAGE, slot.batch.num_tokens)
-        if self._slots[-1] is not None:
-            self._clock.charge(self._ranks[-1], Work.HEAD, self._slots[-1].batch.num_nodes)
+        last = self._slots[-1]
+        self._times.compute(self._rows(), 0 if last is None else last.batch.num_nodes)
 
     def ready(self) -> bool:
         """Whether every stage has finished from the controller's point of view."""
-        return not any(self._clock.busy(rank) for rank in self._ranks)
+        return not self._times.busy()
 
     def collect(self) -> Output:
         """Runs every stage once; answers what left the last one."""
@@ -87,17 +83,17 @@ class PipelineExecutor:
             slot.hidden = out.hidden
             if i == len(self._stages) - 1 and slot.batch.trees:
                 answers = self._answerer.answer(slot.batch, out.logits)
-        self._clock.barrier(self._ranks)
+        self._times.finish()
         return Output(step=self._step, answers=answers)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Prunes, then moves what survives on to the next stage, and ends the step."""
         by_request = {commit.request: commit for commit in commits}
+        pruned = sum(self._submitted.commit(commit) for commit in commits)
         if commits:
             for stage in self._stages:
                 stage.commit(commits)
             self._answerer.commit(commits)
-            self._charge_prune(commits)
         self._slots[-1] = None
         for i in range(len(self._slots) - 1, 0, -1):
             slot = self._slots[i - 1]
@@ -106,8 +102,7 @@ class PipelineExecutor:
                 slot.prune(by_request)
                 if slot.batch.num_tokens:
                     self._slots[i] = slot
-        self._transfer(answered=bool(output.answers))
-        self._clock.barrier(self._ranks)
+        self._times.end(pruned, self._rows()[1:], answered=bool(output.answers))
 
     def close(self, request_id: int) -> None:
         """Frees the request's caches; its rows in flight are dropped."""
@@ -127,18 +122,8 @@ class PipelineExecutor:
     @property
     def places(self) -> dict[int, int]:
         """Rank -> stage, from 1."""
-        return {rank: rank for rank in self._ranks}
+        return {rank: rank for rank in range(1, len(self._stages) + 1)}
 
-    def _charge_prune(self, commits: Sequence[Commit]) -> None:
-        """Charges pruning where there was more than the verified path to look at."""
-        pruned = sum(self._submitted.commit(commit) for commit in commits)
-        for rank in self._ranks:
-            self._clock.charge(rank, Work.PRUNE, pruned)
-
-    def _transfer(self, *, answered: bool) -> None:
-        """Charges each sender: hidden states to the next stage, answers to the controller."""
-        for i, slot in enumerate(self._slots):
-            if slot is not None and i > 0:
-                self._clock.charge(self._ranks[i - 1], Work.TRANSFER, slot.batch.num_tokens)
-        if answered:
-            self._clock.charge(self._ranks[-1], Work.TRANSFER, 1)
+    def _rows(self) -> list[int]:
+        """Rows that wait before each stage."""
+        return [0 if slot is None else slot.batch.num_tokens for slot in self._slots]

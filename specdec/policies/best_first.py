@@ -42,11 +42,11 @@ class BestFirst(Stateless):
     *Asynchronous* form (SwiftSpec, Alg. 1): the ``d`` expansions run in ``overlap``, while the
     target verifies; ``select`` only makes good what is missing to ``bs`` nodes (lines 13-15).
 
-    ``continuous``, in either form: every ``select`` feeds the ``bs`` most probable nodes not yet
-    submitted, however many there are and whatever is in flight (for pipelines).
+    Either waits for its answers; ``PipelineBestFirst`` is the form that feeds at every step.
     """
 
     value_dependent = True
+    serial = True
 
     def __init__(
         self,
@@ -55,7 +55,6 @@ class BestFirst(Stateless):
         w: int,
         d: int | str | None,
         asynchronous: bool = False,
-        continuous: bool = False,
         min_mass: float = 0.0,
         min_prob: float = 0.0,
     ) -> None:
@@ -66,7 +65,6 @@ class BestFirst(Stateless):
             w: leaves per expansion (the paper: 8).
             d: expansions per round; "until_ready" (or None): until the target is (asynchronous).
             asynchronous: expand in ``overlap`` instead of in ``select``.
-            continuous: feed every step instead of waiting for answers.
             min_mass: serial form: a request's ``d`` expansions end early once the ``w`` best leaves
                 hold less than this probability together, since no expansion gains more tokens than
                 that. Worth it below (draft pass / target pass) x tokens per pass; 0 never stops.
@@ -96,17 +94,15 @@ class BestFirst(Stateless):
         self.w = w
         self.d = None if d is None else int(d)
         self.asynchronous = asynchronous
-        self.continuous = continuous
         self.min_mass = min_mass
         self.min_prob = min_prob
         self._least = float(np.log(min_prob)) if min_prob else -np.inf
-        self.serial = not continuous
         self._children = max(bs, w)
         self.expansions = {"between": 0, "beside": 0}
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The ``bs`` most probable nodes of every idle request (of every request: continuous)."""
-        requests = ready_requests(state, serial=self.serial)
+        """The ``bs`` most probable nodes of every idle request."""
+        requests = ready_requests(state, serial=True)
         silent: dict[int, IntArray] = {}
         if not self.asynchronous:
             growing = requests
@@ -115,7 +111,7 @@ class BestFirst(Stateless):
                 if not growing:
                     break
                 self.expansions["between"] += 1
-        short = [] if self.continuous else requests
+        short = requests
         while short := [r for r in short if _num_available(r.tree) < self.bs]:
             short = self._grow(state, source, short, silent)
             self.expansions["between"] += bool(short)

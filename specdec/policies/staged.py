@@ -50,9 +50,9 @@ class StagedTree:
         check_count("extend_depth", extend_depth, remedy=remedy)
         if not getattr(inner, "serial", True):
             raise ValueError(
-                f"policy.inner={type(inner).__name__} feeds the target level by level; a staged"
-                " tree is submitted whole: choose chain, static, best_first without"
-                " policy.inner.continuous, or fixed_width with policy.inner.levels_per_step=null"
+                f"policy.inner={type(inner).__name__} feeds the target at every step; a staged tree"
+                " is submitted whole: set policy.inner._target_ to Chain, Static, BestFirst (of"
+                " specdec.policies), or FixedWidth with policy.inner.levels_per_step=null"
             )
         self.inner = inner
         self.extend_leaves = extend_leaves
@@ -106,8 +106,9 @@ def cheap_source(source: TokenSource) -> TokenSource:
     cheap = getattr(source, "cheap", None)
     if cheap is None:
         raise ValueError(
-            f"policy=staged needs a source with a cheaper one inside; {type(source).__name__} has"
-            " none: use source=staged, or the inner policy alone"
+            f"policy=staged_tree extends leaves by the cheaper source inside of a staged one;"
+            f" {type(source).__name__} has none: use source=staged (its key source.cheap), or the"
+            " inner policy alone (policy=chain, policy=static, ...)"
         )
     return cast("TokenSource", cheap)
 

@@ -28,7 +28,8 @@ Build = Callable[[Mapping[str, Any], ModelPair], Parts]
 
 VOCAB_SIZE = 96
 MAX_POSITIONS = 64
-MAX_STAGES = 4
+MAX_STAGES = 4  # in one process
+MAX_RANKS = 8  # stages, where they are processes
 _MIN_LAYERS = 3
 _LOGIT_STEP = 1.0
 _UNSURE, _SURE = 4.0, 8.0  # standard deviations of 3 and 6: sampled tokens are accepted, too
@@ -72,7 +73,7 @@ class Subject:
 
     Attributes:
         cfg: resolved, as the user gave it.
-        small: the same with a small random float64 pair and at most ``MAX_STAGES`` stages.
+        small: the same with a small random float64 pair, and few stages.
         claims: what its verifier promises.
         build: makes the parts of a configuration on a pair.
         notes: what checks found out and share with each other.
@@ -239,14 +240,18 @@ def _family(model: Mapping[str, Any]) -> str:
 
 
 def _shrink(executor: dict[str, Any]) -> int:
-    """Leaves a pipeline ``MAX_STAGES`` stages at most; returns its devices, 0 for no pipeline."""
+    """Leaves a pipeline few stages, ``MAX_RANKS`` at most; returns its devices, 0 for no pipeline.
+
+    In one process more of them mean the same code once more; ranks are as many as were asked for.
+    """
     stages, groups = executor.get("stages"), executor.get("groups")
     if stages is None:
         return 0
-    executor["stages"] = min(stages, MAX_STAGES)
+    most = MAX_RANKS if executor.get("transport") == "distributed" else MAX_STAGES
+    executor["stages"] = min(stages, most)
     if groups is None:
         return int(executor["stages"])
-    executor["groups"] = list(groups[:MAX_STAGES])
+    executor["groups"] = list(groups[:most])
     return int(sum(executor["groups"]))
 
 

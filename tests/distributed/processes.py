@@ -40,20 +40,31 @@ def _hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@contextmanager
-def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """``specdec run`` in its own process group; killed afterwards, with all ranks."""
-    words = [sys.executable, "-m", "specdec.cli.main", "run", *OVERRIDES, *overrides]
-    process = subprocess.Popen(
-        [*words, f"output_dir={folder}"],
+def module(*words: str, stderr: int = subprocess.STDOUT, **more: str) -> subprocess.Popen[str]:
+    """``python -m`` in a process group of its own; its output is text in ``stdout``.
+
+    Args:
+        words: module and arguments.
+        stderr: goes into ``stdout`` as well, unless it is to be apart: nothing else is kept then.
+        more: environment variables.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
         cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        env={**environment(), **more},
+        stdout=subprocess.PIPE if stderr == subprocess.STDOUT else subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
         start_new_session=True,
         preexec_fn=_hear_interrupts,
     )
+
+
+@contextmanager
+def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """``specdec run`` in its own process group; killed afterwards, with all ranks."""
+    words = ("specdec.cli.main", "run", *OVERRIDES, *overrides, f"output_dir={folder}")
+    process = module(*words, stderr=subprocess.PIPE)
     try:
         yield process
     finally:

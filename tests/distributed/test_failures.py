@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,6 @@ from specdec.errors import RankFailure
 from specdec.sampling import SamplingParams
 from specdec.state import RequestState, StopRules
 from tests.distributed.processes import (
-    OVERRIDES,
-    ROOT,
-    environment,
     is_alive,
     ranks_of,
     started,
@@ -138,14 +133,7 @@ def test_what_a_rank_refuses_is_the_users_error() -> None:
 
 
 def test_a_run_that_fails_at_once_leaves_nobody(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "specdec.cli.main", "run", *OVERRIDES]
-    done = subprocess.run(
-        [*words, "executor.stages=3", f"output_dir={tmp_path / 'run'}"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 2
-    assert "executor.stages=3" in done.stderr
+    with started(tmp_path / "run", "executor.stages=3") as command:
+        _, message = command.communicate(timeout=300)
+    assert command.returncode == 2
+    assert "executor.stages=3" in message

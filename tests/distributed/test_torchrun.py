@@ -1,4 +1,4 @@
-"""Ranks that something else starts: two torchrun agents on loopback stand for two machines."""
+"""Ranks that something else starts, on loopback: torchrun agents for two machines, and Slurm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from specdec.cli.main import main
-from tests.distributed.processes import ROOT, environment
+from tests.distributed.processes import module
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -46,47 +45,65 @@ def outputs(folder: Path) -> dict[int, Any]:
     return {record["id"]: record["output"] for record in map(json.loads, lines)}
 
 
-def agents(job: Path, folder: Path, ranks_per_node: int) -> list[subprocess.Popen[str]]:
-    """Two torchrun agents with two ranks each."""
-    port = free_port()
-    return [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
-                *(f"--node-rank={node}", f"--nproc-per-node={ranks_per_node}"),
-                *("--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0"),
-                *("-m", "specdec.cli.main", "worker", str(job), str(folder)),
-            ],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for node in range(2)
-    ]
+def worker(job: Path, folder: Path) -> tuple[str, ...]:
+    """The words that every rank is started with."""
+    return ("specdec.cli.main", "worker", str(job), str(folder))
+
+
+def write_job(job: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> None:
+    """The resolved configuration, as a user makes it."""
+    assert main(["run", "--cfg", *JOB, *overrides]) == 0
+    job.write_text(capsys.readouterr().out)
+
+
+def check(processes: list[subprocess.Popen[str]], folder: Path, expected: Path) -> None:
+    """All end well, and the folder holds what one process gives."""
+    try:
+        said = [process.communicate(timeout=400)[0] for process in processes]
+    finally:
+        for process in processes:
+            with suppress(OSError):
+                os.killpg(process.pid, 9)
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    assert main(["run", *JOB, f"output_dir={expected}"]) == 0
+    found = outputs(folder)
+    assert len(found) == 3
+    assert found == outputs(expected)
+    assert (folder / "summary.json").is_file()
 
 
 def test_two_nodes_give_what_one_process_gives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "--cfg", *JOB, "executor.transport=distributed"]) == 0
-    job = tmp_path / "job.yaml"
-    job.write_text(capsys.readouterr().out)
-    nodes = agents(job, tmp_path / "nodes", 2)
-    try:
-        said = [node.communicate(timeout=400)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            with suppress(OSError):
-                os.killpg(node.pid, 9)
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert main(["run", *JOB, f"output_dir={tmp_path / 'one'}"]) == 0
-    found = outputs(tmp_path / "nodes")
-    assert len(found) == 3
-    assert found == outputs(tmp_path / "one")
-    assert (tmp_path / "nodes" / "summary.json").is_file()
+    """Two torchrun agents with two ranks each."""
+    job, folder, port = tmp_path / "job.yaml", tmp_path / "nodes", free_port()
+    write_job(job, capsys, "executor.transport=distributed")
+    nodes = [
+        module(
+            *("torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2"),
+            *("--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0", "-m"),
+            *worker(job, folder),
+        )
+        for node in range(2)
+    ]
+    check(nodes, folder, tmp_path / "one")
+
+
+def test_tasks_of_slurm_give_what_one_process_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What srun sets, on loopback; the stages are fewer, the tokens are not."""
+    job, folder, port = tmp_path / "job.yaml", tmp_path / "tasks", free_port()
+    write_job(job, capsys, "executor.transport=distributed", "executor.stages=2")
+    tasks = [
+        module(
+            *worker(job, folder),
+            **{"SLURM_PROCID": str(task), "SLURM_NTASKS": "3", "SLURM_LOCALID": str(task)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
+        for task in range(3)
+    ]
+    check(tasks, folder, tmp_path / "one")
 
 
 @pytest.mark.parametrize("words", [["worker"], ["worker", "no-such.yaml", "out"]])
@@ -100,12 +117,10 @@ def test_without_a_launcher_the_remedy_is_named(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    assert main(["run", "--cfg", *JOB, "executor.transport=distributed"]) == 0
     job = tmp_path / "job.yaml"
-    job.write_text(capsys.readouterr().out)
+    write_job(job, capsys, "executor.transport=distributed")
     assert main(["worker", str(job), str(tmp_path / "out")]) == 2
     assert "torchrun" in capsys.readouterr().err
-    assert main(["run", "--cfg", *JOB]) == 0
-    job.write_text(capsys.readouterr().out)
+    write_job(job, capsys)
     assert main(["worker", str(job), str(tmp_path / "out")]) == 2
     assert "executor.transport=in_process" in capsys.readouterr().err

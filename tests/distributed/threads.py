@@ -116,6 +116,9 @@ class _Edges:
         assert sent == num_rows, f"{num_rows} rows expected, {sent} sent: the books disagree"
         return rows
 
+    def release_rows(self) -> None:
+        """Queues need no buffers."""
+
     def send_answers(self, tick: int, answers: tuple[Answers, ...]) -> None:
         words = answer_words(tick, self._session, answers)
         probs = None

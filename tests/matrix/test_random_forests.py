@@ -20,7 +20,7 @@ from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.stage import ModelStage
 from specdec.interfaces import TreePolicy
 from specdec.models import ModelRunner
-from specdec.policies import BestFirst, Chain, FixedWidth, Static
+from specdec.policies import BestFirst, Chain, FixedWidth, PipelineBestFirst, Static
 from specdec.randomness import Purpose, keyed_uniforms
 from specdec.sampling import SamplingParams, SamplingTransform
 from specdec.sources import RandomSource
@@ -47,7 +47,9 @@ policies = st.one_of(
         w=small,
         d=st.integers(1, 3),
         asynchronous=st.booleans(),
-        continuous=st.booleans(),
+    ),
+    st.builds(
+        PipelineBestFirst, width=st.integers(1, 8), children=small, draft_passes=st.integers(1, 2)
     ),
 )
 

@@ -143,6 +143,55 @@ def test_other_ranks_and_unpriced_work_cost_a_paced_clock_nothing(hands: Hands) 
     assert [(s.kind, round(s.seconds, 6)) for s in report.spans] == [("prune", 0.002)]
 
 
+def test_a_paced_controller_ends_no_step_before_the_slowest_stage(hands: Hands) -> None:
+    meter = Meter()
+    clock = PacedClock(PROFILE, meter=meter)
+    hands.work(100)
+    for rank, rows in ((1, 6), (2, 1)):
+        clock.align(rank, CONTROLLER)
+        clock.charge(rank, Work.STAGE, rows)  # 15 and 10 ms
+    hands.work(3)
+    assert clock.busy(1)
+    clock.barrier([1, 2])
+    assert clock.now() == pytest.approx(0.115)
+    assert meter.wait_s == pytest.approx(0.012), "waiting for stages is no overhead"
+    assert not clock.busy(1)
+    clock.charge(2, Work.HEAD, 1)
+    clock.align(CONTROLLER, 2)  # nobody sleeps: what comes next counts from there
+    assert clock.now() == pytest.approx(0.115)
+    hands.work(1)
+    meter.add("draft", 1e-3)
+    clock.charge(CONTROLLER, Work.DRAFT, 1)
+    assert clock.now() == pytest.approx(0.115 + 0.005 + 0.004)
+    hands.work(20)  # a late controller stays late
+    hands.work(1)
+    meter.add("draft", 1e-3)
+    clock.charge(CONTROLLER, Work.DRAFT, 1)
+    assert clock.now() == pytest.approx(0.124 + 0.020 + 0.004)
+
+
+def test_a_paced_stage_counts_from_when_its_rows_are_due(hands: Hands) -> None:
+    """Rows 3 ms after their time: the stage has 7 of its 10 ms left, and is not late by it."""
+    clock = PacedClock(PROFILE, rank=2)
+    clock.start(2)
+    clock.align(1, 2)
+    clock.charge(2, Work.DRAFT, 1)  # any priced work: 4 ms
+    clock.charge(1, Work.HEAD, 1)  # the rows are due at 5
+    hands.work(4)
+    clock.follow(2, 1)
+    hands.work(1)
+    clock.charge(2, Work.STAGE, 1)
+    assert clock.now() == pytest.approx(0.015)
+    assert clock.report().overruns == 0
+    clock.start(2)
+    clock.align(1, 2)
+    hands.work(3)
+    clock.charge(1, Work.TRANSFER, 1)  # not priced: it takes the time that it takes
+    clock.follow(2, 1)
+    clock.charge(2, Work.STAGE, 1)
+    assert clock.now() == pytest.approx(0.028)
+
+
 def test_a_measured_clock_writes_down_what_the_wall_says(hands: Hands) -> None:
     clock = MeasuredClock(timeline=Timeline())
     clock.start(CONTROLLER)

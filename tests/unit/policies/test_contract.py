@@ -32,8 +32,6 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "best": lambda: BestFirst(bs=8, w=4, d=3),
     "best_async": lambda: BestFirst(bs=8, w=4, d=3, asynchronous=True),
     "best_until_ready": lambda: BestFirst(bs=8, w=4, d=None, asynchronous=True),
-    "best_continuous": lambda: BestFirst(bs=6, w=4, d=1, continuous=True),
-    "best_pipe": lambda: BestFirst(bs=6, w=4, d=2, asynchronous=True, continuous=True),
     "pipe_best": lambda: PipelineBestFirst(width=6, children=4),
     "pipe_best1": lambda: PipelineBestFirst(width=6, children=4, draft_passes=1),
     "staged": lambda: StagedTree(inner=Chain(gamma=3), extend_leaves=2, extend_depth=3),
@@ -142,7 +140,7 @@ def test_no_node_stands_beyond_the_last_token() -> None:
 def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
     made = {name: make() for name, make in POLICIES.items()}
     waiting = {name for name, policy in made.items() if policy.serial}  # type: ignore[attr-defined]
-    feeding = {"fixed", "fixed2", "best_continuous", "best_pipe", "pipe_best", "pipe_best1"}
+    feeding = {"fixed", "fixed2", "pipe_best", "pipe_best1"}
     assert set(made) - waiting == feeding
     dependent = {name for name, policy in made.items() if policy.value_dependent}
     staged = {name for name, policy in made.items() if isinstance(policy, StagedTree)}

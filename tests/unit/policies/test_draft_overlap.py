@@ -117,5 +117,5 @@ def test_what_cannot_be_right_is_refused() -> None:
             policy=Static(draft_overlap="full"),
             verifier=MatchVerifier(),
         )
-    with pytest.raises(UserError, match="bias"):
+    with pytest.raises(UserError, match=r"overlap=rule .* bias .* policy\.draft_overlap=none"):
         runner(config(Cell("draft_model", "static_ahead", "rejection", "local", "t06")))

@@ -7,7 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from specdec.policies import BestFirst, Chain, FixedWidth, StagedTree, Static
+from specdec.policies import (
+    BestFirst,
+    Chain,
+    FixedWidth,
+    PipelineBestFirst,
+    StagedTree,
+    Static,
+)
 from specdec.policies.growing import expand
 from specdec.types import Candidates, Nodes
 
@@ -309,10 +316,10 @@ def test_asynchronous_best_first_reuses_the_tree() -> None:
     assert done.policy.overlaps[:-1] == [3] * (len(done.policy.overlaps) - 1)
 
 
-def test_continuous_best_first_feeds_the_best_of_what_is_left() -> None:
-    """Every step feeds the next bs nodes in order of probability; nothing waits for answers."""
+def test_pipeline_best_first_feeds_the_best_of_what_is_left() -> None:
+    """Every step feeds the next nodes in order of probability; nothing waits for answers."""
     state, source = new_state(new_request(1, ROOT)), TableSource()
-    policy = BestFirst(bs=5, w=30, d=1, continuous=True)
+    policy = PipelineBestFirst(width=5, children=30, draft_passes=1)
     fed: set[Context] = set()
     for step in range(4):
         state.step = step
@@ -325,6 +332,7 @@ def test_continuous_best_first_feeds_the_best_of_what_is_left() -> None:
         left = sorted(known - fed, key=lambda c: -score(c, ROOT))
         assert sorted(chosen) == sorted(left[:5])
         fed |= set(chosen)
+        policy.overlap(state, source, lambda: True)
 
 
 # ---------------------------------------------------------------------- staged
