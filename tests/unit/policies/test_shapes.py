@@ -11,7 +11,6 @@ from specdec.policies import (
     BestFirst,
     Chain,
     FixedWidth,
-    PipelineBestFirst,
     StagedTree,
     Static,
 )
@@ -314,25 +313,6 @@ def test_asynchronous_best_first_reuses_the_tree() -> None:
     assert any(len(s.before) > 1 and s.calls == 0 for s in fed)
     assert all(s.calls >= 1 for s in fed if s.before == {s.root: False})
     assert done.policy.overlaps[:-1] == [3] * (len(done.policy.overlaps) - 1)
-
-
-def test_pipeline_best_first_feeds_the_best_of_what_is_left() -> None:
-    """Every step feeds the next nodes in order of probability; nothing waits for answers."""
-    state, source = new_state(new_request(1, ROOT)), TableSource()
-    policy = PipelineBestFirst(width=5, children=30, draft_passes=1)
-    fed: set[Context] = set()
-    for step in range(4):
-        state.step = step
-        nodes = policy.select(state, source)
-        chosen = chosen_contexts(nodes, state)
-        state.mark_submitted(nodes)
-        known = {ROOT} | {
-            (*c, t) for call in source.calls for c in call[1] for t, _ in children_of(c)
-        }
-        left = sorted(known - fed, key=lambda c: -score(c, ROOT))
-        assert sorted(chosen) == sorted(left[:5])
-        fed |= set(chosen)
-        policy.overlap(state, source, lambda: True)
 
 
 # ---------------------------------------------------------------------- staged
