@@ -177,7 +177,7 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
         (lambda: BestFirst(bs=8, w=1, d=0, asynchronous=True), ["policy.d=0"]),
         (lambda: BestFirst(bs=8, w=1, d=1, min_mass=1.2), ["policy.min_mass=1.2", "0 to 1"]),
         (lambda: BestFirst(bs=8, w=1, d=1, min_prob=-0.1), ["policy.min_prob=-0.1"]),
-        (lambda: BestFirst(bs=8, w=8, d=None), ["policy.d=until_ready", "policy.asynchronous=true"]),
+        (lambda: BestFirst(bs=8, w=8, d=None), ["d=until_ready", "policy.asynchronous=true"]),
         (
             lambda: StagedTree(inner=Chain(gamma=1), extend_leaves=0, extend_depth=1),
             ["policy.extend_leaves=0", "inner policy alone"],
