@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
-    from specdec.api import Generation, generate, stream
+    from specdec.api import Decoder, Generation, Step, certify, generate, stream
 
 __version__ = "0.1.0"
 
-__all__ = ["Generation", "UserError", "__version__", "generate", "stream"]
+_FROM_API = ("Decoder", "Generation", "Step", "certify", "generate", "stream")
+
+__all__ = [
+    "Decoder",
+    "Generation",
+    "Step",
+    "UserError",
+    "__version__",
+    "certify",
+    "generate",
+    "stream",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Generation", "generate", "stream"):
+    if name in _FROM_API:
         from specdec import api
 
         return getattr(api, name)

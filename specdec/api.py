@@ -1,24 +1,27 @@
-"""One call for research code: ``specdec.generate``."""
+"""Decoding from Python: ``generate`` and ``stream`` for one call, ``Decoder`` for many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from specdec.cli.jobs import run_job_of
+from specdec.data import Prompt, prompt_tokens
 from specdec.engine import stop_rules
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.runners import PartsRunner, TokenPrompt
-from specdec.state import RequestState
+from specdec.state import DecodeState, RequestState
 
 if TYPE_CHECKING:
     from specdec.verify import Report
+
+_INCOMPLETE = "\ufffd"  # what a tokenizer makes of a character whose last bytes are still to come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +32,226 @@ class Generation:
         text: the decoded output; empty for pairs without a tokenizer.
         tokens: output tokens.
         origins: per token the source that proposed it, -1 where none did.
+        finish_reason: eos, stop_string, length or cancelled.
         metrics: the run's metrics by the names of the documentation.
     """
 
     text: str
     tokens: tuple[int, ...]
     origins: tuple[int, ...]
+    finish_reason: str
     metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The tokens that one step of the loop decided.
+
+    Attributes:
+        tokens: at least one.
+        origins: per token the source that proposed it, -1 where none did.
+        text: what they add to the text; a character whose bytes are not all there yet comes with
+            a later step. Empty for pairs without a tokenizer.
+        finish_reason: eos, stop_string or length with the last step, None before.
+    """
+
+    tokens: tuple[int, ...]
+    origins: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+
+
+OnStep = Callable[[Step], bool | None]
+"""Told of each step as it is decided; returning False cancels the request."""
+
+
+class Decoder:
+    """A strategy with its models, ready to decode one prompt after the other.
+
+        with Decoder(["strategy=best_first", "sampling=t06"]) as decoder:
+            for step in decoder.stream("def fib(n):"):
+                print(step.text, end="")
+
+    Models stay loaded, and ranks of a distributed pipeline alive, until ``close``. A request that
+    was cancelled leaves nothing behind: caches and work in flight are released as for any other.
+    """
+
+    def __init__(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        config_dirs: Sequence[str | Path] = (),
+        pair: ModelPair | None = None,
+    ) -> None:
+        """Composes the strategy and prepares its models.
+
+        Args:
+            overrides: as on the command line of ``specdec run``.
+            config_dirs: further configuration trees (``--config-dir``).
+            pair: models to share with other decoders; built from ``model=`` where omitted.
+
+        Raises:
+            UserError: for anything that the command line would refuse.
+        """
+        cfg = run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config
+        if cfg["strategy"]["kind"] != "parts":
+            raise UserError(
+                f"strategy={cfg['strategy']['name']} is transformers' own decoding; call its"
+                " generate, or compare it with `specdec compare`"
+            )
+        self._max_new_tokens = int(cfg["max_new_tokens"])
+        self.pair = pair or build_pair(cfg["model"])
+        self._runner = PartsRunner(
+            cfg=cfg, pair=self.pair, stop=stop_rules(cfg, self.pair), on_step=self._tell
+        )
+        self._follower: _Follower | None = None
+        self._on_step: OnStep | None = None
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        prompt_id: int = 0,
+        chat: bool = False,
+        on_step: OnStep | None = None,
+    ) -> Generation:
+        """Decodes one prompt to its end.
+
+        Args:
+            prompt: text, or token ids.
+            prompt_id: keys the randomness, together with ``seed=``.
+            chat: puts the text into the model's chat template, as the user's message.
+            on_step: told of each step; returning False ends the request there.
+
+        Raises:
+            UserError: an empty prompt, one that does not fit, text without a tokenizer.
+        """
+        found = self._tokens(prompt, prompt_id, chat)
+        results: list[RequestResult] = []
+        self._follower, self._on_step = _Follower(self.pair), on_step
+        try:
+            totals = self._runner.run([found], results.append)
+        finally:
+            self._follower = self._on_step = None
+        result = results[0]
+        return Generation(
+            text=result.text,
+            tokens=result.output,
+            origins=result.origins,
+            finish_reason=result.finish_reason,
+            metrics=summarise(results, totals),
+        )
+
+    def stream(
+        self, prompt: str | Sequence[int], *, prompt_id: int = 0, chat: bool = False
+    ) -> Iterator[Step]:
+        """Decodes one prompt, yielding each step's tokens as they are decided.
+
+        Stop iterating to cancel; the decoder is then free for the next prompt. Arguments and
+        errors are those of ``generate``. One stream at a time.
+        """
+        found = self._tokens(prompt, prompt_id, chat)
+        state = self._runner.parts.new_state()
+        follower = _Follower(self.pair)
+        steps = self._runner.steps(state, [found], _ignore)
+        try:
+            for _ in steps:
+                step = follower.step(state.requests[found.id])
+                if step is not None:
+                    yield step
+        finally:
+            for request in state.requests.values():
+                request.cancel()
+            for _ in steps:  # one more turn, in which the parts close the request
+                pass
+
+    def close(self) -> None:
+        """Releases models' memory of this decoder and ends its ranks."""
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _tell(self, state: DecodeState) -> None:
+        """After each step of ``generate``."""
+        if self._on_step is None or self._follower is None:
+            return
+        for request in state.requests.values():
+            step = self._follower.step(request)
+            if step is not None and self._on_step(step) is False:
+                request.cancel()
+
+    def _tokens(self, prompt: str | Sequence[int], prompt_id: int, chat: bool) -> TokenPrompt:
+        pair = self.pair
+        if not isinstance(prompt, str):
+            ids = list(prompt)
+        elif pair.tokenizer is None:
+            raise UserError("this pair has no tokenizer: give the prompt as token ids")
+        else:
+            asked = Prompt(prompt_id, prompt, "the prompt", "", prompt)
+            ids = prompt_tokens(asked, pair.tokenizer, chat="always" if chat else "never").tolist()
+        if not ids:
+            raise UserError("the prompt is empty; give at least one token, e.g. a space")
+        wrong = [token for token in ids if not 0 <= token < pair.vocab_size]
+        if wrong:
+            raise UserError(
+                f"token {wrong[0]} is not in the model's vocabulary of {pair.vocab_size} tokens"
+            )
+        room = pair.max_positions
+        if room is not None and len(ids) + self._max_new_tokens > room:
+            raise UserError(
+                f"the prompt's {len(ids)} tokens and max_new_tokens={self._max_new_tokens} exceed"
+                f" the model's {room} positions; shorten one of them"
+            )
+        return TokenPrompt(prompt_id, np.asarray(ids, np.int64))
+
+
+class _Follower:
+    """What a request's output has gained since it was last looked at."""
+
+    def __init__(self, pair: ModelPair) -> None:
+        self._tokenizer = pair.tokenizer
+        self._num_tokens = 0
+        self._text = ""
+
+    def step(self, request: RequestState) -> Step | None:
+        """The new tokens; None where there are none (a pipeline that fills, a prefill)."""
+        first, self._num_tokens = self._num_tokens, len(request.output)
+        if first == self._num_tokens:
+            return None
+        return Step(
+            tokens=tuple(request.output[first:]),
+            origins=tuple(request.output_origins[first:]),
+            text=self._gained(request),
+            finish_reason=request.finish_reason,
+        )
+
+    def _gained(self, request: RequestState) -> str:
+        if self._tokenizer is None:
+            return ""
+        text = str(self._tokenizer.decode(request.output))
+        if request.finish_reason is None and text.endswith(_INCOMPLETE):
+            return ""
+        gained, self._text = text[len(self._text) :], text
+        return gained
+
+
+def _ignore(_request: RequestState) -> None:
+    """Streams report nothing at the end: their last step says how it ended."""
 
 
 def generate(
     prompt: str | Sequence[int],
     *,
     overrides: Sequence[str] = (),
+    config_dirs: Sequence[str | Path] = (),
     prompt_id: int = 0,
     pair: ModelPair | None = None,
+    chat: bool = False,
+    on_step: OnStep | None = None,
 ) -> Generation:
     """Decodes one prompt.
 
@@ -51,26 +259,31 @@ def generate(
 
     Args:
         prompt: text, or token ids.
-        overrides: as on the command line of ``specdec run``.
-        prompt_id: keys the randomness, together with ``seed=``.
-        pair: models to reuse between calls; built from ``model=`` where omitted.
+        overrides, config_dirs, pair: see ``Decoder``.
+        prompt_id, chat, on_step: see ``Decoder.generate``.
 
     Raises:
         UserError: for anything that the command line would refuse, and for an empty prompt.
     """
-    runner, found = _prepared(prompt, overrides, prompt_id, pair)
-    results: list[RequestResult] = []
-    try:
-        totals = runner.run([found], results.append)
-    finally:
-        runner.close()
-    result = results[0]
-    return Generation(
-        text=result.text,
-        tokens=result.output,
-        origins=result.origins,
-        metrics=summarise(results, totals),
-    )
+    with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
+        return decoder.generate(prompt, prompt_id=prompt_id, chat=chat, on_step=on_step)
+
+
+def stream(
+    prompt: str | Sequence[int],
+    *,
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[str | Path] = (),
+    prompt_id: int = 0,
+    pair: ModelPair | None = None,
+    chat: bool = False,
+) -> Iterator[Step]:
+    """Like ``generate``, yielding each step's tokens as they are decided.
+
+    Stop iterating to cancel. Arguments and errors are those of ``generate``.
+    """
+    with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
+        yield from decoder.stream(prompt, prompt_id=prompt_id, chat=chat)
 
 
 def certify(
@@ -93,59 +306,3 @@ def certify(
 
     cfg = run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config
     return run_checks(cfg, checks=checks)
-
-
-def stream(
-    prompt: str | Sequence[int],
-    *,
-    overrides: Sequence[str] = (),
-    prompt_id: int = 0,
-    pair: ModelPair | None = None,
-) -> Iterator[list[int]]:
-    """Like ``generate``, yielding the tokens of each step as they are decided.
-
-    Stop iterating to cancel. Arguments and errors are those of ``generate``.
-    """
-    runner, found = _prepared(prompt, overrides, prompt_id, pair)
-    state = runner.parts.new_state()
-    seen = 0
-    finished: list[RequestState] = []
-    try:
-        for _ in runner.steps(state, [found], finished.append):
-            request = state.requests[found.id]
-            if len(request.output) > seen:
-                yield request.output[seen:]
-                seen = len(request.output)
-    finally:
-        runner.close()
-
-
-def _prepared(
-    prompt: str | Sequence[int],
-    overrides: Sequence[str],
-    prompt_id: int,
-    pair: ModelPair | None,
-) -> tuple[PartsRunner, TokenPrompt]:
-    cfg = run_job_of(list(overrides)).config
-    if cfg["strategy"]["kind"] != "parts":
-        raise UserError(
-            f"strategy={cfg['strategy']['name']} is transformers' own decoding; call its generate,"
-            " or compare it with `specdec compare`"
-        )
-    pair = pair or build_pair(cfg["model"])
-    if isinstance(prompt, str):
-        if pair.tokenizer is None:
-            raise UserError("this pair has no tokenizer: give the prompt as token ids")
-        ids = pair.tokenizer(prompt)["input_ids"]
-    else:
-        ids = list(prompt)
-    if not ids:
-        raise UserError("the prompt is empty; give at least one token, e.g. a space")
-    room = pair.max_positions
-    if room is not None and len(ids) + int(cfg["max_new_tokens"]) > room:
-        raise UserError(
-            f"the prompt's {len(ids)} tokens and max_new_tokens={cfg['max_new_tokens']} exceed the"
-            f" model's {room} positions; shorten one of them"
-        )
-    runner = PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair))
-    return runner, TokenPrompt(prompt_id, np.asarray(ids, np.int64))

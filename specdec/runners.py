@@ -57,13 +57,21 @@ class Runner(Protocol):
 class PartsRunner:
     """A strategy composed of parts, run by the one loop."""
 
-    def __init__(self, *, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> None:
+    def __init__(
+        self,
+        *,
+        cfg: Mapping[str, Any],
+        pair: ModelPair,
+        stop: StopRules,
+        on_step: Callable[[DecodeState], None] | None = None,
+    ) -> None:
         """Composes the strategy.
 
         Args:
             cfg: resolved configuration (see ``compose``).
             pair: target and draft.
             stop: when requests are complete.
+            on_step: told of the state after each step of ``run``; may cancel requests.
 
         Raises:
             UserError: see ``compose``.
@@ -76,6 +84,7 @@ class PartsRunner:
         self._stop = stop
         self._pair = pair
         self._sampling = sampling_params(cfg["sampling"])
+        self._on_step = on_step
 
     def run(
         self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
@@ -92,7 +101,8 @@ class PartsRunner:
         start = perf_counter()
         with torch.inference_mode():
             for _ in self.steps(state, prompts, lambda r: on_finish(self._result(r))):
-                pass
+                if self._on_step is not None:
+                    self._on_step(state)
         wall_s = perf_counter() - start
         simulated = parts.clock.kind is ClockKind.SIMULATED
         totals = RunTotals(

@@ -16,10 +16,66 @@ def test_generate_equals_plain_decoding_and_streams_the_same() -> None:
     ours = specdec.generate([1, 2, 3], overrides=OVERRIDES, pair=PAIR)
     assert ours.tokens == plain.tokens
     assert len(ours.tokens) == 9
+    assert ours.finish_reason == "length"
     assert ours.metrics["new_tokens"] == 9
     steps = list(specdec.stream([1, 2, 3], overrides=OVERRIDES, pair=PAIR))
-    assert [token for step in steps for token in step] == list(plain.tokens)
+    assert tuple(token for step in steps for token in step.tokens) == plain.tokens
+    assert tuple(o for step in steps for o in step.origins) == ours.origins
+    assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"]
     assert len(steps) == ours.metrics["target_passes"] <= 9
+    told: list[specdec.Step] = []
+    specdec.generate([1, 2, 3], overrides=OVERRIDES, pair=PAIR, on_step=told.append)
+    assert told == steps
+
+
+PIPELINE = ["strategy=specpipe", "executor.stages=3", "clock=simulated"]
+
+
+@pytest.mark.parametrize("more", [[], PIPELINE], ids=["local", "pipeline"])
+def test_cancelling_leaves_nothing_behind(more: list[str]) -> None:
+    """A request that was left in the caches would change, or block, the one after it."""
+    overrides = [*OVERRIDES, *more, "max_new_tokens=12"]
+    with specdec.Decoder(overrides, pair=PAIR) as decoder:
+        whole = decoder.generate([1, 2, 3])
+        for step in decoder.stream([1, 2, 3]):
+            first = step
+            break
+        assert first.finish_reason is None
+        asked: list[specdec.Step] = []
+
+        def until_four(step: specdec.Step) -> bool:
+            asked.append(step)
+            return sum(len(s.tokens) for s in asked) < 4
+
+        part = decoder.generate([1, 2, 3], on_step=until_four)
+        assert part.finish_reason == "cancelled"
+        assert 4 <= len(part.tokens) < 12
+        assert part.tokens == whole.tokens[: len(part.tokens)]
+        again = decoder.generate([1, 2, 3])
+        assert (again.tokens, again.finish_reason) == (whole.tokens, "length")
+        for name in ("target_passes", "draft_passes", "draft_rows", "steps"):
+            assert again.metrics[name] == whole.metrics[name], name
+
+
+def test_streamed_text_is_whole_and_never_half_a_character() -> None:
+    class Bytes:
+        """Three tokens to a euro sign."""
+
+        chat_template = None
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": list(text.encode())}
+
+        def decode(self, ids: list[int]) -> str:
+            return bytes("\u20ac".encode()[i % 3] for i in range(len(ids))).decode(errors="replace")
+
+    class Pair(RandomPair):
+        tokenizer = Bytes()
+
+    overrides = ["strategy=ar", "model=random", "max_new_tokens=8"]
+    steps = list(specdec.stream("12", overrides=overrides, pair=Pair()))
+    assert [step.text for step in steps] == ["", "", "\u20ac"] * 2 + ["", "\ufffd"]
+    assert [len(step.tokens) for step in steps] == [1] * 8
 
 
 def test_another_prompt_id_draws_other_tokens() -> None:
@@ -34,6 +90,7 @@ def test_another_prompt_id_draws_other_tokens() -> None:
     ("prompt", "overrides", "message"),
     [
         ([], [], "prompt is empty"),
+        ([1, 4096], [], "token 4096"),
         ([1] * 600, [], "512 positions"),
         ([1], ["strategy=hf_generate"], "transformers' own"),
         ([1], ["policy.gama=3"], "gama"),
