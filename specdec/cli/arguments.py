@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ class Arguments:
     Attributes:
         overrides: key=value and group=option, in order.
         flags: the flags given, by their long name.
-        config_dirs: further configuration trees (``--config-dir``).
+        config_dirs: further configuration trees (``--config-dir``); modules beside them can be
+            imported, so that their YAML may name classes there.
     """
 
     overrides: tuple[str, ...]
@@ -49,9 +51,17 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
             if not folder.is_dir():
                 raise UserError(f"--config-dir {folder} is not a folder: name a configuration tree")
             folders.append(folder)
+            _make_importable(folder)
         elif name in ("--help", *flags) and not equals:
             given.add(name)
         else:
             known = ("--help", "--config-dir", *flags)
             raise UserError(f"{word} is not a flag of this command: {did_you_mean(name, known)}")
     return Arguments(tuple(overrides), frozenset(given), tuple(folders))
+
+
+def _make_importable(tree: Path) -> None:
+    """Lets ``_target_`` name modules that lie beside a configuration tree."""
+    beside = str(tree.resolve().parent)
+    if beside not in sys.path:
+        sys.path.append(beside)

@@ -1,0 +1,67 @@
+"""A policy of one's own: a chain that ends where the draft is no longer sure."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from specdec.interfaces import TokenSource
+from specdec.policies.growing import (
+    Stateless,
+    check_count,
+    expand,
+    last_position,
+    ready_requests,
+    unsubmitted,
+)
+from specdec.state import DecodeState, RequestState
+from specdec.types import Nodes
+
+
+class Careful(Stateless):
+    """Drafts token by token while the draft gives its best candidate at least ``min_prob``."""
+
+    value_dependent = True  # it looks at probabilities, so rejection sampling would be biased
+    serial = True  # it drafts before the target starts, not while it is busy
+
+    def __init__(self, *, gamma: int, min_prob: float) -> None:
+        """Takes the keys of its YAML.
+
+        Args:
+            gamma: draft tokens per target pass at most.
+            min_prob: least probability of a token that is drafted, 0 to 1.
+        """
+        check_count("gamma", gamma)
+        if not 0 <= min_prob <= 1:
+            raise ValueError(f"policy.min_prob={min_prob} must be between 0 and 1")
+        self.gamma = gamma
+        self.min_prob = min_prob
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """Grows the chain of every request that waits for no answer, and submits all of it."""
+        requests = ready_requests(state, serial=True)
+        growing = requests
+        while growing:
+            growing = self._one_more(state, source, growing)
+        return unsubmitted(requests)
+
+    def _one_more(
+        self, state: DecodeState, source: TokenSource, requests: list[RequestState]
+    ) -> list[RequestState]:
+        """One draft token for each request; returns those whose chain may go on."""
+        ends = [
+            (request, np.array([len(request.tree) - 1]))  # the last node of a chain
+            for request in requests
+            if len(request.tree) <= self.gamma
+            and request.tree.positions[-1] < last_position(request)
+        ]
+        # Candidates are kept in the tree: a node is asked for once, however often it survives.
+        expand(state, source, [(r, end) for r, end in ends if not r.tree.expanded[end[0]]], 1)
+        longer = []
+        for request, end in ends:
+            logprob = request.tree.candidate_logprobs[end[0]].max(initial=-math.inf)
+            if logprob > -math.inf and math.exp(logprob) >= self.min_prob:
+                request.tree.take(end, np.array([0]))
+                longer.append(request)
+        return longer

@@ -1,0 +1,62 @@
+"""A source of one's own: after a token comes what came after it the last time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from specdec.state import DecodeState, RequestState
+from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output, SourceCounters
+
+
+class Echo:
+    """Remembers, per request, which token followed each token last; proposes that."""
+
+    needs = Needs()  # nothing of the other parts
+    gives_probs = False  # its candidates are not sampled, so rejection verifiers refuse it
+    vocab_size: int | None = None  # any vocabulary
+
+    def __init__(self, *, trust: float) -> None:
+        """Takes the keys of its YAML.
+
+        Args:
+            trust: probability that it claims for its proposals, above 0 and at most 1.
+        """
+        if not 0 < trust <= 1:
+            raise ValueError(f"source.trust={trust} must be above 0 and at most 1")
+        self.counters = SourceCounters()  # no model passes to count
+        self._logprob = math.log(trust)
+        self._requests: dict[int, RequestState] = {}
+        self._followers: dict[int, dict[int, int]] = {}
+
+    def open(self, request: RequestState) -> None:
+        """Reads the prompt."""
+        self._requests[request.id] = request
+        self._followers[request.id] = dict(pairwise(request.tokens.tolist()))
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """One candidate for each node whose token was seen before; count 0 for the others."""
+        found = Candidates.empty(len(nodes), k)
+        row = 0
+        for request_id, ids in nodes.items:
+            tree, followers = self._requests[request_id].tree, self._followers[request_id]
+            for token in tree.tokens[tree.slots(ids)].tolist():
+                if token in followers:
+                    found.tokens[row, 0] = followers[token]
+                    found.logprobs[row, 0] = self._logprob
+                    found.counts[row] = 1
+                row += 1
+        return found
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Reads what was decided: the old root, the accepted tokens, and the token after them."""
+        for commit in commits:
+            if commit.kind is not CommitKind.NONE and commit.request in self._followers:
+                decided = [*commit.retired_tokens.tolist(), commit.next_token]
+                self._followers[commit.request].update(pairwise(decided))
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._requests.pop(request_id, None)
+        self._followers.pop(request_id, None)

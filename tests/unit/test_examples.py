@@ -1,0 +1,72 @@
+"""The scripts of docs/examples run as a reader would run them, and print what they are about."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.cli.jobs import run_job_of
+from specdec.cli.main import main
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+SCRIPTS = {
+    "own_policy.py": r"careful +48 tokens, \d+ target passes, \d+ draft passes\n.*greedy_parity",
+    "own_source.py": r"1\.00 tokens per target pass with strategy=ar\n.*source=echo.*tree_inv",
+    "sweep.py": r"gamma  tokens per pass.*\n +1 .*\n +2 .*\n +4 ",
+    "read_trace.py": r"\d+ hits, \d+ misses\n.*rank 8: stage 8 +busy",
+}
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples' folder on the path, as for a script that is started there."""
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    for name in ("careful", "echo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_runs(script: str, beside: None, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert re.search(SCRIPTS[script], capsys.readouterr().out, re.DOTALL)
+
+
+def test_every_script_is_tested() -> None:
+    parts = {"careful.py", "echo.py"}  # used by the scripts, and below
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SCRIPTS.keys() | parts
+
+
+def test_config_dir_finds_classes_beside_the_tree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing on the module path but what --config-dir puts there."""
+    kept = [entry for entry in sys.path if Path(entry or ".").resolve() != EXAMPLES]
+    monkeypatch.setattr(sys, "path", kept)
+    for name in ("careful", "echo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    words = ["--cfg", "--config-dir", str(EXAMPLES / "conf"), "strategy=careful", "model=random"]
+    assert main(["run", *words]) == 0
+    assert "careful.Careful" in capsys.readouterr().out
+
+
+def test_the_yaml_of_the_examples_says_what_the_classes_take(beside: None) -> None:
+    tree = [EXAMPLES / "conf"]
+    job = run_job_of(["strategy=careful", "model=random", "source=echo"], tree)
+    assert job.config["policy"] == {"_target_": "careful.Careful", "gamma": 8, "min_prob": 0.5}
+    assert job.config["source"] == {"_target_": "echo.Echo", "trust": 0.5}
+
+
+def test_the_careful_policy_is_refused_where_it_would_bias(beside: None) -> None:
+    import specdec
+
+    with pytest.raises(specdec.UserError, match="would bias"):
+        specdec.generate(
+            [1, 2],
+            overrides=["strategy=careful", "verifier=rejection", "model=random"],
+            config_dirs=[EXAMPLES / "conf"],
+        )
