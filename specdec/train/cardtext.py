@@ -100,6 +100,24 @@ def _curve(record: dict[str, Any]) -> str:
     return table(head, rows) if rows else "No record of the run is present."
 
 
+def _finish(record: dict[str, Any]) -> list[str]:
+    if "finish" not in record:
+        return []
+    rounds, blend = record["finish"]["rounds"], record["finish"]["blend"]
+    rows = [
+        [str(number), f"{one['repeated_share']:.3f}", str(one["steps"]), f"{one['minutes']:.1f}"]
+        for number, one in enumerate(rounds, start=1)
+    ]
+    return [
+        "\n## Loops trained away\n",
+        "In each round the target's own samples, part of them greedy, were searched for repeated "
+        "8-grams, and training on text went on with those tokens made unlikely. The shipped "
+        f"weights lie {blend:.0%} of the way from those before the first round to those after the "
+        "last.\n",
+        table(["round", "share of sampled tokens in a repetition", "steps", "minutes"], rows),
+    ]
+
+
 def _data(corpus: dict[str, Any]) -> str:
     if not corpus:
         return "No record of the corpus is present."
@@ -193,6 +211,7 @@ def write_card(
         _data(corpus),
         "\n## Loss of the target while training\n",
         _curve(records["target"]),
+        *_finish(records["target"]),
         "\n## Distillation of the draft\n",
         f"{distilled} The loss is the divergence KL(target || draft) in nats; held-out is the "
         "cross entropy on the held-out text.\n",

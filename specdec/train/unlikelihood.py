@@ -8,6 +8,7 @@ Unlikelihood Training", ICLR 2020, section 5.2), beside plain cross entropy on t
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from specdec.train.draft import sample_target
 from specdec.train.lm import Pretraining, Report
 from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.train.parallel import rank_and_size, spawned, wait_for_all
-from specdec.train.recipes import make_plan, need, pick_device, record_run, set_up
+from specdec.train.recipes import make_plan, need, pick_device, record_run, set_up, write_json
 from specdec.train.streams import Mixture, load_streams
 
 SMALLEST = 1e-6
@@ -51,6 +52,24 @@ def mark_repeated(
     members = np.unique(ends[:, None] - np.arange(ngram))
     marked[members] += vocab_size
     return marked
+
+
+def between(first: LanguageModel, last: LanguageModel, share: float) -> LanguageModel:
+    """First weights moved by a share of the way to the last ones; changes and returns `first`.
+
+    Half-way between a model and its fine-tuned form most of what was tuned for remains, and most
+    of what the tuning cost elsewhere comes back (Wortsman et al., "Robust fine-tuning of zero-shot
+    models", CVPR 2022, section 3).
+
+    Raises:
+        ValueError: share is outside [0, 1].
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"blend must be in [0, 1], got {share}")
+    new = last.state_dict()
+    mixed = {name: value.lerp(new[name], share) for name, value in first.state_dict().items()}
+    first.load_state_dict(mixed)
+    return first
 
 
 class UnlikelihoodLoss:
@@ -96,6 +115,7 @@ def finish_target(
     output_dir: str,
     rounds: int,
     ngram: int,
+    blend: float,
     sampling: dict[str, Any],
     weights: dict[str, float],
     unlikelihood: dict[str, Any],
@@ -110,21 +130,21 @@ def finish_target(
 ) -> None:
     """Trains loops out of the target, in rounds of sampling from it and training on the samples.
 
-    Arguments: conf/train/finish.yaml. Needs output_dir/target; replaces it, keeping the first
-    weights in work_dir/finish. A repeated command goes on behind the last complete round.
+    Arguments: conf/train/finish.yaml. Needs output_dir/target; replaces it by weights between the
+    first ones, which work_dir/finish keeps, and the last round's. A repeated command goes on
+    behind the last complete round.
     """
     if spawned(finish_target, locals(), num_processes):
         return
-    work, out = Path(work_dir), Path(output_dir)
-    dtype, place = set_up(num_threads, precision), pick_device(device)
+    work, out, place = Path(work_dir), Path(output_dir), pick_device(device)
+    dtype = set_up(num_threads, precision)
     streams = load_streams(need(work / "tokens.npz", "tokenizer"))
     start = need(out / "target" / "model.safetensors", "target").parent
-    folder = _first_weights(start, work / "finish" / "start")
+    folder = first = _first_weights(start, work / "finish" / "start")
     for number in range(rounds):
         here = work / "finish" / str(number)
         if not (here / "model" / "model.safetensors").exists():
             model = load_hf(folder, dtype=dtype, compiled=compiled).to(place)
-            vocab_size = model.shape.vocab_size
             samples = sample_target(
                 work=here,
                 target=model,
@@ -132,11 +152,9 @@ def finish_target(
                 streams=streams,
                 sampling=sampling,
                 seed=seed + number,
-                mark=partial(mark_repeated, vocab_size=vocab_size, ngram=ngram),
+                mark=partial(mark_repeated, vocab_size=model.shape.vocab_size, ngram=ngram),
                 report=report,
             )
-            share = float((samples >= vocab_size).mean())
-            report(number / rounds, f"round {number + 1}: {share:.1%} of the samples repeat")
             run = Pretraining(
                 model,
                 Mixture(streams, weights, seed + number),
@@ -146,10 +164,11 @@ def finish_target(
                 loss=UnlikelihoodLoss(_alone(samples, seed), **unlikelihood),
                 report=report,
             )
-            _keep(run, here, share)
+            _keep(run, here, samples)
         folder = here / "model"
     if rank_and_size()[0] == 0:
-        save_hf(load_hf(folder), out / "target")
+        save_hf(between(load_hf(first), load_hf(folder), blend), out / "target")
+        _record(out / "target" / "training.json", work / "finish", rounds, blend)
 
 
 def _first_weights(shipped: Path, kept: Path) -> Path:
@@ -163,10 +182,21 @@ def _alone(samples: npt.NDArray[Any], seed: int) -> Mixture:
     return Mixture({"samples": samples}, {"samples": 1.0}, seed)
 
 
-def _keep(run: Pretraining, folder: Path, repeated_share: float) -> None:
+def _keep(run: Pretraining, folder: Path, samples: npt.NDArray[Any]) -> None:
     """Trains a round to its end and writes its model; every process returns after that."""
+    repeated_share = float((samples >= run.model.shape.vocab_size).mean())
+    run.report(0.0, f"{repeated_share:.1%} of the samples repeat")
     trained = run.run()
     if rank_and_size()[0] == 0:
         save_hf(trained, folder / "model")
         record_run(run, folder / "training.json", {"repeated_share": round(repeated_share, 4)})
     wait_for_all()
+
+
+def _record(path: Path, folder: Path, rounds: int, blend: float) -> None:
+    """Adds the rounds to the record of the target's training."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    done = [json.loads((folder / str(n) / "training.json").read_text()) for n in range(rounds)]
+    keys = ("steps", "tokens", "minutes", "repeated_share")
+    finish = {"blend": blend, "rounds": [{key: one[key] for key in keys} for one in done]}
+    write_json(path, record | {"finish": finish})

@@ -16,7 +16,7 @@ from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.samples import Sampling, generate
 from specdec.train.streams import Mixture, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
-from specdec.train.unlikelihood import UnlikelihoodLoss, finish_target, mark_repeated
+from specdec.train.unlikelihood import UnlikelihoodLoss, between, finish_target, mark_repeated
 
 VOCAB = 300
 SIZES = {"hidden": 32, "feed_forward": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -89,6 +89,11 @@ def test_a_weight_must_be_positive():
         UnlikelihoodLoss(empty, weight=0.0, batch=1, length=4)
 
 
+def test_a_blend_outside_the_two_models_is_refused():
+    with pytest.raises(ValueError, match="blend must be in"):
+        between(toy(), toy(), 1.5)
+
+
 def test_the_recipe_runs_its_rounds_and_goes_on(tmp_path, monkeypatch):
     """Weights change once per round; the same command again changes nothing."""
     source = '"""' + " Returns the area of a box.\n" + '"""\n    return width * height\n'
@@ -104,6 +109,7 @@ def test_the_recipe_runs_its_rounds_and_goes_on(tmp_path, monkeypatch):
         "output_dir": str(tmp_path / "out"),
         "rounds": 2,
         "ngram": 3,
+        "blend": 0.5,
         "sampling": {
             "prompts": 6,
             "gsm8k_prompts": 0,
@@ -135,6 +141,10 @@ def test_the_recipe_runs_its_rounds_and_goes_on(tmp_path, monkeypatch):
     assert rounds == ["0", "1"]
     done = load_hf(tmp_path / "out" / "target").state_dict()
     start = load_hf(tmp_path / "work" / "finish" / "start").state_dict()
-    assert any(not torch.equal(done[name], start[name]) for name in done)
+    last = load_hf(tmp_path / "work" / "finish" / "1" / "model").state_dict()
+    assert any(not torch.equal(last[name], start[name]) for name in done)
+    for name, value in done.items():
+        half = (0.5 * (start[name] + last[name])).to(torch.bfloat16).float()
+        torch.testing.assert_close(value, half, msg=name)
     finish_target(**cfg, report=silent)
     assert rounds == ["0", "1"]
