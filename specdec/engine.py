@@ -17,6 +17,7 @@ from specdec.data import (
     load_requested,
     prompt_tokens,
 )
+from specdec.distributed.lease import logs_in
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
 from specdec.pairs import ModelPair, ReplayModels, build_pair
@@ -30,9 +31,13 @@ from specdec.report import (
     write_json,
     write_run,
 )
+from specdec.report.origins import write_token_ends
 from specdec.runners import PartsRunner, Runner, TokenPrompt, build_runner, sampling_params
 from specdec.state import StopRules
 from specdec.trace import write_trace
+
+LOGS_FOLDER = "logs"
+"""In a run folder: what its ranks have printed, ``rank<r>.log``."""
 
 _SYNTHETIC_PROMPT_TOKENS = 16
 _ABOUT = ("data", "sampling", "dtype", "seed", "max_new_tokens")  # conditions that a record keeps
@@ -63,7 +68,8 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     progress.phase("loading models", None)
     pair, prompts, cut = prepare(cfg)
     _tell_what_is_replayed(pair, progress)
-    runner = build_runner(cfg, pair, stop_rules(cfg, pair))
+    with logs_in(output_dir / LOGS_FOLDER):
+        runner = build_runner(cfg, pair, stop_rules(cfg, pair))
     if cfg.get("record"):
         check_recordable(pair, runner.name, runner.claims)
     path = output_dir / "requests.jsonl"
@@ -90,7 +96,12 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         _write_record(cfg, pair, prompts, results, output_dir, progress)
     if isinstance(runner, PartsRunner) and runner.trace is not None:
         _write_trace(runner, pair, output_dir)
-    summary = {"strategy": runner.name, **summarise(results, RunTotals.merge(totals))}
+    write_token_ends(output_dir, {runner.name: results}, pair.tokenizer)
+    summary = {
+        "strategy": runner.name,
+        "claims": str(runner.claims),
+        **summarise(results, RunTotals.merge(totals)),
+    }
     summary |= _recorded_figures(pair)
     conditions = _conditions(cfg, pair, len(prompts), cut, repeats=1)
     _write_provenance(cfg, output_dir)
@@ -120,7 +131,8 @@ def compare_jobs(
     progress.phase("loading models", None)
     pair, prompts, cut = prepare(base)
     _tell_what_is_replayed(pair, progress)
-    runners = [build_runner(cfg, pair, stop_rules(cfg, pair)) for cfg in cfgs]
+    with logs_in(output_dir / LOGS_FOLDER):
+        runners = [build_runner(cfg, pair, stop_rules(cfg, pair)) for cfg in cfgs]
     if base.get("record"):
         check_recordable(pair, runners[0].name, runners[0].claims)
     runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {r.name: [] for r in runners}
@@ -138,8 +150,10 @@ def compare_jobs(
         for runner in runners:
             runner.close()
     if base.get("record"):
-        first = [result for result, _ in runs[runners[0].name][0]]
-        _write_record(base, pair, prompts, first, output_dir, progress)
+        recorded = [result for result, _ in runs[runners[0].name][0]]
+        _write_record(base, pair, prompts, recorded, output_dir, progress)
+    first = {name: [result for result, _ in found[0]] for name, found in runs.items()}
+    write_token_ends(output_dir, first, pair.tokenizer)
     conditions = _conditions(base, pair, len(prompts), cut, repeats)
     merged = {name: [_as_run(parts) for parts in found] for name, found in runs.items()}
     rows = [

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from specdec.cli.arguments import read_arguments
 from specdec.cli.checks import check_config
 from specdec.cli.composing import Composed, compose_config, parse
-from specdec.cli.folders import as_yaml, claim, default_folder, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
 from specdec.cli.jobs import Job, checked_job
 from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
@@ -109,7 +109,7 @@ def execute(comparison: Comparison, folder: Path) -> None:
         with reporting() as progress:
             found = compare_jobs(configs, folder, comparison.repeats, progress)
     except BaseException as error:
-        write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        write_failure(folder, error)
         raise
     write_status(folder, "ok")
     log_results(configs[0], found.get("rows", []), folder)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 from uuid import uuid4
 
@@ -89,6 +90,13 @@ def as_yaml(config: Mapping[str, Any]) -> str:
 def write_status(folder: Path, status: str, error: str = "") -> None:
     """Records how a job ended: running, ok or failed."""
     write_text(folder / STATUS_FILE, json.dumps({"status": status, "error": error}, indent=1))
+
+
+def write_failure(folder: Path, error: BaseException) -> None:
+    """Records that a job failed, of what and where."""
+    text = f"{type(error).__name__}: {error}"
+    found = {"status": "failed", "error": text, "traceback": "".join(format_exception(error))}
+    write_text(folder / STATUS_FILE, json.dumps(found, indent=1))
 
 
 def _difference(there: object, here: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ _COMMANDS = {
     "train": ("specdec.cli.training", "train the models that ship with the package"),
     "profile": ("specdec.cli.profile", "what work costs on this hardware; the tree that suggests"),
     "trace": ("specdec.cli.trace", "timeline of all ranks and the tree's growth, of a traced run"),
+    "report": ("specdec.cli.report", "one HTML page and pictures of a run, comparison or sweep"),
     "worker": ("specdec.cli.ranks", "one rank of a job that torchrun or Slurm starts"),
     "list": ("specdec.cli.listing", "strategies, their parts, datasets, profiles"),
 }

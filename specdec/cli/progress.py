@@ -16,6 +16,7 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
 _LINE_EVERY_S = 10.0
@@ -66,10 +67,11 @@ class _Lines:
         self._label = ""
         self._total: int | None = None
         self._done = 0
-        self._last = 0.0
+        self._began = self._last = 0.0
 
     def phase(self, label: str, total: int | None = None) -> None:
-        self._label, self._total, self._done, self._last = label, total, 0, monotonic()
+        self._label, self._total, self._done = label, total, 0
+        self._began = self._last = monotonic()
         self._write("")
 
     def advance(self, count: int = 1, detail: str = "") -> None:
@@ -83,7 +85,23 @@ class _Lines:
 
     def _write(self, detail: str) -> None:
         of = "" if self._total is None else f" {self._done}/{self._total}"
-        print(f"{self._label}{of} {detail}".rstrip(), file=sys.stderr, flush=True)
+        left = self._left()
+        print(f"{self._label}{of} {detail}".rstrip() + left, file=sys.stderr, flush=True)
+
+    def _left(self) -> str:
+        """How long the rest takes if it goes on as so far; nothing while that cannot be said."""
+        if not self._total or not 0 < self._done < self._total:
+            return ""
+        seconds = (monotonic() - self._began) / self._done * (self._total - self._done)
+        return f", about {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """A span of time as people say it: 40 s, 12 min, 3 h 20 min."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 @contextmanager
@@ -97,6 +115,7 @@ def reporting() -> Iterator[Reporter]:
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[detail]}"),
     )
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as progress:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
 from specdec.cli.jobs import Job, run_job_of
 from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
@@ -36,6 +36,7 @@ Examples
   specdec run strategy=best_first policy.bs=16
   specdec run strategy=specpipe clock=simulated clock.profile=specpipe_8x3090
   specdec run -m strategy=speculative policy.gamma=2,4,8 output_dir=outputs/gammas
+  specdec run -m strategy=specpipe,ar seed=0,1 clock=simulated hydra/launcher=joblib
 
 A run folder that is complete is not run again; one that was interrupted is gone on with.
 """
@@ -78,7 +79,7 @@ def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
         with reporting() as progress:
             summary = run_job(job.config, folder, progress)
     except BaseException as error:
-        write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        write_failure(folder, error)
         raise
     if not (folder / RESULT_FILE).is_file():
         raise UserError(f"{folder}: the run ended without {RESULT_FILE}; start it again to resume")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -25,12 +28,24 @@ class _Held:
 
 _local: dict[tuple[int, int | None], _Held] = {}
 _given: RankGroup | None = None
+_logs: Path | None = None
 
 
 def give(group: RankGroup | None) -> None:
     """Makes every executor use ``group``, which something else has started (None: no more)."""
     global _given
     _given = group
+
+
+@contextmanager
+def logs_in(folder: Path) -> Iterator[None]:
+    """Ranks that are started inside leave their logs in ``folder``."""
+    global _logs
+    before, _logs = _logs, folder
+    try:
+        yield
+    finally:
+        _logs = before
 
 
 class Lease:
@@ -88,7 +103,7 @@ class Lease:
 
 def _start(size: int, threads: int | None) -> RankGroup:
     store = dist.TCPStore(_ADDRESS, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    processes = Processes(address=_ADDRESS, port=store.port, size=size, threads=threads)
+    processes = Processes(address=_ADDRESS, port=store.port, size=size, threads=threads, logs=_logs)
     try:
         return RankGroup(store=store, size=size, loopback=True, processes=processes)
     except BaseException:

@@ -4,10 +4,10 @@ Importing torch and transformers takes seconds of CPU; nine ranks on two cores w
 minute. This process does it once, with nothing running in it, and the ranks are its copies. It also
 sees to it that none outlives rank 0: when its input ends, it kills what is left.
 
-    python -m specdec.distributed.nursery ADDRESS PORT SIZE LOGS
+    python -m specdec.distributed.nursery ADDRESS PORT SIZE LOGS keep|remove
 
-prints one JSON line per event: {"born": [pid, ...]}, then {"rank": r, "status": s} as ranks end
-(negative: the signal that ended it).
+(keep or remove LOGS at the end) prints one JSON line per event: {"born": [pid, ...]}, then
+{"rank": r, "status": s} as ranks end (negative: the signal that ended it).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _POLL_S = 0.05
 def main(argv: list[str]) -> int:
     """Forks ranks 1 .. SIZE - 1 and waits for them, or for the end of its input."""
     address, port, size, logs = argv[0], int(argv[1]), int(argv[2]), Path(argv[3])
+    keep = argv[4] == "keep"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; rank 0 decides
     assert threading.active_count() == 1, "forking is safe only while nothing runs"
     living: dict[int, int] = {}
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
             os.kill(pid, signal.SIGKILL)  # they are our children: the number is still theirs
         for pid in living:
             os.waitpid(pid, 0)
-        if gone:
+        if gone and not keep:
             shutil.rmtree(logs, ignore_errors=True)
     return 0
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from specdec.distributed.codec import (
     read_ending,
     read_entry,
 )
+from specdec.distributed.launch import NOTE
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.session import StageSession, answer_words, build_session
 from specdec.distributed.transport import (
@@ -158,10 +160,11 @@ class Worker:
                 signs.report(session, tick, self.rank), json.dumps(self.report(session))
             )
         elif kind is Kind.RELEASE:
-            self._sessions.pop(session, None)
+            ended = self._sessions.pop(session, None)
+            _note(f"session {session}: over after {ended.rows if ended else 0} rows")
 
     def _set_up(self, session: int, plan: SessionPlan) -> None:
-        self._doing = "loading its layers"
+        self._doing, began = "loading its layers", time.monotonic()
         if plan.threads is not None:
             torch.set_num_threads(plan.threads)
         model = dict(plan.model)
@@ -183,6 +186,9 @@ class Worker:
         )
         self._sessions[session] = made
         self._doing = ""
+        mine = plan.ranks[self.rank - 1] if self.rank <= len(plan.ranks) else None
+        what = f"stage {mine.group}, layers {mine.layers}" if mine else "no part"
+        _note(f"session {session}: {what} ready after {time.monotonic() - began:.1f} s")
         self._store.set(signs.ready(session, self.rank), "1")
 
     def report(self, session: int) -> dict[str, object]:
@@ -201,6 +207,12 @@ class Worker:
             with suppress(RuntimeError):
                 self._store.set(signs.beat(self.rank), json.dumps([number, doing]))
             threading.Event().wait(signs.BEAT_S)
+
+
+def _note(text: str) -> None:
+    """A dated line for the rank's log."""
+    now = datetime.now().isoformat(sep=" ", timespec="milliseconds")
+    print(f"{NOTE}{now} {text}", flush=True)  # noqa: T201 - standard output is the log
 
 
 def serve(store: dist.Store, rank: int, size: int, *, loopback: bool) -> int:

@@ -35,7 +35,7 @@ def comparison_png(
         conditions: what was compared; its clock is named in the title.
         runs: strategy -> repeats, for the spread over prompts; without it only medians are drawn.
     """
-    figure = _figure(11.0, 2.2 + 0.46 * len(rows))
+    figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
     axes = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
     colors = [_color(row) for row in rows]
     _speedup_panel(axes[0], rows, colors, runs or {})
@@ -51,14 +51,14 @@ def comparison_png(
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     legend = _wrap(_legend(rows, bool(runs)), 150)
     figure.supxlabel(legend, fontsize=7.5, color="#444444", x=0.01, ha="left")
-    return _png(figure)
+    return png(figure)
 
 
 def run_png(
     summary: Mapping[str, Any], results: Sequence[RequestResult], conditions: Mapping[str, Any]
 ) -> bytes:
     """One run: emission over time, tokens per answer, acceptance by depth, as a PNG."""
-    figure = _figure(11.0, 3.9)
+    figure = figure_of(11.0, 3.9)
     emission, paths, depth = figure.subplots(1, 3)
     for result in results[:32]:
         if result.emitted_s:
@@ -90,12 +90,12 @@ def run_png(
         depth.set_xlabel("position in the output (tokens)")
         depth.set_ylabel("share of tokens that a source proposed")
     for ax in (emission, paths, depth):
-        _tidy(ax)
+        tidy(ax)
     name = f"{conditions['strategy']}: " if conditions.get("strategy") else ""
     head = _wrap(name + title_of(conditions))
     loops = percent(summary.get("loop_share"))
     figure.suptitle(f"{head}\nloop_share {loops}", fontsize=10, x=0.01, ha="left")
-    return _png(figure)
+    return png(figure)
 
 
 def _gap_panel(ax: Axes, results: Sequence[RequestResult]) -> None:
@@ -142,7 +142,7 @@ def _speedup_panel(
     ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
     ax.set_xlabel("speed-up over ar (tokens per second of decoding, ar = 1)")
     _room(ax)
-    _tidy(ax)
+    tidy(ax)
 
 
 def _spread(
@@ -171,7 +171,7 @@ def _bar_panel(
         )
     ax.set_xlabel(label)
     _room(ax)
-    _tidy(ax)
+    tidy(ax)
 
 
 def _histogram(ax: Axes, counts: Mapping[str, float]) -> None:
@@ -213,7 +213,8 @@ def _room(ax: Axes) -> None:
     ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)
 
 
-def _tidy(ax: Axes) -> None:
+def tidy(ax: Axes) -> None:
+    """The look that all pictures share."""
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     ax.grid(axis="both" if ax.get_ylabel() else "x", color="#dddddd", lw=0.6, zorder=0)
@@ -228,13 +229,15 @@ def _wrap(text: str, width: int = 118) -> str:
     return fill(text, width)
 
 
-def _figure(width: float, height: float) -> Figure:
+def figure_of(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """A figure as a file's content."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     stream = BytesIO()

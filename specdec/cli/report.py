@@ -1,0 +1,79 @@
+"""``specdec report``: what a folder of results says, as one page and as pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.cli.arguments import read_arguments
+from specdec.errors import UserError
+
+HELP = """\
+specdec report FOLDER [texts=N] [text=ID]
+
+Reads the folder of a run, a comparison or a sweep and writes into it
+
+  report.html     one page that needs nothing else, no network either: the table, the pictures, the
+                  outputs with every token in the colour of the source that proposed it, and for a
+                  run with trace=true the timeline and the token trees
+  pictures/       its pictures: speed-up per prompt, throughput, acceptance by depth and position
+
+Rows of a sweep are held against the job with strategy=ar of the same data, models, devices, clock
+and seed, if there is one. Runs that were interrupted are named and left out of the table.
+
+  texts=N         prompts per strategy whose text is on the page (4)
+  text=ID         prints that prompt's outputs here, in colours, too
+
+Examples
+  specdec compare 'strategies=[ar,mixture]' data.limit=4 output_dir=outputs/c
+  specdec report outputs/c text=0
+"""
+
+_OPTION = re.compile(r"(texts?)=(\d+)")
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = read_arguments(words, flags=())
+    if "--help" in arguments.flags:
+        print(HELP, end="")
+        return 0
+    folder, options = _read_words(arguments.overrides)
+    # Here, not at the top: matplotlib takes a second to import.
+    from specdec.report.page import load_report, text_of, write_report
+
+    report = load_report(folder)
+    if "text" in options:
+        from rich.console import Console
+
+        from specdec.report.origins import origin_names, terminal_style, terminal_text
+
+        console = Console(highlight=False, soft_wrap=True)
+        for result, output, ends in text_of(report, options["text"]):
+            console.print(f"{result.name}, prompt {output.id}: ", end="", style="bold")
+            for origin, name in origin_names(result.config).items():
+                console.print(f" {name} ", style=terminal_style(origin), end=" ")
+            console.print()
+            console.print(terminal_text(output, ends))
+            console.print()
+    for path in write_report(report, num_texts=options.get("texts", 4)):
+        print(path)
+    return 0
+
+
+def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, int]]:
+    folders, options = [], {}
+    for word in words:
+        found = _OPTION.fullmatch(word)
+        if found:
+            options[found[1]] = int(found[2])
+        elif re.match(r"texts?=", word):
+            raise UserError(f"{word} cannot be read: texts=N is a number, text=ID a prompt's id")
+        else:
+            folders.append(word)
+    if len(folders) != 1:
+        raise UserError(
+            f"specdec report takes one folder, not {len(folders)}: `specdec report --help`"
+        )
+    return Path(folders[0]).expanduser(), options
