@@ -112,7 +112,8 @@ def execute(comparison: Comparison, folder: Path) -> None:
         write_failure(folder, error)
         raise
     write_status(folder, "ok")
-    log_results(configs[0], found.get("rows", []), folder)
+    if "rows" in found:
+        log_results(configs, found["rows"], folder)
     print(f"results in {folder}")
 
 

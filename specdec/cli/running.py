@@ -84,6 +84,6 @@ def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
     if not (folder / RESULT_FILE).is_file():
         raise UserError(f"{folder}: the run ended without {RESULT_FILE}; start it again to resume")
     write_status(folder, "ok")
-    log_results(job.config, [summary], folder)
+    log_results([job.config], [summary], folder)
     print(f"results in {folder}")
     return summary

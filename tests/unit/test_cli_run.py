@@ -8,6 +8,7 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -185,15 +186,21 @@ class TestLogger:
 
         class Run:
             log, finish = staticmethod(logged.append), staticmethod(lambda: None)
+            summary: ClassVar[dict[str, object]] = {}
+
+            @staticmethod
+            def define_metric(name: str, **about: object) -> None: ...
 
         fake = types.ModuleType("wandb")
         fake.__spec__ = ModuleSpec("wandb", None)
         fake.init = lambda **kwargs: inits.append(kwargs) or Run
         monkeypatch.setitem(sys.modules, "wandb", fake)
         engine.summary = {"strategy": "ar", "tokens_per_s": 3.0, "lossless": None}
+        engine.summary["acceptance_by_depth"] = {"1": 0.5}
         assert main(["run", RANDOM, "strategy=ar", "logger=wandb", "output_dir=out"]) == 0
         assert (inits[0]["mode"], inits[0]["name"], inits[0]["dir"]) == ("offline", "ar", "out")
-        assert logged == [{"tokens_per_s": 3.0}]
+        assert Run.summary == {"tokens_per_s": 3.0}
+        assert logged == [{"depth": 1, "curve/acceptance_by_depth": 0.5}]
 
     def test_missing_wandb_is_told_before_the_run(self, engine, monkeypatch, capsys) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

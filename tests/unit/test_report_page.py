@@ -1,0 +1,154 @@
+"""Pictures and the page: what they show is what the counts say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from specdec.cli.jobs import run_job_of
+from specdec.cli.main import BAD_INPUT, main
+from specdec.cli.tree import options
+from specdec.report.curves import drafted_by_position, mean_emission, rate_by_position
+from specdec.report.origins import (
+    PALETTE,
+    Piece,
+    html_text,
+    origin_names,
+    origins_png,
+    pieces,
+    shares,
+    terminal_text,
+    token_ends,
+)
+from specdec.report.page import load_report
+from tests.unit.test_metrics import make_result
+from tests.unit.test_results import comparison, sweep  # noqa: F401 - fixtures
+
+BYTES = [b" caf", b"\xc3", b"\xa9", b" <b>", b"\xe2\x82", b"\xac", b"\n  x"]
+
+
+def decode(tokens: list[int]) -> str:
+    """Byte tokens; like Llama's, the tokenizer drops a leading space of what it is given."""
+    text = b"".join(BYTES[t] for t in tokens).decode("utf-8", errors="replace")
+    return text.removeprefix(" ")
+
+
+def colored() -> tuple[object, list[int]]:
+    tokens = list(range(len(BYTES)))
+    result = make_result([tokens])
+    origins = (0, 0, -1, 1, 1, 1, -1)
+    return replace(result, origins=origins, text=decode(tokens)), token_ends(tokens, decode)
+
+
+def test_token_texts_add_up_to_the_text() -> None:
+    """Characters of several tokens, and spaces that a tokenizer drops, are nobody's twice."""
+    result, ends = colored()
+    assert result.text == "caf\u00e9 <b>\u20ac\n  x"
+    assert ends[-1] == len(result.text)
+    assert ends == sorted(ends)
+    found = pieces(result, ends)
+    assert "".join(p.text for p in found) == result.text
+    assert found == [
+        Piece("caf", 0),
+        Piece("\u00e9", -1),  # completed by the target's token
+        Piece(" <b>\u20ac", 1),
+        Piece("\n  x", -1),
+    ]
+
+
+def test_html_and_terminal_show_the_same_sources() -> None:
+    result, ends = colored()
+    page = html_text(result, ends)
+    assert page == (
+        '<span class="o0">caf</span>\u00e9<span class="o1"> &lt;b&gt;\u20ac</span>\n  x'
+    )
+    text = terminal_text(result, ends)
+    assert text.plain == result.text
+    styles = {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
+    assert "yellow" in styles[" <b>\u20ac"]
+    assert "blue" in styles["caf"]
+
+
+def test_without_texts_tokens_are_numbers() -> None:
+    result, _ = colored()
+    assert pieces(result, None)[0] == Piece("#0 #1 ", 0)
+
+
+def test_the_picture_has_as_much_of_a_colour_as_its_source_has_characters() -> None:
+    result, ends = colored()
+    names = {-1: "target", 0: "draft model", 1: "prompt lookup"}
+    image = matplotlib.image.imread(BytesIO(origins_png(result, ends, names, columns=20)))
+    text = image[int(0.55 * 150) :]  # below the legend
+    area = []
+    for color in PALETTE[:2]:
+        wanted = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        area.append(int((np.abs(text[..., :3] - wanted) < 0.02).all(-1).sum()))
+    # 3 characters of source 0 and 5 of source 1; ink covers some of each.
+    assert area[1] / area[0] == pytest.approx(5 / 3, rel=0.3)
+
+
+@pytest.mark.parametrize("preset", sorted(options("strategy")))
+def test_every_preset_names_its_sources(preset: str) -> None:
+    words = [f"strategy={preset}"]
+    names = origin_names(run_job_of(words).config)
+    assert names[-1] == "target"
+    assert all(re.fullmatch(r"[a-z][a-z -]+", name) for name in names.values()), names
+
+
+def test_staged_trees_name_both_levels() -> None:
+    words = ["strategy=staged", "policy=staged_tree"]
+    assert origin_names(run_job_of(words).config) == {-1: "target", 0: "draft model", 1: "n-gram"}
+    mixture = origin_names(run_job_of(["strategy=mixture"]).config)
+    assert mixture == {-1: "target", 0: "prompt lookup", 1: "draft model"}
+
+
+def test_curves_are_what_the_times_say() -> None:
+    # Three prompts; tokens of one chunk come together. The longest has no half of them beside it.
+    a = make_result([[1], [2, 3]], times=[1.0, 2.0], admitted=0.5)
+    b = make_result([[1], [2], [3], [4]], times=[1.0, 3.0, 5.0, 9.0], admitted=0.0)
+    c = make_result([[1], [2], [3]], times=[1.0, 3.0, 5.0], admitted=0.0)
+    np.testing.assert_allclose(mean_emission([a, b, c]), [2.5 / 3, 7.5 / 3, 11.5 / 3])
+    positions, speeds = rate_by_position([a, b])
+    np.testing.assert_allclose(positions, [8.0])
+    np.testing.assert_allclose(speeds, [(2 + 3) / (1.0 + 8.0)])
+    mixed = replace(a, origins=(-1, 0, 0))
+    assert drafted_by_position([mixed]) == {0: pytest.approx(2 / 3)}
+    assert shares([mixed]) == {-1: pytest.approx(1 / 3), 0: pytest.approx(2 / 3)}
+
+
+def test_a_sweeps_page_holds_jobs_against_their_plain_decoding(
+    sweep: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = {row["strategy"]: row for row in load_report(sweep).rows}
+    assert rows["strategy=speculative,seed=0"]["speedup_wall"] == pytest.approx(2.0)
+    assert rows["strategy=speculative,seed=0"]["lossless"] is True
+    assert main(["report", str(sweep), "text=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "strategy=speculative,seed=0, prompt 1" in shown
+    page = (sweep / "report.html").read_text(encoding="utf-8")
+    assert "Not complete, not in the table: strategy=speculative,seed=1" in page
+    assert "2.00x" in page
+    for name in ("prompts", "throughput", "acceptance"):
+        assert (sweep / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_needs_nothing_else(comparison: Path) -> None:  # noqa: F811
+    assert main(["report", str(comparison)]) == 0
+    page = (comparison / "report.html").read_text(encoding="utf-8")
+    loaded = re.findall(r"(?:src|href)=\"?([^\">]{0,40})|url\(([^)]{0,40})|@import|<link", page)
+    assert loaded
+    assert all(first.startswith("data:image/png") for first, _ in loaded)
+    assert "<script" not in page, "only a traced run's trees need one, inside a frame"
+
+
+def test_bad_words_and_empty_folders_are_refused(tmp_path: Path, capsys) -> None:
+    for words in ([], ["a", "b"], ["a", "text=x"], [str(tmp_path / "none")], [str(tmp_path)]):
+        assert main(["report", *words]) == BAD_INPUT
+        assert "Traceback" not in capsys.readouterr().err
