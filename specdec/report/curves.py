@@ -78,7 +78,12 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
         ax.plot([low, high], [y, y], color="black", lw=1.2, zorder=4)
         ax.plot([middle, middle], [y - 0.28, y + 0.28], color="black", lw=2.0, zorder=4)
         text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
-        place = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8}
+        place: dict[str, Any] = {
+            "textcoords": "offset points",
+            "ha": "center",
+            "va": "bottom",
+            "fontsize": 8,
+        }
         ax.annotate(text, (middle, y - 0.28), (0, 1), **place)
     ax.set_yticks(range(len(shown)), [c.label for c in shown])
     ax.set_ylim(len(shown) - 0.5, -0.65)
@@ -226,6 +231,12 @@ def _finish(figure: Figure, title: str, axes: Sequence[Any] = ()) -> bytes:
         handles |= dict(zip(labels, lines, strict=True))
     if handles:
         columns = min(6, len(handles))
-        legend = {"loc": "outside lower center", "ncols": columns, "fontsize": 8, "frameon": False}
-        figure.legend(list(handles.values()), list(handles), **legend)
+        figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside lower center",
+            ncols=columns,
+            fontsize=8,
+            frameon=False,
+        )
     return png(figure)

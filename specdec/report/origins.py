@@ -192,7 +192,7 @@ def origins_png(
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
-    face = {"family": "DejaVu Sans Mono", "fontsize": size, "va": "center"}
+    face: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": size, "va": "center"}
     for row, line in enumerate(shown):
         top = head + row * high
         at = 0
