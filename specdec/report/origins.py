@@ -14,12 +14,16 @@ from html import escape
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from specdec.metrics.results import RequestResult
 from specdec.report.files import write_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ENDS_FILE = "token_ends.json"
 """In a run folder: strategy -> prompt id -> where each token's text ends within the output's."""
@@ -32,6 +36,10 @@ PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 
 _TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "bright_black")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # an unfinished character of several bytes
+
+_POINTS = 8.0  # of the picture's face; DejaVu Sans Mono advances 0.602 em
+_WIDE, _HIGH = 0.602 * _POINTS / 72, 1.35 * _POINTS / 72  # a character, inches
+_MARGIN, _HEAD = 0.15, 0.55  # inches
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -179,35 +187,45 @@ def origins_png(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
 
     lines = _lines(pieces(result, ends), columns)
     shown = lines[:max_lines]
-    size = 8.0  # points; DejaVu Sans Mono advances 0.602 em
-    wide, high = 0.602 * size / 72, 1.35 * size / 72
-    margin, head = 0.15, 0.55
-    figure = Figure((columns * wide + 2 * margin, len(shown) * high + head + margin), dpi=150)
+    width, height = columns * _WIDE + 2 * _MARGIN, len(shown) * _HIGH + _HEAD + _MARGIN
+    figure = Figure((width, height), dpi=150)
     FigureCanvasAgg(figure)
-    width, height = figure.get_size_inches()
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
-    face: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": size, "va": "center"}
     for row, line in enumerate(shown):
-        top = head + row * high
-        at = 0
-        for piece in line:
-            left = margin + at * wide
-            if piece.origin >= 0:
-                color = PALETTE[piece.origin % len(PALETTE)]
-                box = Rectangle((left, top), len(piece.text) * wide, high, color=color, lw=0)
-                ax.add_patch(box)
-            ax.text(left, top + 0.52 * high, piece.text, parse_math=False, **face)
-            at += len(piece.text)
+        _draw_line(ax, line, _HEAD + row * _HIGH)
     left_out = len(lines) - len(shown)
     more = f"  ({left_out} more line{'s' if left_out > 1 else ''})" if left_out else ""
-    ax.text(margin, 0.17, f"{title}{more}", fontsize=9, va="center", parse_math=False)
-    used = shares([result])
+    ax.text(_MARGIN, 0.17, f"{title}{more}", fontsize=9, va="center", parse_math=False)
+    _draw_legend(figure, shares([result]), names)
+    stream = BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()
+
+
+def _draw_line(ax: Axes, line: Iterable[Piece], top: float) -> None:
+    """One line of text on the colours of its sources; ``top`` in inches."""
+    from matplotlib.patches import Rectangle
+
+    face: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": _POINTS, "va": "center"}
+    left = _MARGIN
+    for piece in line:
+        width = len(piece.text) * _WIDE
+        if piece.origin >= 0:
+            color = PALETTE[piece.origin % len(PALETTE)]
+            ax.add_patch(Rectangle((left, top), width, _HIGH, color=color, lw=0))
+        ax.text(left, top + 0.52 * _HIGH, piece.text, parse_math=False, **face)
+        left += width
+
+
+def _draw_legend(figure: Figure, used: Mapping[int, float], names: Mapping[int, str]) -> None:
+    from matplotlib.patches import Patch
+
+    width, height = figure.get_size_inches()
     handles = [
         Patch(
             facecolor="white" if o < 0 else PALETTE[o % len(PALETTE)],
@@ -220,16 +238,13 @@ def origins_png(
     figure.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(margin / width, 1 - 0.25 / height),
+        bbox_to_anchor=(_MARGIN / width, 1 - 0.25 / height),
         ncols=max(1, len(handles)),
         fontsize=7.5,
         frameon=False,
         borderaxespad=0,
         borderpad=0,
     )
-    stream = BytesIO()
-    figure.savefig(stream, format="png")
-    return stream.getvalue()
 
 
 def _lines(found: Iterable[Piece], columns: int) -> list[list[Piece]]:
