@@ -24,9 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from specdec.cache import Rows
+from specdec.kernels.backends import Kernel, Seen
 
 IMPLEMENTATION = "specdec"
 """Name under which the attention function is registered with transformers."""
+
+OPAQUE = "specdec_opaque"
+"""The same function for compiled models: ``torch.compile`` calls it as it is, as one operation."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,24 +38,36 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: n
 
 
 class Attention(StrEnum):
-    """How scores and values are put together; both are exact.
+    """How scores and values are put together; all are exact.
 
     ``DENSE``: one pass over all keys with one mask. ``TWO_LEVEL``: the prefix without a mask, the
     tree with it, merged by their log-sum-exp (PipeDec Alg. 1, which takes one softmax over both).
+    ``FLASH``: two levels, the prefix by flash-attn. ``TRITON``: one launch of our own kernel.
+    ``FLEX``: torch's FlexAttention.
     """
 
     DENSE = "dense"
     TWO_LEVEL = "two_level"
+    TRITON = "triton"
+    FLASH = "flash"
+    FLEX = "flex"
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether ``specdec.kernels.backends`` has it."""
+        return self in (Attention.TRITON, Attention.FLASH, Attention.FLEX)
 
 
 class Step(Protocol):
     """What the attention function and the runner's hooks need of the pass that they serve.
 
     Attributes:
+        cache: what the model is given as its cache.
         captured: global layer index -> hidden states [1, sum R, E], filled by the runner's hooks.
         hidden: [1, sum R, E], what enters the first layer of a slice that is not the first.
     """
 
+    cache: StepCache
     captured: dict[int, torch.Tensor]
     hidden: torch.Tensor | None
 
@@ -116,6 +132,7 @@ def tree_attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, tree_attention)
+AttentionInterface.register(OPAQUE, torch.compiler.disable(tree_attention))
 
 
 class StepCache:
@@ -152,6 +169,7 @@ class _Part:
         self.written = cache.flat.narrow(3, rows.start, len(rows)).unbind(0)
         self.read = cache.flat.narrow(3, 0, rows.end).unbind(0)
         self._masks: dict[int | None, torch.Tensor | None] = {}
+        self._seen: Seen | None = None
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """Writes the rows' keys and values; returns all keys and values [1, G, n, D]."""
@@ -165,7 +183,7 @@ class _Part:
         if window in self._masks:
             return self._masks[window]
         visible = rows.visible
-        if window is not None and rows.positions.max() < window:
+        if window is not None and self.reaches(window):
             mask = self.mask(None, like)
         elif window is None and count_nonzero(visible) == visible.size:
             mask = None
@@ -180,13 +198,28 @@ class _Part:
         self._masks[window] = mask
         return mask
 
+    def seen(self, like: torch.Tensor) -> Seen:
+        """The same for kernels."""
+        if self._seen is None:
+            rows, device = self.rows, like.device
+            self._seen = Seen(
+                lengths=torch.tensor([rows.first_masked, rows.end], device=device),
+                visible=torch.from_numpy(np.ascontiguousarray(rows.visible, np.uint8)).to(device),
+                num_slots=rows.end,
+                dtype=like.dtype,
+            )
+        return self._seen
+
+    def reaches(self, window: int | None) -> bool:
+        """Whether a window of so many positions hides nothing from any row."""
+        return window is None or int(self.rows.positions.max()) < window
+
 
 class AttentionStep:
     """The plan of one pass: which rows meet which cache, and under which masks.
 
     Attributes:
-        cache: what the model is given as its cache.
-        captured, hidden: see ``Step``.
+        cache, captured, hidden: see ``Step``.
     """
 
     def __init__(
@@ -196,7 +229,9 @@ class AttentionStep:
         first_layer: int,
         attention: Attention = Attention.DENSE,
         hidden: torch.Tensor | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
+        self._kernel = kernel
         self.cache = StepCache(first_layer=first_layer)
         self.captured: dict[int, torch.Tensor] = {}
         self.hidden = hidden
@@ -240,13 +275,15 @@ class AttentionStep:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
+        key, value = stored
+        if self._kernel is not None and softcap is None and part.reaches(window):
+            return self._kernel(query, key, value, part.seen(query), scaling)
         mask = part.mask(window, query)
         if softcap is not None:
             return capped_attention(query, stored, mask, scaling, softcap)
         split = part.rows.first_masked
         if self._two_level and split and mask is not None and part.mask(None, query) is mask:
             return two_level_attention(query, stored, mask, scaling, split)
-        key, value = stored
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
 
 

@@ -180,8 +180,7 @@ class SamplingTransform:
         # The budget beside a pass of a small draft is some 100 us: two calls here, not twenty.
         scores = torch.log_softmax(logits, dim=1)
         best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
-        tokens = best.indices.cpu().numpy()
-        logprobs: FloatArray = best.values.cpu().numpy().astype(np.float64)
+        tokens, logprobs = _on_host(best.indices, best.values)
         check_finite(logprobs[:, 0])
         if (logprobs[:, 1:] == logprobs[:, :-1]).any():  # topk leaves the order of ties open
             tokens, kept, _ = at_least_kth(scores, k)
@@ -209,6 +208,14 @@ class SamplingTransform:
         if params.processors:
             logits = apply_processors(params.processors, logits, histories)
         return logits
+
+
+def _on_host(indices: torch.Tensor, values: torch.Tensor) -> tuple[IntArray, FloatArray]:
+    """int64 and float64 arrays; from a device in one copy, since each waits for the device."""
+    if indices.device.type == "cpu":
+        return indices.numpy(), values.numpy().astype(np.float64)
+    both = torch.stack([indices.double(), values.double()]).cpu().numpy()
+    return both[0].astype(np.int64), both[1]
 
 
 def _chunks(

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from specdec.attention import Attention, AttentionStep, StepCache, attending
+from specdec.attention import Attention, AttentionStep, Step, StepCache, attending
 from specdec.cache import CacheSpec, Rows, TreeCache
 from specdec.errors import UserError
+from specdec.kernels.backends import Kernel, attention_kernel
 from specdec.metrics.meter import Meter
+from specdec.models.execution import PLAIN, Execution, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, own_instance
+from specdec.models.static import Computed, Graphs, StaticPasses, resolve_graphs
 from specdec.types import IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
@@ -71,6 +74,7 @@ class ModelRunner:
         last_layer: int | None = None,
         capture_layers: Sequence[int] = (),
         attention: str = Attention.DENSE,
+        execution: Execution = PLAIN,
     ) -> None:
         """Prepares the slice and runs one token through it, as a check.
 
@@ -80,10 +84,12 @@ class ModelRunner:
             meter: told of every pass.
             first_layer, last_layer: the slice; to the end where ``last_layer`` is None.
             capture_layers: layers (global, from 0) whose output every pass hands out.
-            attention: "dense" or "two_level".
+            attention: a value of ``Attention``.
+            execution: graphs, fused modules, compilation.
 
         Raises:
-            UserError: for a family that this attention cannot serve.
+            UserError: for a family that this attention cannot serve, or a kernel that cannot run
+                here.
             ValueError: for layers that the model has not.
         """
         total = len(model.get_submodule(layers_name(model)))
@@ -99,6 +105,8 @@ class ModelRunner:
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
         self._attention = Attention(attention)
+        self._kernel: Kernel | None = None
+        self._static: StaticPasses | None = None
         self._captured = tuple(capture_layers)
         self._model = own_instance(
             model,
@@ -108,16 +116,27 @@ class ModelRunner:
         )
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
+        if self._attention.is_kernel:
+            self._kernel = attention_kernel(attention, self.device, self.dtype)
         embedding = model.get_input_embeddings()
         self._embedding_dim: int = embedding.embedding_dim
         self.spec = self._probe(config.model_type)
+        self._call = prepare(self._model, execution, self.device, self.dtype)
+        self._static = self._static_passes(execution)
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
             self._compare(model)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for one request, with room for ``capacity`` tokens and nodes at first."""
+        if self._static is not None:
+            return self._static.arenas.new_cache(capacity)
         return TreeCache(spec=self.spec, capacity=capacity)
+
+    @property
+    def static(self) -> StaticPasses | None:
+        """The captured passes, where ``execution.graphs`` asks for them."""
+        return self._static
 
     def forward(
         self,
@@ -134,6 +153,29 @@ class ModelRunner:
             logits_rows: int64[A], packed row indices; every row where None, no logits where empty.
         """
         assert (hidden is None) == self.is_first, "hidden states enter every slice but the first"
+        wants_logits = self.is_last and (logits_rows is None or len(logits_rows) > 0)
+        run = self._launched
+        if self._static is not None and self._static.serves(rows):
+            run = self._replayed
+        with torch.inference_mode():
+            # Masks and views of the cache are made in the timed part: transformers' own forward,
+            # which baselines are timed by, makes them too.
+            start = perf_counter()
+            found = run(rows, hidden, logits_rows, wants_logits)
+            if wants_logits and self.device.type == "cuda":
+                # Whoever asked for logits waits for them now; here the wait is the model's time.
+                torch.cuda.current_stream(self.device).synchronize()
+            self._meter.add(self.name, perf_counter() - start)
+        return RunnerOutput(hidden=found.hidden, logits=found.logits, captured=found.captured)
+
+    def _launched(
+        self,
+        rows: Sequence[Rows],
+        hidden: torch.Tensor | None,
+        logits_rows: IntArray | None,
+        wants_logits: bool,
+    ) -> Computed:
+        """One packed pass, operation by operation."""
         if len(rows) == 1:
             tokens, positions = rows[0].tokens, rows[0].positions
         else:
@@ -142,39 +184,82 @@ class ModelRunner:
         keep: int | torch.Tensor = 0
         if logits_rows is not None:
             keep = torch.from_numpy(logits_rows).to(self.device)
-        wants_logits = self.is_last and (logits_rows is None or len(logits_rows) > 0)
-        with torch.inference_mode():
-            received = None if hidden is None else hidden.to(self.device)[None]
-            # Masks and views of the cache are made in the timed part: transformers' own forward,
-            # which baselines are timed by, makes them too.
-            start = perf_counter()
-            step = AttentionStep(
-                rows=rows,
-                first_layer=self.first_layer,
-                attention=self._attention,
-                hidden=received,
-            )
-            inputs = self._inputs(tokens, positions, step.cache)
-            with attending(step):
-                if wants_logits:
-                    logits = self._model(**inputs, logits_to_keep=keep).logits[0]
-                else:
-                    self._model.base_model(**inputs)
-                    logits = None
-            hidden = step.captured[self.last_layer - 1][0]
-            captured = {layer: step.captured[layer][0] for layer in self._captured}
-            del step, inputs  # what the pass made for itself goes within its time
-            self._meter.add(self.name, perf_counter() - start)
-        return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
+        step = AttentionStep(
+            rows=rows,
+            first_layer=self.first_layer,
+            attention=self._attention,
+            hidden=None if hidden is None else hidden.to(self.device)[None],
+            kernel=self._kernel,
+        )
+        ids, places = (torch.from_numpy(array).to(self.device) for array in (tokens, positions))
+        return self._compute(step, ids, places, wants_logits, keep)
 
-    def _inputs(self, tokens: IntArray, positions: IntArray, cache: StepCache) -> dict[str, Any]:
+    def _replayed(
+        self,
+        rows: Sequence[Rows],
+        hidden: torch.Tensor | None,
+        logits_rows: IntArray | None,
+        wants_logits: bool,
+    ) -> Computed:
+        """One replay per request; logits of all rows cost no more than those of some."""
+        assert self._static is not None, "asked by forward"
+        received = None if hidden is None else hidden.to(self.device)
+        found = self._static.run(rows, received, wants_logits)
+        if logits_rows is None or found.logits is None:
+            return found
+        wanted = torch.from_numpy(logits_rows).to(self.device)
+        return Computed(found.hidden, found.logits[wanted], found.captured)
+
+    def _compute(
+        self,
+        step: Step,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        wants_logits: bool,
+        keep: int | torch.Tensor = 0,
+    ) -> Computed:
+        """The model's own forward over rows: int64[R] tokens and positions."""
+        inputs = self._inputs(tokens, positions, step.cache)
+        with attending(step):
+            if wants_logits:
+                logits = self._call(**inputs, logits_to_keep=keep).logits[0]
+            else:
+                self._model.base_model(**inputs)
+                logits = None
+        captured = {layer: step.captured[layer][0] for layer in self._captured}
+        return Computed(step.captured[self.last_layer - 1][0], logits, captured)
+
+    def _static_passes(self, execution: Execution) -> StaticPasses | None:
+        """Captured passes, where they are asked for.
+
+        Raises:
+            UserError: where they cannot be had.
+        """
+        graphs = resolve_graphs(execution.graphs, self.device)
+        if graphs is Graphs.OFF:
+            return None
+        if self._attention is Attention.TWO_LEVEL:
+            raise UserError(
+                "model.attention=two_level splits where the host says, which a captured pass cannot"
+                " change; use model.attention=flash or dense, or model.graphs=off"
+            )
+        return StaticPasses(
+            spec=self.spec,
+            graphs=graphs,
+            compute=self._compute,
+            first_layer=self.first_layer,
+            hidden_size=None if self.is_first else self.hidden_size,
+            kernel=self._kernel,
+            reads_lengths=self._attention in (Attention.TRITON, Attention.FLASH),
+        )
+
+    def _inputs(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: StepCache
+    ) -> dict[str, Any]:
         """Arguments of transformers' forward; in a later slice the embeddings are placeholders."""
-        inputs: dict[str, Any] = {
-            "position_ids": torch.from_numpy(positions).to(self.device)[None],
-            "past_key_values": cache,
-        }
+        inputs: dict[str, Any] = {"position_ids": positions[None], "past_key_values": cache}
         if self.is_first:
-            inputs["input_ids"] = torch.from_numpy(tokens).to(self.device)[None]
+            inputs["input_ids"] = tokens[None]
         else:
             shape = (1, len(tokens), self._embedding_dim)
             inputs["inputs_embeds"] = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -184,7 +269,7 @@ class ModelRunner:
         """Runs one token through the slice to learn what its layers keep."""
         probe = _Probe(model_type=model_type, first_layer=self.first_layer)
         probe.hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
-        zero = np.zeros(1, np.int64)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             with torch.inference_mode(), attending(probe):
                 self._model.base_model(**self._inputs(zero, zero, probe.cache))

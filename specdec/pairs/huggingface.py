@@ -12,6 +12,8 @@ from specdec.executors.answering import Answerer, ModelAnswerer
 from specdec.executors.stage import ModelStage, Stage
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
+from specdec.models.execution import PLAIN, Execution
+from specdec.models.quantize import Quantization, num_bytes
 from specdec.randomness import KeyedDraws
 from specdec.sampling import TargetSampler
 from specdec.sources.katz import KatzModel
@@ -26,15 +28,27 @@ class HuggingFacePair:
 
     is_synthetic = False
 
-    def __init__(self, *, dtype: str, device: str, attention: str) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: str,
+        device: str,
+        attention: str,
+        execution: Execution = PLAIN,
+        quantization: str = Quantization.NONE,
+    ) -> None:
         """Remembers how to load.
 
         Args:
             dtype: float64, float32, bfloat16 or float16.
             device: a torch device, or auto (a GPU where there is one).
-            attention: dense, two_level, or auto (dense).
+            attention: a value of ``specdec.attention.Attention``, or auto (dense).
+            execution: how passes are executed.
+            quantization: a value of ``Quantization``, for both models.
         """
         self.dtype = dtype
+        self._execution = execution
+        self._quantization = quantization
         has_gpu = torch.cuda.is_available()
         self.device = ("cuda" if has_gpu else "cpu") if device == "auto" else device
         self._attention = "dense" if attention == "auto" else attention
@@ -100,7 +114,8 @@ class HuggingFacePair:
             meter=meter,
             first_layer=first,
             last_layer=last,
-            attention=self._attention,  # type: ignore[arg-type]
+            attention=self._attention,
+            execution=self._execution,
         )
         return ModelStage(runner=runner)
 
@@ -118,7 +133,8 @@ class HuggingFacePair:
             model=self.draft,
             name="draft",
             meter=meter,
-            attention=self._attention,  # type: ignore[arg-type]
+            attention=self._attention,
+            execution=self._execution,
         )
 
     def katz(self) -> KatzModel:
@@ -130,11 +146,6 @@ class HuggingFacePair:
         raise UserError(
             "source=synthetic proposes for model=synthetic only; choose source=draft_model"
         )
-
-
-def num_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a model's parameters in memory."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def head_cost(matrix: int, total: int, *, tied: bool, layers: int) -> float:

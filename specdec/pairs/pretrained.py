@@ -12,7 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
+from specdec.models.execution import Execution
 from specdec.models.loading import end_tokens, load_stage, weight_bytes
+from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.pairs.huggingface import HuggingFacePair, head_cost
 from specdec.sources.katz import KatzModel
 
@@ -38,6 +40,10 @@ class PretrainedPair(HuggingFacePair):
         dtype: str,
         device: str,
         attention: str,
+        graphs: str = "off",
+        kernels: str = "torch",
+        compile: bool = False,
+        quantization: str = "none",
     ) -> None:
         """Checks the paths; nothing is loaded yet.
 
@@ -46,11 +52,19 @@ class PretrainedPair(HuggingFacePair):
             draft: likewise; None where no strategy needs one.
             ngram: safetensors file of token samples that n-gram models are counted from.
             dtype, device, attention: see ``HuggingFacePair``.
+            graphs, kernels, compile: see ``specdec.models.execution.Execution``.
+            quantization: see ``specdec.models.quantize``.
 
         Raises:
             UserError: for a path without a usable model, or vocabularies that differ.
         """
-        super().__init__(dtype=dtype, device=device, attention=attention)
+        super().__init__(
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            execution=Execution(graphs=graphs, kernels=kernels, compile=compile),
+            quantization=quantization,
+        )
         self._target_info = inspect_model(resolve(target))
         self._draft_info = None if draft is None else inspect_model(resolve(draft))
         self._ngram = None if ngram is None else Path(resolve(ngram))
@@ -59,7 +73,8 @@ class PretrainedPair(HuggingFacePair):
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        return load_model(self._target_info, dtype=self.dtype, device=self.device)
+        loaded = load_model(self._target_info, dtype=self.dtype, device=self.device)
+        return quantize(loaded, self._quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
@@ -69,13 +84,15 @@ class PretrainedPair(HuggingFacePair):
                 "this strategy needs a draft model; give model.draft=PATH (same tokenizer as the"
                 " target) or a source without one, e.g. source=prompt_lookup"
             )
-        return load_model(self._draft_info, dtype=self.dtype, device=self.device)
+        loaded = load_model(self._draft_info, dtype=self.dtype, device=self.device)
+        return quantize(loaded, self._quantization)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
         """The whole target; only the layers asked for where ``parts_only`` is set."""
         if self.parts_only and last - first < self.num_layers:
             info = self._target_info
-            return load_stage(info, first, last, dtype=self.dtype, device=self.device)
+            loaded = load_stage(info, first, last, dtype=self.dtype, device=self.device)
+            return quantize(loaded, self._quantization)
         return self.target
 
     @property
@@ -113,8 +130,10 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of weights, without loading them; 0 for an absent draft."""
+        """Bytes of weights, without loading them unless quantised; 0 for an absent draft."""
         draft = self._draft_info
+        if self._quantization != Quantization.NONE:
+            return num_bytes(self.target), 0 if draft is None else num_bytes(self.draft)
         return (
             weight_bytes(self._target_info, self.dtype),
             0 if draft is None else weight_bytes(draft, self.dtype),

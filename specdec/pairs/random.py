@@ -10,6 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
+from specdec.models.execution import Execution
+from specdec.models.quantize import Quantization, quantize
 from specdec.models.random import random_model
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.sources.katz import KatzModel
@@ -35,6 +37,10 @@ class RandomPair(HuggingFacePair):
         dtype: str = "float64",
         device: str = "cpu",
         attention: str = "auto",
+        graphs: str = "off",
+        kernels: str = "torch",
+        compile: bool = False,
+        quantization: str = "none",
     ) -> None:
         """Describes the models; they are made when first asked for.
 
@@ -48,11 +54,19 @@ class RandomPair(HuggingFacePair):
             logit_step: both models' logits are rounded to multiples of it, so that equal ones are
                 common and the rule for ties is put to the test; 0 is off.
             dtype, device, attention: see ``HuggingFacePair``.
+            graphs, kernels, compile: see ``specdec.models.execution.Execution``.
+            quantization: see ``specdec.models.quantize``.
 
         Raises:
             UserError: for a draft deeper than the target or a family that transformers lacks.
         """
-        super().__init__(dtype=dtype, device=device, attention=attention)
+        super().__init__(
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            execution=Execution(graphs=graphs, kernels=kernels, compile=compile),
+            quantization=quantization,
+        )
         if not 1 <= draft_layers <= num_layers:
             raise UserError(
                 f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
@@ -73,14 +87,16 @@ class RandomPair(HuggingFacePair):
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        return self._make(self._layers[0], self._seed)
+        return quantize(self._make(self._layers[0], self._seed), self._quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The target's first layers: agreement well above chance, far from certain."""
         draft = self._make(self._layers[1], self._seed)
-        draft.load_state_dict(self.target.state_dict(), strict=False)
-        return draft
+        exact = self._quantization == Quantization.NONE
+        whole = self.target if exact else self._make(self._layers[0], self._seed)
+        draft.load_state_dict(whole.state_dict(), strict=False)
+        return quantize(draft, self._quantization)
 
     def katz(self) -> KatzModel:
         """Counted from greedy continuations of the draft."""

@@ -33,6 +33,7 @@ MAX_RANKS = 8  # stages, where they are processes
 _MIN_LAYERS = 3
 _LOGIT_STEP = 1.0
 _UNSURE, _SURE = 4.0, 8.0  # standard deviations of 3 and 6: sampled tokens are accepted, too
+_NO_FLOAT64 = ("triton", "flash")  # kinds of attention that only ``numerics`` can check
 _STEPS_PER_TOKEN = 64  # more than any strategy takes per token and stage
 
 
@@ -275,5 +276,8 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": "float64",
         "device": "cpu" if device == "mps" else device,  # which has no float64
         "attention": asked.get("attention", "auto"),
+        "graphs": asked.get("graphs", "off"),
     }
+    if small["model"]["attention"] in _NO_FLOAT64:
+        small["model"]["attention"] = "auto"
     return small

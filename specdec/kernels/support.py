@@ -1,0 +1,60 @@
+"""What can run here: Triton, its interpreter, flash-attn. Every refusal names the remedy."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from specdec.errors import UserError
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def triton_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels cannot run on ``device`` in ``dtype``; None where they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton (Linux)"
+    if dtype == torch.float64:
+        return "the Triton kernels compute in float32, not in float64: choose another dtype"
+    if torch.device(device).type == "cuda":
+        return None
+    if not interpreting():
+        return (
+            f"Triton has no backend for device {str(device)!r}: run on a CUDA device, or set"
+            " TRITON_INTERPRET=1 to run the kernels slowly on the CPU"
+        )
+    if dtype != torch.float32:
+        return f"Triton's interpreter is used with float32 only, not {dtype}: choose dtype=float32"
+    return None
+
+
+def flash_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """Why flash-attn cannot run on ``device`` in ``dtype``; None where it can."""
+    if find_spec("flash_attn") is None:
+        return "flash-attn is not installed: pip install flash-attn (needs a CUDA toolkit)"
+    if torch.device(device).type != "cuda":
+        return f"flash-attn runs on CUDA devices, not on {str(device)!r}"
+    if dtype not in _HALF:
+        return f"flash-attn computes in float16 or bfloat16, not in {dtype}: choose another dtype"
+    return None
+
+
+def require(problem: str | None, asked: str) -> None:
+    """Refuses what cannot run here.
+
+    Args:
+        problem: what ``triton_problem`` or ``flash_problem`` said.
+        asked: the setting, as the user wrote it.
+
+    Raises:
+        UserError: unless ``problem`` is None.
+    """
+    if problem is not None:
+        raise UserError(f"{asked} cannot run here: {problem}")
+
+
+def interpreting() -> bool:
+    """Whether Triton interprets its kernels (read by Triton when a kernel module is imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}

@@ -1,0 +1,203 @@
+"""Fused SwiGLU, with or without the norm before it, and norm + several projections: one launch each.
+
+SwiftSpec 3.3: each thread block computes the same tile of both products, so that the input is read
+once and the gate never leaves the chip. The norm's factor of a row is a scalar, so it is applied
+after the product, and its sum of squares is taken from the tiles that the product reads anyway.
+
+Letters: R rows, E hidden size, F or N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_MIN_DOT = 16
+_MAX_BLOCK_ROWS = 64
+_BLOCK_OUT = 32
+_BLOCK_IN = 64
+_MAX_MATRICES = 3
+
+
+@triton.jit
+def _gated(
+    hidden,
+    norm,
+    gate,
+    up,
+    output,
+    num_rows,
+    num_out,
+    num_in,
+    hidden_row,
+    eps,
+    NORM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    in_rows, in_outs = rows < num_rows, outs < num_out
+    gated = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+    linear = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    for begin in range(0, num_in, BLOCK_IN):
+        columns = begin + tl.arange(0, BLOCK_IN)
+        in_columns = columns < num_in
+        at_hidden = hidden + rows[:, None] * hidden_row + columns[None, :]
+        x = tl.load(at_hidden, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+        if NORM:
+            exact = x.to(tl.float32)
+            squares += tl.sum(exact * exact, 1)
+            factor = tl.load(norm + columns, mask=in_columns, other=0.0).to(tl.float32)
+            x = (exact * factor[None, :]).to(x.dtype)
+        offsets = outs[:, None].to(tl.int64) * num_in + columns[None, :]
+        loaded = in_outs[:, None] & in_columns[None, :]
+        w = tl.load(gate + offsets, mask=loaded, other=0.0)
+        gated += tl.dot(x, tl.trans(w), input_precision="ieee")
+        w = tl.load(up + offsets, mask=loaded, other=0.0)
+        linear += tl.dot(x, tl.trans(w), input_precision="ieee")
+    if NORM:
+        scale = tl.rsqrt(squares / num_in + eps)
+        gated *= scale[:, None]
+        linear *= scale[:, None]
+    result = gated * tl.sigmoid(gated) * linear
+    at_output = output + rows[:, None] * num_out + outs[None, :]
+    tl.store(
+        at_output, result.to(output.dtype.element_ty), mask=in_rows[:, None] & in_outs[None, :]
+    )
+
+
+@triton.jit
+def _normed(
+    hidden,
+    norm,
+    first,
+    second,
+    third,
+    output,
+    num_rows,
+    num_in,
+    hidden_row,
+    eps,
+    out_1,
+    out_2,
+    out_3,
+    blocks_1,
+    blocks_2,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    # Which matrix this block's outputs are of, and where they begin among all outputs.
+    block = tl.program_id(0)
+    matrix, num_out, base = first, out_1, 0
+    if block >= blocks_1 + blocks_2:
+        matrix, num_out, base = third, out_3, out_1 + out_2
+        block -= blocks_1 + blocks_2
+    elif block >= blocks_1:
+        matrix, num_out, base = second, out_2, out_1
+        block -= blocks_1
+    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    outs = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    in_rows, in_outs = rows < num_rows, outs < num_out
+    result = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    for begin in range(0, num_in, BLOCK_IN):
+        columns = begin + tl.arange(0, BLOCK_IN)
+        in_columns = columns < num_in
+        at_hidden = hidden + rows[:, None] * hidden_row + columns[None, :]
+        x = tl.load(at_hidden, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+        exact = x.to(tl.float32)
+        squares += tl.sum(exact * exact, 1)
+        factor = tl.load(norm + columns, mask=in_columns, other=0.0).to(tl.float32)
+        offsets = outs[:, None].to(tl.int64) * num_in + columns[None, :]
+        w = tl.load(matrix + offsets, mask=in_outs[:, None] & in_columns[None, :], other=0.0)
+        x = (exact * factor[None, :]).to(x.dtype)
+        result += tl.dot(x, tl.trans(w), input_precision="ieee")
+    result *= tl.rsqrt(squares / num_in + eps)[:, None]
+    at_output = output + rows[:, None] * (out_1 + out_2 + out_3) + base + outs[None, :]
+    tl.store(
+        at_output, result.to(output.dtype.element_ty), mask=in_rows[:, None] & in_outs[None, :]
+    )
+
+
+def swiglu(
+    hidden: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """See ``specdec.kernels.reference.swiglu``; float32, float16 or bfloat16.
+
+    Args:
+        hidden: [R, E], last dimension contiguous.
+        gate, up: [F, E], contiguous.
+        norm, eps: weight [E] and epsilon of a root-mean-square norm that comes first.
+
+    Returns:
+        [R, F].
+    """
+    (num_rows, num_in), num_out = hidden.shape, len(gate)
+    output = torch.empty(num_rows, num_out, dtype=hidden.dtype, device=hidden.device)
+    block_rows = _block_rows(num_rows)
+    grid = (triton.cdiv(num_out, _BLOCK_OUT), triton.cdiv(num_rows, block_rows))
+    _gated[grid](
+        hidden,
+        hidden if norm is None else norm,
+        gate,
+        up,
+        output,
+        num_rows,
+        num_out,
+        num_in,
+        hidden.stride(0),
+        eps,
+        NORM=norm is not None,
+        BLOCK_ROWS=block_rows,
+        BLOCK_OUT=_BLOCK_OUT,
+        BLOCK_IN=_BLOCK_IN,
+    )
+    return output
+
+
+def norm_projection(
+    hidden: torch.Tensor, weight: torch.Tensor, matrices: list[torch.Tensor], eps: float
+) -> torch.Tensor:
+    """See ``specdec.kernels.reference.norm_projection``; at most three matrices, contiguous.
+
+    Raises:
+        ValueError: for more matrices.
+    """
+    if not 1 <= len(matrices) <= _MAX_MATRICES:
+        raise ValueError(f"{len(matrices)} matrices: one launch takes 1 to {_MAX_MATRICES}")
+    num_rows, num_in = hidden.shape
+    sizes = [len(matrix) for matrix in matrices] + [0] * (_MAX_MATRICES - len(matrices))
+    padded = [*matrices, *[matrices[0]] * (_MAX_MATRICES - len(matrices))]
+    blocks = [triton.cdiv(size, _BLOCK_OUT) for size in sizes]
+    output = torch.empty(num_rows, sum(sizes), dtype=hidden.dtype, device=hidden.device)
+    block_rows = _block_rows(num_rows)
+    _normed[(sum(blocks), triton.cdiv(num_rows, block_rows))](
+        hidden,
+        weight,
+        *padded,
+        output,
+        num_rows,
+        num_in,
+        hidden.stride(0),
+        eps,
+        *sizes,
+        *blocks[:2],
+        BLOCK_ROWS=block_rows,
+        BLOCK_OUT=_BLOCK_OUT,
+        BLOCK_IN=_BLOCK_IN,
+    )
+    return output
+
+
+def _block_rows(num_rows: int) -> int:
+    return min(_MAX_BLOCK_ROWS, max(_MIN_DOT, triton.next_power_of_2(num_rows)))

@@ -1,0 +1,239 @@
+"""Tree attention in one launch: prefix and tree, a non-square mask, split over the context.
+
+SwiftSpec 3.3: the keys of one head are split among thread blocks, whose parts are added up without
+another launch. There blocks wait for each other's flags (NCCL's low-latency protocol); here the
+block that finishes last, by an atomic counter, adds up the parts of all. So no block ever waits, the
+order of the sum is fixed, and the counter is back at 0 at the end, as replaying a graph needs.
+
+Letters: H query heads, G key/value heads, P = H / G, D head size, R rows, C slots of the cache,
+M columns of the mask, S splits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK_KEYS = 64
+_MAX_BLOCK_ROWS = 64
+_MIN_DOT = 16  # smallest side of a product on tensor cores
+_BLOCKS_PER_PROCESSOR = 2
+_INTERPRETED_SPLITS = 3
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _tree_attention(  # noqa: PLR0913
+    query,
+    key,
+    value,
+    visible,
+    lengths,
+    output,
+    sums,
+    tops,
+    counters,
+    scale,
+    num_rows,
+    query_row,
+    query_head,
+    key_head,
+    key_slot,
+    value_head,
+    value_slot,
+    visible_row,
+    HEADS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    block, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # A block's rows are the rows of all query heads that share one key/value head.
+    items = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows, heads = items // PER_GROUP, group * PER_GROUP + items % PER_GROUP
+    inside = rows < num_rows
+    dims = tl.arange(0, BLOCK_DIM)
+    within = dims < DIM
+    at_query = query + rows[:, None] * query_row + heads[:, None] * query_head + dims[None, :]
+    q = tl.load(at_query, mask=inside[:, None] & within[None, :], other=0.0)
+
+    first, end = tl.load(lengths).to(tl.int32), tl.load(lengths + 1).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(end, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    start = split * share
+    stop = tl.minimum(end, start + share)
+
+    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    result = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    for begin in range(start, stop, BLOCK_KEYS):
+        slots = begin + tl.arange(0, BLOCK_KEYS)
+        stored = slots < stop
+        loaded = stored[:, None] & within[None, :]
+        at_slots = slots[:, None].to(tl.int64)
+        at_key = key + group * key_head + at_slots * key_slot + dims[None, :]
+        k = tl.load(at_key, mask=loaded, other=0.0)
+        at_value = value + group * value_head + at_slots * value_slot + dims[None, :]
+        v = tl.load(at_value, mask=loaded, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = inside[:, None] & stored[None, :]
+        if begin + BLOCK_KEYS > first:
+            in_tree = seen & (slots[None, :] >= first)
+            at_bits = visible + rows[:, None] * visible_row + (slots[None, :] - first)
+            bits = tl.load(at_bits, mask=in_tree, other=0)
+            seen = seen & ((slots[None, :] < first) | (bits != 0))
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - safe[:, None])
+        decay = tl.exp2(top - safe)
+        total = total * decay + tl.sum(weights, 1)
+        result = result * decay[:, None]
+        result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+
+    at_output = output + (rows[:, None] * HEADS + heads[:, None]) * DIM + dims[None, :]
+    kept = inside[:, None] & within[None, :]
+    if SPLITS == 1:
+        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(at_output, result.to(output.dtype.element_ty), mask=kept)
+    else:
+        item = block * tl.num_programs(1) + group
+        lanes = tl.arange(0, BLOCK_ROWS)
+        part = item * SPLITS + split
+        at_part = sums + (part * BLOCK_ROWS + lanes[:, None]) * BLOCK_DIM + dims[None, :]
+        tl.store(at_part, result)
+        tl.store(tops + part * 2 * BLOCK_ROWS + lanes, top)
+        tl.store(tops + (part * 2 + 1) * BLOCK_ROWS + lanes, total)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        finished = tl.atomic_add(counters + item, 1, sem="acq_rel", scope="gpu")
+        if finished == SPLITS - 1:
+            top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_ROWS], tl.float32)
+            result = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+            for other in range(SPLITS):
+                part = item * SPLITS + other
+                # Past the first-level cache, which is not kept coherent between processors.
+                at_top = tops + part * 2 * BLOCK_ROWS + lanes
+                part_top = tl.load(at_top, cache_modifier=".cg")
+                part_total = tl.load(at_top + BLOCK_ROWS, cache_modifier=".cg")
+                at_part = sums + (part * BLOCK_ROWS + lanes[:, None]) * BLOCK_DIM + dims[None, :]
+                part_result = tl.load(at_part, cache_modifier=".cg")
+                new_top = tl.maximum(top, part_top)
+                safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+                decay, gain = tl.exp2(top - safe), tl.exp2(part_top - safe)
+                total = total * decay + part_total * gain
+                result = result * decay[:, None] + part_result * gain[:, None]
+                top = new_top
+            result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(at_output, result.to(output.dtype.element_ty), mask=kept)
+            tl.store(counters + item, 0)
+
+
+class TreeAttention:
+    """Launches the kernel; holds the scratch memory that the splits of a launch share.
+
+    One object serves one stream: two launches at a time would share counters.
+    """
+
+    def __init__(self, *, splits: int | None = None) -> None:
+        """Allocates nothing yet.
+
+        Args:
+            splits: thread blocks per head; chosen by the number of processors where None.
+        """
+        self._splits = splits
+        self._scratch: dict[
+            tuple[object, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        ] = {}
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        lengths: torch.Tensor,
+        visible: torch.Tensor,
+        scaling: float | None = None,
+    ) -> torch.Tensor:
+        """See ``specdec.kernels.reference.tree_attention``; float32, float16 or bfloat16.
+
+        Args:
+            query: [1, H, R, D], last dimension contiguous, as for all.
+            key, value: [1, G, C, D].
+            lengths: integer [2] on the device: ``first`` and ``end``. They are read by the kernel,
+                so that a captured launch serves every length.
+            visible: uint8 [R, M], rows contiguous.
+            scaling: factor of the scores.
+
+        Returns:
+            [1, H, R, D], the storage in the order R, H, D.
+        """
+        heads, num_rows, dim = query.shape[1:]
+        groups, capacity = key.shape[1:3]
+        per_group = heads // groups
+        block_rows = min(
+            _MAX_BLOCK_ROWS, max(_MIN_DOT, triton.next_power_of_2(num_rows * per_group))
+        )
+        blocks = triton.cdiv(num_rows * per_group, block_rows)
+        block_dim = max(_MIN_DOT, triton.next_power_of_2(dim))
+        splits = self._splits or _splits(query.device, groups * blocks, capacity)
+        scale = dim**-0.5 if scaling is None else scaling
+        output = torch.empty(num_rows, heads, dim, dtype=query.dtype, device=query.device)
+        sums, tops, counters = self._parts(
+            query.device, blocks * groups, splits, block_rows, block_dim
+        )
+        _tree_attention[(blocks, groups, splits)](
+            query,
+            key,
+            value,
+            visible,
+            lengths,
+            output,
+            sums,
+            tops,
+            counters,
+            scale * _LOG2_E,
+            num_rows,
+            query.stride(2),
+            query.stride(1),
+            key.stride(1),
+            key.stride(2),
+            value.stride(1),
+            value.stride(2),
+            visible.stride(0),
+            HEADS=heads,
+            PER_GROUP=per_group,
+            DIM=dim,
+            BLOCK_DIM=block_dim,
+            BLOCK_ROWS=block_rows,
+            BLOCK_KEYS=_BLOCK_KEYS,
+            SPLITS=splits,
+        )
+        return output.transpose(0, 1)[None]
+
+    def _parts(
+        self, device: torch.device, items: int, splits: int, rows: int, dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Partial sums, their maxima and totals, counters at 0: the same for the same sizes."""
+        shape = (device, items, splits, rows, dim)
+        if shape not in self._scratch:
+            self._scratch[shape] = (
+                torch.empty(items * splits, rows, dim, device=device),
+                torch.empty(items * splits, 2, rows, device=device),
+                torch.zeros(items, dtype=torch.int32, device=device),
+            )
+        return self._scratch[shape]
+
+
+def _splits(device: torch.device, items: int, capacity: int) -> int:
+    """Splits that fill the device, but no more than there are blocks of keys."""
+    most = triton.cdiv(capacity, _BLOCK_KEYS)
+    if device.type != "cuda":
+        return min(most, _INTERPRETED_SPLITS)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(most, triton.cdiv(_BLOCKS_PER_PROCESSOR * processors, items)))

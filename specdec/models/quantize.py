@@ -1,0 +1,135 @@
+"""Weight-only quantisation of a model's linear maps, by torchao.
+
+As in SwiftSpec 5: the layers' matrices only, embeddings and output head stay as they are, and the
+arithmetic is that of the activations' type. A quantised model is a model of its own: losslessness is
+then measured against plain decoding of the same quantised model.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.errors import UserError
+from specdec.models.slicing import layers_name
+
+GROUP_SIZES = (128, 64, 32)
+"""Weights that share a scale in int4, the largest that divides a matrix's inputs is taken."""
+
+
+class Quantization(StrEnum):
+    """Bits per weight: as loaded, 8 with a scale per row, 4 with a scale per group."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """Quantises the layers' linear maps in place, those on the meta device excepted.
+
+    Args:
+        model: float32, bfloat16 or float16.
+        kind: a value of ``Quantization``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UserError: for an unknown kind, a missing library, or what it cannot quantise.
+    """
+    if kind not in list(Quantization):
+        raise UserError(f"model.quantization={kind} is unknown; choose {', '.join(Quantization)}")
+    if kind == Quantization.NONE:
+        return model
+    asked = f"model.quantization={kind}"
+    if find_spec("torchao") is None:
+        raise UserError(f"{asked} needs torchao: pip install torchao, or use none")
+    if model.dtype == torch.float64:
+        raise UserError(f"{asked} needs model.dtype float32, bfloat16 or float16, not float64")
+    prefix = f"{layers_name(model)}."
+    maps = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(prefix) and not module.weight.is_meta
+    ]
+    if not maps:
+        raise UserError(
+            f"{asked} finds no plain linear maps in model type {model.config.model_type!r};"
+            " use none, or a family such as llama or qwen3"
+        )
+    _apply(model, kind, maps, asked)
+    return model
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters in memory; of quantised ones what is really stored."""
+    return sum(_stored_bytes(parameter.data) for parameter in model.parameters())
+
+
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    parts = getattr(tensor, "__tensor_flatten__", None)
+    if parts is None or type(tensor) is torch.Tensor:
+        return tensor.numel() * tensor.element_size()
+    return sum(_stored_bytes(getattr(tensor, name)) for name in parts()[0])
+
+
+def _apply(
+    model: PreTrainedModel, kind: str, maps: list[tuple[str, nn.Module]], asked: str
+) -> None:
+    from torchao.quantization import quantize_
+
+    chosen = {name for name, _ in maps}
+    by_size: dict[int, set[str]] = {}
+    for name, module in maps:
+        by_size.setdefault(_group_size(module, kind, asked), set()).add(name)
+    assert chosen == set().union(*by_size.values()), "every map has a group size"
+    for group_size, names in by_size.items():
+        config = _config(kind, group_size, model)
+        try:
+            quantize_(model, config, filter_fn=lambda _, name, names=names: name in names)
+        except (
+            ImportError,
+            NotImplementedError,
+            AssertionError,
+            RuntimeError,
+            ValueError,
+        ) as error:
+            raise UserError(
+                f"{asked} is refused by torchao on {model.device} in {model.dtype} ({error}); try"
+                " model.dtype=bfloat16, another kind, or none"
+            ) from error
+
+
+def _group_size(module: nn.Module, kind: str, asked: str) -> int:
+    if kind == Quantization.INT8:
+        return 0
+    inputs = int(module.in_features)  # type: ignore[arg-type]
+    for size in GROUP_SIZES:
+        if inputs % size == 0:
+            return size
+    raise UserError(
+        f"{asked} needs matrices whose inputs are multiples of {GROUP_SIZES[-1]}, not {inputs};"
+        " use int8 or none"
+    )
+
+
+def _config(kind: str, group_size: int, model: PreTrainedModel) -> Any:
+    """torchao's configuration; on the CPU int4 values lie in a byte each, for want of a kernel."""
+    from torchao.quantization import (
+        Int4WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+    )
+
+    if kind == Quantization.INT8:
+        return Int8WeightOnlyConfig()
+    if model.device.type == "cuda":
+        return Int4WeightOnlyConfig(group_size=group_size, int4_packing_format="tile_packed_to_4d")
+    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group_size))

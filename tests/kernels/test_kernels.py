@@ -1,0 +1,115 @@
+"""Triton kernels against their references: interpreted on the CPU, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdec.kernels import reference
+
+pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+from specdec.kernels.swiglu import norm_projection, swiglu
+from specdec.kernels.tree_attention import TreeAttention
+
+# A hundred roundings of 6e-8 on values of about one.
+CLOSE = 1e-5
+
+
+def _attention_problem(*, heads, groups, dim, rows, first, end, capacity, columns, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, heads, rows, dim, generator=generator)
+    key, value = torch.randn(2, 1, groups, capacity, dim, generator=generator)
+    key[:, :, end:] = value[:, :, end:] = torch.nan  # must not be looked at
+    visible = torch.rand(rows, columns, generator=generator) < 0.4
+    visible[:, end - first :] = True  # columns beyond the end must not count either
+    return query.to(DEVICE), key.to(DEVICE), value.to(DEVICE), visible.to(DEVICE)
+
+
+SIZES = [
+    # heads, groups, dim, rows, first, end, capacity, columns
+    (4, 2, 8, 5, 14, 23, 40, 17),  # a tree of 9, of which 5 are asked for
+    (6, 2, 24, 7, 130, 151, 200, 32),  # several blocks of keys, sizes that are no powers of two
+    (3, 1, 16, 1, 0, 1, 64, 1),  # the very first token
+    (8, 8, 80, 3, 64, 64 + 70, 300, 96),  # the tree spans blocks, no groups
+    (4, 1, 64, 33, 65, 140, 150, 75),  # more rows than one block takes
+]
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("size", SIZES)
+def test_tree_attention(size, splits):
+    """Every split of the context, odd sizes, non-square masks: the reference's softmax."""
+    names = ("heads", "groups", "dim", "rows", "first", "end", "capacity", "columns")
+    sizes = dict(zip(names, size, strict=True))
+    query, key, value, visible = _attention_problem(**sizes)
+    first, end = sizes["first"], sizes["end"]
+    lengths = torch.tensor([first, end], device=DEVICE)
+    kernel = TreeAttention(splits=splits)
+    expected = reference.tree_attention(query, key, value, first=first, end=end, visible=visible)
+    bits = visible.to(torch.uint8)
+    for _ in range(2):  # the counters are back at 0 after a launch
+        found = kernel(query, key, value, lengths=lengths, visible=bits)
+        assert (found - expected).abs().max() < CLOSE
+
+
+def test_tree_attention_reads_strides_and_scaling():
+    """Queries as transformers lays them out, a cache inside a larger tensor, another scaling."""
+    query, key, value, visible = _attention_problem(
+        heads=4, groups=2, dim=16, rows=6, first=20, end=31, capacity=50, columns=11
+    )
+    storage = torch.stack([key[0], value[0]])  # [2, G, C, D]
+    stored = storage[:, :, 3:48].unsqueeze(1)
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    found = TreeAttention()(
+        query,
+        stored[0],
+        stored[1],
+        lengths=torch.tensor([17, 28], device=DEVICE),
+        visible=visible.to(torch.uint8),
+        scaling=0.7,
+    )
+    expected = reference.tree_attention(
+        query, stored[0], stored[1], first=17, end=28, visible=visible, scaling=0.7
+    )
+    assert (found - expected).abs().max() < CLOSE
+
+
+def test_tree_attention_needs_its_mask():
+    """The control: another mask gives other values."""
+    query, key, value, visible = _attention_problem(
+        heads=4, groups=2, dim=16, rows=6, first=20, end=31, capacity=50, columns=11
+    )
+    lengths = torch.tensor([20, 31], device=DEVICE)
+    found = TreeAttention()(query, key, value, lengths=lengths, visible=(~visible).to(torch.uint8))
+    expected = reference.tree_attention(query, key, value, first=20, end=31, visible=visible)
+    assert (found - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("size", [(1, 40, 70), (5, 96, 33), (67, 100, 45)])
+def test_swiglu(size, normed):
+    """Tiles that the sizes do not fill, more rows than a tile, with and without the norm."""
+    rows, num_in, num_out = size
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(rows, num_in, generator=generator).to(DEVICE)
+    gate, up = (torch.randn(2, num_out, num_in, generator=generator) * num_in**-0.5).to(DEVICE)
+    norm = (1 + torch.randn(num_in, generator=generator) * 0.1).to(DEVICE) if normed else None
+    given = hidden if norm is None else torch.rms_norm(hidden, norm.shape, norm, 1e-3)
+    found = swiglu(hidden, gate, up, norm=norm, eps=1e-3)
+    assert (found - reference.swiglu(given, gate, up)).abs().max() < CLOSE
+    assert (found - reference.swiglu(given, up, gate)).abs().max() > 0.05  # not symmetric
+
+
+@pytest.mark.parametrize("outs", [(50,), (33, 32), (64, 17, 16)])
+def test_norm_projection(outs):
+    """One to three matrices in one launch, of sizes that end inside a tile."""
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(6, 75, generator=generator).to(DEVICE)
+    weight = (1 + torch.randn(75, generator=generator) * 0.1).to(DEVICE)
+    matrices = [torch.randn(n, 75, generator=generator).to(DEVICE) * 0.1 for n in outs]
+    found = norm_projection(hidden, weight, matrices, 1e-5)
+    assert (found - reference.norm_projection(hidden, weight, matrices, 1e-5)).abs().max() < CLOSE
+    with pytest.raises(ValueError, match="1 to 3"):
+        norm_projection(hidden, weight, [*matrices] * 4, 1e-5)

@@ -1,0 +1,86 @@
+"""Passes over static buffers are lossless: the matrix's cells again, with ``model.graphs=replay``.
+
+Everything of a captured pass but the capture: arenas, padded rows and masks, spare slots, one replay
+per request. So what a GPU adds is the recording of the same launches.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from specdec.models.arenas import Inputs
+from specdec.pairs import RandomPair, build_pair
+from specdec.runners import PartsRunner
+from specdec.state import StopRules
+from tests.matrix.cells import MAX_NEW_TOKENS, Cell, all_cells, base, config, cover, decode, plain
+from tests.matrix.outcomes import Kind, composed
+
+SAMPLINGS = ("greedy", "t08")
+
+
+@cache
+def static_pair() -> RandomPair:
+    pair = build_pair({**base()["model"], "graphs": "replay"})
+    assert isinstance(pair, RandomPair)
+    return pair
+
+
+@cache
+def chosen() -> tuple[Cell, ...]:
+    """Every policy on every executor, every source, both samplings; of those that are exact."""
+    cells = [
+        cell
+        for cell in all_cells()
+        if cell.verifier == "match" and cell.sampling in SAMPLINGS
+        if cell.source == "draft_model" or cell.policy in ("chain", "best_first")
+        if composed(cell).kind is not Kind.REFUSED
+    ]
+    return tuple(cover(cells, lambda c: {(c.policy, c.executor), c.source, c.sampling}))
+
+
+def _runner(cell: Cell) -> PartsRunner:
+    values = config(cell)
+    values["model"]["graphs"] = "replay"
+    stop = StopRules(max_new_tokens=MAX_NEW_TOKENS)
+    return PartsRunner(cfg=values, pair=static_pair(), stop=stop)
+
+
+@pytest.mark.parametrize("cell", chosen(), ids=lambda c: f"{c.source}-{c.policy}-{c.executor}")
+def test_static_passes_are_lossless(cell: Cell) -> None:
+    assert decode(_runner(cell)) == plain(cell.sampling)
+
+
+def test_passes_are_replayed() -> None:
+    """The target's passes really go through the buffers, the draft's too."""
+    ready = _runner(Cell("draft_model", "best_first", "match", "local", "greedy"))
+    outputs = decode(ready)
+    target = ready.parts.executor._stage.runner.static
+    draft = ready.parts.source._runner.static
+    assert outputs == plain("greedy")
+    assert target.replays >= ready.parts.executor.counters.passes
+    assert draft.replays > 0.5 * ready.parts.source.counters.passes  # prompts go in larger chunks
+    assert 0 < target.num_captured < target.replays
+
+
+@pytest.mark.parametrize("fault", ["spare slot", "mask", "length"])
+def test_a_fault_in_the_padding_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: padding on a slot in use, a mask that shows too much, a length off by one."""
+    original = Inputs.fill
+
+    def wrong(self, rows, spare, hidden):
+        original(self, rows, 0 if fault == "spare slot" else spare, hidden)
+        if fault == "mask":
+            self.bits.fill_(255)
+        elif fault == "length":
+            self.lengths -= np.int64(1)
+
+    monkeypatch.setattr(Inputs, "fill", wrong)
+    cell = Cell("draft_model", "best_first", "match", "local", "greedy")
+    try:
+        outputs = decode(_runner(cell))
+    except AssertionError:
+        return
+    assert outputs != plain("greedy")
