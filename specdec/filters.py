@@ -41,7 +41,7 @@ def argmax(logits: torch.Tensor) -> IntArray:
 
 
 def _argmax_on_device(logits: torch.Tensor) -> IntArray:
-    """``argmax`` in torch: one copy of A integers to the host, more only where something is wrong."""
+    """``argmax`` in torch: one copy of A integers to the host, unless something is wrong."""
     best = logits.max(dim=1)
     tokens = torch.where(best.values.isfinite(), best.indices, -1).cpu().numpy()
     if (tokens < 0).any():

@@ -1,6 +1,7 @@
 """Kinds of attention over a cache, behind one call, for plain passes and for captured ones.
 
-Letters: H query heads, G key/value heads, D head size, R rows, C slots given, M columns of the mask.
+Letters: H query heads, G key/value heads, D head size, R rows, C slots given, M columns of the
+mask.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Letters: R rows, E hidden size, F inner size, N outputs of a projection.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -40,7 +42,7 @@ def fuse(model: PreTrainedModel) -> int:
     return count
 
 
-def _fuse_layer(layer: nn.Module, kind: str) -> None:
+def _fuse_layer(layer: Any, kind: str) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     matrices = [_plain_weight(getattr(attention, name), kind) for name in _PROJECTIONS]
     projections = _Projections(layer.input_layernorm, matrices)
@@ -65,20 +67,21 @@ def _fuse_layer(layer: nn.Module, kind: str) -> None:
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def _plain_weight(linear: nn.Module, kind: str) -> torch.Tensor:
+def _plain_weight(linear: Any, kind: str) -> torch.Tensor:
     """The weight of a plain linear map.
 
     Raises:
         UserError: for a bias, or weights that are quantised.
     """
-    weight = getattr(linear, "weight", None)
+    weight: Any = getattr(linear, "weight", None)
     plain = isinstance(linear, nn.Linear) and linear.bias is None and weight is not None
     if not plain or type(weight.data) is not torch.Tensor or not weight.is_contiguous():
         raise UserError(
             f"model.kernels=triton needs plain weights without biases, and this {kind} model has"
             " biased, quantised or transposed ones; use model.kernels=torch"
         )
-    return weight
+    found: torch.Tensor = weight
+    return found
 
 
 def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
@@ -87,7 +90,7 @@ def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
     parent.__dict__[name] = child
 
 
-def _norm(module: nn.Module) -> tuple[torch.Tensor, float]:
+def _norm(module: Any) -> tuple[torch.Tensor, float]:
     """Weight and epsilon of a root-mean-square norm.
 
     Raises:

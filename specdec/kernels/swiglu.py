@@ -1,4 +1,4 @@
-"""Fused SwiGLU, with or without the norm before it, and norm + several projections: one launch each.
+"""Fused SwiGLU, with or without the norm before it; norm + several projections. One launch each.
 
 SwiftSpec 3.3: each thread block computes the same tile of both products, so that the input is read
 once and the gate never leaves the chip. The norm's factor of a row is a scalar, so it is applied
@@ -20,23 +20,13 @@ _BLOCK_IN = 64
 _MAX_MATRICES = 3
 
 
+# fmt: off
 @triton.jit
-def _gated(
-    hidden,
-    norm,
-    gate,
-    up,
-    output,
-    num_rows,
-    num_out,
-    num_in,
-    hidden_row,
-    eps,
-    NORM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+def _gated(  # type: ignore[no-untyped-def]
+    hidden, norm, gate, up, output, num_rows, num_out, num_in, hidden_row, eps,
+    NORM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):
+    # fmt: on
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     in_rows, in_outs = rows < num_rows, outs < num_out
@@ -70,27 +60,14 @@ def _gated(
     )
 
 
+# fmt: off
 @triton.jit
-def _normed(
-    hidden,
-    norm,
-    first,
-    second,
-    third,
-    output,
-    num_rows,
-    num_in,
-    hidden_row,
-    eps,
-    out_1,
-    out_2,
-    out_3,
-    blocks_1,
-    blocks_2,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
+def _normed(  # type: ignore[no-untyped-def]
+    hidden, norm, first, second, third, output, num_rows, num_in, hidden_row, eps, out_1, out_2,
+    out_3, blocks_1, blocks_2, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
+    # fmt: on
     # Which matrix this block's outputs are of, and where they begin among all outputs.
     block = tl.program_id(0)
     matrix, num_out, base = first, out_1, 0

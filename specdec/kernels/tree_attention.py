@@ -2,8 +2,8 @@
 
 SwiftSpec 3.3: the keys of one head are split among thread blocks, whose parts are added up without
 another launch. There blocks wait for each other's flags (NCCL's low-latency protocol); here the
-block that finishes last, by an atomic counter, adds up the parts of all. So no block ever waits, the
-order of the sum is fixed, and the counter is back at 0 at the end, as replaying a graph needs.
+block that finishes last, by an atomic counter, adds up the parts of all. So no block ever waits,
+the order of the sum is fixed, and the counter is back at 0 at the end, as replaying a graph needs.
 
 Letters: H query heads, G key/value heads, P = H / G, D head size, R rows, C slots of the cache,
 M columns of the mask, S splits.
@@ -23,49 +23,66 @@ _INTERPRETED_SPLITS = 3
 _LOG2_E = 1.4426950408889634
 
 
+# fmt: off
 @triton.jit
-def _tree_attention(  # noqa: PLR0913
-    query,
-    key,
-    value,
-    visible,
-    lengths,
-    output,
-    sums,
-    tops,
-    counters,
-    scale,
-    num_rows,
-    query_row,
-    query_head,
-    key_head,
-    key_slot,
-    value_head,
-    value_slot,
-    visible_row,
-    HEADS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+def _tree_attention(  # type: ignore[no-untyped-def]
+    query, key, value, visible, lengths, output, sums, tops, counters, scale, num_rows,
+    query_row, query_head, key_head, key_slot, value_head, value_slot, visible_row,
+    HEADS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):
+    # fmt: on
     block, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # A block's rows are the rows of all query heads that share one key/value head.
-    items = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    lanes = tl.arange(0, BLOCK_ROWS)
+    items = block * BLOCK_ROWS + lanes
     rows, heads = items // PER_GROUP, group * PER_GROUP + items % PER_GROUP
     inside = rows < num_rows
     dims = tl.arange(0, BLOCK_DIM)
-    within = dims < DIM
+    used = inside[:, None] & (dims < DIM)[None, :]
     at_query = query + rows[:, None] * query_row + heads[:, None] * query_head + dims[None, :]
-    q = tl.load(at_query, mask=inside[:, None] & within[None, :], other=0.0)
-
+    q = tl.load(at_query, mask=used, other=0.0)
     first, end = tl.load(lengths).to(tl.int32), tl.load(lengths + 1).to(tl.int32)
     share = tl.cdiv(tl.cdiv(end, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
     start = split * share
-    stop = tl.minimum(end, start + share)
+    result, top, total = _scan(
+        q, key + group * key_head, value + group * value_head, key_slot, value_slot,
+        visible + rows * visible_row, inside, first, start, tl.minimum(end, start + share), scale,
+        DIM, BLOCK_DIM, BLOCK_ROWS, BLOCK_KEYS,
+    )  # fmt: skip
+    at_output = output + (rows[:, None] * HEADS + heads[:, None]) * DIM + dims[None, :]
+    if SPLITS == 1:
+        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(at_output, result.to(output.dtype.element_ty), mask=used)
+    else:
+        item = block * tl.num_programs(1) + group
+        part = item * SPLITS + split
+        at_part = sums + (part * BLOCK_ROWS + lanes[:, None]) * BLOCK_DIM + dims[None, :]
+        tl.store(at_part, result)
+        tl.store(tops + part * 2 * BLOCK_ROWS + lanes, top)
+        tl.store(tops + (part * 2 + 1) * BLOCK_ROWS + lanes, total)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        finished = tl.atomic_add(counters + item, 1, sem="acq_rel", scope="gpu")
+        if finished == SPLITS - 1:
+            merged = _merged(sums, tops, item, dims, BLOCK_DIM, BLOCK_ROWS, SPLITS)
+            tl.store(at_output, merged.to(output.dtype.element_ty), mask=used)
+            tl.store(counters + item, 0)
 
+
+# fmt: off
+@triton.jit
+def _scan(  # type: ignore[no-untyped-def]
+    q, key, value, key_slot, value_slot, visible, inside, first, start, stop, scale,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):
+    # fmt: on
+    """Attention over the slots start .. stop - 1, not yet normalised.
+
+    Returns:
+        sums [BLOCK_ROWS, BLOCK_DIM], the largest exponents (to base 2) and the weights' totals.
+    """
+    dims = tl.arange(0, BLOCK_DIM)
+    within = dims < DIM
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     result = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
@@ -74,16 +91,13 @@ def _tree_attention(  # noqa: PLR0913
         stored = slots < stop
         loaded = stored[:, None] & within[None, :]
         at_slots = slots[:, None].to(tl.int64)
-        at_key = key + group * key_head + at_slots * key_slot + dims[None, :]
-        k = tl.load(at_key, mask=loaded, other=0.0)
-        at_value = value + group * value_head + at_slots * value_slot + dims[None, :]
-        v = tl.load(at_value, mask=loaded, other=0.0)
+        k = tl.load(key + at_slots * key_slot + dims[None, :], mask=loaded, other=0.0)
+        v = tl.load(value + at_slots * value_slot + dims[None, :], mask=loaded, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = inside[:, None] & stored[None, :]
         if begin + BLOCK_KEYS > first:
             in_tree = seen & (slots[None, :] >= first)
-            at_bits = visible + rows[:, None] * visible_row + (slots[None, :] - first)
-            bits = tl.load(at_bits, mask=in_tree, other=0)
+            bits = tl.load(visible[:, None] + (slots[None, :] - first), mask=in_tree, other=0)
             seen = seen & ((slots[None, :] < first) | (bits != 0))
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -94,43 +108,36 @@ def _tree_attention(  # noqa: PLR0913
         result = result * decay[:, None]
         result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
+    return result, top, total
 
-    at_output = output + (rows[:, None] * HEADS + heads[:, None]) * DIM + dims[None, :]
-    kept = inside[:, None] & within[None, :]
-    if SPLITS == 1:
-        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(at_output, result.to(output.dtype.element_ty), mask=kept)
-    else:
-        item = block * tl.num_programs(1) + group
-        lanes = tl.arange(0, BLOCK_ROWS)
+
+# fmt: off
+@triton.jit
+def _merged(  # type: ignore[no-untyped-def]
+    sums, tops, item, dims,
+    BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):
+    # fmt: on
+    """The parts of all splits added up and normalised, in the order of the splits."""
+    lanes = tl.arange(0, BLOCK_ROWS)
+    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    result = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    for split in range(SPLITS):
         part = item * SPLITS + split
+        # Past the first-level cache, which is not kept coherent between processors.
+        at_top = tops + part * 2 * BLOCK_ROWS + lanes
+        part_top = tl.load(at_top, cache_modifier=".cg")
+        part_total = tl.load(at_top + BLOCK_ROWS, cache_modifier=".cg")
         at_part = sums + (part * BLOCK_ROWS + lanes[:, None]) * BLOCK_DIM + dims[None, :]
-        tl.store(at_part, result)
-        tl.store(tops + part * 2 * BLOCK_ROWS + lanes, top)
-        tl.store(tops + (part * 2 + 1) * BLOCK_ROWS + lanes, total)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        finished = tl.atomic_add(counters + item, 1, sem="acq_rel", scope="gpu")
-        if finished == SPLITS - 1:
-            top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_ROWS], tl.float32)
-            result = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-            for other in range(SPLITS):
-                part = item * SPLITS + other
-                # Past the first-level cache, which is not kept coherent between processors.
-                at_top = tops + part * 2 * BLOCK_ROWS + lanes
-                part_top = tl.load(at_top, cache_modifier=".cg")
-                part_total = tl.load(at_top + BLOCK_ROWS, cache_modifier=".cg")
-                at_part = sums + (part * BLOCK_ROWS + lanes[:, None]) * BLOCK_DIM + dims[None, :]
-                part_result = tl.load(at_part, cache_modifier=".cg")
-                new_top = tl.maximum(top, part_top)
-                safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-                decay, gain = tl.exp2(top - safe), tl.exp2(part_top - safe)
-                total = total * decay + part_total * gain
-                result = result * decay[:, None] + part_result * gain[:, None]
-                top = new_top
-            result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-            tl.store(at_output, result.to(output.dtype.element_ty), mask=kept)
-            tl.store(counters + item, 0)
+        part_result = tl.load(at_part, cache_modifier=".cg")
+        new_top = tl.maximum(top, part_top)
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        decay, gain = tl.exp2(top - safe), tl.exp2(part_top - safe)
+        total = total * decay + part_total * gain
+        result = result * decay[:, None] + part_result * gain[:, None]
+        top = new_top
+    return result / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 class TreeAttention:
@@ -184,27 +191,16 @@ class TreeAttention:
         splits = self._splits or _splits(query.device, groups * blocks, capacity)
         scale = dim**-0.5 if scaling is None else scaling
         output = torch.empty(num_rows, heads, dim, dtype=query.dtype, device=query.device)
-        sums, tops, counters = self._parts(
-            query.device, blocks * groups, splits, block_rows, block_dim
-        )
+        shape = (blocks * groups, splits, block_rows, block_dim)
+        sums, tops, counters = self._parts(query.device, *shape)
+        strides = [query.stride(2), query.stride(1)]
+        strides += [key.stride(1), key.stride(2), value.stride(1), value.stride(2)]
+        tensors = (query, key, value, visible, lengths, output, sums, tops, counters)
         _tree_attention[(blocks, groups, splits)](
-            query,
-            key,
-            value,
-            visible,
-            lengths,
-            output,
-            sums,
-            tops,
-            counters,
+            *tensors,
             scale * _LOG2_E,
             num_rows,
-            query.stride(2),
-            query.stride(1),
-            key.stride(1),
-            key.stride(2),
-            value.stride(1),
-            value.stride(2),
+            *strides,
             visible.stride(0),
             HEADS=heads,
             PER_GROUP=per_group,

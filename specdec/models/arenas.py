@@ -1,7 +1,7 @@
 """Fixed buffers for captured passes: where caches lie, and what a pass reads.
 
-Letters: L layers, G key/value heads, D head size, C slots of an arena (and one spare), R padded rows,
-M columns of the mask, E hidden size.
+Letters: L layers, G key/value heads, D head size, C slots of an arena (and one spare), R padded
+rows, M columns of the mask, E hidden size.
 """
 
 from __future__ import annotations

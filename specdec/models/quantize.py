@@ -1,12 +1,13 @@
 """Weight-only quantisation of a model's linear maps, by torchao.
 
 As in SwiftSpec 5: the layers' matrices only, embeddings and output head stay as they are, and the
-arithmetic is that of the activations' type. A quantised model is a model of its own: losslessness is
-then measured against plain decoding of the same quantised model.
+arithmetic is that of the activations' type. A quantised model is a model of its own: losslessness
+is then measured against plain decoding of the same quantised model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import Any
@@ -80,7 +81,7 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def _apply(
-    model: PreTrainedModel, kind: str, maps: list[tuple[str, nn.Module]], asked: str
+    model: PreTrainedModel, kind: str, maps: Sequence[tuple[str, nn.Linear]], asked: str
 ) -> None:
     from torchao.quantization import quantize_
 
@@ -106,10 +107,10 @@ def _apply(
             ) from error
 
 
-def _group_size(module: nn.Module, kind: str, asked: str) -> int:
+def _group_size(module: nn.Linear, kind: str, asked: str) -> int:
     if kind == Quantization.INT8:
         return 0
-    inputs = int(module.in_features)  # type: ignore[arg-type]
+    inputs = module.in_features
     for size in GROUP_SIZES:
         if inputs % size == 0:
             return size
@@ -132,4 +133,5 @@ def _config(kind: str, group_size: int, model: PreTrainedModel) -> Any:
         return Int8WeightOnlyConfig()
     if model.device.type == "cuda":
         return Int4WeightOnlyConfig(group_size=group_size, int4_packing_format="tile_packed_to_4d")
-    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group_size))
+    bits: Any = torch.int4  # type: ignore[attr-defined]
+    return IntxWeightOnlyConfig(weight_dtype=bits, granularity=PerGroup(group_size))

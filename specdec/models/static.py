@@ -1,15 +1,15 @@
-"""Captured forwards: passes over fixed buffers, one CUDA graph per shape, replayed without launches.
+"""Captured forwards: passes over fixed buffers, one CUDA graph per shape, replayed as a whole.
 
-SwiftSpec 4 captures the kernels of a pass in a CUDA graph. What a graph reads and writes must lie at
-fixed addresses and have fixed shapes, so
+SwiftSpec 4 captures the kernels of a pass in a CUDA graph. What a graph reads and writes must lie
+at fixed addresses and have fixed shapes, so
 - a request's keys and values lie in an arena that outlives it and is used again by later requests;
 - the rows of a pass are padded to one of a few counts; its masks to one of a few widths;
 - tokens, positions, slots, lengths and masks go to the device in one copy of a few hundred bytes.
 Padding rows repeat the last row and write to a spare slot that nobody sees. The same buffers and
 paddings are used where passes are replayed without a graph (``replay``), on any device.
 
-Letters: L layers, G key/value heads, D head size, C slots of an arena (and one spare), R padded rows,
-M columns of the mask, E hidden size.
+Letters: D head size, C slots of an arena, R padded rows, M columns of the mask, E hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Graphs(StrEnum):
     """How passes of few rows run.
 
     ``OFF``: launched one by one. ``REPLAY``: over static buffers, launched one by one (any device).
-    ``CUDA``: over static buffers, as CUDA graphs. ``AUTO``: ``CUDA`` on a CUDA device, else ``OFF``.
+    ``CUDA``: over static buffers, as CUDA graphs. ``AUTO``: ``CUDA`` on such devices, else off.
     """
 
     OFF = "off"

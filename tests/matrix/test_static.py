@@ -1,7 +1,7 @@
 """Passes over static buffers are lossless: the matrix's cells again, with ``model.graphs=replay``.
 
-Everything of a captured pass but the capture: arenas, padded rows and masks, spare slots, one replay
-per request. So what a GPU adds is the recording of the same launches.
+Everything of a captured pass but the capture: arenas, padded rows and masks, spare slots, one
+replay per request. So what a GPU adds is the recording of the same launches.
 """
 
 from __future__ import annotations

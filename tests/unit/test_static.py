@@ -123,13 +123,13 @@ def test_larger_passes_run_as_ever():
 
 def test_refusals_name_the_remedy():
     model = random_model("llama", num_layers=1)
-    with pytest.raises(UserError, match="model.graphs=always is unknown; choose off"):
+    with pytest.raises(UserError, match=r"model.graphs=always is unknown; choose off"):
         _runner(model, Execution(graphs="always"))
     with pytest.raises(UserError, match=r"model.graphs=cuda needs a CUDA device.*replay"):
         _runner(model, Execution(graphs="cuda"))
-    with pytest.raises(UserError, match="two_level.*use model.attention=flash or dense"):
+    with pytest.raises(UserError, match=r"two_level.*use model.attention=flash or dense"):
         _runner(model, attention="two_level")
-    with pytest.raises(UserError, match="model.kernels=cutlass is unknown"):
+    with pytest.raises(UserError, match=r"model.kernels=cutlass is unknown"):
         _runner(model, Execution(kernels="cutlass"))
     assert _runner(model, Execution(graphs="auto")).static is None  # no CUDA device: as ever
 

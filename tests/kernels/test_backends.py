@@ -1,0 +1,162 @@
+"""Kinds of attention and fused modules inside a runner, and what is said where they cannot run."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.errors import UserError
+from specdec.kernels import reference, support
+from specdec.kernels.backends import Seen, attention_kernel, flash_attention
+from specdec.metrics.meter import Meter
+from specdec.models.execution import Execution
+from specdec.models.random import random_model
+from specdec.models.runner import ModelRunner
+
+CPU = torch.device("cpu")
+REPLAY = Execution(graphs="replay")
+needs_triton = pytest.mark.skipif(
+    support.triton_problem(CPU, torch.float32) is not None, reason="Triton is not installed"
+)
+
+
+def _logits(model, **kwargs):
+    """Of a prompt with its first root, then of a tree of 5 nodes below it."""
+    runner = ModelRunner(model=model, name="target", meter=Meter(), **kwargs)
+    cache = runner.new_cache(8)
+    tokens = np.arange(3, 14)
+    root = {"node_ids": np.array([0]), "node_tokens": np.array([9]), "parent_ids": np.array([-1])}
+    rows = cache.rows(prefix_tokens=tokens, **root, node_positions=np.array([11]))
+    first = runner.forward([rows]).logits
+    tree = cache.rows(
+        node_ids=np.array([1, 2, 3, 4, 5]),
+        node_tokens=np.array([5, 6, 7, 8, 9]),
+        parent_ids=np.array([0, 0, 1, 3, 2]),
+        node_positions=np.array([12, 12, 13, 14, 13]),
+    )
+    return torch.cat([first, runner.forward([tree]).logits])
+
+
+@pytest.mark.parametrize("execution", [Execution(), REPLAY], ids=["plain", "static"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [pytest.param("triton", "float32", marks=needs_triton), ("flex", "float64")]
+)
+def test_kernels_in_a_runner(kind, dtype, execution):
+    """The same logits as dense attention, in plain passes and over static buffers."""
+    model = random_model("llama", dtype=dtype, num_layers=2, scale=0.1)
+    expected = _logits(model)
+    found = _logits(model, attention=kind, execution=execution)
+    bound = 50 * torch.finfo(model.dtype).eps  # some dozens of roundings of values near one
+    assert (found - expected).abs().max() < bound
+
+
+@needs_triton
+def test_windows_and_caps_stay_with_torch():
+    """Layers that the kernel does not know take the dense path, not a wrong one."""
+    model = random_model("gemma2", num_layers=2, scale=0.1, options={"sliding_window": 6})
+    expected = _logits(model)
+    for execution in (Execution(), REPLAY):
+        found = _logits(model, attention="triton", execution=execution)
+        assert (found - expected).abs().max() < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_fused_modules_in_a_runner(family):
+    """Norm + projections and norm + SwiGLU in place of the family's own modules."""
+    model = random_model(family, num_layers=2, scale=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = _logits(model, execution=Execution(kernels="triton"))
+    assert (found - _logits(model)).abs().max() < 1e-5
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@needs_triton
+def test_fused_modules_are_refused_where_they_do_not_fit():
+    with pytest.raises(UserError, match=r"knows the families llama.*not 'gpt2'"):
+        _logits(random_model("gpt2", num_layers=1), execution=Execution(kernels="triton"))
+    model = random_model("llama", num_layers=1, options={"attention_bias": True})
+    with pytest.raises(UserError, match="biased, quantised or transposed"):
+        _logits(model, execution=Execution(kernels="triton"))
+    model = random_model("llama", num_layers=1, options={"hidden_act": "gelu"})
+    with pytest.raises(UserError, match="this llama model's activation is"):
+        _logits(model, execution=Execution(kernels="triton"))
+
+
+@pytest.mark.parametrize("first", [0, 1, 14])
+def test_flash_attention_takes_the_prefix(first, monkeypatch):
+    """Layouts, lengths and the merge, with a stand-in that does what flash-attn documents."""
+    calls = []
+
+    def with_kvcache(q, k, v, *, cache_seqlens, softmax_scale, causal, return_softmax_lse):
+        assert return_softmax_lse
+        assert not causal
+        length = int(cache_seqlens)
+        calls.append(length)
+        q, k, v = (t.transpose(1, 2) for t in (q, k[:, :length], v[:, :length]))
+        scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * softmax_scale
+        lse = scores.logsumexp(-1) if length else scores.new_full(scores.shape[:-1], torch.inf)
+        found = scores.softmax(-1) @ v.unsqueeze(2)
+        return found.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
+
+    fake = types.ModuleType("flash_attn")
+    fake.flash_attn_with_kvcache = with_kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn", fake)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 6, 4, 8, generator=generator)
+    key, value = torch.randn(2, 1, 2, 40, 8, generator=generator)
+    visible = torch.rand(4, 16, generator=generator) < 0.5
+    visible[:, 0] = True
+    end = first + 9
+    seen = Seen(
+        lengths=torch.tensor([first, end]),
+        visible=visible.to(torch.uint8),
+        num_slots=40,
+        dtype=torch.float32,
+    )
+    found = flash_attention(query, key, value, seen, 0.3)
+    expected = reference.tree_attention(
+        query, key, value, first=first, end=end, visible=visible, scaling=0.3
+    )
+    assert (found - expected).abs().max() < 1e-5
+    assert calls == [first]
+
+
+def test_the_mask_of_seen_is_the_reference():
+    """Prefix, tree columns, the end, and a window, against their definition."""
+    visible = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 1]], dtype=torch.uint8)
+    seen = Seen(
+        lengths=torch.tensor([3, 6]),
+        visible=visible,
+        num_slots=8,
+        dtype=torch.float32,
+        positions=torch.tensor([4, 5]),
+        column_positions=torch.tensor([3, 4, 4, 0]),
+    )
+    rows = [(seen.mask(window) == 0).int().tolist() for window in (None, 2)]
+    assert rows[0] == [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]]
+    assert rows[1] == [[0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0]]
+
+
+def test_refusals_name_the_remedy(monkeypatch):
+    with pytest.raises(UserError, match=r"model.attention=cutlass is no kernel; choose triton"):
+        attention_kernel("cutlass", CPU, torch.float32)
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"triton cannot run here: .*pip install triton"):
+        attention_kernel("triton", CPU, torch.float32)
+    with pytest.raises(UserError, match=r"flash cannot run here: .*pip install flash-attn"):
+        attention_kernel("flash", CPU, torch.bfloat16)
+    monkeypatch.setattr(support, "find_spec", lambda name: name)
+    with pytest.raises(UserError, match="flash-attn runs on CUDA devices, not on 'cpu'"):
+        attention_kernel("flash", CPU, torch.bfloat16)
+    assert "float16 or bfloat16" in support.flash_problem("cuda", torch.float32)
+    assert "not in float64" in support.triton_problem("cuda", torch.float64)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "TRITON_INTERPRET=1" in support.triton_problem(CPU, torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "float32 only" in support.triton_problem(CPU, torch.bfloat16)
+    assert support.triton_problem(CPU, torch.float32) is None

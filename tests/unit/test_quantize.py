@@ -1,0 +1,94 @@
+"""Weight-only quantisation: what is stored, what it changes, what is refused; lossless as ever."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+import specdec.models.quantize as quantization
+from specdec.errors import UserError
+from specdec.models.quantize import num_bytes, quantize
+from specdec.models.random import random_model
+from specdec.pairs import RandomPair
+from specdec.policies import Chain, RootOnly
+from specdec.sampling import SamplingParams
+from specdec.sources import DraftModelSource, NullSource
+from specdec.state import RequestState, StopRules
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Workbench
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
+
+
+def _model(**kwargs):
+    return random_model("llama", num_layers=2, hidden_size=64, scale=0.1, **kwargs)
+
+
+@needs_torchao
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("int4", 7)])
+def test_layers_are_quantised_and_nothing_else(kind, steps):
+    """An error of at most half a step of the largest weight, on the layers' matrices only."""
+    plain, model = _model(), _model()
+    assert quantize(model, kind) is model
+    for (name, before), (_, after) in zip(
+        plain.named_modules(), model.named_modules(), strict=True
+    ):
+        if not isinstance(before, torch.nn.Linear):
+            continue
+        inputs = torch.eye(before.in_features)
+        error = (after(inputs) - before(inputs)).abs().max()
+        bound = before.weight.abs().max() / steps / 2 * 1.2
+        assert error == 0 if name == "lm_head" else 0 < error < bound
+    assert num_bytes(model) < num_bytes(plain)
+
+
+@needs_torchao
+def test_a_quantised_pair_decodes_losslessly():
+    """Speculative decoding of a quantised target equals its own plain decoding."""
+    pair = RandomPair(
+        num_layers=2, hidden_size=64, dtype="float32", quantization="int8", graphs="replay"
+    )
+    outputs = []
+    for policy in (RootOnly(), Chain(gamma=3)):
+        bench = Workbench(pair, seed=3)
+        plain = isinstance(policy, RootOnly)
+        source = NullSource() if plain else DraftModelSource(runner=bench.draft_runner())
+        parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
+        request = RequestState(
+            request_id=0,
+            prompt=torch.arange(3, 9).numpy(),
+            stop=StopRules(max_new_tokens=16),
+            sampling=SamplingParams(),
+        )
+        with torch.inference_mode():
+            for _ in parts.decode(parts.new_state(), [request]):
+                pass
+        outputs.append(list(request.output))
+    assert outputs[0] == outputs[1]
+    assert pair.weight_bytes[0] < num_bytes(
+        RandomPair(num_layers=2, hidden_size=64, dtype="float32").target
+    )
+
+
+@needs_torchao
+def test_refusals_of_the_library_are_passed_on():
+    with pytest.raises(UserError, match=r"int8 needs model.dtype float32, bfloat16 or float16"):
+        quantize(_model(dtype="float64"), "int8")
+    with pytest.raises(UserError, match="multiples of 32, not 24; use int8"):
+        quantize(random_model("llama", num_layers=1, hidden_size=24), "int4")
+    with pytest.raises(UserError, match="finds no plain linear maps in model type 'gpt2'"):
+        quantize(random_model("gpt2", num_layers=1), "int8")
+
+
+def test_refusals_without_the_library(monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    model = _model()
+    assert quantize(model, "none") is model
+    with pytest.raises(UserError, match="int8 needs torchao: pip install torchao"):
+        quantize(model, "int8")
+    with pytest.raises(UserError, match=r"quantization=int2 is unknown; choose none, int8, int4"):
+        quantize(model, "int2")
