@@ -13,7 +13,6 @@ far as ``cached_len``, and each entry of the tree equals a fresh forward over it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,9 +24,6 @@ from specdec.types import BoolArray, Commit, CommitKind, IntArray
 
 EMPTY: IntArray = np.zeros(0, np.int64)
 """No tokens, or no nodes."""
-
-Allocate = Callable[[int], torch.Tensor]
-"""Number of slots -> storage [L, 2, H, C, D] of at least so many."""
 
 _ABSENT = -1
 _FEW = 8  # up to so many nodes plain numbers are cheaper than arrays
@@ -96,13 +92,8 @@ class TreeCache:
         flat: the same, [2 L, 1, H, C, D].
     """
 
-    def __init__(self, *, spec: CacheSpec, capacity: int, allocate: Allocate | None = None) -> None:
+    def __init__(self, *, spec: CacheSpec, capacity: int) -> None:
         """Allocates room for ``capacity`` slots (more is made when it runs short).
-
-        Args:
-            spec: what is stored.
-            capacity: slots at first.
-            allocate: gives storage of at least so many slots; a new tensor where None.
 
         Raises:
             ValueError: for a capacity below 1.
@@ -111,7 +102,6 @@ class TreeCache:
             raise ValueError(f"cache capacity {capacity} must be at least 1 token")
         self.spec = spec
         self.cached_len = 0
-        self._make = allocate
         self._allocate(capacity)
         # Entries are kept by coordinate = slot - origin, so that moving the border between the
         # regions moves nothing: the tree region is the coordinates lo .. hi.
@@ -405,9 +395,6 @@ class TreeCache:
 
     def _allocate(self, capacity: int) -> None:
         spec = self.spec
-        if self._make is None:
-            shape = (spec.num_layers, 2, spec.num_kv_heads, capacity, spec.head_dim)
-            self.storage = torch.empty(shape, dtype=spec.dtype, device=spec.device)
-        else:
-            self.storage = self._make(capacity)
+        shape = (spec.num_layers, 2, spec.num_kv_heads, capacity, spec.head_dim)
+        self.storage = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         self.flat = self.storage.flatten(0, 1).unsqueeze(1)

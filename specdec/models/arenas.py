@@ -7,6 +7,7 @@ rows, M columns of the mask, E hidden size.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -37,6 +38,19 @@ class Arena:
         self.spare = capacity
 
 
+class ArenaCache(TreeCache):
+    """A cache whose storage is leased."""
+
+    def __init__(self, *, spec: CacheSpec, capacity: int, lease: Callable[[int], Arena]) -> None:
+        """Leases room for ``capacity`` slots, and more when it runs short."""
+        self._lease = lease
+        super().__init__(spec=spec, capacity=capacity)
+
+    def _allocate(self, capacity: int) -> None:
+        self.storage = self._lease(capacity).slots
+        self.flat = self.storage.flatten(0, 1).unsqueeze(1)
+
+
 class Arenas:
     """Hands out arenas to caches and takes them back when a cache is gone."""
 
@@ -51,8 +65,8 @@ class Arenas:
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache in an arena; it moves to a larger one where it outgrows its own."""
         held: list[Arena] = []
-        cache = TreeCache(
-            spec=self._spec, capacity=capacity, allocate=lambda size: self._lease(held, size)
+        cache = ArenaCache(
+            spec=self._spec, capacity=capacity, lease=lambda size: self._lease(held, size)
         )
         self._leased[cache] = held
         weakref.finalize(cache, self._give_back, held)
@@ -63,14 +77,14 @@ class Arenas:
         held = self._leased.get(cache)
         return held[0] if held else None
 
-    def _lease(self, held: list[Arena], size: int) -> torch.Tensor:
+    def _lease(self, held: list[Arena], size: int) -> Arena:
         # Few sizes, so that arenas (and the graphs over them) fit the next request.
         capacity = max(LEAST_CONTEXT, 1 << (size - 1).bit_length())
         free = self._free.setdefault(capacity, [])
         arena = free.pop() if free else Arena(self._spec, capacity)
         self._give_back(held)
         held.append(arena)
-        return arena.slots
+        return arena
 
     def _give_back(self, held: list[Arena]) -> None:
         while held:
