@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from specdec.cache import Rows
-from specdec.kernels.backends import Kernel, Seen
+from specdec.kernels.backends import Kernel, Seen, attention_kernel
 
 IMPLEMENTATION = "specdec"
 """Name under which the attention function is registered with transformers."""
@@ -52,10 +52,15 @@ class Attention(StrEnum):
     FLASH = "flash"
     FLEX = "flex"
 
-    @property
-    def is_kernel(self) -> bool:
-        """Whether ``specdec.kernels.backends`` has it."""
-        return self in (Attention.TRITON, Attention.FLASH, Attention.FLEX)
+
+def kernel_of(kind: Attention, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """The kernel of a kind of attention that ``specdec.kernels`` has; None for the others.
+
+    Raises:
+        UserError: where it cannot run.
+    """
+    known = kind in (Attention.TRITON, Attention.FLASH, Attention.FLEX)
+    return attention_kernel(kind, device, dtype) if known else None
 
 
 class Step(Protocol):

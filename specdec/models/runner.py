@@ -14,10 +14,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from specdec.attention import Attention, AttentionStep, Step, StepCache, attending
+from specdec.attention import (
+    Attention,
+    AttentionStep,
+    Step,
+    StepCache,
+    attending,
+    kernel_of,
+)
 from specdec.cache import CacheSpec, Rows, TreeCache
 from specdec.errors import UserError
-from specdec.kernels.backends import Kernel, attention_kernel
 from specdec.metrics.meter import Meter
 from specdec.models.execution import PLAIN, Execution, prepare
 from specdec.models.inspection import CERTIFIED
@@ -88,8 +94,7 @@ class ModelRunner:
             execution: graphs, fused modules, compilation.
 
         Raises:
-            UserError: for a family that this attention cannot serve, or a kernel that cannot run
-                here.
+            UserError: for a family, kernel or graphs that cannot be used here.
             ValueError: for layers that the model has not.
         """
         total = len(model.get_submodule(layers_name(model)))
@@ -105,7 +110,6 @@ class ModelRunner:
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
         self._attention = Attention(attention)
-        self._kernel: Kernel | None = None
         self._static: StaticPasses | None = None
         self._captured = tuple(capture_layers)
         self._model = own_instance(
@@ -116,8 +120,7 @@ class ModelRunner:
         )
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
-        if self._attention.is_kernel:
-            self._kernel = attention_kernel(attention, self.device, self.dtype)
+        self._kernel = kernel_of(self._attention, self.device, self.dtype)
         embedding = model.get_input_embeddings()
         self._embedding_dim: int = embedding.embedding_dim
         self.spec = self._probe(config.model_type)

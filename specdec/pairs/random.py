@@ -46,16 +46,14 @@ class RandomPair(HuggingFacePair):
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers: of the target.
-            draft_layers: the draft is so many first layers of the target.
+            num_layers, draft_layers: of the target; the draft is so many of its first layers.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
             seed: of the weights.
             logit_scale: both models' logits are multiplied by it; larger ones are surer.
             logit_step: both models' logits are rounded to multiples of it, so that equal ones are
                 common and the rule for ties is put to the test; 0 is off.
-            dtype, device, attention: see ``HuggingFacePair``.
+            dtype, device, attention, quantization: see ``HuggingFacePair``.
             graphs, kernels, compile: see ``specdec.models.execution.Execution``.
-            quantization: see ``specdec.models.quantize``.
 
         Raises:
             UserError: for a draft deeper than the target or a family that transformers lacks.
