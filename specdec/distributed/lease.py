@@ -101,6 +101,17 @@ class Lease:
                 self.group.close()
 
 
+@contextmanager
+def held(num_ranks: int, *, threads: int | None = None) -> Iterator[None]:
+    """Keeps ranks between executors of ``num_ranks`` that come one after the other; none for 0."""
+    lease = Lease(num_ranks, threads=threads) if num_ranks else None
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.release()
+
+
 def _start(size: int, threads: int | None) -> RankGroup:
     store = dist.TCPStore(_ADDRESS, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     processes = Processes(address=_ADDRESS, port=store.port, size=size, threads=threads, logs=_logs)

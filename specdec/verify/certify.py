@@ -7,12 +7,13 @@ from time import perf_counter
 from typing import Any
 
 from specdec.compose import compose
+from specdec.distributed.lease import held
 from specdec.verify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.verify.laws import distribution
 from specdec.verify.numerics import numerics
 from specdec.verify.parity import batch_independence, greedy_parity, sampled_parity, stop_rules
 from specdec.verify.report import Check, Report
-from specdec.verify.subject import Build, Subject
+from specdec.verify.subject import Build, Subject, num_ranks
 
 CHECKS: dict[str, Callable[[Subject], Check]] = {
     "greedy_parity": greedy_parity,
@@ -51,12 +52,13 @@ def certify(
             strategies.
     """
     start = perf_counter()
-    subject = Subject(cfg, build=build)
     found = []
-    for name in CHECKS if checks is None else checks:
-        found.append(run_check(name, subject))
-        if on_check is not None:
-            on_check(found[-1])
+    with held(num_ranks(cfg), threads=cfg.get("threads")):
+        subject = Subject(cfg, build=build)
+        for name in CHECKS if checks is None else checks:
+            found.append(run_check(name, subject))
+            if on_check is not None:
+                on_check(found[-1])
     return Report(subject.name, subject.claims, tuple(found), perf_counter() - start)
 
 

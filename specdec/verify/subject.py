@@ -230,6 +230,13 @@ def decode_steps(
             yield commits
 
 
+def num_ranks(cfg: Mapping[str, Any]) -> int:
+    """Ranks beside rank 0 that a configuration is certified on; 0 where all is in one process."""
+    executor = dict(cfg["executor"])
+    real = executor.get("transport") == "distributed" and cfg["clock"]["kind"] != "simulated"
+    return _shrink(executor) if real else 0
+
+
 def _family(model: Mapping[str, Any]) -> str:
     """Architecture of the configured target, where tree attention is certified for it."""
     found = "llama"

@@ -1,0 +1,100 @@
+"""Pipelines on real ranks and a paced clock, held against the simulator's times.
+
+    python -m experiments.pipelines.paced [--strategies specpipe specinfer ar] [--scale 2]
+        [--prompts 4] [--tokens 64] [--sampling t06] [--out outputs/paced]
+
+Each strategy runs twice on 8 stages and profile specpipe_8x3090: simulated in one process, paced on
+9 ranks. Tokens, hits and steps must be the same; prints how far the times are apart, and the share
+of paced work that took longer than its time. A row takes its TBT x tokens x scale; nothing else
+should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.pipelines.bars import PIPELINE
+from specdec.cli.jobs import run_job_of
+from specdec.engine import prepare, stop_rules
+from specdec.metrics import RequestResult, summarise
+from specdec.report import write_json
+from specdec.runners import PartsRunner, TokenPrompt
+
+KINDS = {"simulated": "in_process", "paced": "distributed"}
+STEPS = 24  # of the warm-up
+SAME = ("outputs", "steps", "hit_rate", "target_passes", "target_rows", "draft_passes")
+
+
+def main() -> None:
+    """Runs the strategies and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategies", nargs="+", default=["specpipe", "specinfer", "ar"])
+    parser.add_argument("--scale", type=float, default=2.0)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--sampling", default="t06")
+    parser.add_argument("--out", type=Path, default=Path("outputs/paced"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}")
+    common = ("data=humaneval", f"sampling={args.sampling}", *size, *PIPELINE, "threads=1")
+    print(
+        f"paced against simulated; 9 ranks, clock.scale={args.scale:g}, {args.prompts} prompts x"
+        f" {args.tokens} tokens, sampling={args.sampling}"
+    )
+    for name in args.strategies:
+        words = (f"strategy={name}", *common, f"clock.scale={args.scale}")
+        found = {kind: run(kind, words) for kind in KINDS}
+        write_json(args.out / f"{name}-{args.sampling}.json", found)
+        report(name, args.scale, **found)
+
+
+def run(kind: str, words: Sequence[str]) -> dict[str, Any]:
+    """One strategy's summary on one clock, with ``outputs``; a few steps before it warm up."""
+    config = run_job_of([f"clock={kind}", f"executor.transport={KINDS[kind]}", *words]).config
+    pair, prompts, _ = prepare(config)
+    runner = PartsRunner(cfg=config, pair=pair, stop=stop_rules(config, pair))
+    results: list[RequestResult] = []
+    try:
+        if kind == "paced":
+            _warm_up(runner, prompts)
+        totals = runner.run(prompts, results.append)
+    finally:
+        runner.close()
+    summary = summarise(results, totals)
+    summary["outputs"] = [list(result.output) for result in results]
+    return summary
+
+
+def report(name: str, scale: float, simulated: dict[str, Any], paced: dict[str, Any]) -> None:
+    """Prints one strategy's line, and what differs that must not."""
+    tbt = [summary["tbt_ms_mean"] / scale for summary in (simulated, paced)]
+    share, off = paced["overrun_share"], tbt[1] / tbt[0] - 1.0
+    holds = abs(off) <= 0.1 and share < 0.02
+    different = [key for key in SAME if simulated[key] != paced[key]]
+    told = f"DIFFER in {', '.join(different)}" if different else "same tokens, hits, steps, rows"
+    print(
+        f"{'ok  ' if holds and not different else 'MISS'} {name:10} TBT / scale: simulated"
+        f" {tbt[0]:.1f} ms, paced {tbt[1]:.1f} ms ({off:+.1%}; bar: 10 %), overruns {share:.2%}"
+        f" (bar: 2 %), loop_share {paced['loop_share']:.1%}; {told}",
+        flush=True,
+    )
+
+
+def _warm_up(runner: PartsRunner, prompts: Sequence[TokenPrompt]) -> None:
+    """The first steps of one prompt, which is then cancelled."""
+    state = runner.parts.new_state()
+    with torch.inference_mode():
+        for number, _ in enumerate(runner.steps(state, prompts[:1], lambda _: None)):
+            if number == STEPS:
+                for request in state.requests.values():
+                    request.cancel()
+
+
+if __name__ == "__main__":
+    main()
