@@ -1,0 +1,105 @@
+"""What mkdocs cannot know by itself: the order of the pages, and the page of configuration keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from specdec.cli.tree import GROUPS, config_dir, first_comment, options
+
+NAV: dict[str, list[str]] = {
+    "Start": ["index.md", "models_and_data.md", "python.md", "adding.md"],
+    "How it works": ["architecture.md", "swiftspec.md", "early_exit.md", "serving.md"],
+    "Where it runs": ["distributed.md", "gpu.md", "clocks.md", "replay.md"],
+    "Looking at results": ["metrics.md", "trace.md", "verify.md", "reproduction.md"],
+    "Reference": ["configuration.md", "support.md", "api.md", "glossary.md", "limits.md"],
+}
+"""Section -> pages; those that are not there are passed over, others go under "More"."""
+
+CONFIGURATION = "configuration.md"
+ROOTS = ("config", "compare", "profiling")
+_KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w.]+): *(?P<value>[^#]*?)(?: +# (?P<about>.*))?$")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Makes the navigation of the pages that are there."""
+    found = {path.name for path in Path(config.docs_dir).glob("*.md")} | {CONFIGURATION}
+    nav: list[dict[str, Any]] = []
+    for section, pages in NAV.items():
+        nav.append({section: [page for page in pages if page in found]})
+    listed = {page for pages in NAV.values() for page in pages}
+    if found - listed:
+        nav.append({"More": sorted(found - listed)})
+    config.nav = nav
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the page of configuration keys, made of the YAML files' comments."""
+    files.append(File.generated(config, CONFIGURATION, content=configuration_page()))
+    return files
+
+
+def configuration_page() -> str:
+    """Every key of every file of the configuration tree, with its default and its comment."""
+    lines = [
+        "# Configuration",
+        "",
+        "Every key, with its default and what its YAML says about it. `group=option` chooses a"
+        " file, `group.key=value` sets a key of it; `specdec run --cfg ...` prints what a command"
+        " line comes to. Options of your own: [Adding a strategy](adding.md).",
+        "",
+    ]
+    for root in ROOTS:
+        path = config_dir() / f"{root}.yaml"
+        lines += _section(f"`{root}.yaml`", first_comment(path), path, level=2)
+    for group in (*GROUPS, "profile"):
+        lines += [f"## `{group}=`" if group != "profile" else "## `clock.profile=`", ""]
+        shared = config_dir() / group / "_keys.yaml"
+        if shared.is_file():
+            lines += _section("Keys of every option", "", shared, level=3)
+        for name, path in options(group).items():
+            lines += _section(f"`{group}={name}`", first_comment(path), path, level=3)
+    for path in sorted((config_dir() / "train").glob("*.yaml")):
+        lines += _section(f"`specdec train {path.stem}`", first_comment(path), path, level=2)
+    return "\n".join(lines) + "\n"
+
+
+def _section(title: str, about: str, path: Path, *, level: int) -> list[str]:
+    rows = _rows(path.read_text(encoding="utf-8"))
+    lines = [f"{'#' * level} {title}", "", about, ""]
+    if rows:
+        lines += ["| key | default | |", "| --- | --- | --- |"]
+        lines += [f"| `{key}` | {_code(value)} | {about} |" for key, value, about in rows]
+        lines.append("")
+    return lines
+
+
+def _rows(text: str) -> list[tuple[str, str, str]]:
+    """(dotted key, value, comment) of a YAML file; lists of mappings are left out."""
+    rows: list[tuple[str, str, str]] = []
+    above: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        match = _KEY.match(line)
+        if match is None or match["key"] in ("defaults", "hydra"):
+            if match is not None:
+                above = [(len(match["indent"]), "")]
+            continue
+        indent = len(match["indent"])
+        above = [entry for entry in above if entry[0] < indent]
+        if any(not key for _, key in above):  # below defaults or hydra
+            continue
+        key = ".".join([*(key for _, key in above), match["key"]])
+        if not match["value"].strip():
+            above.append((indent, match["key"]))
+            continue
+        rows.append((key, match["value"].strip(), match["about"] or ""))
+    return [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]  # type: ignore[misc]
+
+
+def _code(value: str) -> str:
+    return f"`{value}`" if len(value) <= 60 else f"`{value[:57]}...`"

@@ -1,0 +1,122 @@
+"""The code blocks of README and docs: what is a command, and what is to be run.
+
+A comment ``<!-- run -->`` (or ``<!-- run: FOLDER -->``, where to stand) before a block of commands has
+them executed; ``<!-- output -->`` before the next block says that it shows what they print.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("specdec", "make", "python", "pip", "torchrun", "srun", "export", "cp", "git", "cd")
+_MARK = re.compile(r"^<!-- (run|output)(?:: *(\S+))? *-->$")
+_ASSIGNMENT = re.compile(r"^[A-Z_]+=\S*$")
+_COMMENT = re.compile(r"\s+#\s.*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of code in a page.
+
+    Attributes:
+        page: the file.
+        line: of its first line, from 1.
+        language: after the fence; empty for indented blocks.
+        text: its lines, without indentation.
+        mark: run, output, or empty.
+        folder: what the mark names.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    mark: str
+    folder: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command that a page shows: its words, and where."""
+
+    place: str
+    words: tuple[str, ...]
+
+
+def pages() -> list[Path]:
+    """README and every page of the documentation."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The code blocks of a page, fenced or indented, in order."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    found: list[Block] = []
+    mark = folder = ""
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        marked = _MARK.match(line)
+        first = at
+        if marked:
+            mark, folder = marked[1], marked[2] or ""
+        if line.startswith("```"):
+            at += 1
+            while at < len(lines) and not lines[at].startswith("```"):
+                at += 1
+            body = lines[first + 1 : at]
+            found.append(Block(page, first + 1, line[3:].strip(), "\n".join(body), mark, folder))
+            mark = folder = ""
+        elif line.startswith("    ") and (at == 0 or not lines[at - 1].strip()):
+            while at + 1 < len(lines) and (not lines[at + 1].strip() or lines[at + 1][:4] == "    "):
+                at += 1
+            body = [text[4:] for text in lines[first : at + 1]]
+            text = "\n".join(body).rstrip("\n")
+            found.append(Block(page, first + 1, "", text, mark, folder))
+            mark = folder = ""
+        elif line.strip() and not marked:
+            mark = folder = ""
+        at += 1
+    return found
+
+
+def commands(block: Block) -> list[Command]:
+    """The commands of a block; none where it is no shell."""
+    if block.language not in ("", "bash", "console", "sh"):
+        return []
+    found: list[Command] = []
+    lines = block.text.split("\n")
+    at = 0
+    while at < len(lines):
+        first, line = at, lines[at].removeprefix("$ ")
+        while line.endswith("\\") and at + 1 < len(lines):
+            at += 1
+            line = line[:-1] + lines[at].strip()
+        at += 1
+        words = _words(line)
+        if words:
+            place = f"{block.page.relative_to(ROOT)}:{block.line + first}"
+            found.append(Command(place, words))
+    return found
+
+
+def _words(line: str) -> tuple[str, ...]:
+    """The words of a command line without comment and variables before it; () if it is none."""
+    line = _COMMENT.sub("", line)
+    if not line or line[0].isspace():
+        return ()
+    try:
+        words = shlex.split(line)
+    except ValueError:  # prose or a drawing
+        return ()
+    while words and _ASSIGNMENT.match(words[0]):
+        words.pop(0)
+    return tuple(words) if words and words[0] in PROGRAMS else ()

@@ -1,0 +1,146 @@
+"""Whether a command that a page shows would be taken: composed and checked, nothing run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.docs.blocks import ROOT
+
+from specdec.cli.arguments import Arguments, read_arguments
+from specdec.cli.comparing import compose_comparison
+from specdec.cli.jobs import run_job_of
+from specdec.cli.listing import SECTIONS
+from specdec.cli.main import _COMMANDS
+from specdec.cli.profile import profile_config
+from specdec.cli.tree import options
+
+STANDS_FOR = {
+    "model.target=PATH": "model.target=bundled:target",
+    "model.draft=PATH": "model.draft=bundled:draft",
+}
+"""Placeholders of the pages, and what is put there."""
+
+ELSEWHERE = ("torchrun", "srun", "export", "cp", "git", "cd")
+"""Programs that are not ours: their lines are for other machines, or trivial."""
+
+
+def check(words: Sequence[str]) -> None:
+    """Checks a command.
+
+    Raises:
+        UserError, AssertionError: it would be refused.
+    """
+    program, *rest = words
+    if program == "specdec":
+        name, *rest = rest
+        assert name in _COMMANDS, f"specdec has no command {name}"
+        _SPECDEC.get(name, _check_help)(_filled(rest))
+    elif program == "make":
+        _check_make(rest)
+    elif program == "python":
+        _check_python(rest)
+    elif program == "pip":
+        _check_pip(rest)
+    else:
+        assert program in ELSEWHERE, program
+
+
+def _filled(words: Sequence[str]) -> list[str]:
+    words = list(words)
+    if ">" in words:
+        words = words[: words.index(">")]
+    return [STANDS_FOR.get(word, os.path.expandvars(word)) for word in words]
+
+
+def _read(words: Sequence[str], *flags: str) -> Arguments:
+    return read_arguments(words, flags=("--cfg", *flags))
+
+
+def _check_run(words: list[str]) -> None:
+    arguments = _read(words, "--multirun")
+    overrides = list(arguments.overrides)
+    if "--multirun" in arguments.flags:
+        overrides = [_first_of_axis(word) for word in overrides]
+    run_job_of(overrides, arguments.config_dirs)
+
+
+def _first_of_axis(word: str) -> str:
+    key, equals, values = word.partition("=")
+    if values.startswith(("[", "'", '"', "{")):
+        return word
+    return key + equals + values.split(",")[0]
+
+
+def _check_compare(words: list[str]) -> None:
+    arguments = _read(words)
+    compose_comparison(arguments.overrides, arguments.config_dirs)
+
+
+def _check_profile(words: list[str]) -> None:
+    arguments = _read(words)
+    profile_config(arguments.overrides, arguments.config_dirs)
+
+
+def _check_list(words: list[str]) -> None:
+    assert set(_read(words).overrides) <= SECTIONS.keys(), words
+
+
+def _check_trace(words: list[str]) -> None:
+    folder, *steps = _read(words).overrides
+    assert "=" not in folder
+    assert all(re.fullmatch(r"steps=\d+-\d+", word) for word in steps), steps
+
+
+def _check_train(words: list[str]) -> None:
+    from specdec.cli.training import _with_overrides
+
+    what, *overrides = _read(words).overrides
+    assert what in options("train")
+    _with_overrides(what, overrides)
+
+
+def _check_help(words: list[str]) -> None:
+    """Commands without a way to compose only: that they are there is what is checked."""
+    read_arguments([word for word in words if not word.startswith("-")], flags=())
+
+
+_SPECDEC: dict[str, Callable[[list[str]], None]] = {
+    "run": _check_run,
+    "verify": _check_run,
+    "compare": _check_compare,
+    "profile": _check_profile,
+    "list": _check_list,
+    "trace": _check_trace,
+    "train": _check_train,
+}
+
+
+def _check_make(words: list[str]) -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _check_python(words: list[str]) -> None:
+    if words[0] == "-m":
+        if words[1] != "venv":
+            assert importlib.util.find_spec(words[1]) is not None, words[1]
+    else:
+        beside = Path.cwd() / words[0]
+        assert beside.is_file() or (ROOT / words[0]).is_file(), words[0]
+
+
+def _check_pip(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = [name for word in words for name in re.findall(r"\[([\w,]+)\]", word)]
+    for name in ",".join(named).split(","):
+        assert not name or name in extras, f"no extra {name}"
