@@ -4,6 +4,7 @@
 #   make test       the same environment with the development tools, then the whole test suite
 #   make test-fast  only the tests that take no more than a few seconds each
 #   make lint       ruff: rules and formatting          make types  mypy
+#   make docs       the documentation as a site, build/site/index.html; a warning is an error
 #   make support    runs every combination of parts and writes docs/support.md
 #
 # All targets are safe to repeat; what is installed already is not installed again.
@@ -28,7 +29,7 @@ DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_g
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_INDEX ?=
 
-.PHONY: help demo test test-fast support lint types format install install-dev clean
+.PHONY: help demo test test-fast support docs lint types format install install-dev clean
 
 help:  ## this text
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
@@ -53,6 +54,10 @@ test-fast: install-dev
 support: install-dev
 	@echo "== support: every cell of the composition matrix, then docs/support.md"
 	@$(BIN)/python -m tests.matrix.support
+
+docs: $(VENV)/.installed-docs
+	@echo "== docs: build/site"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 lint: install-dev
 	@echo "== lint: ruff rules and formatting"
@@ -99,6 +104,11 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml constraints.txt
 	@echo "== install: development tools"
 	@$(PIP) install --progress-bar off -c constraints.txt -e ".[dev]" | sed "/already satisfied/d"
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed pyproject.toml constraints.txt
+	@echo "== install: documentation tools"
+	@$(PIP) install --progress-bar off -c constraints.txt -e ".[docs]" | sed "/already satisfied/d"
 	@touch $@
 
 clean:  ## removes the environment and caches, not the results under outputs/

@@ -25,7 +25,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> Pa
     """A folder with the files that the pages speak of, to stand in."""
     shutil.copytree(ROOT / "docs/examples", tmp_path, dirs_exist_ok=True)
     careful = (tmp_path / "conf/strategy/careful.yaml").read_text()
-    (tmp_path / "conf/strategy/mine.yaml").write_text(careful.replace("careful", "mine", 1))
+    (tmp_path / "conf/strategy/mine.yaml").write_text(careful.replace("name: careful", "name: mine"))
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "Why?", "prompt": "x"}) + "\n")
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     for folder in ("real", "box"):
@@ -42,6 +42,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> Pa
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", NAMES)
 def test_every_command_would_be_taken(page: str, stage: Path) -> None:
     wrong = []
