@@ -111,7 +111,11 @@ _MODEL = {
             or (isinstance(v, str) and v.startswith("cuda:") and v[5:].isdigit())
         ),
     ),
-    "attention": one_of("auto", "dense", "two_level"),
+    "attention": one_of("auto", "dense", "two_level", "triton", "flash", "flex"),
+    "graphs": one_of("off", "auto", "cuda", "replay"),
+    "kernels": one_of("torch", "triton"),
+    "compile": FLAG,
+    "quantization": one_of("none", "int8", "int4"),
 }
 
 _PROFILED = {
