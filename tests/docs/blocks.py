@@ -1,7 +1,7 @@
 """The code blocks of README and docs: what is a command, and what is to be run.
 
-A comment ``<!-- run -->`` (or ``<!-- run: FOLDER -->``, where to stand) before a block of commands has
-them executed; ``<!-- output -->`` before the next block says that it shows what they print.
+A comment ``<!-- run -->`` before a block of commands (or of Python) has them executed, in a copy of
+docs/examples; ``<!-- output -->`` before the next block says that it shows what they print.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("specdec", "make", "python", "pip", "torchrun", "srun", "export", "cp", "git", "cd")
-_MARK = re.compile(r"^<!-- (run|output)(?:: *(\S+))? *-->$")
+_MARK = re.compile(r"^<!-- (run|output) -->$")
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=\S*$")
 _COMMENT = re.compile(r"\s+#\s.*$")
 
@@ -28,7 +28,6 @@ class Block:
         language: after the fence; empty for indented blocks.
         text: its lines, without indentation.
         mark: run, output, or empty.
-        folder: what the mark names.
     """
 
     page: Path
@@ -36,7 +35,6 @@ class Block:
     language: str
     text: str
     mark: str
-    folder: str
 
     @property
     def place(self) -> str:
@@ -60,30 +58,32 @@ def blocks(page: Path) -> list[Block]:
     """The code blocks of a page, fenced or indented, in order."""
     lines = page.read_text(encoding="utf-8").splitlines()
     found: list[Block] = []
-    mark = folder = ""
+    mark = ""
     at = 0
     while at < len(lines):
         line = lines[at]
         marked = _MARK.match(line)
         first = at
         if marked:
-            mark, folder = marked[1], marked[2] or ""
+            mark = marked[1]
         if line.startswith("```"):
             at += 1
             while at < len(lines) and not lines[at].startswith("```"):
                 at += 1
             body = lines[first + 1 : at]
-            found.append(Block(page, first + 1, line[3:].strip(), "\n".join(body), mark, folder))
-            mark = folder = ""
+            found.append(Block(page, first + 1, line[3:].strip(), "\n".join(body), mark))
+            mark = ""
         elif line.startswith("    ") and (at == 0 or not lines[at - 1].strip()):
-            while at + 1 < len(lines) and (not lines[at + 1].strip() or lines[at + 1][:4] == "    "):
+            while at + 1 < len(lines) and (
+                not lines[at + 1].strip() or lines[at + 1][:4] == "    "
+            ):
                 at += 1
             body = [text[4:] for text in lines[first : at + 1]]
             text = "\n".join(body).rstrip("\n")
-            found.append(Block(page, first + 1, "", text, mark, folder))
-            mark = folder = ""
+            found.append(Block(page, first + 1, "", text, mark))
+            mark = ""
         elif line.strip() and not marked:
-            mark = folder = ""
+            mark = ""
         at += 1
     return found
 

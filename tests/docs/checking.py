@@ -10,8 +10,6 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.docs.blocks import ROOT
-
 from specdec.cli.arguments import Arguments, read_arguments
 from specdec.cli.comparing import compose_comparison
 from specdec.cli.jobs import run_job_of
@@ -19,6 +17,7 @@ from specdec.cli.listing import SECTIONS
 from specdec.cli.main import _COMMANDS
 from specdec.cli.profile import profile_config
 from specdec.cli.tree import options
+from tests.docs.blocks import ROOT
 
 STANDS_FOR = {
     "model.target=PATH": "model.target=bundled:target",

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.docs.blocks import ROOT, Block, blocks, commands, pages
-from tests.docs.checking import check
 
 from specdec.cli.main import main
 from specdec.cli.tree import config_dir
 from specdec.errors import UserError
+from tests.docs.blocks import ROOT, Block, blocks, commands, pages
+from tests.docs.checking import check
 
 NAMES = [str(page.relative_to(ROOT)) for page in pages()]
 
@@ -25,7 +25,9 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> Pa
     """A folder with the files that the pages speak of, to stand in."""
     shutil.copytree(ROOT / "docs/examples", tmp_path, dirs_exist_ok=True)
     careful = (tmp_path / "conf/strategy/careful.yaml").read_text()
-    (tmp_path / "conf/strategy/mine.yaml").write_text(careful.replace("name: careful", "name: mine"))
+    (tmp_path / "conf/strategy/mine.yaml").write_text(
+        careful.replace("name: careful", "name: mine")
+    )
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "Why?", "prompt": "x"}) + "\n")
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     for folder in ("real", "box"):
@@ -111,7 +113,8 @@ def test_the_harness_finds_and_refuses(tmp_path: Path, monkeypatch: pytest.Monke
     page = tmp_path / "p.md"
     page.write_text(
         "Text.\n\n<!-- run -->\n\n    A=1 specdec list   # words\n    specdec run \\\n"
-        "        strategy=nowhere\n\n    drawing --> here\n\n```bash\nmake nothing-of-the-kind\n```\n"
+        "        strategy=nowhere\n\n    drawing --> here\n\n"
+        "```bash\nmake nothing-of-the-kind\n```\n"
     )
     monkeypatch.setattr("tests.docs.blocks.ROOT", tmp_path)
     found = blocks(page)
@@ -127,7 +130,7 @@ def test_the_harness_finds_and_refuses(tmp_path: Path, monkeypatch: pytest.Monke
         check(words[1])
     with pytest.raises(AssertionError):
         check(words[2])
-    shown = Block(page, 1, "", "strategy  tokens/s\nar  12.5", "output", "")
+    shown = Block(page, 1, "", "strategy  tokens/s\nar  12.5", "output")
     assert not not_printed(shown, "strategy tokens/s\n----\nar 3.25\n")
     assert not_printed(shown, "strategy tokens/s\nspeculative 3.25\n") == ["ar  12.5"]
 

@@ -1,0 +1,59 @@
+"""What README says is there, is there; and what the house rules want in it, is in it."""
+
+from __future__ import annotations
+
+import re
+
+from specdec.cli.tree import options
+from specdec.metrics import RequestResult, RunTotals, comparison_row
+from specdec.metrics.results import Run
+from specdec.report.tables import COLUMNS
+from specdec.state import RequestCounters
+from tests.docs.blocks import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_file_of_the_layout_exists() -> None:
+    layout = README.split("## Layout")[1]
+    listed = re.findall(r"^    (\S+/\S*) ", layout, re.MULTILINE)
+    assert len(listed) > 30
+    assert not [path for path in listed if not (ROOT / path).exists()]
+
+
+def test_every_preset_is_in_the_table() -> None:
+    missing = [name for name in options("strategy") if f"`{name}`" not in README]
+    assert not missing, f"add them to README's table of strategies: {missing}"
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert "docs/images/loop.svg" in links
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_the_demo_shows_what_the_demo_prints() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (asked,) = re.findall(r"^DEMO_STRATEGIES \?= (\S+)", makefile, re.MULTILINE)
+    demo = README.split("What `make demo` printed")[1].split("## ")[0]
+    rows = re.findall(
+        r"^    +(\w+)(?: \*)? +(?:reference|yes|in distribution|LOSSY|NO)", demo, re.M
+    )
+    assert rows == asked.split(",")
+    heading = next(line for line in demo.splitlines() if line.strip().startswith("strategy"))
+    assert [c.heading for c in COLUMNS if c.heading in heading]
+
+
+def test_every_metric_is_defined() -> None:
+    counters = RequestCounters()
+    counters.answers = counters.misses = 1
+    counters.path_lengths[1] = 1
+    result = RequestResult(
+        id=0, num_prompt=1, output=(1,), origins=(-1,), finish_reason="length", text="",
+        emitted_s=(1.0,), arrival_s=0.0, admitted_s=0.0, counters=counters,
+    )  # fmt: skip
+    run = Run((result,), RunTotals(steps=1, wall_s=1.0, clock_s=1.0, target_passes=1))
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    names = {name for name in comparison_row("x", [run], [run]) if name != "strategy"}
+    undefined = {n for n in names if f"`{n}`" not in page and not n.endswith("_range")}
+    assert not undefined, f"define them in docs/metrics.md: {sorted(undefined)}"
