@@ -54,8 +54,9 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter)
     policy = build_part(cfg["policy"], {}, "policy")
     verifier = build_part(cfg["verifier"], {}, "verifier")
+    stages, ranks = _stages(cfg["executor"]), _ranks(cfg)
     runtime: dict[str, Callable[[], Any]] = {
-        "runner": bench.draft_runner,
+        "runner": lambda: bench.draft_runner(stages, ranks),
         "clock": lambda: bench.clock,
         "meter": lambda: bench.meter,
         "draws": lambda: bench.draws,
@@ -64,14 +65,13 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "katz": pair.katz,
         "sample": lambda: verifier.needs.draft_probs,
     }
-    source = build_part(_fitted_source(cfg, pair), runtime, "source")
-    return bench.parts(
-        source=source,
-        policy=policy,
-        verifier=verifier,
-        stages=_stages(cfg["executor"]),
-        ranks=_ranks(cfg),
-    )
+    try:
+        source = build_part(_fitted_source(cfg, pair), runtime, "source")
+        return bench.parts(
+            source=source, policy=policy, verifier=verifier, stages=stages, ranks=ranks
+        )
+    finally:
+        bench.release()
 
 
 def build_part(

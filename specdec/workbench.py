@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from specdec.clocks import Clock, ClockKind, MeasuredClock
-from specdec.distributed.plan import SessionPlan, plan_ranks
+from specdec.distributed.leading import DraftGroup
+from specdec.distributed.plan import DraftPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.distributed import DistributedExecutor, Ranks
@@ -27,7 +28,7 @@ from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
-from specdec.pairs import ModelPair
+from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.policies import StagedTree, Static
 from specdec.policies.staged import cheap_source
 from specdec.randomness import KeyedDraws
@@ -106,10 +107,48 @@ class Workbench:
         self.meter = Meter() if meter is None else meter
         self.clock: Clock = MeasuredClock(meter=self.meter) if clock is None else clock
         self.draws = KeyedDraws(seed=seed)
+        self._draft: DraftGroup | None = None
 
-    def draft_runner(self) -> ModelRunner:
-        """The whole draft model, for ``DraftModelSource``."""
-        return self.pair.draft_runner(self.meter)
+    def draft_runner(
+        self, stages: StageLayout | None = None, ranks: Ranks | None = None
+    ) -> ModelRunner:
+        """The draft model, for ``DraftModelSource``.
+
+        Args:
+            stages: with a ``draft_degree`` above 1 and ``ranks``, so many ranks share it; give the
+                same to ``parts``, whose executor shuts them down.
+            ranks: how processes are laid out.
+
+        Raises:
+            RankFailure: a rank ended while it was loading.
+        """
+        if stages is None or ranks is None or stages.draft_degree == 1:
+            return self.pair.draft_runner(self.meter)
+        assert isinstance(self.pair, HuggingFacePair), "only real drafts are run"
+        if self._draft is None:
+            first = 1 if stages.shared else stages.num_devices + 1
+            members = range(first, first + stages.draft_degree - 1)
+            plan = DraftPlan(
+                peers=(0, *members),
+                model=ranks.model,
+                clock=ranks.clock,
+                threads=ranks.threads,
+                trace=ranks.trace,
+            )
+            self._draft = DraftGroup(
+                plan=plan,
+                pair=self.pair,
+                meter=self.meter,
+                num_ranks=_num_ranks(stages, shares_draft=True),
+                timeout_s=ranks.timeout_s,
+            )
+        return self._draft.runner
+
+    def release(self) -> None:
+        """Gives back ranks that share a draft, where no executor has taken them over."""
+        if self._draft is not None:
+            self._draft.shutdown(broken=True)
+            self._draft = None
 
     def parts(
         self,
@@ -180,7 +219,9 @@ class Workbench:
                 " stage, not its devices; leave groups null"
             )
         plan = SessionPlan(
-            ranks=plan_ranks(self._bounds(stages), stages.devices),
+            ranks=plan_ranks(self._bounds(stages), stages.devices, stages.degree),
+            degree=stages.degree,
+            num_ranks=_num_ranks(stages, shares_draft=self._draft is not None),
             model=ranks.model,
             clock=ranks.clock,
             seed=self.draws.seed,
@@ -188,8 +229,13 @@ class Workbench:
             threads=ranks.threads,
             trace=ranks.trace,
         )
+        draft, self._draft = self._draft, None
         return DistributedExecutor(
-            plan=plan, clock=self.clock, meter=self.meter, timeout_s=ranks.timeout_s
+            plan=plan,
+            clock=self.clock,
+            meter=self.meter,
+            timeout_s=ranks.timeout_s,
+            draft=draft,
         )
 
     def _bounds(self, stages: StageLayout) -> list[tuple[int, int]]:
@@ -223,6 +269,12 @@ class Workbench:
                 "trace=true needs ranks that work at the same time: in one process use"
                 " clock=simulated, or add executor.transport=distributed, or use executor=local"
             )
+
+
+def _num_ranks(stages: StageLayout, *, shares_draft: bool) -> int:
+    """Ranks besides rank 0: the target's devices, and those that only the draft has."""
+    alone = stages.draft_degree - 1 if shares_draft and not stages.shared else 0
+    return stages.num_devices + alone
 
 
 def check(parts: Parts, target_vocab: int) -> None:

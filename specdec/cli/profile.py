@@ -37,11 +37,19 @@ simulator and proposes a width, children and a grouping.
   profiling.widths=[8,32] profiling.children=[4,16] profiling.groups=[1,2]
                             what is simulated
   executor.stages=8         devices of the pipeline
+
+  profiling.devices=8       instead: splits so many devices between SwiftSpec's target and draft and
+                            tries trees on each; on real ranks, or with profiling.use=PROFILE (one
+                            with `degrees`) simulated. The best is written as a preset:
+                            specdec run --config-dir OUTPUT strategy=swiftspec_best
+  profiling.targets=[2,4,6] profiling.bs=[8] profiling.w=[4,8]
+                            devices of the target, nodes per target pass, leaves per draft pass
   model= data= threads= ... as for `specdec run`
 
 Examples
   specdec profile executor.stages=4 threads=1
   specdec profile profiling.use=pipedec_14 executor.stages=14 model=synthetic data.limit=8
+  specdec profile profiling.use=swiftspec_table1 profiling.devices=8
 """
 
 
@@ -69,6 +77,10 @@ RULES: Mapping[str, Rule] = {
     "widths": _COUNTS,
     "children": _COUNTS,
     "groups": _COUNTS,
+    "devices": whole(2, optional=True),
+    "targets": _COUNTS,
+    "bs": _COUNTS,
+    "w": _COUNTS,
 }
 """Keys of the section ``profiling``."""
 
@@ -113,20 +125,24 @@ def profile_config(
 
 def execute(config: dict[str, Any], folder: Path) -> None:
     """Does the work in its folder, unless it is done there."""
+    from specdec.profiling.allocation_job import allocation_job, print_splits
     from specdec.profiling.job import print_profile, profile_job
 
+    splits = config["profiling"]["devices"] is not None
     if claim(folder, config, RESULT_FILE):
         print(f"{folder}: complete already, not measured again (delete the folder to repeat it)")
         return
     try:
         with reporting() as progress:
-            found = profile_job(config, folder, progress)
+            found = (allocation_job if splits else profile_job)(config, folder, progress)
     except BaseException as error:
         write_status(folder, "failed", f"{type(error).__name__}: {error}")
         raise
     write_status(folder, "ok")
-    print_profile(found)
-    if config["profiling"]["use"] is None:
+    (print_splits if splits else print_profile)(found)
+    if splits:
+        print(f"best: specdec run --config-dir {folder} strategy=swiftspec_best")
+    elif config["profiling"]["use"] is None:
         print(f"profile: clock.profile={folder / config['profiling']['name']}.yaml")
     print(f"results in {folder}")
 

@@ -28,7 +28,8 @@ class Kind(IntEnum):
 
     ``SETUP``: a session begins (JSON). ``BEGIN``: a step's batch, for the first stage. ``END``: the
     step's commits, with the batch for all others. ``REPORT``: send your counts. ``RELEASE``: the
-    session ends. ``STOP``: the process ends.
+    session ends. ``STOP``: the process ends. ``DRAFT``: a pass of the draft, for the ranks that
+    share it.
     """
 
     SETUP = 0
@@ -37,6 +38,7 @@ class Kind(IntEnum):
     REPORT = 3
     RELEASE = 4
     STOP = 5
+    DRAFT = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ def json_message(kind: Kind, session: int, content: Any) -> IntArray:
 
 def json_body(words: IntArray) -> Any:
     """The JSON value of a message."""
-    return json.loads(_Reader(words, HEADER_WORDS).bytes())
+    return json.loads(Reader(words).bytes())
 
 
 def entry_words(entry: Entry) -> IntArray:
@@ -112,31 +114,36 @@ def entry_words(entry: Entry) -> IntArray:
 
 def read_entry(words: IntArray) -> Entry:
     """The entry of a BEGIN message."""
-    return _Reader(words, HEADER_WORDS).entry()
+    return Reader(words).entry()
 
 
 def ending_words(commits: Sequence[Commit], num_pruned: int) -> IntArray:
     """The body of an END message up to the step's entry, which follows."""
     parts = [_ints(num_pruned, len(commits))]
     for commit in commits:
-        numbers = _ints(
-            commit.request,
-            commit.step,
-            _KINDS.index(commit.kind),
-            commit.next_token,
-            commit.root_id,
-            commit.prefix_len,
-            commit.finished,
-            len(commit.retired_ids),
-        )
-        parts += (numbers, commit.retired_ids, commit.retired_tokens)
-        parts += (_ints(len(commit.kept_ids)), commit.kept_ids)
+        parts += commit_parts(commit)
     return np.concatenate(parts)
+
+
+def commit_parts(commit: Commit) -> list[IntArray]:
+    """A commit, in words."""
+    numbers = _ints(
+        commit.request,
+        commit.step,
+        _KINDS.index(commit.kind),
+        commit.next_token,
+        commit.root_id,
+        commit.prefix_len,
+        commit.finished,
+        len(commit.retired_ids),
+    )
+    kept = _ints(len(commit.kept_ids))
+    return [numbers, commit.retired_ids, commit.retired_tokens, kept, commit.kept_ids]
 
 
 def read_ending(words: IntArray) -> Ending:
     """The content of an END message."""
-    reader = _Reader(words, HEADER_WORDS)
+    reader = Reader(words)
     num_pruned, num_commits = reader.ints(2)
     commits = tuple(reader.commit() for _ in range(num_commits))
     return Ending(reader.entry(), commits, num_pruned)
@@ -170,29 +177,40 @@ def _opened_parts(opened: OpenedRequest) -> list[IntArray]:
     return [numbers, opened.tokens, *_bytes_parts(processors)]
 
 
-class _Reader:
-    """Reads a message from front to back; arrays are views of it."""
+class Reader:
+    """Reads a message's body from front to back; arrays are views of it."""
 
-    def __init__(self, words: IntArray, at: int) -> None:
+    def __init__(self, words: IntArray) -> None:
+        """Begins behind the header."""
         self._words = words
-        self._at = at
+        self._at = HEADER_WORDS
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all is read."""
+        return self._at >= len(self._words)
 
     def ints(self, count: int) -> list[int]:
+        """So many words."""
         return self.raw(count).tolist()
 
     def raw(self, count: int) -> IntArray:
+        """So many words, as an array."""
         start = self._at
         self._at = start + count
         return self._words[start : self._at]
 
     def array(self) -> IntArray:
+        """An array behind its length."""
         return self.raw(self.ints(1)[0])
 
     def bytes(self) -> bytes:
+        """A text or blob."""
         (size,) = self.ints(1)
         return self.raw(-(-size // _WORD)).tobytes()[:size]
 
     def commit(self) -> Commit:
+        """What ``commit_parts`` gave."""
         request, step, kind, next_token, root_id, prefix_len, finished = self.ints(7)
         retired = self.array()
         return Commit(
@@ -209,6 +227,7 @@ class _Reader:
         )
 
     def entry(self) -> Entry:
+        """What ``entry_words`` gave."""
         step, num_closes, num_opens, num_trees, num_prefills = self.ints(5)
         closes = tuple(self.ints(num_closes))
         opens = tuple(self._opened() for _ in range(num_opens))

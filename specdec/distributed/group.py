@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from specdec.distributed import signs
 from specdec.distributed.codec import Kind, json_message, message
+from specdec.distributed.collective import Connections
 from specdec.distributed.diagnosis import Diagnosis
 from specdec.distributed.launch import Processes
-from specdec.distributed.plan import SessionPlan
+from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.transport import (
     FOREVER,
     PeerLost,
@@ -54,6 +55,7 @@ class RankGroup:
     Attributes:
         size: ranks, rank 0 included.
         alive: false once the group has been ended.
+        connections: tensor-parallel groups that rank 0 is in.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class RankGroup:
         self._diagnosis = Diagnosis(store=store, size=size, processes=processes)
         self.wait_for([signs.up(rank) for rank in range(1, size)])
         self._group = control_group(store, 0, size, loopback=loopback)
+        self.connections = Connections(store=store, rank=0, loopback=loopback)
         self._sender = Sender(self._group, max_under_way=_MAX_UNDER_WAY)
         self._diagnosis.start()
 
@@ -92,16 +95,30 @@ class RankGroup:
         Raises:
             RankFailure: if a rank cannot; a UserError of a rank is raised as it is.
         """
-        session = next(self._sessions)
-        ranks = range(1, len(plan.ranks) + 1)
-        self.send(json_message(Kind.SETUP, session, plan.to_json()), ranks)
-        self.wait_for([signs.ready(session, rank) for rank in ranks])
+        session = self.announce(plan)
+        self.await_ready(session, plan.members)
         last = len(plan.ranks)
         if last not in self._listened:
             listener = threading.Thread(target=self._listen, args=(last,), daemon=True)
             self._listened[last] = listener
             listener.start()
         return session
+
+    def announce(self, plan: SessionPlan | DraftPlan) -> int:
+        """Tells a session's ranks to load their parts; returns its number without waiting."""
+        session = next(self._sessions)
+        kind = "draft" if isinstance(plan, DraftPlan) else "stage"
+        content = {"kind": kind, "plan": plan.to_json()}
+        self.send(json_message(Kind.SETUP, session, content), plan.members)
+        return session
+
+    def await_ready(self, session: int, ranks: Iterable[int]) -> None:
+        """Waits until ranks have loaded their parts.
+
+        Raises:
+            RankFailure: if a rank cannot; a UserError of a rank is raised as it is.
+        """
+        self.wait_for([signs.ready(session, rank) for rank in ranks])
 
     def close_session(self, session: int) -> None:
         """Has ranks forget a session."""
@@ -185,6 +202,10 @@ class RankGroup:
             lost: what this process has noticed itself.
         """
         return self._end(self._diagnosis.failure(lost))
+
+    def hung(self, timeout_s: float) -> BaseException:
+        """Ends the group, in which nothing has moved for so long; the error that says so."""
+        return self._end(self._diagnosis.hang(timeout_s))
 
     def wait_for(self, keys: list[str]) -> None:
         """Waits until ranks have written all keys (loading may take long).

@@ -16,11 +16,14 @@ class RankPlan:
         group: its stage, from 1; a stage may be a group of ranks that work one after the other
             within a step (PipeDec's G).
         last_in_group: whether its rows wait for the step's commit before they go on.
+        peers: ranks that share its layers (tensor parallelism), itself among them; empty where it
+            has them alone.
     """
 
     layers: tuple[int, int]
     group: int
     last_in_group: bool
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,8 @@ class SessionPlan:
 
     Attributes:
         ranks: parts of ranks 1 .. N.
+        degree: ranks that share each layer; a rank's rows come from the rank so many before it.
+        num_ranks: all that the run needs besides rank 0: N, and those of the draft alone.
         model: the ``model`` section of a resolved configuration.
         clock: the ``clock`` section.
         seed: keys the target's draws.
@@ -44,6 +49,13 @@ class SessionPlan:
     needs_probs: bool
     threads: int | None = None
     trace: bool = False
+    degree: int = 1
+    num_ranks: int = 0
+
+    @property
+    def members(self) -> range:
+        """The ranks that have a part in it."""
+        return range(1, len(self.ranks) + 1)
 
     @property
     def num_groups(self) -> int:
@@ -62,19 +74,59 @@ class SessionPlan:
                 layers=(r["layers"][0], r["layers"][1]),
                 group=r["group"],
                 last_in_group=r["last_in_group"],
+                peers=tuple(r["peers"]),
             )
             for r in values["ranks"]
         )
         return SessionPlan(**{**values, "ranks": ranks})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """What rank 0 tells the ranks that share the draft with it; crosses as JSON.
+
+    Attributes:
+        peers: rank 0, then the others.
+        model, clock, threads, trace: as ``SessionPlan``.
+    """
+
+    peers: tuple[int, ...]
+    model: Mapping[str, Any]
+    clock: Mapping[str, Any]
+    threads: int | None = None
+    trace: bool = False
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that have a part in it, rank 0 apart."""
+        return self.peers[1:]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> DraftPlan:
+        """What ``to_json`` gave."""
+        return DraftPlan(**{**values, "peers": tuple(values["peers"])})
+
+
 def plan_ranks(
-    bounds: Sequence[tuple[int, int]], groups: Sequence[int] | None
+    bounds: Sequence[tuple[int, int]], groups: Sequence[int] | None, degree: int = 1
 ) -> tuple[RankPlan, ...]:
-    """Ranks for layer ranges, one per rank; ``groups``: ranks per stage (None: one each)."""
+    """Ranks for layer ranges.
+
+    Args:
+        bounds: (first, last) layer of each range.
+        groups: ranges per stage (None: one each).
+        degree: ranks per range, which share its layers.
+    """
     sizes = [1] * len(bounds) if groups is None else groups
-    members = [(g + 1, i == size - 1) for g, size in enumerate(sizes) for i in range(size)]
-    return tuple(
-        RankPlan(layers=layers, group=group, last_in_group=last)
-        for layers, (group, last) in zip(bounds, members, strict=True)
-    )
+    places = [(g + 1, i == size - 1) for g, size in enumerate(sizes) for i in range(size)]
+    plans: list[RankPlan] = []
+    for layers, (group, last) in zip(bounds, places, strict=True):
+        first = len(plans) + 1
+        peers = tuple(range(first, first + degree)) if degree > 1 else ()
+        part = RankPlan(layers=layers, group=group, last_in_group=last, peers=peers)
+        plans += [part] * degree
+    return tuple(plans)

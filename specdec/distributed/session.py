@@ -8,7 +8,7 @@ rank follows messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +24,7 @@ from specdec.executors.layout import InFlight
 from specdec.executors.stage import Stage
 from specdec.metrics.meter import Meter
 from specdec.randomness import KeyedDraws
+from specdec.tensor_parallel.collective import Collective
 from specdec.types import Answers
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class StageSession:
         rank: int,
         plan: RankPlan,
         is_last: bool,
+        degree: int,
+        sends: bool,
         stage: Stage,
         answerer: Answerer | None,
         clock: MeasuredClock | PacedClock,
@@ -75,6 +78,8 @@ class StageSession:
             rank: as the clock knows it.
             plan: its place in the pipeline.
             is_last: whether it answers.
+            degree: ranks that share each layer; rows come from the rank so many before.
+            sends: whether there is a rank so many after, for its rows to go to.
             stage: its layers.
             answerer: on the last rank.
             clock: this rank's.
@@ -83,6 +88,8 @@ class StageSession:
         self._rank = rank
         self._plan = plan
         self._is_last = is_last
+        self._sender = max(0, rank - degree)
+        self._receiver = rank + degree if sends else 0
         self._stage = stage
         self._answerer = answerer
         self._clock = clock
@@ -108,7 +115,7 @@ class StageSession:
         self._date(ending.entry.batch.step)
         self._ledger.commit(tick, commits)
         self.doing = f"pruning at the end of step {tick}"
-        clock, rank, sender = self._clock, self._rank, self._rank - 1
+        clock, rank, sender = self._clock, self._rank, self._sender
         clock.start(rank)
         clock.align(sender, rank)
         if commits:
@@ -155,9 +162,9 @@ class StageSession:
         if batch is None:
             return
         num_rows = batch.num_tokens
-        self.doing = f"waiting for {num_rows} rows of rank {self._rank - 1} in step {tick}"
-        clock, rank, sender = self._clock, self._rank, self._rank - 1
-        hidden = None if rank == 1 else self._edges.receive_rows(num_rows)
+        clock, rank, sender = self._clock, self._rank, self._sender
+        self.doing = f"waiting for {num_rows} rows of rank {sender} in step {tick}"
+        hidden = self._edges.receive_rows(num_rows) if sender else None
         self.doing = f"computing {num_rows} rows in step {tick}"
         if self._plan.group == 1:
             clock.start(rank)
@@ -169,11 +176,11 @@ class StageSession:
             self._edges.release_rows()
         clock.charge(rank, Work.STAGE, num_rows)
         self.rows += num_rows
-        if not self._is_last:
+        if self._receiver:
             self._slot = (entered, InFlight(batch, out.hidden))
             if not self._plan.last_in_group:
                 self._transmit()
-        elif batch.trees:
+        elif batch.trees and self._is_last:
             assert self._answerer is not None, "the last rank answers"
             answers = self._answerer.answer(batch, out.logits)
             clock.charge(rank, Work.HEAD, batch.num_nodes)
@@ -187,7 +194,7 @@ class StageSession:
         slot, self._slot = self._slot, None
         num_rows = 0 if slot is None else slot[1].batch.num_tokens
         if slot is not None and num_rows:
-            self.doing = f"sending {num_rows} rows to rank {self._rank + 1}"
+            self.doing = f"sending {num_rows} rows to rank {self._receiver}"
             self._edges.send_rows(slot[1].hidden, num_rows)
         elif self._answered:
             num_rows = 1
@@ -196,7 +203,12 @@ class StageSession:
 
 
 def build_session(
-    *, rank: int, plan: SessionPlan, pair: ModelPair, edges_of: Callable[[Stage], Edges]
+    *,
+    rank: int,
+    plan: SessionPlan,
+    pair: ModelPair,
+    edges_of: Callable[[Stage], Edges],
+    join: Callable[[Sequence[int]], Collective] | None = None,
 ) -> StageSession:
     """One rank's part of a plan.
 
@@ -205,11 +217,19 @@ def build_session(
         plan: of all ranks.
         pair: the plan's model, on this rank.
         edges_of: how the stage's rows and answers travel.
+        join: connects this rank with others that share its layers, where the plan has such.
     """
-    from specdec.compose import build_clock  # compose builds executors, which know this package
+    # compose builds executors, which know this package
+    from specdec.compose import build_clock
+    from specdec.pairs import HuggingFacePair
 
     meter, mine = Meter(), plan.ranks[rank - 1]
-    stage = pair.stage(*mine.layers, meter)
+    stage: Stage
+    if mine.peers and isinstance(pair, HuggingFacePair):
+        assert join is not None, "ranks that share layers are connected"
+        stage = pair.stage(*mine.layers, meter, join(mine.peers))
+    else:
+        stage = pair.stage(*mine.layers, meter)
     is_last = rank == len(plan.ranks)
     draws = KeyedDraws(seed=plan.seed)
     clock = build_clock(plan.clock, meter, rank=rank, timeline=Timeline() if plan.trace else None)
@@ -218,6 +238,8 @@ def build_session(
         rank=rank,
         plan=mine,
         is_last=is_last,
+        degree=plan.degree,
+        sends=rank + plan.degree <= len(plan.ranks),
         stage=stage,
         answerer=pair.answerer(draws=draws, needs_probs=plan.needs_probs) if is_last else None,
         clock=clock,

@@ -69,6 +69,31 @@ def control_group(store: dist.Store, rank: int, size: int, *, loopback: bool) ->
         loopback: whether all ranks are on this machine. Otherwise GLOO_SOCKET_IFNAME names the
             network interface, or the machine's host name its address.
     """
+    return _gloo(dist.PrefixStore("control", store), rank, size, loopback=loopback)
+
+
+def data_group(store: dist.Store, rank: int, size: int) -> Group:
+    """Connects the stages (ranks from 1 on) over NCCL; each has set its CUDA device."""
+    return _nccl(dist.PrefixStore("data", store), rank - 1, size - 1)
+
+
+def connected(
+    store: dist.Store, index: int, size: int, *, device: torch.device, loopback: bool
+) -> Group:
+    """Connects some ranks for collectives: over gloo on CPUs, NCCL elsewhere.
+
+    Args:
+        store: of these ranks alone.
+        index, size: place among them, and their number.
+        device: of what they will add up.
+        loopback: see ``control_group``.
+    """
+    if device.type == "cpu":
+        return _gloo(store, index, size, loopback=loopback)
+    return _nccl(store, index, size)
+
+
+def _gloo(store: dist.Store, index: int, size: int, *, loopback: bool) -> Group:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -80,13 +105,12 @@ def control_group(store: dist.Store, rank: int, size: int, *, loopback: bool) ->
         device = gloo.create_default_device()
     options._devices = [device]
     options._timeout = CONNECT
-    return gloo(dist.PrefixStore("control", store), rank, size, options)
+    return gloo(store, index, size, options)
 
 
-def data_group(store: dist.Store, rank: int, size: int) -> Group:
-    """Connects the stages (ranks from 1 on) over NCCL; each has set its CUDA device."""
+def _nccl(store: dist.Store, index: int, size: int) -> Group:
     nccl: Any = dist.ProcessGroupNCCL
-    return nccl(dist.PrefixStore("data", store), rank - 1, size - 1, nccl.Options())
+    return nccl(store, index, size, nccl.Options())
 
 
 class Sender:

@@ -10,9 +10,10 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ from specdec.distributed.codec import (
     read_ending,
     read_entry,
 )
+from specdec.distributed.collective import Connections
+from specdec.distributed.following import DraftSession
 from specdec.distributed.launch import NOTE
-from specdec.distributed.plan import SessionPlan
+from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.session import StageSession, answer_words, build_session
 from specdec.distributed.transport import (
     NUM_TAGS,
@@ -43,6 +46,7 @@ from specdec.distributed.transport import (
 from specdec.errors import UserError
 from specdec.executors.stage import ModelStage, Stage
 from specdec.pairs import ModelPair, PretrainedPair, build_pair
+from specdec.tensor_parallel import Collective
 from specdec.types import Answers, IntArray
 
 _MAX_UNDER_WAY = 16  # hidden states may be large
@@ -51,8 +55,9 @@ _MAX_UNDER_WAY = 16  # hidden states may be large
 class _Edges:
     """A session's rows and answers over the process groups."""
 
-    def __init__(self, *, worker: Worker, session: int, stage: Stage) -> None:
+    def __init__(self, *, worker: Worker, session: int, stage: Stage, degree: int) -> None:
         self._worker = worker
+        self._degree = degree
         self._session = session
         self._tag = session * NUM_TAGS
         self._is_model = isinstance(stage, ModelStage)
@@ -63,10 +68,10 @@ class _Edges:
         group, sender, self._shift = worker.data(device)
         self._sender = sender
         self._receiver = None
-        if worker.rank > 1:
+        if worker.rank > degree:
             self._receiver = RowReceiver(
                 group,
-                worker.rank - 1 - self._shift,
+                worker.rank - degree - self._shift,
                 self._tag + Tag.HIDDEN,
                 width=width,
                 dtype=dtype,
@@ -74,12 +79,13 @@ class _Edges:
             )
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
-        """To the next rank; a stage that computes nothing sends as many empty rows."""
+        """To the next stage; a stage that computes nothing sends as many empty rows."""
         rows = torch.zeros(num_rows, 1) if rows is None else rows
-        send_rows(self._sender, rows, self._worker.rank + 1 - self._shift, self._tag + Tag.HIDDEN)
+        to = self._worker.rank + self._degree - self._shift
+        send_rows(self._sender, rows, to, self._tag + Tag.HIDDEN)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor | None:
-        """Waits for the rows of the rank before."""
+        """Waits for the rows of the stage before."""
         assert self._receiver is not None, "the first rank is fed by rank 0"
         rows = self._receiver.receive(num_rows)
         return rows if self._is_model else None
@@ -118,9 +124,12 @@ class Worker:
         self._data: tuple[Group, Sender, int] | None = None
         self._commands = WordReceiver(self._group, 0, Tag.CONTROL)
         self._pairs: dict[str, ModelPair] = {}
+        self._connections = Connections(store=store, rank=rank, loopback=loopback)
         self._sessions: dict[int, StageSession] = {}
-        self._current: StageSession | None = None
+        self._drafts: dict[int, DraftSession] = {}
+        self._current: StageSession | DraftSession | None = None
         self._doing = ""
+        self._on_gpu = False
         threading.Thread(target=self._beat, daemon=True).start()
 
     def serve(self) -> None:
@@ -148,23 +157,60 @@ class Worker:
 
     def _follow(self, kind: Kind, session: int, tick: int, words: IntArray) -> None:
         if kind is Kind.END:
-            self._current = self._sessions[session]
-            self._current.end(tick, read_ending(words))
+            self._current = stage = self._sessions[session]
+            stage.end(tick, read_ending(words))
         elif kind is Kind.BEGIN:
-            self._current = self._sessions[session]
-            self._current.begin(tick, read_entry(words))
+            self._current = stage = self._sessions[session]
+            stage.begin(tick, read_entry(words))
+        elif kind is Kind.DRAFT:
+            self._current = draft = self._drafts[session]
+            draft.follow(words)
         elif kind is Kind.SETUP:
-            self._set_up(session, SessionPlan.from_json(json_body(words)))
+            self._set_up(session, json_body(words))
         elif kind is Kind.REPORT:
             self._store.set(
                 signs.report(session, tick, self.rank), json.dumps(self.report(session))
             )
         elif kind is Kind.RELEASE:
-            ended = self._sessions.pop(session, None)
+            ended = self._sessions.pop(session, None) or self._drafts.pop(session, None)
             _note(f"session {session}: over after {ended.rows if ended else 0} rows")
 
-    def _set_up(self, session: int, plan: SessionPlan) -> None:
+    def _set_up(self, session: int, content: dict[str, Any]) -> None:
         self._doing, began = "loading its layers", time.monotonic()
+        if content["kind"] == "draft":
+            draft = DraftPlan.from_json(content["plan"])
+            self._drafts[session] = DraftSession(
+                rank=self.rank, plan=draft, pair=self._pair(draft), join=self._join
+            )
+            what = "share of the draft"
+        else:
+            plan = SessionPlan.from_json(content["plan"])
+            self._sessions[session] = self._stage(session, plan)
+            mine = plan.ranks[self.rank - 1]
+            what = f"stage {mine.group}, layers {mine.layers}"
+        self._doing = ""
+        _note(f"session {session}: {what} ready after {time.monotonic() - began:.1f} s")
+        self._store.set(signs.ready(session, self.rank), "1")
+
+    def _stage(self, session: int, plan: SessionPlan) -> StageSession:
+        return build_session(
+            rank=self.rank,
+            plan=plan,
+            pair=self._pair(plan),
+            edges_of=lambda stage: _Edges(
+                worker=self, session=session, stage=stage, degree=plan.degree
+            ),
+            join=self._join,
+        )
+
+    def _join(self, peers: Sequence[int]) -> Collective:
+        """The group of ranks that share layers, on this rank's device."""
+        index = torch.cuda.current_device() if self._on_gpu else None
+        device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        return self._connections.join(peers, device)
+
+    def _pair(self, plan: SessionPlan | DraftPlan) -> ModelPair:
+        """The plan's models, on this rank's device."""
         if plan.threads is not None:
             torch.set_num_threads(plan.threads)
         model = dict(plan.model)
@@ -172,24 +218,14 @@ class Worker:
             index = int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count()
             torch.cuda.set_device(index)
             model["device"] = f"cuda:{index}"
+            self._on_gpu = True
         key = json.dumps(model, sort_keys=True)
         if key not in self._pairs:
             self._pairs[key] = build_pair(model)
         pair = self._pairs[key]
         if isinstance(pair, PretrainedPair):
             pair.parts_only = True
-        made = build_session(
-            rank=self.rank,
-            plan=plan,
-            pair=pair,
-            edges_of=lambda stage: _Edges(worker=self, session=session, stage=stage),
-        )
-        self._sessions[session] = made
-        self._doing = ""
-        mine = plan.ranks[self.rank - 1] if self.rank <= len(plan.ranks) else None
-        what = f"stage {mine.group}, layers {mine.layers}" if mine else "no part"
-        _note(f"session {session}: {what} ready after {time.monotonic() - began:.1f} s")
-        self._store.set(signs.ready(session, self.rank), "1")
+        return pair
 
     def report(self, session: int) -> dict[str, object]:
         """The clock's report, rows computed, bytes sent and CPU time used, as plain values."""

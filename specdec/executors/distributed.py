@@ -22,6 +22,7 @@ from specdec.distributed.codec import (
     entry_words,
     message,
 )
+from specdec.distributed.leading import DraftGroup
 from specdec.distributed.lease import Lease
 from specdec.distributed.ledger import Ledger
 from specdec.distributed.plan import SessionPlan
@@ -65,7 +66,15 @@ class DistributedExecutor:
 
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, *, plan: SessionPlan, clock: Clock, meter: Meter, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        plan: SessionPlan,
+        clock: Clock,
+        meter: Meter,
+        timeout_s: float,
+        draft: DraftGroup | None = None,
+    ) -> None:
         """Starts or joins the ranks and has them load their layers.
 
         Args:
@@ -73,11 +82,13 @@ class DistributedExecutor:
             clock: rank 0's. A paced one ends no step before the profile says that it is over.
             meter: told of the time that rank 0 waits for answers.
             timeout_s: a run ends with an error when no rank has moved for so long.
+            draft: ranks that share the draft; shut down with this executor.
 
         Raises:
             RankFailure: if a rank ends while it loads.
             UserError: what a rank refuses, or too few ranks.
         """
+        self._draft = draft
         self.latency = plan.num_groups
         self._plan = plan
         self.counters = ExecutorCounters()
@@ -96,12 +107,14 @@ class DistributedExecutor:
         self._entered = _NO_TOKENS  # the step's entry, in words
         self._due: Batch | None = None  # what the last rank answers in this step
         self._in_step = False
-        self._lease = Lease(len(plan.ranks), threads=plan.threads)
+        self._lease = Lease(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
         self._group = self._lease.group
         try:
             self._session = self._group.open_session(plan)
         except BaseException:
             self._lease.release(broken=True)
+            if draft is not None:
+                draft.shutdown(broken=True)
             raise
 
     def open(self, request: RequestState) -> None:
@@ -219,6 +232,8 @@ class DistributedExecutor:
 
     def shutdown(self) -> None:
         """Frees the ranks' parts; ranks that nobody else uses end."""
+        if self._draft is not None:
+            self._draft.shutdown(broken=self._in_step)
         if self._group.alive and not self._in_step:
             self._group.close_session(self._session)
         self._lease.release(broken=self._in_step)

@@ -72,8 +72,13 @@ class StageLayout:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices per stage."""
+        """Ranges of layers per stage, a device each, or ``degree`` of them."""
         return self.groups or (1,) * self.stages
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the target."""
+        return sum(self.devices) * self.degree
 
 
 class Submitted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from transformers.utils import logging
 from specdec.errors import UserError
 from specdec.models.inspection import ModelInfo, inspect_model
 from specdec.models.slicing import layers_name
+from specdec.tensor_parallel.collective import Collective
+from specdec.tensor_parallel.cuts import Cut
+from specdec.tensor_parallel.sharding import shard_modules
 
 DTYPES = {
     "float64": torch.float64,
@@ -81,15 +84,17 @@ def load_stage(
     *,
     dtype: str = "float32",
     device: str = "cpu",
+    group: Collective | None = None,
 ) -> PreTrainedModel:
     """A model with weights for layers first .. last - 1 only; the rest takes no memory.
 
     Only tensors of these layers are read, the embeddings where the slice begins at 0, the head
     where it ends the model, and the few parameters outside the layers (norms). All others stay on
-    the meta device. Give it to ``ModelRunner`` with the same layers.
+    the meta device. Give it to ``ModelRunner`` with the same layers. With a ``group`` linear layers
+    are this rank's shares, and no more of them is read.
 
     Raises:
-        UserError: as ``load_model``; also for quantised weights.
+        UserError: as ``load_model``; also for quantised weights, and a family that cannot be cut.
         ValueError: for layers that the model has not.
     """
     info = _info(model)
@@ -101,7 +106,10 @@ def load_stage(
     total = len(loaded.get_submodule(layers_name(loaded)))
     if not 0 <= first_layer < last_layer <= total:
         raise ValueError(f"no layers {first_layer} .. {last_layer} in a model of {total} layers")
-    _fill(loaded, info, first_layer, last_layer, torch_dtype, torch_device)
+    tied = _tied_groups(loaded)
+    cuts = {} if group is None else shard_modules(loaded, group)
+    needed = _needed_names(loaded, first_layer, last_layer)
+    _fill(loaded, info, needed, tied, cuts, torch_dtype, torch_device)
     for module in loaded.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(torch_device))
@@ -163,22 +171,27 @@ def _empty(config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
     return empty
 
 
+def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
+    """Names of the parameters, those that are one parameter together."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups[id(parameter)].append(name)
+    return list(groups.values())
+
+
 def _fill(
     model: PreTrainedModel,
     info: ModelInfo,
-    first_layer: int,
-    last_layer: int,
+    needed: set[str],
+    tied: list[list[str]],
+    cuts: Mapping[str, Cut],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Reads the tensors that a stage needs and puts them in place of meta parameters."""
-    needed = _needed_names(model, first_layer, last_layer)
-    groups: dict[int, list[str]] = defaultdict(list)  # tied parameters are one group
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups[id(parameter)].append(name)
+    """Reads the tensors that a stage needs and puts them, or shares of them, in place."""
     sources: dict[str, list[str]] = {}  # tensor in the files -> names in the model
     missing = []
-    for names in groups.values():
+    for names in tied:
         wanted = [name for name in names if name in needed]
         if not wanted:
             continue
@@ -191,12 +204,18 @@ def _fill(
     by_file: dict[str, list[str]] = defaultdict(list)
     for source in sources:
         by_file[info.tensors[source]].append(source)
-    for file, names in by_file.items():
+    for file, found in by_file.items():
         with safe_open(info.path / file, framework="pt", device=str(device)) as tensors:
-            for source in names:
-                parameter = nn.Parameter(tensors.get_tensor(source).to(dtype), requires_grad=False)
-                for name in sources[source]:
+            for source in found:
+                whole = [name for name in sources[source] if name not in cuts]
+                if whole:
+                    tensor = tensors.get_tensor(source).to(dtype)
+                    parameter = nn.Parameter(tensor, requires_grad=False)
+                for name in whole:
                     _put(model, name, parameter, info)
+                for name in set(sources[source]) - {*whole}:
+                    share = cuts[name].of(tensors.get_slice(source), dtype).to(device)
+                    _put(model, name, nn.Parameter(share, requires_grad=False), info)
 
 
 def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> set[str]:

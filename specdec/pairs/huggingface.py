@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property
 
 import torch
@@ -18,6 +19,7 @@ from specdec.randomness import KeyedDraws
 from specdec.sampling import TargetSampler
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import SyntheticPair
+from specdec.tensor_parallel import Collective, sharded
 
 
 class HuggingFacePair:
@@ -106,36 +108,65 @@ class HuggingFacePair:
         """Bytes of the target's and of the draft's weights in memory."""
         return num_bytes(self.target), num_bytes(self.draft)
 
-    def stage(self, first: int, last: int, meter: Meter) -> Stage:
-        """Layers ``first`` .. ``last`` of the target."""
-        runner = ModelRunner(
-            model=self.part(first, last),
-            name="target",
-            meter=meter,
-            first_layer=first,
-            last_layer=last,
-            attention=self._attention,
-            execution=self._execution,
-        )
+    def stage(self, first: int, last: int, meter: Meter, group: Collective | None = None) -> Stage:
+        """Layers ``first`` .. ``last`` of the target; with a ``group``, this rank's share of them.
+
+        All ranks of a group must run it on the same batches, one after the other.
+
+        Raises:
+            UserError: shares of quantised weights.
+        """
+        self._check_shares(group)
+        with nullcontext() if group is None else group.paused():
+            runner = ModelRunner(
+                model=self.part(first, last) if group is None else self.share(first, last, group),
+                name="target",
+                meter=meter,
+                first_layer=first,
+                last_layer=last,
+                attention=self._attention,
+                execution=self._execution if group is None else PLAIN,
+            )
         return ModelStage(runner=runner)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
         """A model with the weights of (at least) layers ``first`` .. ``last`` of the target."""
         return self.target
 
+    def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
+        """One rank's share (tensor parallelism) of those layers."""
+        return sharded(self.target, group)
+
+    def draft_share(self, group: Collective) -> PreTrainedModel:
+        """One rank's share of the draft."""
+        return sharded(self.draft, group)
+
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's logits."""
         return ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
-        """The whole draft model."""
-        return ModelRunner(
-            model=self.draft,
-            name="draft",
-            meter=meter,
-            attention=self._attention,
-            execution=self._execution,
-        )
+    def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
+        """The whole draft model; with a ``group``, this rank's share of it.
+
+        Raises:
+            UserError: shares of quantised weights.
+        """
+        self._check_shares(group)
+        with nullcontext() if group is None else group.paused():
+            return ModelRunner(
+                model=self.draft if group is None else self.draft_share(group),
+                name="draft",
+                meter=meter,
+                attention=self._attention,
+                execution=self._execution if group is None else PLAIN,
+            )
+
+    def _check_shares(self, group: Collective | None) -> None:
+        if group is not None and self._quantization != Quantization.NONE:
+            raise UserError(
+                f"model.quantization={self._quantization} cannot be cut into shares: use"
+                " executor.target_degree and draft_degree of 1 (null), or plain weights"
+            )
 
     def katz(self) -> KatzModel:
         """The n-gram model that goes with the pair."""

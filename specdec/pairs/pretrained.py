@@ -17,6 +17,7 @@ from specdec.models.loading import end_tokens, load_stage, weight_bytes
 from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.pairs.huggingface import HuggingFacePair, head_cost
 from specdec.sources.katz import KatzModel
+from specdec.tensor_parallel import Collective
 
 BUNDLED = "bundled:"
 """Prefix of model paths that name a folder of the bundled family."""
@@ -94,6 +95,20 @@ class PretrainedPair(HuggingFacePair):
             loaded = load_stage(info, first, last, dtype=self.dtype, device=self.device)
             return quantize(loaded, self._quantization)
         return self.target
+
+    def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
+        """One rank's share of the target's layers, which is all that is read."""
+        info = self._target_info
+        return load_stage(info, first, last, dtype=self.dtype, device=self.device, group=group)
+
+    def draft_share(self, group: Collective) -> PreTrainedModel:
+        """One rank's share of the draft, which is all that is read."""
+        info = self._draft_info
+        if info is None:
+            return super().draft_share(group)  # which says what is missing
+        return load_stage(
+            info, 0, info.num_layers, dtype=self.dtype, device=self.device, group=group
+        )
 
     @property
     def num_layers(self) -> int:

@@ -195,6 +195,9 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
     layers = slice(runner.first_layer, runner.first_layer + runner.num_layers)
     expected = fresh.entries(paths)[:, layers].permute(1, 2, 3, 0, 4)
     held = cache.storage[:, :, :, : len(paths)]
+    if shadow.heads is not None:  # a rank's share, the last of it padding
+        mine = [head for head in shadow.heads if head >= 0]
+        held, expected = held[:, :, : len(mine)], expected[:, :, mine]
     error = (held - expected).abs().amax(dim=(0, 1, 2, 4))
     seen.num_entries += len(paths)
     at = int(error.argmax())

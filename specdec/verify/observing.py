@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from specdec.cache import EMPTY, Rows, TreeCache
 from specdec.executors.stage import ModelStage, Stage
@@ -19,6 +20,7 @@ from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.pairs import RandomPair
 from specdec.state import DecodeState, RequestState
+from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nodes
 from specdec.workbench import Parts
 
@@ -44,6 +46,7 @@ class Shadow:
         node_rows, catch_up_rows: rows computed.
         real: whether all ids so far were those of the request's own tree (a staged source numbers
             its nodes itself).
+        heads: which key/value heads the cache holds (a rank's share), -1 for padding; None: all.
     """
 
     cache: TreeCache
@@ -54,6 +57,7 @@ class Shadow:
     node_rows: int = 0
     catch_up_rows: int = 0
     real: bool = True
+    heads: tuple[int, ...] | None = None
 
     def note(self, ids: IntArray, tokens: IntArray, parents: IntArray, places: IntArray) -> None:
         """Records tree rows that are about to be computed."""
@@ -104,14 +108,15 @@ class Watch:
         self._cached: dict[int, int] = {}
         self._state: DecodeState | None = None
 
-    def model(self, runner: ModelRunner) -> None:
-        """Watches a model: its passes, and the caches that it makes."""
+    def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
+        """Watches a model: its passes, and the caches that it makes, of some of its ``heads``."""
         new_cache, forward = runner.new_cache, runner.forward
         passes = self.passes.setdefault(runner.name, [])
 
         def watched_cache(capacity: int) -> TreeCache:
             cache = new_cache(capacity)
             self._watch_cache(cache, runner)
+            self.shadows[-1].heads = heads
             return cache
 
         def counted(rows: Sequence[Rows], **options: Any) -> Any:
@@ -203,18 +208,31 @@ class ObservedPair(RandomPair):
         super().__init__(**keys)
         self._watch = watch
 
-    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+    def stage(self, first: int, last: int, meter: Meter, group: Collective | None = None) -> Stage:
         """A watched slice of the target."""
-        stage = super().stage(first, last, meter)
+        stage = super().stage(first, last, meter, group)
         assert isinstance(stage, ModelStage)
         self._watch.model(stage.runner)
         return stage
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
+    def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
         """The watched draft."""
-        runner = super().draft_runner(meter)
-        self._watch.model(runner)
+        runner = super().draft_runner(meter, group)
+        self._watch.model(runner, None if group is None else _heads(runner, self.draft, group))
         return runner
+
+
+def _heads(
+    runner: ModelRunner, model: PreTrainedModel, group: Collective
+) -> tuple[int, ...] | None:
+    """The key/value heads of a rank's share; None where its family leaves attention whole."""
+    config = model.config.get_text_config()
+    num_heads = int(config.num_attention_heads)
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    share = HeadSplit.of(num_heads, num_kv_heads, rank=group.rank, size=group.size).key_value
+    if runner.spec.num_kv_heads != len(share):
+        return None
+    return tuple(-1 if piece.pad else piece.start for piece in share)
 
 
 def snapshot(request: RequestState) -> dict[int, tuple[int, int]]:

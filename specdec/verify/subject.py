@@ -251,7 +251,11 @@ def _shrink(executor: dict[str, Any]) -> int:
     """Leaves a pipeline few stages, ``MAX_RANKS`` at most; returns its devices, 0 for no pipeline.
 
     In one process more of them mean the same code once more; ranks are as many as were asked for.
+    Ranks that share layers are ``MAX_STAGES`` at most.
     """
+    for degree in ("target_degree", "draft_degree"):
+        if executor.get(degree):
+            executor[degree] = min(executor[degree], MAX_STAGES)
     stages, groups = executor.get("stages"), executor.get("groups")
     if stages is None:
         return 0

@@ -1,0 +1,135 @@
+"""One rank's share of a model: transformers' own modules with cut linear layers in their places.
+
+Everything else is transformers' own code on smaller matrices; attention modules take their number
+of heads from what the projections give. Embeddings are whole on every rank, as in transformers' own
+plans: a lookup costs nothing, and a tied output head is cut out of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.tensor_parallel.collective import Collective
+from specdec.tensor_parallel.cuts import Cut, Piece, even
+from specdec.tensor_parallel.heads import HeadSplit
+from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
+from specdec.tensor_parallel.plans import COLUMN, GATHERED, ROW, SPLIT, planned
+
+_KEY_VALUE = ("k_proj", "v_proj")
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+
+
+def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
+    """The share of ``group.rank`` in a model that is in memory; ``model`` stays as it is.
+
+    Raises:
+        UserError: for a family without a plan.
+    """
+    shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
+    own = copy.deepcopy(model, dict(shared))
+    full = dict(own.named_parameters(remove_duplicate=False))
+    for name, cut in shard_modules(own, group).items():
+        weight = full[name]
+        put_parameter(own, name, cut.of(weight, weight.dtype))
+    return own
+
+
+def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
+    """Puts shares in the places of a model's linear layers, their weights on the meta device.
+
+    Args:
+        model: changed in place; parameters that are not cut stay.
+        group: the rank's place.
+
+    Returns:
+        Name of each parameter that is to be filled -> which share of the whole one it is.
+
+    Raises:
+        UserError: for a family without a plan.
+    """
+    cuts: dict[str, Cut] = {}
+    for path, module, style in list(planned(model)):
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, torch.Tensor), f"{path} has no weight"
+        transposed = not isinstance(module, nn.Linear)  # GPT-2's Conv1D: [inputs, outputs]
+        outputs, inputs = weight.T.shape if transposed else weight.shape
+        share: nn.Module
+        if style in (COLUMN, GATHERED):
+            pieces = _column_pieces(model, path, outputs, style, group)
+            cut = Cut(1 if transposed else 0, pieces)
+            gathered = (group, outputs) if style == GATHERED else None
+            share = ColumnLinear(transposed=transposed, gathered=gathered)
+            cuts |= {f"{path}.bias": Cut(0, pieces)} if bias is not None else {}
+        else:
+            pieces = _row_pieces(model, path, inputs, style, group)
+            cut = Cut(0 if transposed else 1, pieces)
+            split = pieces[0] if style == SPLIT else None
+            share = RowLinear(transposed=transposed, group=group, split=split)
+        cuts[f"{path}.weight"] = cut
+        _fill_places(share, module, cut, cut_bias=style in (COLUMN, GATHERED))
+        for name in _HOOKS:
+            setattr(share, name, getattr(module, name))
+        model.set_submodule(path, share)
+    return cuts
+
+
+def put_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Makes ``tensor`` the parameter of that name."""
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def _fill_places(share: nn.Module, module: nn.Module, cut: Cut, *, cut_bias: bool) -> None:
+    """Meta parameters of the share's sizes; a bias that is not cut is the layer's own."""
+    weight, bias = module.weight, module.bias
+    assert isinstance(weight, torch.Tensor)
+    empty = torch.empty(cut.shape(weight.shape), dtype=weight.dtype, device="meta")
+    share.register_parameter("weight", nn.Parameter(empty, requires_grad=False))
+    if isinstance(bias, torch.Tensor) and cut_bias:
+        place = torch.empty(cut.size, dtype=bias.dtype, device="meta")
+        share.register_parameter("bias", nn.Parameter(place, requires_grad=False))
+    else:
+        share.register_parameter("bias", bias)  # type: ignore[arg-type]
+
+
+def _column_pieces(
+    model: PreTrainedModel, path: str, outputs: int, style: str, group: Collective
+) -> tuple[Piece, ...]:
+    if style == GATHERED or not _is_attention(path):
+        return (even(outputs, rank=group.rank, size=group.size),)
+    num_heads, num_kv_heads, heads = _heads(model, group)
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if hasattr(parent, "num_key_value_groups"):
+        parent.num_key_value_groups = heads.group_size
+    if path.endswith(_KEY_VALUE):
+        return tuple(piece.times(outputs // num_kv_heads) for piece in heads.key_value)
+    return tuple(piece.times(outputs // num_heads) for piece in heads.query)
+
+
+def _row_pieces(
+    model: PreTrainedModel, path: str, inputs: int, style: str, group: Collective
+) -> tuple[Piece, ...]:
+    if style == ROW and _is_attention(path):
+        num_heads, _, heads = _heads(model, group)
+        return tuple(piece.times(inputs // num_heads) for piece in heads.query)
+    return (even(inputs, rank=group.rank, size=group.size),)
+
+
+def _is_attention(path: str) -> bool:
+    return "attn" in path or "attention" in path
+
+
+def _heads(model: PreTrainedModel, group: Collective) -> tuple[int, int, HeadSplit]:
+    config = model.config.get_text_config()
+    num_heads = int(config.num_attention_heads)
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    split = HeadSplit.of(num_heads, num_kv_heads, rank=group.rank, size=group.size)
+    return num_heads, num_kv_heads, split

@@ -1,0 +1,164 @@
+"""SwiftSpec's schedule, the times of its groups, and the search for the best split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.cli.jobs import run_job_of
+from specdec.cli.main import main
+from specdec.compose import build_profile
+from specdec.errors import UserError
+from specdec.runners import PartsRunner
+from specdec.state import StopRules
+from specdec.verify import certify
+from tests.matrix.cells import PROMPTS, Cell, config, pair
+
+TARGET_MS, DRAFT_MS = 10.0, 3.0
+COSTS = {
+    "stage": {"tokens": [1], "ms": [TARGET_MS]},
+    "draft": {"tokens": [1], "ms": [DRAFT_MS]},
+}
+
+
+def simulated(policy: str, d: int | str, executor: str = "pipeline") -> PartsRunner:
+    """A traced run of the prompts, one by one, on constant times."""
+    values = config(Cell("draft_model", policy, "match", executor, "t06"), stages=1)
+    clock = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": COSTS}
+    values["policy"]["d"] = d
+    runner = PartsRunner(
+        cfg={**values, "clock": clock, "trace": True, "batch_size": 1},
+        pair=pair(),
+        stop=StopRules(max_new_tokens=12),
+    )
+    for prompt in PROMPTS:
+        runner.run([prompt], lambda _: None)
+    return runner
+
+
+def overlap_ms(runner: PartsRunner) -> float:
+    """Milliseconds in which draft (rank 0) and target (rank 1) work at the same time."""
+    assert runner.trace is not None
+    found = runner.trace.spans()
+    draft = [s for s in found if (s.rank, s.kind) == (0, "draft")]
+    target = [s for s in found if (s.rank, s.kind) == (1, "stage")]
+    assert draft
+    assert target
+    both = 0.0
+    for a in draft:
+        for b in target:
+            end = min(a.start_s + a.seconds, b.start_s + b.seconds)
+            both += max(0.0, end - max(a.start_s, b.start_s))
+    return both * 1e3
+
+
+@pytest.mark.parametrize("d", [2, 3])
+def test_a_round_lasts_as_long_as_its_longer_side_and_what_is_serial(d: int) -> None:
+    """d drafts fit beside the target: steps x t_target + serial expansions x t_draft, exactly."""
+    runner = simulated("swiftspec", d)
+    counts = runner.parts.policy.expansions  # type: ignore[attr-defined]
+    assert runner.trace is not None
+    steps = runner.trace.step
+    total = steps * TARGET_MS + counts["between"] * DRAFT_MS
+    assert runner.parts.clock.now() * 1e3 == pytest.approx(total)
+    assert (d - 1) * steps < counts["beside"] <= d * steps, "the last steps have no room to draft"
+    assert overlap_ms(runner) == pytest.approx(counts["beside"] * DRAFT_MS)
+
+
+def test_the_serial_form_never_overlaps() -> None:
+    """The control of the test above."""
+    runner = simulated("swiftspec_base", 3)
+    assert overlap_ms(runner) == 0.0
+    assert runner.parts.policy.expansions["beside"] == 0  # type: ignore[attr-defined]
+
+
+def test_until_ready_drafts_as_long_as_the_target_works() -> None:
+    """4 expansions of 3 ms begin within 10 ms."""
+    runner = simulated("swiftspec", "until_ready")
+    counts = runner.parts.policy.expansions  # type: ignore[attr-defined]
+    assert runner.trace is not None
+    assert counts["beside"] <= 4 * runner.trace.step
+    assert counts["beside"] > 3 * (runner.trace.step - len(PROMPTS))
+
+
+def test_draft_cache_and_rows() -> None:
+    """Section 3.2: verified tokens, then the tree; no row is computed twice."""
+    values = config(Cell("draft_model", "swiftspec", "match", "pipeline", "greedy"), stages=1)
+    values["strategy"]["name"] = "swiftspec"
+    report = certify(values, checks=["cache_invariant", "tree_invariant", "draft_rows"])
+    assert report.lossless, [c for c in report.checks if not c.passed]
+
+
+def job(*words: str) -> dict[str, Any]:
+    """A job's configuration on the virtual clock."""
+    return run_job_of(["strategy=swiftspec", "model=random", "clock=simulated", *words]).config
+
+
+@pytest.mark.parametrize(
+    ("words", "times", "d"),
+    [
+        (["clock.profile=swiftspec_table6", "policy.d=ratio"], (10.48, 3.25), 3),
+        (["clock.profile=swiftspec_table6", "policy.d=ratio_plus_one"], (10.48, 3.25), 4),
+        (
+            ["clock.profile=swiftspec_table6", "executor=tensor_parallel_shared"],
+            (10.34, 3.73),
+            3,
+        ),
+        (["clock.profile=swiftspec_table1", "policy.d=ratio"], (11.54, 2.61), 4),
+    ],
+)
+def test_degrees_choose_times_and_times_choose_d(
+    words: list[str], times: tuple[float, float], d: int
+) -> None:
+    found = job(*words)
+    profile = build_profile(found["clock"])
+    assert profile.costs["stage"](8) == pytest.approx(times[0])
+    assert profile.costs["draft"](8) == pytest.approx(times[1])
+    assert found["policy"]["d"] == d
+    assert ("6 devices, interpolated" in found["clock"]["note"]) == (times[0] == 11.54)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["executor.target_degree=9", "clock.profile=swiftspec_table1"], "1 to 8 devices"),
+        (["clock=measured", "policy.d=ratio"], "until_ready"),
+        (["policy.d=soon"], "policy.d='soon' must be a whole number"),
+        (["executor.groups=[2]", "executor.stages=1"], "set one of the two"),
+        (["executor=tensor_parallel_shared", "executor.draft_degree=9"], "lower it"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: list[str], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        PartsRunner(cfg=job(*words), pair=pair(), stop=StopRules(max_new_tokens=4))
+
+
+def test_the_search_finds_the_fastest_split_and_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Speeds follow from accepted tokens and times; 7:1 wins where only Table 1 is known."""
+    folder = tmp_path / "split"
+    words = ["profile", "profiling.use=swiftspec_table1", "profiling.devices=8", "model=synthetic"]
+    words += ["profiling.targets=[2,4,6,7]", "profiling.w=[8]", "data.limit=1"]
+    assert main([*words, "max_new_tokens=64", f"output_dir={folder}"]) == 0
+    assert "6:2*" in capsys.readouterr().out, "interpolated times are marked"
+    found = json.loads((folder / "profile.json").read_text())
+    assert [(s["target"], s["draft"]) for s in found["splits"][::2]] == [
+        (t, 8 - t) for t in (2, 4, 6, 7)
+    ]
+    for split in found["splits"]:
+        fastest = 1e3 * split["acceptance_length"] / split["target_ms"]
+        assert split["tokens_per_s"] < 1.1 * fastest
+    assert found["best"] == max(found["splits"], key=lambda s: s["tokens_per_s"])
+    best = run_job_of(["strategy=swiftspec_best", "model=random"], [folder]).config
+    assert best["executor"]["target_degree"] == found["best"]["target"]
+    assert best["policy"]["d"] == found["best"]["d"]
+
+
+def test_a_split_needs_devices_on_both_sides(tmp_path: Path) -> None:
+    words = ["profile", "profiling.use=swiftspec_table1", "profiling.devices=4"]
+    words += ["model=synthetic", "profiling.targets=[4]", f"output_dir={tmp_path / 'split'}"]
+    assert main(words) == 2

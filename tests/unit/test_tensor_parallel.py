@@ -1,0 +1,171 @@
+"""Shares of a model together equal the model, at any degree; what is not a share is zero."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specdec.errors import UserError
+from specdec.metrics.meter import Meter
+from specdec.models import ModelRunner
+from specdec.models.inspection import CERTIFIED
+from specdec.models.loading import load_stage
+from specdec.models.random import random_model
+from specdec.tensor_parallel import Collective, HeadSplit, sharded
+from specdec.tensor_parallel.cuts import Cut, even
+from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
+from tests.shares import run_group
+
+TOLERANCE = 1e-6
+"""Of logits: transformers' norms pass through float32, where another order of sums may round."""
+
+PREFIX = np.array([3, 1, 4, 1, 5], np.int64)
+TREE = {  # a root, two children, a grandchild
+    "node_ids": np.arange(4),
+    "node_tokens": np.array([9, 2, 6, 5], np.int64),
+    "parent_ids": np.array([-1, 0, 0, 1], np.int64),
+    "node_positions": np.array([5, 6, 6, 7], np.int64),
+}
+
+
+def model_of(family: str, **options: Any) -> PreTrainedModel:
+    """Two layers with 4 query and 2 key/value heads; 61 tokens, 64 MLP columns."""
+    return random_model(
+        family, dtype="float64", num_layers=2, vocab_size=61, options=options or None
+    )
+
+
+def logits_of(model: PreTrainedModel, group: Collective | None = None) -> torch.Tensor:
+    """Logits of a prefix, then of a tree on it, by a runner over the model or a share of it."""
+    if group is None:
+        runner = ModelRunner(model=model, name="target", meter=Meter())
+    else:
+        with group.paused():
+            share = sharded(model, group)
+            runner = ModelRunner(model=share, name="target", meter=Meter())
+    cache = runner.new_cache(8)
+    first = runner.forward([cache.rows(prefix_tokens=PREFIX)]).logits
+    then = runner.forward([cache.rows(**TREE)]).logits
+    assert first is not None
+    assert then is not None
+    return torch.cat([first, then])
+
+
+def check_degrees(model: PreTrainedModel, *degrees: int) -> None:
+    expected = logits_of(model)
+    for degree in degrees:
+        found = run_group(degree, lambda group: logits_of(model, group))
+        for rank, logits in enumerate(found):
+            assert logits.shape == expected.shape, "padded tokens must not be seen"
+            error = (logits - expected).abs().max().item()
+            assert error < TOLERANCE, f"rank {rank} of {degree}: off by {error:.1e}"
+
+
+@pytest.mark.parametrize("family", sorted(CERTIFIED))
+def test_families_at_a_degree_that_divides_nothing(family: str) -> None:
+    check_degrees(model_of(family), 3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_at_degrees_up_to_more_than_heads(tied: bool) -> None:
+    """2, 4: key/value heads divide, then are shared; 5: more ranks than query heads."""
+    check_degrees(model_of("llama", tie_word_embeddings=tied), 2, 4, 5)
+
+
+def test_missing_sums_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the inputs of one rank only."""
+    monkeypatch.setattr("specdec.models.shortcuts._DIRECT", {})  # classes with the true forward
+    monkeypatch.setattr(RowLinear, "forward", lambda self, x: x @ self.weight.T)
+    with pytest.raises(AssertionError, match="off by"):
+        check_degrees(model_of("llama"), 2)
+
+
+def test_padded_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: logits of vocabulary rows that are padding, 0 as they are."""
+
+    def all_of_it(self: ColumnLinear, hidden: torch.Tensor) -> torch.Tensor:
+        output = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        return output if self.gathered is None else self.gathered[0].gather(output)
+
+    monkeypatch.setattr("specdec.models.shortcuts._DIRECT", {})
+    monkeypatch.setattr(ColumnLinear, "forward", all_of_it)
+    with pytest.raises(AssertionError, match="padded tokens"):
+        check_degrees(model_of("llama"), 2)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (12, 4), (6, 2), (7, 7), (25, 5)])
+def test_every_query_head_is_somewhere_once_and_beside_its_own(heads: tuple[int, int]) -> None:
+    num_heads, num_kv_heads = heads
+    per_group = num_heads // num_kv_heads
+    for size in range(1, 10):
+        seen: list[int] = []
+        for rank in range(size):
+            split = HeadSplit.of(num_heads, num_kv_heads, rank=rank, size=size)
+            assert len(split.query) == len(split.key_value)
+            for query, key_value in zip(split.query, split.key_value, strict=True):
+                held = list(range(query.start, query.stop))
+                assert len(held) + query.pad == split.group_size
+                assert all(head // per_group == key_value.start for head in held)
+                assert not held or key_value.pad == 0
+                seen += held
+        assert seen == list(range(num_heads)), f"{size} ranks"
+
+
+@pytest.mark.parametrize("total", [1, 5, 8, 61])
+def test_even_shares_cover_all_and_are_padded_alike(total: int) -> None:
+    for size in (1, 2, 3, 7):
+        pieces = [even(total, rank=rank, size=size) for rank in range(size)]
+        assert len({p.stop - p.start + p.pad for p in pieces}) == 1
+        assert [i for p in pieces for i in range(p.start, p.stop)] == list(range(total))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_share_reads_what_a_share_of_the_whole_holds(family: str, tmp_path: Path) -> None:
+    """From safetensors, a stage of layers too: equal parameters, all else on the meta device."""
+    model = model_of(family, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    for rank in range(3):
+        group = Collective(rank=rank, size=3)
+        expected = dict(sharded(model, group).named_parameters(remove_duplicate=False))
+        whole = load_stage(tmp_path, 0, 2, dtype="float64", group=group)
+        found = dict(whole.named_parameters(remove_duplicate=False))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        last = dict(load_stage(tmp_path, 1, 2, dtype="float64", group=group).named_parameters())
+        for name, parameter in last.items():
+            assert parameter.is_meta or torch.equal(parameter, expected[name])
+        assert any(p.is_meta for p in last.values())
+
+
+def test_a_cut_reads_no_more_than_its_pieces() -> None:
+    class Slice:
+        def __init__(self) -> None:
+            self.read: list[Any] = []
+
+        def get_shape(self) -> list[int]:
+            return [5, 2]
+
+        def __getitem__(self, at: Any) -> torch.Tensor:
+            self.read.append(at)
+            return torch.ones(5, 2)[at]
+
+    source = Slice()
+    share = Cut(0, (even(5, rank=1, size=2),)).of(source, torch.float32)
+    assert source.read == [slice(3, 5)]
+    assert share.tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
+def test_families_without_a_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gpt2")
+    monkeypatch.setattr("specdec.tensor_parallel.plans._OWN", {})
+    with pytest.raises(UserError, match=r"no tensor-parallel plan.*executor=pipeline"):
+        sharded(model, Collective(rank=0, size=2))
+    llama = model_of("llama")
+    llama.config.base_model_tp_plan = {"layers.*.mlp.experts": "grouped_gemm"}
+    with pytest.raises(UserError, match="grouped_gemm"):
+        sharded(llama, Collective(rank=0, size=2))
