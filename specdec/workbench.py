@@ -208,11 +208,6 @@ class Workbench:
         return PipelineExecutor(stages=slices, answerer=answerer, clock=self.clock)
 
     def _distributed(self, needs: Needs, stages: StageLayout, ranks: Ranks) -> DistributedExecutor:
-        if max(stages.degree, stages.draft_degree) > 1:
-            raise UserError(
-                f"executor.target_degree={stages.degree}, draft_degree={stages.draft_degree} on"
-                " real ranks is not here yet: use degrees of 1 (null), or clock=simulated"
-            )
         if stages.groups is not None and self.clock.kind is ClockKind.PACED:
             raise UserError(
                 f"executor.groups={list(stages.groups)} with clock=paced: a profile prices a whole"
