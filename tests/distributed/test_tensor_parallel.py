@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.support import config, rejection, same
+from specdec.distributed.following import CallList
+from specdec.errors import RankFailure
+from specdec.verify import certify
+from tests.distributed.support import config, rejection, run, same
 
 pytestmark = pytest.mark.distributed
 
@@ -29,3 +32,20 @@ def test_pipeline_stages_of_several_ranks() -> None:
     """TP x PP: rows go from each rank of a stage to its like in the next; the last one answers."""
     same(config("specpipe", 2, "t06", executor__target_degree=2, executor__draft_degree=2))
     same(config("specinfer", 2, executor__target_degree=2, verifier=rejection()))
+
+
+def test_a_shared_draft_keeps_its_cache() -> None:
+    """Rank 0's share of the entries, after every step; each node is computed once."""
+    degrees = {"executor__target_degree": 2, "executor__draft_degree": 2}
+    values = config("swiftspec", 1, distributed=True, **degrees)
+    report = certify(values, checks=["cache_invariant", "draft_rows"])
+    assert report.lossless, [check for check in report.checks if not check.passed]
+
+
+# Last: it breaks its ranks.
+def test_followers_that_miss_a_commit_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: rank 0 keeps commits to itself. The rank that notices is named, within seconds."""
+    monkeypatch.setattr(CallList, "commit", lambda self, cache, commit: None)
+    degrees = {"executor__target_degree": 1, "executor__draft_degree": 2}
+    with pytest.raises(RankFailure, match="rank 2"):
+        run(config("swiftspec", 1, distributed=True, executor__timeout_s=20.0, **degrees))
