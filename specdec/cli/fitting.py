@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import UserError
+from specdec.profiling.degrees import curve_at
 
 RATIOS = ("ratio", "ratio_plus_one")
 """Values of ``policy.d`` that stand for a number which the profile gives."""
@@ -59,31 +60,6 @@ def with_degrees(
         if degree not in known:
             note += f" Here: {kind} on {degree} devices, interpolated."
     return {**clock, "costs": costs, "note": note}
-
-
-def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
-    """The cost curve of a degree; between two of the profile's, linear in the degree.
-
-    Args:
-        curves: degree -> curve, all over the same numbers of tokens.
-        degree: within those.
-    """
-    by_degree = {int(number): curve for number, curve in curves.items()}
-    if degree in by_degree:
-        return dict(by_degree[degree])
-    low = max(number for number in by_degree if number < degree)
-    high = min(number for number in by_degree if number > degree)
-    share = (degree - low) / (high - low)
-    left, right = by_degree[low], by_degree[high]
-
-    def between(a: float, b: float) -> float:
-        return a + share * (b - a)
-
-    found = dict(left)
-    found["ms"] = [between(a, b) for a, b in zip(left["ms"], right["ms"], strict=True)]
-    if "block_ms" in left:
-        found["block_ms"] = between(left["block_ms"], right.get("block_ms", 0.0))
-    return found
 
 
 def _expansions(policy: Mapping[str, Any], clock: Mapping[str, Any]) -> int:

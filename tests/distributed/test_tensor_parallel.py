@@ -28,6 +28,11 @@ def test_the_serial_form_on_shared_ranks() -> None:
     same(config("swiftspec_base", 1, executor__shared=True, **degrees))
 
 
+def test_a_staged_draft_on_its_own_ranks() -> None:
+    """Its caches hold a scratch tree of guesses; what rank 0 does to them is all that counts."""
+    same(config("staged", 1, "t06", executor__target_degree=2, executor__draft_degree=2))
+
+
 def test_pipeline_stages_of_several_ranks() -> None:
     """TP x PP: rows go from each rank of a stage to its like in the next; the last one answers."""
     same(config("specpipe", 2, "t06", executor__target_degree=2, executor__draft_degree=2))
