@@ -23,6 +23,7 @@ _COMMANDS = {
     "profile": ("specdec.cli.profile", "what work costs on this hardware; the tree that suggests"),
     "trace": ("specdec.cli.trace", "timeline of all ranks and the tree's growth, of a traced run"),
     "report": ("specdec.cli.report", "one HTML page and pictures of a run, comparison or sweep"),
+    "reproduce": ("specdec.cli.reproducing", "a paper's table or figure, its values beside ours"),
     "worker": ("specdec.cli.ranks", "one rank of a job that torchrun or Slurm starts"),
     "list": ("specdec.cli.listing", "strategies, their parts, datasets, profiles"),
 }
@@ -77,7 +78,7 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  specdec {name:<8} {about}" for name, (_, about) in _COMMANDS.items()]
+    lines = [f"  specdec {name:<9} {about}" for name, (_, about) in _COMMANDS.items()]
     return "\n".join(
         [
             "specdec: composable speculative decoding",

@@ -1,0 +1,187 @@
+"""``specdec reproduce``: a paper's table or figure, the paper's values beside ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from experiments.reproduce.findings import MISSING, Findings, from_json, of_claim, to_json, verdict
+from experiments.reproduce.items import Item, all_items, choose
+from experiments.reproduce.rendering import NONE, csv_text, markdown, value_text
+from experiments.reproduce.stated import ROOT
+from specdec.cli.arguments import read_arguments
+from specdec.errors import UserError
+from specdec.report.files import write_bytes, write_json, write_text
+from specdec.report.provenance import provenance
+
+HELP = """\
+specdec reproduce [--list] [--all] [--quick] [--document] [NAME ...] [output_dir=DIR] [runs_dir=DIR]
+
+Runs what stands behind a paper's table or figure and sets our figures beside the paper's: Markdown,
+CSV, JSON and a PNG each. Measured, paced, simulated and computed figures stand in columns of their
+own. What cannot be reproduced is listed with the reason.
+
+  NAME              a table or figure (specpipe/fig11), or all of a paper (specpipe)
+  --all             every one
+  --quick           few prompts and tokens; all of them in some minutes on two cores
+  --list            names, titles and what is missing
+  --document        write docs/reproduction.md from the results checked in under experiments/
+  output_dir=DIR    gets <paper>/results/<name>.md, .csv, .json, .png (default outputs/reproduce)
+  runs_dir=DIR      keeps the runs behind the tables; they are not run again as long as models and
+                    code are the same (default outputs/reproduce)
+
+SPECDEC_DATA names the folder of the data sets; without it the tables that need one say so.
+
+Examples
+  specdec reproduce --list
+  specdec reproduce specpipe/fig11
+  specdec reproduce --all --quick
+"""
+
+_FLAGS = ("--list", "--all", "--quick", "--document")
+_KEYS = ("output_dir", "runs_dir")
+_DEFAULT = "outputs/reproduce"
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status: 1 where a table failed."""
+    arguments = read_arguments(words, flags=_FLAGS)
+    if "--help" in arguments.flags:
+        print(HELP, end="")
+        return 0
+    items = all_items()
+    if "--list" in arguments.flags:
+        _list(items)
+        return 0
+    if "--document" in arguments.flags:
+        from experiments.reproduce.document import write_document
+
+        print(write_document(items))
+        return 0
+    names, keys = _read_words(arguments.overrides)
+    if "--all" in arguments.flags:
+        names = names or list(items)
+    if not names:
+        raise UserError("name a table or figure, or --all: `specdec reproduce --list` shows them")
+    chosen = choose(names, items)
+    quick = "--quick" in arguments.flags
+    return _run_all(chosen, quick, Path(keys["output_dir"]), Path(keys["runs_dir"]), words)
+
+
+def _read_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    keys = dict.fromkeys(_KEYS, _DEFAULT)
+    names = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            names.append(word)
+        elif key in _KEYS and value:
+            keys[key] = value
+        else:
+            raise UserError(f"{word} is no key of this command: known are {', '.join(_KEYS)}")
+    return names, keys
+
+
+def _list(items: Mapping[str, Item]) -> None:
+    width = max(len(name) for name in items)
+    for name, item in items.items():
+        print(f"{name:<{width}}  {item.stated.title}  [{item.status}]")
+
+
+def _run_all(
+    chosen: Sequence[Item], quick: bool, out: Path, runs: Path, words: Sequence[str]
+) -> int:
+    import torch
+
+    from experiments.reproduce.lab import Lab
+
+    torch.set_num_threads(1)
+    lab = Lab(folder=runs, quick=quick, say=lambda text: print(f"  run {text}", file=sys.stderr))
+    began, failed = perf_counter(), []
+    for number, item in enumerate(chosen, start=1):
+        print(f"[{number}/{len(chosen)}] {item.id}: {item.stated.title}", flush=True)
+        start = perf_counter()
+        findings, error = _findings(item, lab)
+        if error:
+            failed.append(item.id)
+        seconds = perf_counter() - start
+        write_item(item, findings, out, facts(item, quick, seconds, words))
+        for line in summary_lines(item, findings):
+            print(f"  {line}")
+        print(f"  {seconds:.1f} s", flush=True)
+    print(f"{len(chosen)} tables and figures in {perf_counter() - began:.0f} s, under {out}")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _findings(item: Item, lab: Any) -> tuple[Findings, bool]:
+    """The item's findings, and whether its builder failed (others go on)."""
+    if not item.builder or item.absent:
+        return Findings(missing=[item.status]), False
+    try:
+        return item.build(lab), False
+    except UserError as error:
+        return Findings(missing=[f"not run: {error}"]), True
+    except Exception as error:
+        traceback.print_exc()
+        return Findings(missing=[f"failed: {type(error).__name__}: {error}"]), True
+
+
+def facts(item: Item, quick: bool, seconds: float, words: Sequence[str]) -> dict[str, Any]:
+    """Where the figures come from: revision, command, kind of machine, size."""
+    found = provenance(command=["specdec", "reproduce", *words], config=dict(item.config))
+    git, machine = found["git"], found["hardware"]
+    revision = "unknown"
+    if git:
+        revision = git["revision"][:10] + (" with local changes" if git["dirty"] else "")
+    prompts, tokens = item.size["quick" if quick else "full"]
+    return {
+        "size": f"{'quick' if quick else 'full'}: up to {prompts} prompts x {tokens} tokens",
+        "revision": revision,
+        "command": " ".join(found["command"]),
+        "machine": f"{machine['machine']}, {machine['cores']} cores, torch with 1 thread",
+        "time": found["time"],
+        "seconds": round(seconds, 1),
+    }
+
+
+def write_item(item: Item, findings: Findings, out: Path, conditions: Mapping[str, Any]) -> None:
+    """Writes the page, the data and the picture of one item."""
+    folder = out / item.paper.name / "results"
+    write_text(folder / f"{item.name}.md", markdown(item, findings, conditions))
+    write_text(folder / f"{item.name}.csv", csv_text(item, findings))
+    write_json(folder / f"{item.name}.json", {**to_json(findings), "conditions": conditions})
+    picture = folder / f"{item.name}.png"
+    if findings.figure is not None:
+        from experiments.reproduce.drawing import as_png
+
+        write_bytes(picture, as_png(findings.figure))
+    else:
+        picture.unlink(missing_ok=True)
+
+
+def read_item(item: Item, root: Path = ROOT) -> tuple[Findings, dict[str, Any]] | None:
+    """Findings and conditions of a results folder; None where the item was never run."""
+    path = root / item.paper.name / "results" / f"{item.name}.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return from_json(found), found["conditions"]
+
+
+def summary_lines(item: Item, findings: Findings) -> list[str]:
+    """A line per claim and figure, and per missing thing."""
+    lines = []
+    for claim in item.stated.claims.values():
+        for measure in of_claim(findings.measures, claim.id) or [None]:
+            ours = NONE if measure is None else f"{value_text(claim, measure)} {measure.kind}"
+            where = "" if measure is None else f" [{measure.conditions}]"
+            said = MISSING if measure is None else verdict(claim, measure)
+            lines.append(f"{claim.text}: paper {claim.stated}, ours {ours}: {said}{where}")
+    return [*lines, *(f"missing: {what}" for what in findings.missing)]

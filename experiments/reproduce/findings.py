@@ -1,0 +1,135 @@
+"""What a reproduction found, and the verdict on each claim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.reproduce.stated import Claim
+
+KINDS = ("measured", "paced", "simulated", "formula")
+"""Where a figure comes from; the columns of a table, never mixed (DESIGN 6).
+
+measured: real models on this machine (times of its clock, or counts of its runs); paced: real
+processes held to a profile; simulated: a profile's virtual clock; formula: arithmetic on the paper's
+own figures or on a law, no run.
+"""
+
+MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One figure of ours that a claim is held against.
+
+    Attributes:
+        claim: id of the claim.
+        value: the figure; whether the sentence holds, for a claim that is one.
+        kind: one of ``KINDS``.
+        conditions: on what, in a few words.
+        low, high: 95 % interval over prompts, None where there is none.
+        loop_share: of the tokens behind it; None where tokens are made up or nothing ran.
+    """
+
+    claim: str
+    value: float | bool
+    kind: str
+    conditions: str
+    low: float | None = None
+    high: float | None = None
+    loop_share: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of values under headings; None is printed as undefined."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(slots=True)
+class Findings:
+    """Everything one item's builder hands back.
+
+    Attributes:
+        measures: held against the claims.
+        tables: printed in order.
+        figure: a matplotlib ``Figure``, PNG bytes, or None.
+        notes: sentences under the tables: what would have to be true, what is assumed.
+        missing: what could not be done, and why.
+    """
+
+    measures: list[Measure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    figure: Any = None
+    notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def verdict(claim: Claim, measure: Measure | None) -> str:
+    """inside, above or below; holds or does not hold for a sentence; missing without a figure.
+
+    A range holds its ends; a single number is met within ``claim.within`` of it. Figures that come
+    from a formula alone say so.
+    """
+    if measure is None:
+        return MISSING
+    if claim.low is None or claim.high is None:
+        found = "holds" if measure.value else "does not hold"
+    else:
+        low, high = claim.low, claim.high
+        if low == high:
+            slack = abs(low) * claim.within
+            low, high = low - slack, high + slack
+        value = float(measure.value)
+        found = "inside" if low <= value <= high else "above" if value > high else "below"
+    return f"formula check: {found}" if measure.kind == "formula" else found
+
+
+def ratio_to_stated(claim: Claim, measure: Measure) -> str:
+    """Ours over the paper's value, at both ends of a range; "" for sentences."""
+    if claim.low is None or not claim.low or not claim.high or isinstance(measure.value, bool):
+        return ""
+    if claim.low == claim.high:
+        return f"{measure.value / claim.low:.2f}"
+    return f"{measure.value / claim.high:.2f}-{measure.value / claim.low:.2f}"
+
+
+def of_claim(measures: Sequence[Measure], claim: str) -> list[Measure]:
+    """The figures that are held against one claim."""
+    return [measure for measure in measures if measure.claim == claim]
+
+
+def to_json(findings: Findings) -> dict[str, Any]:
+    """Plain values of all but the picture."""
+    return {
+        "measures": [
+            {name: getattr(m, name) for name in Measure.__dataclass_fields__}
+            for m in findings.measures
+        ],
+        "tables": [
+            {"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]}
+            for t in findings.tables
+        ],
+        "notes": findings.notes,
+        "missing": findings.missing,
+    }
+
+
+def from_json(found: Mapping[str, Any]) -> Findings:
+    """The inverse of ``to_json``."""
+    return Findings(
+        measures=[Measure(**m) for m in found["measures"]],
+        tables=[
+            Table(t["title"], tuple(t["columns"]), tuple(tuple(r) for r in t["rows"]))
+            for t in found["tables"]
+        ],
+        notes=list(found["notes"]),
+        missing=list(found["missing"]),
+    )

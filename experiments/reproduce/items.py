@@ -1,0 +1,124 @@
+"""The tables and figures there are: a YAML each, ``experiments/<paper>/<item>.yaml``.
+
+Keys of a config: ``builder`` (module:function that makes the findings), ``needs`` (presets without
+which there is nothing to run), ``size`` (quick and full: [prompts, tokens]), ``missing`` (why there
+is no builder), and whatever the builder reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from experiments.reproduce.stated import PAPERS, ROOT, Paper, Stated, read_paper
+from specdec.cli.suggest import did_you_mean
+from specdec.cli.tree import options
+from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.reproduce.findings import Findings
+    from experiments.reproduce.lab import Lab
+
+_NOT_FOR_BUILDERS = ("builder", "needs", "size", "missing")
+_SIZE = {"quick": [8, 48], "full": [32, 128]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One table or figure.
+
+    Attributes:
+        paper: whose.
+        name: of the item in the paper's folder.
+        stated: what the paper says.
+        config: what the builder reads.
+        builder: "module:function"; "" where nothing can be run.
+        needs: presets that it runs.
+        size: "quick" and "full" -> (prompts, tokens).
+        reason: why there is no builder.
+    """
+
+    paper: Paper
+    name: str
+    stated: Stated
+    config: Mapping[str, Any]
+    builder: str
+    needs: tuple[str, ...]
+    size: Mapping[str, tuple[int, int]]
+    reason: str
+
+    @property
+    def id(self) -> str:
+        """paper/item."""
+        return f"{self.paper.name}/{self.name}"
+
+    @property
+    def absent(self) -> list[str]:
+        """Presets that it needs and that are not there."""
+        known = options("strategy", ())
+        return [preset for preset in self.needs if preset not in known]
+
+    @property
+    def status(self) -> str:
+        """ready, or what is missing."""
+        if self.reason:
+            return f"missing: {self.reason}"
+        if self.absent:
+            return f"missing: preset {', '.join(self.absent)}"
+        return "ready"
+
+    def build(self, lab: Lab) -> Findings:
+        """Runs what the item needs and makes its findings."""
+        module, _, function = self.builder.partition(":")
+        make: Callable[[Item, Lab], Findings] = getattr(importlib.import_module(module), function)
+        return make(self, lab)
+
+
+def all_items(root: Path = ROOT) -> dict[str, Item]:
+    """Every table and figure by paper/item."""
+    found = {}
+    for name in PAPERS:
+        if (root / name / "stated.yaml").is_file():
+            paper = read_paper(name, root)
+            for key, stated in paper.items.items():
+                item = _item(paper, key, stated, root / name / f"{key}.yaml")
+                found[item.id] = item
+    return found
+
+
+def choose(names: list[str], items: Mapping[str, Item]) -> list[Item]:
+    """The items of these names; a paper's name stands for all of its items.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    chosen: dict[str, Item] = {}
+    for name in names:
+        matching = {k: v for k, v in items.items() if k == name or v.paper.name == name}
+        if not matching:
+            raise UserError(f"{name} is no table or figure: {did_you_mean(name, items)}")
+        chosen |= matching
+    return list(chosen.values())
+
+
+def _item(paper: Paper, name: str, stated: Stated, path: Path) -> Item:
+    if not path.is_file():
+        raise UserError(f"{paper.name}/{name} has stated values and no config: write {path.name}")
+    with path.open(encoding="utf-8") as stream:
+        found = yaml.safe_load(stream)
+    size = {**_SIZE, **found.get("size", {})}
+    return Item(
+        paper=paper,
+        name=name,
+        stated=stated,
+        config={k: v for k, v in found.items() if k not in _NOT_FOR_BUILDERS},
+        builder=found.get("builder", ""),
+        needs=tuple(found.get("needs", ())),
+        size={k: (int(v[0]), int(v[1])) for k, v in size.items()},
+        reason=found.get("missing", ""),
+    )

@@ -1,0 +1,119 @@
+"""Findings as Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
+from typing import Any
+
+from experiments.reproduce.findings import (
+    MISSING,
+    Findings,
+    Measure,
+    Table,
+    of_claim,
+    ratio_to_stated,
+    verdict,
+)
+from experiments.reproduce.items import Item
+from experiments.reproduce.stated import Claim
+
+NONE = "-"
+_HEADINGS = (
+    *("claim", "paper", "mark", "measured", "paced", "simulated", "formula"),
+    *("ours / paper", "verdict", "loop_share", "conditions"),
+)
+
+
+def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> str:
+    """The whole page of one table or figure."""
+    title = f"# {item.id}: {item.stated.title}"
+    lines = [title, "", f"{item.paper.title}, {item.paper.reference}; {item.stated.section}.", ""]
+    if item.stated.claims:
+        lines += ["## Claims", "", *grid(_HEADINGS, claim_rows(item, findings)), ""]
+    for table in findings.tables:
+        rows = [[cell(value) for value in row] for row in table.rows]
+        lines += [f"## {table.title}", "", *grid(table.columns, rows), ""]
+    if findings.notes:
+        lines += [*(f"- {note}" for note in findings.notes), ""]
+    if findings.missing:
+        lines += ["Missing:", "", *(f"- {what}" for what in findings.missing), ""]
+    lines += ["## Conditions", "", *(f"- {k}: {v}" for k, v in provenance.items()), ""]
+    return "\n".join(lines)
+
+
+def claim_rows(item: Item, findings: Findings) -> list[list[str]]:
+    """One row per claim and figure of ours; a claim without one is missing."""
+    rows = []
+    for claim in item.stated.claims.values():
+        found = of_claim(findings.measures, claim.id)
+        for measure in found or [None]:
+            rows.append(_claim_row(claim, measure, item))
+    return rows
+
+
+def _claim_row(claim: Claim, measure: Measure | None, item: Item) -> list[str]:
+    by_kind = dict.fromkeys(("measured", "paced", "simulated", "formula"), NONE)
+    if measure is None:
+        why = item.reason or (item.status if item.absent else "")
+        return [claim.text, claim.stated, claim.mark, *by_kind.values(), "", MISSING, NONE, why]
+    by_kind[measure.kind] = value_text(claim, measure)
+    loops = NONE if measure.loop_share is None else f"{100 * measure.loop_share:.0f} %"
+    return [
+        claim.text,
+        claim.stated,
+        claim.mark,
+        *by_kind.values(),
+        ratio_to_stated(claim, measure),
+        verdict(claim, measure),
+        loops,
+        measure.conditions,
+    ]
+
+
+def value_text(claim: Claim, measure: Measure) -> str:
+    """Our figure with its unit and interval."""
+    if isinstance(measure.value, bool):
+        return "yes" if measure.value else "no"
+    unit = {"x": "x", "%": " %"}.get(claim.unit, f" {claim.unit}" if claim.unit else "")
+    text = f"{cell(float(measure.value))}{unit}"
+    if measure.low is not None and measure.high is not None:
+        text += f" ({cell(measure.low)}-{cell(measure.high)})"
+    return text
+
+
+def cell(value: Any) -> str:
+    """One value of a table."""
+    if value is None:
+        return NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        size = abs(value)
+        digits = 1 if size >= 100 else 2 if size >= 1 else 3
+        return f"{value:.{digits}f}"
+    return str(value)
+
+
+def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    safe = [[str(text).replace("|", "/") for text in row] for row in rows]
+    return [
+        f"| {' | '.join(headings)} |",
+        f"|{'|'.join('---' for _ in headings)}|",
+        *(f"| {' | '.join(row)} |" for row in safe),
+    ]
+
+
+def csv_text(item: Item, findings: Findings) -> str:
+    """Claims, then every table, each under its own headings; empty lines between."""
+    stream = StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    tables = [Table("claims", _HEADINGS, tuple(tuple(r) for r in claim_rows(item, findings)))]
+    for table in [*tables, *findings.tables]:
+        writer.writerow([f"# {table.title}"])
+        writer.writerow(table.columns)
+        writer.writerows(["" if value is None else value for value in row] for row in table.rows)
+        writer.writerow([])
+    return stream.getvalue()
