@@ -1,6 +1,6 @@
-"""Time between tokens of pipelined methods, at the papers' scale (SpecPipe Fig. 11, PipeDec Fig. 5).
+"""Time between tokens of pipelined methods at the papers' scale (SpecPipe Fig. 11, PipeDec Fig. 5).
 
-Every row decodes the same prompts with the same hits, on the same stages; only the strategy differs.
+Every row decodes the same prompts with the same hits on the same stages; only the strategy differs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.pipelines.theory import steps_by_equation_2
+from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import bars, claims_panel, figure, legend, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
@@ -28,8 +29,9 @@ def tbt(item: Item, lab: Lab) -> Findings:
     Keys: ``common`` (overrides of all rows), ``rows`` (name -> overrides, the first is plain
     decoding), ``ratios`` (claim -> [slow, fast]), ``values`` (claim -> row), ``chains`` (row ->
     drafts and overrides: methods that an acceptance trace drives, on prompts of their own),
-    ``chain_ratios`` (claim -> [slow, fast], one of the two a chain), ``paper`` (row -> the paper's
-    milliseconds, for the picture).
+    ``chain_ratios`` (claim -> [slow, fast], the slow one a chain; on the drafts of
+    ``chain_against``), ``values_of`` (drafts that ``values`` are given for), ``paper`` (row -> the
+    paper's milliseconds, for the picture).
     """
     found, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -39,7 +41,9 @@ def tbt(item: Item, lab: Lab) -> Findings:
     chains = _chains(item, lab, found, table)
     for draft in drafts(config["drafts"], item, lab, found):
         runs = run_rows(lab, draft, config["common"], config["rows"])
-        table += [row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()]
+        table += [
+            row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()
+        ]
         shown[draft.name.replace("_", "\n")] = {name: run.tbt_ms for name, run in runs.items()}
         found.measures += _ratios(config, draft, runs)
         found.measures += _chain_ratios(config, draft, runs, chains)
@@ -52,14 +56,6 @@ def tbt(item: Item, lab: Lab) -> Findings:
     found.missing += list(config.get("absent", ()))
     found.notes += list(config.get("notes", ()))
     return found
-
-
-def computed(config: Mapping[str, Any]) -> list[Measure]:
-    """Claims that arithmetic on stated figures decides: ``computed`` (claim -> [value, how])."""
-    return [
-        Measure(claim=claim, value=float(value), kind="formula", conditions=how)
-        for claim, (value, how) in config.get("computed", {}).items()
-    ]
 
 
 def run_rows(
@@ -95,14 +91,15 @@ def ratio_measure(claim: str, draft: Draft, *, slow: Outcome, fast: Outcome) -> 
     )
 
 
-def _ratios(
-    config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
-) -> list[Measure]:
+def _ratios(config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]) -> list[Measure]:
     measures = [
         ratio_measure(claim, draft, slow=runs[slow], fast=runs[fast])
         for claim, (slow, fast) in config.get("ratios", {}).items()
     ]
-    for claim, name in config.get("values", {}).items():
+    values = config.get("values", {})
+    for claim, name in (
+        values.items() if draft.name in config.get("values_of", [draft.name]) else ()
+    ):
         run = runs[name]
         measures.append(
             Measure(
@@ -129,9 +126,7 @@ def _chains(
             table.append(row_of(draft, name, runs[name], plain=runs["PP"]))
             made.setdefault(name, []).append((draft, runs[name]))
             for claim in chain.get("over_plain", ()):
-                found.measures.append(
-                    ratio_measure(claim, draft, slow=runs["PP"], fast=runs[name])
-                )
+                found.measures.append(ratio_measure(claim, draft, slow=runs["PP"], fast=runs[name]))
     return made
 
 
@@ -142,7 +137,9 @@ def _chain_ratios(
     chains: Mapping[str, Sequence[tuple[Draft, Outcome]]],
 ) -> list[Measure]:
     """Rows of other prompts and another model: no interval, and the conditions say so."""
-    measures = []
+    measures: list[Measure] = []
+    if draft.name not in config.get("chain_against", [draft.name]):
+        return measures
     for claim, (slow, fast) in config.get("chain_ratios", {}).items():
         for traced, run in chains.get(slow, ()):
             measures.append(
@@ -162,7 +159,9 @@ def _tbt_figure(
 ) -> Any:
     made, (left, right) = figure(13.5, 6.0, 2)
     bars(left, shown, form="{:.0f}")
-    tidy(left, x="draft", y="time between tokens (ms)", title="simulated; the paper's where it says")
+    tidy(
+        left, x="draft", y="time between tokens (ms)", title="simulated; the paper's where it says"
+    )
     legend(left, loc="upper right")
     same = [m for m in found.measures if "other side" not in m.conditions]
     claims_panel(right, item.stated.claims, same)
@@ -203,7 +202,10 @@ def sampling_change(item: Item, lab: Lab) -> Findings:
             )
         )
     made, (ax,) = figure(7.0, 3.8)
-    shown = {d.name.replace("_", " "): {n: r.tbt_ms for n, r in rows.items()} for d, rows in zip(pair, runs, strict=True)}
+    shown = {
+        d.name.replace("_", " "): {n: r.tbt_ms for n, r in rows.items()}
+        for d, rows in zip(pair, runs, strict=True)
+    }
     bars(ax, shown)
     tidy(ax, x="sampling", y="time between tokens (ms, simulated)", title=item.stated.title)
     legend(ax, loc="best")
@@ -231,7 +233,8 @@ def levels(item: Item, lab: Lab) -> Findings:
                 claim=config["worse"],
                 value=all(ms > one for ms in more),
                 kind="simulated",
-                conditions=f"{draft.title}; {', '.join(f'{ms / one:.2f}' for ms in more)} of one level",
+                conditions=f"{draft.title}; {', '.join(f'{ms / one:.2f}' for ms in more)} of"
+                " one level's time",
                 loop_share=runs[names[0]].summary["loop_share"],
             )
         )
@@ -263,7 +266,19 @@ def equations(item: Item, lab: Lab) -> Findings:
             refills = counts["refill_steps"] / counts["new_tokens"]
             flushes = counts["flush_steps"] / counts["new_tokens"]
             error = 100.0 * (law / steps - 1.0)
-            table.append((draft.title, stages, hit, steps, law, error, flushes, refills, counts["loop_share"]))
+            table.append(
+                (
+                    draft.title,
+                    stages,
+                    hit,
+                    steps,
+                    law,
+                    error,
+                    flushes,
+                    refills,
+                    counts["loop_share"],
+                )
+            )
             xs, ys = series.setdefault(draft.name.replace("_", " "), ([], []))
             xs.append(float(stages))
             ys.append(error)

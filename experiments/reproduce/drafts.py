@@ -40,9 +40,7 @@ def known_drafts() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def drafts(
-    names: Sequence[str], item: Item, lab: Lab, findings: Findings
-) -> Iterator[Draft]:
+def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> Iterator[Draft]:
     """The drafts of these names; one that cannot be had goes to ``findings.missing``."""
     for name in names:
         try:

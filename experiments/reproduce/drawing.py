@@ -66,7 +66,9 @@ def band(ax: Axes, low: float, high: float, label: str, *, vertical: bool = Fals
     span(low, high, color=_BAND, label=label, zorder=0)
 
 
-def bars(ax: Axes, groups: Mapping[str, Mapping[str, float | None]], *, form: str = "{:.1f}") -> None:
+def bars(
+    ax: Axes, groups: Mapping[str, Mapping[str, float | None]], *, form: str = "{:.1f}"
+) -> None:
     """Grouped bars: group -> series -> value; None leaves a gap."""
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     width = 0.8 / max(1, len(names))
@@ -84,7 +86,12 @@ def bars(ax: Axes, groups: Mapping[str, Mapping[str, float | None]], *, form: st
         )
         for x, y in drawn:
             ax.annotate(
-                form.format(y), (x, y), (0, 1.5), textcoords="offset points", ha="center", fontsize=6
+                form.format(y),
+                (x, y),
+                (0, 1.5),
+                textcoords="offset points",
+                ha="center",
+                fontsize=6,
             )
     ax.set_xticks(range(len(groups)), list(groups), fontsize=7.5)
 
@@ -105,8 +112,7 @@ def claims_panel(ax: Axes, claims: Mapping[str, Claim], measures: Sequence[Measu
     numeric = [c for c in claims.values() if c.low is not None and c.id in held]
     conditions = list(dict.fromkeys(f"{m.conditions} ({m.kind})" for m in measures))
     for row, claim in enumerate(numeric):
-        assert claim.low is not None and claim.high is not None
-        low, high = claim.low, claim.high
+        low, high = claim.ends
         ax.plot([low, high], [row, row], lw=11, color=_BAND, solid_capstyle="butt", zorder=1)
         if low == high:
             ax.plot([low], [row], marker="|", ms=14, mew=2.2, color="#c9982e", zorder=1)

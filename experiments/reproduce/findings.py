@@ -12,8 +12,8 @@ KINDS = ("measured", "paced", "simulated", "formula")
 """Where a figure comes from; the columns of a table, never mixed (DESIGN 6).
 
 measured: real models on this machine (times of its clock, or counts of its runs); paced: real
-processes held to a profile; simulated: a profile's virtual clock; formula: arithmetic on the paper's
-own figures or on a law, no run.
+processes held to a profile; simulated: a profile's virtual clock; formula: arithmetic on the
+paper's own figures or on a law, no run.
 """
 
 MISSING = "missing"

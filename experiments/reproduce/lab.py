@@ -1,7 +1,7 @@
 """Runs behind tables and figures: each in a folder of its own, once.
 
-A folder is named by a hash of the resolved configuration, the models' weights and the code, and holds
-config.json, requests.jsonl and summary.json; a run that is there is not run again.
+A folder is named by a hash of the resolved configuration, the models' weights and the code. It
+holds config.json, requests.jsonl and summary.json; a run that is there is not run again.
 """
 
 from __future__ import annotations
@@ -145,6 +145,11 @@ class Lab:
         words = ["strategy=speculative", "model=tiny", *words, "record=true"]
         return self._job(words, "records", "record.npz") / "record.npz"
 
+    def models(self) -> ModelPair:
+        """The bundled pair, loaded."""
+        config = run_job_of(["strategy=speculative", "model=tiny", "data=stdlib", "data.limit=1"])
+        return self._prepare(config.config)[0]
+
     def _job(self, words: Sequence[str], kind: str, wanted: str) -> Path:
         config = run_job_of(_last_wins(words)).config
         pair, _ = self._prepare(config)
@@ -170,7 +175,7 @@ def speed_ratio(fast: Outcome, slow: Outcome) -> tuple[float, float | None, floa
     """How many times faster ``fast`` decodes, and the 95 % interval over the prompts of both.
 
     Raises:
-        UserError: the two decoded different tokens or different prompts, so no ratio means anything.
+        UserError: the two decoded different tokens or prompts, so no ratio means anything.
     """
     mine = {result.id: result.output for result in fast.results}
     theirs = {result.id: result.output for result in slow.results}

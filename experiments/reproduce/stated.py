@@ -1,9 +1,10 @@
 """What the papers state, as data: ``experiments/<paper>/stated.yaml``.
 
-A file has the paper's name and reference and, per table or figure, its claims. A claim has ``text``,
-``stated`` (a number, a pair [least, most], or a sentence that holds or does not), ``unit``,
-``section`` where it differs from the item's, and ``mark``: original (in the text at hand), known
-(general knowledge of the original) or reconstructed (follows from the sentences around a gap).
+A file has the paper's name and reference and, per table or figure, its claims. A claim has
+``text``, ``stated`` (a number, a pair [least, most], or a sentence that holds or does not),
+``unit``, ``section`` where it differs from the item's, ``within`` (how near a number counts as met)
+and ``mark``: original (in the text at hand), known (general knowledge of the original) or
+reconstructed (follows from the sentences around a gap).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PAPERS = ("specpipe", "pipedec", "ppsd", "swiftspec", "staged", "open")
 MARKS = ("original", "known", "reconstructed", "independent", "open")
 """Where a stated value comes from; ``independent`` is somebody else's measurement."""
 
-_CLAIM_KEYS = {"text", "stated", "unit", "section", "mark", "within", "formula"}
+_CLAIM_KEYS = {"text", "stated", "unit", "section", "mark", "within"}
 _ITEM_KEYS = {"title", "section", "claims"}
 
 
@@ -54,6 +55,13 @@ class Claim:
     section: str
     mark: str
     within: float
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The stated range of a number."""
+        assert self.low is not None
+        assert self.high is not None
+        return self.low, self.high
 
     @property
     def stated(self) -> str:

@@ -159,13 +159,11 @@ def test_every_package_is_installed() -> None:
     listed = set(project["tool"]["setuptools"]["packages"])
     found = {
         ".".join(f.relative_to(ROOT).parent.parts)
-        for f in python_files("specdec", "strategies")
+        for f in python_files(*LAYERS)
         if f.name == "__init__.py"
     }
     assert listed == found | {"specdec.conf"}
-    folders = {
-        ".".join(f.relative_to(ROOT).parent.parts) for f in python_files("specdec", "strategies")
-    }
+    folders = {".".join(f.relative_to(ROOT).parent.parts) for f in python_files(*LAYERS)}
     assert folders <= found, "a folder with Python files lacks __init__.py"
 
 

@@ -1,0 +1,374 @@
+"""Tables of pipelines besides their TBT: timelines, memory, features, batches, latency formulas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.pipelines.tables import SIMULATED, run_rows
+from experiments.reproduce.drafts import Draft, drafts
+from experiments.reproduce.drawing import figure, legend, lines, tidy
+from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome
+from specdec.clocks import Work
+from specdec.compose import build_profile
+
+_MIB, _GIB = 2**20, 2**30
+
+
+def timeline(item: Item, lab: Lab) -> Findings:
+    """One request's timeline, and where a stage's time goes (SpecPipe Fig. 12).
+
+    Keys: ``common``, ``draft``, claims ``flush``, ``compute``, ``prune``.
+    """
+    from specdec.trace.timeline import timeline_png
+
+    found, config = Findings(), item.config
+    for draft in drafts([config["draft"]], item, lab, found):
+        folder = lab.traced([*draft.words, "data.limit=1", SIMULATED, *config["common"]])
+        trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        spent: dict[str, float] = {}
+        prunes = []
+        for event in trace["traceEvents"]:
+            if event["ph"] == "X" and event["name"] != "draft":
+                spent[event["cat"]] = spent.get(event["cat"], 0.0) + event["dur"]
+                if event["cat"] == "prune":
+                    prunes.append(event["dur"] / 1e3)
+        busy = {kind: us for kind, us in spent.items() if kind != "wait"}
+        share = busy.get("compute", 0.0) / sum(busy.values())
+        loops = summary["loop_share"]
+        flushes = summary["flush_steps"]
+        for claim, value, text in (
+            ("flush", flushes > 0, f"{flushes} flush steps in {summary['steps']}"),
+            ("compute", share > 0.5, f"{100 * share:.0f} % of the stages' busy time"),
+            ("prune", max(prunes, default=0.0), "pinned by the profile"),
+        ):
+            conditions = f"{draft.title}, one prompt; {text}"
+            found.measures.append(
+                Measure(
+                    claim=claim,
+                    value=value,
+                    kind="simulated",
+                    conditions=conditions,
+                    loop_share=loops,
+                )
+            )
+        rows = tuple((kind, us / 1e3, us / sum(busy.values())) for kind, us in busy.items())
+        found.tables.append(
+            Table("Time of all stages", ("phase", "ms", "share of busy time"), rows)
+        )
+        found.figure = timeline_png(trace, title=f"{item.id}, simulated, {draft.title}")
+    return found
+
+
+def memory(item: Item, lab: Lab) -> Findings:
+    """Memory per device from the model's shape, and what the tree needs (SpecPipe Table 1).
+
+    Keys: ``shape`` (hidden, layers, kv_heads, head_dim, ffn, vocab), ``devices``,
+    ``context_tokens``, ``runtime_mib``, ``width``, ``levels``.
+    """
+    found, config = Findings(), item.config
+    s = config["shape"]
+    kv_size = s["kv_heads"] * s["head_dim"]
+    layer = 2 * s["hidden"] ** 2 + 2 * s["hidden"] * kv_size + 3 * s["hidden"] * s["ffn"]
+    layers = s["layers"] // config["devices"]
+    kv_token = 2 * kv_size * 2 * layers  # bytes on one device: keys and values, 2 bytes each
+    weights = 2 * layer * layers / _GIB
+    cache = kv_token * config["context_tokens"] / _GIB
+    runtime = config["runtime_mib"] * _MIB / _GIB
+    middle = weights + cache + runtime
+    table = 2 * s["hidden"] * s["vocab"] / _GIB
+    level, tree = (
+        n * kv_token / _MIB for n in (config["width"], config["width"] * config["levels"])
+    )
+    rows = (
+        ("parameters of a layer (millions)", layer / 1e6),
+        (f"weights of {layers} layers, bf16 (GiB)", weights),
+        (f"KV of {config['context_tokens']} tokens (GiB)", cache),
+        ("embedding or output table (GiB)", table),
+        ("runtime (GiB)", runtime),
+        ("KV of one token on a device (KiB)", kv_token / 1024),
+        (f"KV of one level of {config['width']} (MiB)", level),
+        (f"KV of {config['levels']} levels in flight, first stage (MiB)", tree),
+    )
+    found.tables.append(Table("Arithmetic on the model's shape", ("what", "value"), rows))
+    for claim, value in (
+        ("first", middle + table),
+        ("middle", middle),
+        ("last", middle + table),
+        ("tree", tree),
+    ):
+        found.measures.append(
+            Measure(claim=claim, value=value, kind="formula", conditions=config["conditions"])
+        )
+    found.notes += list(config["notes"])
+    return found
+
+
+def features(item: Item, lab: Lab) -> Findings:
+    """What SpecPipe's row of Table 2 means here: a run, or a reason, per feature.
+
+    Keys: ``common``, ``draft``, ``batch`` (presets that stand for feature 3).
+    """
+    from specdec.cli.tree import options
+
+    found, config = Findings(), item.config
+    presets = options("strategy", ())
+    for draft in drafts([config["draft"]], item, lab, found):
+        run = lab.run([*draft.words, SIMULATED, *config["common"]])
+        step = 1e3 * run.summary["clock_s"] / run.summary["steps"]
+        draft_ms = build_profile(run.config["clock"]).ms(Work.DRAFT, 1)
+        batch = [name for name in config["batch"] if name in presets]
+        facts: list[tuple[str, bool, str, str]] = [
+            (
+                "no_latency",
+                draft_ms < step,
+                "simulated",
+                f"a draft pass of {draft_ms:.0f} ms beside a mean step of {step:.0f} ms",
+            ),
+            ("no_training", True, "formula", "any pair that shares a tokenizer runs as it is"),
+            ("dynamic", True, "formula", "the tree grows and is pruned each step (specdec trace)"),
+        ]
+        if batch:
+            facts.append(("large_batch", True, "formula", f"preset {', '.join(batch)}"))
+        found.measures += [
+            Measure(claim=claim, value=bool(value), kind=kind, conditions=text)
+            for claim, value, kind, text in facts
+        ]
+    return found
+
+
+def batches(item: Item, lab: Lab) -> Findings:
+    """Throughput and TBT over batch sizes.
+
+    Keys: ``common``, ``drafts``, ``rows`` (name -> overrides), ``batch_sizes``, ``ratios`` (claim
+    -> [metric, row, other row]: the middle over batch sizes from ``from_batch`` on is held against
+    the claim), ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes`` (claim
+    -> [metric, rows that end above, row]).
+    """
+    found, config = Findings(), item.config
+    table: list[tuple[Any, ...]] = []
+    curves: dict[str, dict[str, dict[int, Outcome]]] = {}
+    for draft in drafts(config["drafts"], item, lab, found):
+        rows = curves.setdefault(draft.title, {})
+        for name, words in config["rows"].items():
+            fixed = any(word.startswith("batch_size=") for word in words)
+            for size in config["batch_sizes"][:1] if fixed else config["batch_sizes"]:
+                run = run_rows(
+                    lab, draft, config["common"], {name: [f"batch_size={size}", *words]}
+                )[name]
+                rows.setdefault(name, {})[size] = run
+                s = run.summary
+                table.append(
+                    (
+                        draft.title,
+                        name,
+                        size,
+                        s["throughput_tokens_per_s"],
+                        s["tbt_ms_mean"],
+                        s["tbt_ms_p99"],
+                        s["loop_share"],
+                    )
+                )
+            if fixed:
+                (only,) = rows[name].values()
+                rows[name] = dict.fromkeys(config["batch_sizes"], only)
+        found.measures += _batch_measures(config, draft, rows)
+    columns = ("draft", "row", "batch size", "tokens/s", "TBT ms", "p99 TBT ms", "loop_share")
+    found.tables.append(
+        Table("Simulated, all requests present at the start", columns, tuple(table))
+    )
+    if curves:
+        found.figure = _batch_figure(item, next(iter(curves.items())), config["batch_sizes"])
+    found.notes += list(config.get("notes", ()))
+    return found
+
+
+def _batch_measures(
+    config: Mapping[str, Any], draft: Draft, rows: Mapping[str, Mapping[int, Outcome]]
+) -> list[Measure]:
+    def value(name: str, size: int, metric: str) -> float:
+        return float(rows[name][size].summary[metric])
+
+    measures = []
+    sizes = list(config["batch_sizes"])
+    loops = next(iter(next(iter(rows.values())).values())).summary["loop_share"]
+    for claim, (metric, mine, other) in config.get("ratios", {}).items():
+        later = [size for size in sizes if size >= config.get("from_batch", 1)]
+        found = [value(mine, size, metric) / value(other, size, metric) for size in later]
+        if metric.startswith("tbt"):
+            found = [1 / ratio for ratio in found]
+        measures.append(
+            Measure(
+                claim=claim,
+                value=sorted(found)[len(found) // 2],
+                kind="simulated",
+                conditions=f"{draft.title}; {min(found):.2f} to {max(found):.2f} over batches of"
+                f" {later[0]} to {later[-1]}",
+                loop_share=loops,
+            )
+        )
+    for claim, (metric, mine, other) in config.get("below", {}).items():
+        worst = max(value(mine, size, metric) / value(other, size, metric) for size in sizes)
+        measures.append(
+            Measure(
+                claim=claim,
+                value=worst < 1.0,
+                kind="simulated",
+                conditions=f"{draft.title}; at worst {worst:.2f} of it",
+                loop_share=loops,
+            )
+        )
+    for claim, (metric, others, mine) in config.get("overtakes", {}).items():
+        last = sizes[-1]
+        ahead = {name: value(name, last, metric) / value(mine, last, metric) for name in others}
+        text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ahead.items())
+        measures.append(
+            Measure(
+                claim=claim,
+                value=all(r > 1 for r in ahead.values()),
+                kind="simulated",
+                conditions=f"{draft.title}; batch {last}: {text}",
+                loop_share=loops,
+            )
+        )
+    return measures
+
+
+def _batch_figure(
+    item: Item, found: tuple[str, Mapping[str, Mapping[int, Outcome]]], sizes: Sequence[int]
+) -> Any:
+    title, rows = found
+    made, (left, right) = figure(10.5, 4.2, 2)
+    by_size = {
+        name: (sizes, [runs[size].summary["tbt_ms_p99"] for size in sizes])
+        for name, runs in rows.items()
+    }
+    plane = {
+        name: (
+            [run.tbt_ms for run in runs.values()],
+            [run.summary["throughput_tokens_per_s"] for run in runs.values()],
+        )
+        for name, runs in rows.items()
+    }
+    lines(left, plane)
+    tidy(
+        left,
+        x="time between tokens (ms, simulated)",
+        y="throughput (tokens/s, simulated)",
+        title=title,
+    )
+    lines(right, by_size)
+    right.set_xscale("log", base=2)
+    tidy(
+        right, x="batch size (requests)", y="p99 time between tokens (ms, simulated)", title=item.id
+    )
+    legend(left)
+    return made
+
+
+def latency_formulas(item: Item, lab: Lab) -> Findings:
+    """PipeDec 2.4: PP = sum T_c + sum T_t; PipeDec = max(T_draft, C max T_c + max T_t).
+
+    Keys: ``drafts``, ``stages``, ``width``, ``plain``, ``dynamic`` (overrides; ``{stages}`` is
+    filled in), claims ``pp`` and ``pipedec``.
+    """
+    found, config = Findings(), item.config
+    table = []
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    for draft in drafts(config["drafts"], item, lab, found):
+        off: dict[str, list[float]] = {"pp": [], "pipedec": []}
+        for stages in config["stages"]:
+            rows = {
+                name: [word.format(stages=stages) for word in config[key]]
+                for name, key in (("PP", "plain"), ("PipeDec", "dynamic"))
+            }
+            runs = run_rows(lab, draft, [], rows)
+            profile = build_profile(runs["PP"].config["clock"])
+            stage, transfer = profile.ms(Work.STAGE, 1), profile.ms(Work.TRANSFER, 1)
+            full = profile.ms(Work.STAGE, config["width"]) + profile.ms(
+                Work.TRANSFER, config["width"]
+            )
+            laws = {
+                "pp": stages * (stage + transfer),
+                "pipedec": max(profile.ms(Work.DRAFT, 1), full),
+            }
+            for key, run in zip(off, runs.values(), strict=True):
+                off[key].append(100 * (laws[key] / run.tbt_ms - 1))
+                s = run.summary
+                table.append(
+                    (
+                        draft.title,
+                        key,
+                        stages,
+                        laws[key],
+                        run.tbt_ms,
+                        off[key][-1],
+                        s["hit_rate"],
+                        s["loop_share"],
+                    )
+                )
+        loops = table[-1][-1]
+        series[draft.name.replace("_", " ")] = (config["stages"], off["pipedec"])
+        for key, errors in off.items():
+            worst = max(errors, key=abs)
+            found.measures.append(
+                Measure(
+                    claim=config[f"claim_{key}"],
+                    value=abs(worst) <= 5.0,
+                    kind="simulated",
+                    conditions=f"{draft.title}; the formula is {worst:+.1f} % off",
+                    loop_share=loops,
+                )
+            )
+    columns = (
+        "draft",
+        "method",
+        "stages",
+        "formula ms",
+        "simulated ms",
+        "formula off, %",
+        "hit rate",
+        "loop_share",
+    )
+    found.tables.append(Table("Latency per token", columns, tuple(table)))
+    made, (ax,) = figure(6.5, 3.8)
+    lines(ax, series)
+    tidy(
+        ax,
+        x="stages",
+        y="PipeDec's formula against the simulator (per cent)",
+        title=item.stated.title,
+    )
+    legend(ax)
+    found.figure = made
+    return found
+
+
+def small_model(item: Item, lab: Lab) -> Findings:
+    """PipeDec's TBT against a small model alone, whose pass is stated.
+
+    Keys: ``drafts``, ``dynamic``, ``small_ms``, ``claim``, ``near`` (ratio that still approaches).
+    """
+    found, config = Findings(), item.config
+    rows = []
+    for draft in drafts(config["drafts"], item, lab, found):
+        run = run_rows(lab, draft, [], {"PipeDec": config["dynamic"]})["PipeDec"]
+        ratio = run.tbt_ms / config["small_ms"]
+        rows.append((draft.title, run.tbt_ms, config["small_ms"], ratio, run.summary["loop_share"]))
+        found.measures.append(
+            Measure(
+                claim=config["claim"],
+                value=ratio <= config["near"],
+                kind="simulated",
+                conditions=f"{draft.title}; {ratio:.2f} of the small model's time",
+                loop_share=run.summary["loop_share"],
+            )
+        )
+    columns = ("draft", "PipeDec TBT ms", "8B alone ms (stated)", "ratio", "loop_share")
+    found.tables.append(Table("70B in a pipeline against 8B alone", columns, tuple(rows)))
+    found.notes += list(config.get("notes", ()))
+    return found

@@ -1,0 +1,197 @@
+"""PPSD's other tables: against others, heads, cases, and an independent measurement."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+
+from experiments.ppsd.laws import alpha_of_speedup, ppsd_speedup
+from experiments.reproduce.drawing import bars, figure, legend, lines, tidy
+from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab
+
+
+def against_others(item: Item, lab: Lab) -> Findings:
+    """Table 2's cells against Table 1's. Keys: ``tokens_per_s`` (model -> row -> [XSum, GSM8K]),
+    ``table1_gsm8k`` (of L-13B)."""
+    found, config = Findings(), item.config
+    cells = config["tokens_per_s"]
+    where = "ratio of stated tokens/s"
+    ratios = {
+        (model, i): rows["ppsd"][i] / rows["ts"][i] for model, rows in cells.items() for i in (0, 1)
+    }
+    for claim, key in (("v13b_xsum", ("V-13B", 0)), ("v13b_gsm8k", ("V-13B", 1))):
+        found.measures.append(
+            Measure(claim=claim, value=ratios[key], kind="formula", conditions=where)
+        )
+    least = min(ratios.values())
+    printed, first = cells["L-13B"]["ppsd"][1], config["table1_gsm8k"]
+    medusa = cells["V-13B"]["medusa"][0] / cells["V-13B"]["plain"][0]
+    found.measures += [
+        Measure(
+            claim="over_ts",
+            value=least > 1,
+            kind="formula",
+            conditions=f"least {least:.2f}x stated",
+        ),
+        Measure(
+            claim="l13b_cell",
+            value=abs(printed / first - 1) < 0.01,
+            kind="formula",
+            conditions=f"Table 1 has {first} tokens/s there",
+        ),
+        Measure(
+            claim="medusa",
+            value=medusa,
+            kind="formula",
+            conditions="stated tokens/s over Table 1's autoregressive row",
+        ),
+    ]
+    rows = tuple(
+        (model, name, values[0], values[1], values[0] / by["plain"][0], values[1] / by["plain"][1])
+        for model, by in cells.items()
+        for name, values in by.items()
+    )
+    columns = (
+        "model",
+        "row",
+        "XSum tokens/s",
+        "GSM8K tokens/s",
+        "XSum over plain",
+        "GSM8K over plain",
+    )
+    found.tables.append(Table("Stated cells", columns, rows))
+    found.missing += list(config["absent"])
+    return found
+
+
+def heads(item: Item, lab: Lab) -> Findings:
+    """Fig. 5 from stated cells. Keys: ``acceptance`` (model -> head -> per set, %), ``theory``."""
+    found, config = Findings(), item.config
+    by_head = config["acceptance"]
+    lower = all(
+        norm < own
+        for pair in by_head.values()
+        for norm, own in zip(pair["norm"], pair["transformer"], strict=True)
+    )
+    theory = config["theory"]
+    law = ppsd_speedup(theory["alpha"], theory["exit_layer"], theory["layers"])
+    found.measures += [
+        Measure(
+            claim="lower", value=lower, kind="formula", conditions="stated cells of Tables 6, 7"
+        ),
+        Measure(
+            claim="gsm8k", value=law, kind="formula", conditions=f"Eq. 6 at alpha {theory['alpha']}"
+        ),
+    ]
+    names = ("XSum", "GSM8K", "HumanEval")
+    rows = tuple((m, head, *values) for m, pair in by_head.items() for head, values in pair.items())
+    found.tables.append(Table("Stated acceptance, %", ("model", "head", *names), rows))
+    made, (ax,) = figure(6.5, 3.7)
+    bars(
+        ax,
+        {
+            f"{model}\n{name}": {head: values[i] for head, values in pair.items()}
+            for model, pair in by_head.items()
+            for i, name in enumerate(names)
+        },
+    )
+    tidy(ax, x="model, data set", y="acceptance rate (per cent, stated)", title=item.stated.title)
+    legend(ax)
+    found.figure = made
+    return found
+
+
+def independent(item: Item, lab: Lab) -> Findings:
+    """What the theory of another measurement implies, and one cost per step that explains its wall.
+
+    With T a pass and n stages, wall / theory = (T / n) / (T / n + c). Keys: ``rows``: [model,
+    temperature, stages, theoretical, wall]; ``pass_ms`` (T of the first model), ``claims``.
+    """
+    found, config = Findings(), item.config
+    rows, costs = [], []
+    first = config["rows"][0][0]
+    for model, temperature, stages, theory, wall in config["rows"]:
+        kept = wall / theory
+        cost = config["pass_ms"] / stages * (1 / kept - 1) if model == first else None
+        rows.append(
+            (
+                model,
+                temperature,
+                stages,
+                theory,
+                wall,
+                kept,
+                alpha_of_speedup(theory, 1, stages),
+                cost,
+            )
+        )
+        if cost is not None and temperature == 0:
+            costs.append(cost)
+    per_step = median(costs)
+    xs = [2, 4, 6, 8, 12, 16, 24]
+    law = [config["pass_ms"] / n / (config["pass_ms"] / n + per_step) for n in xs]
+    for stages, claim in config["claims"].items():
+        value = float(np.interp(stages, xs, law))
+        found.measures.append(
+            Measure(
+                claim=claim,
+                value=value,
+                kind="formula",
+                conditions=f"one cost of {per_step:.2f} ms per step beside {config['pass_ms']} ms"
+                " / stages",
+            )
+        )
+    columns = (
+        "model",
+        "temperature",
+        "stages",
+        "theoretical",
+        "wall",
+        "wall / theory",
+        "alpha by Eq. 6",
+        "cost per step, ms",
+    )
+    found.tables.append(Table("Measured by others", columns, tuple(rows)))
+    made, (ax,) = figure(6.3, 3.8)
+    lines(ax, {f"one cost of {per_step:.2f} ms per step": (xs, law)})
+    mine = [row for row in rows if row[0] == first and row[1] == 0]
+    ax.plot(
+        [r[2] for r in mine],
+        [r[5] for r in mine],
+        lw=0,
+        marker="s",
+        ms=7,
+        color="#c9982e",
+        label=f"{first}, measured by others",
+    )
+    tidy(ax, x="stages", y="wall over theory", title=item.stated.title)
+    legend(ax)
+    found.figure = made
+    return found
+
+
+def cases(item: Item, lab: Lab) -> Findings:
+    """Fig. 6 and 7: plain decoding and PPSD write the same text (measured, real models)."""
+    found = Findings()
+    prompts, tokens = item.size["quick" if lab.quick else "full"]
+    words = [
+        "strategies=[ar,ppsd]",
+        "data=stdlib",
+        f"data.limit={prompts}",
+        f"max_new_tokens={tokens}",
+    ]
+    rows = {row["strategy"]: row for row in lab.compare(words)["rows"]}
+    mine = rows["ppsd"]
+    found.measures.append(
+        Measure(
+            claim="same",
+            value=bool(mine["lossless"]),
+            kind="measured",
+            conditions=f"{mine['num_compared']} prompts compared, {mine['num_differing']} differ",
+            loop_share=mine["loop_share"],
+        )
+    )
+    return found

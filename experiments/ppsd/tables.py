@@ -1,0 +1,313 @@
+"""PPSD's tables from its own acceptance rates: formula checks, cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+
+from experiments.ppsd.laws import (
+    advantage,
+    alpha_of_overall,
+    eesd_speedup,
+    overall_acceptance,
+    ppsd_speedup,
+    ppsd_speedup_small_stages,
+)
+from experiments.reproduce.drawing import band, figure, legend, lines, tidy
+from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab
+
+SETS = ("XSum", "GSM8K", "HumanEval")
+_CELL = (
+    *("model", "method", "E / N", "set", "AR %", "tokens/s", "SR stated", "SR from tokens/s"),
+    *("SR by the law", "stated / law"),
+)
+
+
+def cells(item: Item, lab: Lab) -> Findings:
+    """Stated cells beside Eq. 6 (PPSD) and Eq. 4 with Eq. 5 (EESD) at their own acceptance rates.
+
+    Keys: ``rows``: [model, method, N, E, gamma, [per set: AR %, tokens/s, SR]], gamma 0 for PPSD;
+    ``plain``: model -> tokens/s per set; ``claims``: claim -> [model, method, set], "mean" for all
+    sets; ``bound`` and ``consistent`` (claims that are sentences).
+    """
+    found, config = Findings(), item.config
+    table = [cell for row in config["rows"] for cell in _cells(row, config["plain"])]
+    found.tables.append(Table("Formula check of every stated cell", _CELL, tuple(table)))
+    ppsd = [cell for cell in table if str(cell[1]).startswith("PPSD")]
+    for claim, (model, method, which) in config.get("claims", {}).items():
+        mine = [c for c in ppsd if c[0] == model and c[1] == method and which in ("mean", c[3])]
+        law = float(np.mean([cell[8] for cell in mine]))
+        where = f"{'Eq. 6 at AR of ' if which != 'mean' else 'mean of Eq. 6, '}{model}, {method}"
+        found.measures.append(Measure(claim=claim, value=law, kind="formula", conditions=where))
+    above = [cell for cell in ppsd if cell[9] > 1.02]
+    worst = max(ppsd, key=lambda cell: cell[9])
+    text = f"{len(above)} of {len(ppsd)} cells above by more than 2 %"
+    text += f"; {worst[0]} {worst[3]} {worst[9]:.2f} of it"
+    found.measures.append(
+        Measure(claim=config["bound"], value=not above, kind="formula", conditions=text)
+    )
+    off = [cell for cell in table if abs(cell[7] / cell[6] - 1) > 0.02]
+    names = ", ".join(f"{c[0]} {c[1]} {c[3]} ({c[6]:.2f} stated, {c[7]:.2f})" for c in off)
+    text = f"{len(off)} of {len(table)} cells are off by more than 2 %" + (
+        f": {names}" if off else ""
+    )
+    found.measures.append(
+        Measure(claim=config["consistent"], value=not off, kind="formula", conditions=text)
+    )
+    found.notes += list(config.get("notes", ()))
+    found.missing += list(config.get("absent", ()))
+    found.figure = _cells_figure(item, table)
+    return found
+
+
+def _cells(row: Sequence[Any], plain: Mapping[str, Sequence[float]]) -> list[tuple[Any, ...]]:
+    model, method, layers, exit_layer, gamma, values = row
+    made: list[tuple[Any, ...]] = []
+    for name, (rate, speed, ratio), base in zip(SETS, values, plain[model], strict=True):
+        if gamma:
+            law = eesd_speedup(alpha_of_overall(rate / 100, gamma), exit_layer, layers, gamma)
+        else:
+            law = ppsd_speedup(rate / 100, exit_layer, layers)
+        share = f"{exit_layer}/{layers}"
+        made.append(
+            (model, method, share, name, rate, speed, ratio, speed / base, law, ratio / law)
+        )
+    return made
+
+
+def _cells_figure(item: Item, table: Sequence[tuple[Any, ...]]) -> Any:
+    made, (ax,) = figure(6.2, 4.6)
+    methods = list(dict.fromkeys(str(cell[1]).split(",")[0] for cell in table))
+    for i, method in enumerate(methods):
+        mine = [cell for cell in table if str(cell[1]).startswith(method)]
+        ax.plot(
+            [c[8] for c in mine],
+            [c[6] for c in mine],
+            lw=0,
+            marker="os^Dv"[i % 5],
+            ms=5,
+            label=method,
+        )
+    top = 1.05 * max(max(c[6], c[8]) for c in table)
+    ax.plot([0, top], [0, top], color="#444444", ls="--", lw=0.9, label="stated = law")
+    tidy(
+        ax,
+        x="speed-up by Eq. 4 / Eq. 6 at the stated acceptance (times)",
+        y="stated speed-up (times)",
+        title=item.stated.title,
+    )
+    legend(ax)
+    return made
+
+
+def exits(item: Item, lab: Lab) -> Findings:
+    """Tables 3, 6, 7: stated speed-ups over exit positions beside both forms of Eq. 6.
+
+    Keys: ``rows``: [model, head, N, E, [per set: AR %, SR]]; ``follows`` (a claim that the cells
+    follow Eq. 6 within ``within`` per cent) and ``sentences`` (claim -> value and text decided by
+    the stated cells themselves).
+    """
+    found, config = Findings(), item.config
+    table = []
+    for model, head, layers, exit_layer, values in config["rows"]:
+        for name, (rate, ratio) in zip(SETS, values, strict=True):
+            law = ppsd_speedup(rate / 100, exit_layer, layers)
+            small = ppsd_speedup_small_stages(rate / 100, exit_layer, layers)
+            table.append(
+                (model, head, exit_layer, layers, name, rate, ratio, law, small, ratio / small)
+            )
+    columns = (
+        "model",
+        "head",
+        "E",
+        "N",
+        "set",
+        "AR %",
+        "SR stated",
+        "Eq. 6",
+        "Eq. 6 with S < E",
+        "stated / law",
+    )
+    found.tables.append(Table("Formula check of every stated cell", columns, tuple(table)))
+    off = [
+        abs(row[6] / min((row[7], row[8]), key=lambda law: abs(law - row[6])) - 1) for row in table
+    ]
+    inside = sum(error <= config["within"] / 100 for error in off)
+    text = f"{inside} of {len(off)} cells within {config['within']} % of the nearer form"
+    text += f"; worst {100 * max(off):.0f} %"
+    found.measures.append(
+        Measure(claim=config["follows"], value=inside == len(off), kind="formula", conditions=text)
+    )
+    found.measures += [
+        _best_exit(claim, spec, table) for claim, spec in config.get("best", {}).items()
+    ]
+    found.notes += list(config.get("notes", ()))
+    made, (ax,) = figure(6.8, 4.2)
+    for i, key in enumerate(dict.fromkeys((row[0], row[1]) for row in table)):
+        mine = [row for row in table if (row[0], row[1]) == key]
+        ax.plot(
+            [r[8] for r in mine],
+            [r[6] for r in mine],
+            lw=0,
+            marker="os^D"[i % 4],
+            ms=5,
+            label=", ".join(key),
+        )
+    top = 1.05 * max(max(r[6], r[8]) for r in table)
+    ax.plot([1, top], [1, top], color="#444444", ls="--", lw=0.9, label="stated = law")
+    tidy(
+        ax,
+        x="speed-up by the law at the stated acceptance (times)",
+        y="stated speed-up (times)",
+        title=item.stated.title,
+    )
+    legend(ax)
+    found.figure = made
+    return found
+
+
+def _best_exit(claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]) -> Measure:
+    """Whether one exit position has the highest mean stated speed-up of its model and head."""
+    model, head, wanted = spec
+    mine: dict[int, list[float]] = {}
+    for row in table:
+        if (row[0], row[1]) == (model, head):
+            mine.setdefault(row[2], []).append(row[6])
+    means = {exit_layer: float(np.mean(values)) for exit_layer, values in mine.items()}
+    best = max(means, key=lambda key: means[key])
+    text = "means " + ", ".join(f"E={e}: {m:.2f}x" for e, m in means.items())
+    return Measure(claim=claim, value=best == wanted, kind="formula", conditions=text)
+
+
+def draft_lengths(item: Item, lab: Lab) -> Findings:
+    """Fig. 1 by Eq. 4 and 5. Keys: ``alphas``, ``layers``, ``exit_layer``, ``gammas``."""
+    found, config = Findings(), item.config
+    gammas, layers, exit_layer = config["gammas"], config["layers"], config["exit_layer"]
+    made, (left, right) = figure(9.5, 3.9, 2)
+    rates, speeds, rows = {}, {}, []
+    for alpha in config["alphas"]:
+        name = f"alpha = {alpha}"
+        rates[name] = (gammas, [overall_acceptance(alpha, g) for g in gammas])
+        speeds[name] = (gammas, [eesd_speedup(alpha, exit_layer, layers, g) for g in gammas])
+        rows += [
+            (alpha, g, a, s, ppsd_speedup(alpha, exit_layer, layers))
+            for g, a, s in zip(gammas, rates[name][1], speeds[name][1], strict=True)
+        ]
+    columns = ("alpha", "draft length", "Eq. 5 overall acceptance", "Eq. 4 EESD", "Eq. 6 PPSD")
+    found.tables.append(Table(f"By the laws, E = {exit_layer} of {layers}", columns, tuple(rows)))
+    falls = all(all(b < a for a, b in pairwise(ys)) for _, ys in rates.values())
+    peaks = all(0 < int(np.argmax(ys)) < len(ys) - 1 for _, ys in speeds.values())
+    tops = ", ".join(f"{n}: gamma {gammas[int(np.argmax(ys))]}" for n, (_, ys) in speeds.items())
+    found.measures += [
+        Measure(claim="falls", value=falls, kind="formula", conditions="Eq. 5"),
+        Measure(claim="peaks", value=peaks, kind="formula", conditions=f"Eq. 4 peaks at {tops}"),
+    ]
+    lines(left, rates)
+    lines(right, speeds)
+    tidy(left, x="draft length (tokens)", y="overall acceptance rate (computed)")
+    tidy(right, x="draft length (tokens)", y="speed-up of EESD (times, computed)")
+    legend(left)
+    found.figure = made
+    return found
+
+
+def no_verification(item: Item, lab: Lab) -> Findings:
+    """Fig. 3: time of 512 tokens without verification, every draft kept.
+
+    EESD: tokens / gamma rounds of gamma E + N layers; PPSD: E layers per token. Keys: ``layers``,
+    ``exit_layer``, ``tokens``, ``pass_ms``, ``gammas``.
+    """
+    found, config = Findings(), item.config
+    per_layer = config["pass_ms"] / config["layers"] / 1e3
+    gammas, exit_layer = config["gammas"], config["exit_layer"]
+    eesd = [config["tokens"] / g * (g * exit_layer + config["layers"]) * per_layer for g in gammas]
+    ppsd = config["tokens"] * exit_layer * per_layer
+    rows = tuple((g, s, ppsd) for g, s in zip(gammas, eesd, strict=True))
+    found.tables.append(
+        Table("Seconds for all tokens, computed", ("draft length", "EESD", "PPSD"), rows)
+    )
+    text = f"EESD {min(eesd):.1f} s at its best length, PPSD {ppsd:.1f} s"
+    found.measures.append(
+        Measure(claim="lowest", value=ppsd < min(eesd), kind="formula", conditions=text)
+    )
+    made, (ax,) = figure(6.0, 3.7)
+    lines(ax, {"EESD": (gammas, eesd)})
+    band(ax, ppsd, ppsd, "PPSD")
+    ax.set_xscale("log", base=2)
+    tidy(
+        ax,
+        x="draft length (tokens)",
+        y="time for 512 tokens (s, computed)",
+        title=item.stated.title,
+    )
+    legend(ax)
+    found.figure = made
+    return found
+
+
+def equations(item: Item, lab: Lab) -> Findings:
+    """What the text says of Eq. 5 to 7, over a grid. Keys: ``alphas``, ``layers``, ``exits``,
+    ``gammas``."""
+    found, config = Findings(), item.config
+    layers = config["layers"]
+    at_one = all(abs(ppsd_speedup(1.0, e, layers) - layers / e) < 1e-9 for e in config["exits"])
+    worst = min(config["exits"], key=lambda e: ppsd_speedup(0.0, e, layers))
+    least = ppsd_speedup(0.0, worst, layers)
+    grid = [
+        (a, e, g, advantage(a, e, layers, g))
+        for a, e, g in product(config["alphas"], config["exits"], config["gammas"])
+    ]
+    alpha, exit_layer, gamma, lowest = min(grid, key=lambda row: row[3])
+    found.measures += [
+        Measure(
+            claim="perfect",
+            value=at_one,
+            kind="formula",
+            conditions=f"N = {layers}, E of {config['exits']}",
+        ),
+        Measure(
+            claim="nothing",
+            value=least >= 1.0,
+            kind="formula",
+            conditions=f"least {least:.3f}x at E = {worst}, N = {layers}: only where E divides N",
+        ),
+        Measure(
+            claim="better",
+            value=lowest > 1.0,
+            kind="formula",
+            conditions=f"least {lowest:.3f} at alpha {alpha}, E = {exit_layer}, gamma = {gamma}",
+        ),
+    ]
+    columns = ("alpha", "E", "gamma", "Eq. 7")
+    worst_rows = sorted(grid, key=lambda row: row[3])[:8]
+    found.tables.append(Table("PPSD over EESD where it is least", columns, tuple(worst_rows)))
+    return found
+
+
+def shapes(item: Item, lab: Lab) -> Findings:
+    """Table 5: parameters that its shapes imply. Keys: ``models`` (claim -> [layers, hidden, ffn,
+    key and value size over hidden]), ``vocab``."""
+    found, config = Findings(), item.config
+    rows = []
+    for claim, (layers, hidden, ffn, kv) in config["models"].items():
+        layer = (2 + 2 * kv) * hidden**2 + 3 * hidden * ffn
+        total = (layers * layer + 2 * config["vocab"] * hidden) / 1e9
+        rows.append((claim, layers, hidden, ffn, total))
+        found.measures.append(
+            Measure(
+                claim=claim,
+                value=total,
+                kind="formula",
+                conditions=f"{layers} layers of {hidden} / {ffn}",
+            )
+        )
+    found.tables.append(
+        Table("Parameters", ("model", "layers", "hidden", "FFN", "billions"), tuple(rows))
+    )
+    found.notes += list(config.get("notes", ()))
+    return found

@@ -1,0 +1,1 @@
+"""Staged speculative decoding's tables and figures, on the bundled pair."""

@@ -1,0 +1,182 @@
+"""Stated values, verdicts and formula checks of ``specdec reproduce``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments.ppsd.laws import (
+    alpha_of_overall,
+    alpha_of_speedup,
+    eesd_speedup,
+    overall_acceptance,
+    ppsd_speedup,
+)
+from experiments.reproduce import command
+from experiments.reproduce.arithmetic import evaluate
+from experiments.reproduce.drafts import known_drafts
+from experiments.reproduce.findings import (
+    Findings,
+    Measure,
+    Table,
+    from_json,
+    ratio_to_stated,
+    to_json,
+    verdict,
+)
+from experiments.reproduce.items import all_items, choose
+from experiments.reproduce.rendering import claim_rows, csv_text, markdown
+from experiments.reproduce.stated import Claim, read_paper
+from specdec.errors import UserError
+
+ITEMS = all_items()
+SIMPLE = [name for name, item in ITEMS.items() if item.paper.name == "ppsd" and not item.needs]
+
+
+def claim(low: float | None = None, high: float | None = None, within: float = 0.05) -> Claim:
+    return Claim(
+        id="c",
+        text="t",
+        low=low,
+        high=high,
+        sentence="" if low is not None else "holds",
+        unit="x",
+        section="1",
+        mark="original",
+        within=within,
+    )
+
+
+def measure(value: float | bool, kind: str = "simulated") -> Measure:
+    return Measure(claim="c", value=value, kind=kind, conditions="here")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(1.9, "below"), (2.0, "inside"), (3.0, "inside"), (3.1, "above")]
+)
+def test_a_range_holds_its_ends_and_no_more(value: float, said: str) -> None:
+    assert verdict(claim(2.0, 3.0), measure(value)) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(94.0, "below"), (95.5, "inside"), (105.0, "inside"), (105.1, "above")]
+)
+def test_a_number_is_met_within_its_distance(value: float, said: str) -> None:
+    assert verdict(claim(100.0, 100.0), measure(value)) == said
+
+
+def test_other_verdicts() -> None:
+    assert verdict(claim(), measure(False)) == "does not hold"
+    assert verdict(claim(), measure(True, "formula")) == "formula check: holds"
+    assert verdict(claim(1.0, 2.0), None) == "missing"
+    assert ratio_to_stated(claim(2.0, 4.0), measure(3.0)) == "0.75-1.50"
+
+
+def test_every_item_says_what_it_can() -> None:
+    """A builder that can be imported, or a reason; claims that its config names exist."""
+    assert len(ITEMS) >= 50
+    for name, item in ITEMS.items():
+        assert bool(item.builder) != bool(item.reason), name
+        if item.builder:
+            module, _, function = item.builder.partition(":")
+            assert callable(getattr(importlib.import_module(module), function)), name
+        named = {*item.config.get("ratios", {}), *item.config.get("values", {})}
+        named |= {*item.config.get("computed", {}), *item.config.get("changes", {})}
+        assert named <= set(item.stated.claims), name
+        assert set(item.config.get("drafts", ())) <= set(known_drafts()), name
+        assert item.size["quick"] <= item.size["full"], name
+
+
+def test_every_row_of_the_papers_has_an_item() -> None:
+    """Figures and tables with stated values, by the numbers that the papers give them."""
+    wanted = {
+        "specpipe": {7, 9, 10, 11, 12, 13, 14, 15, 16, 17},
+        "pipedec": {3, 4, 5, 6, 7, 8},
+        "ppsd": {1, 3, 4, 5},
+        "swiftspec": {2, 7, 8, 9},
+        "staged": {1, 2, 3},
+    }
+    for paper, figures in wanted.items():
+        assert {f"{paper}/fig{number}" for number in figures} <= set(ITEMS)
+
+
+def test_unknown_names_and_damaged_values(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fig11"):
+        choose(["specpipe/fig111"], ITEMS)
+    assert {item.paper.name for item in choose(["staged"], ITEMS)} == {"staged"}
+    (tmp_path / "p").mkdir()
+    path = tmp_path / "p" / "stated.yaml"
+    for wrong in ({"stated": [3, 2]}, {"stated": 1, "mark": "guessed"}, {"stated": 1, "where": 2}):
+        found = {"title": "P", "reference": "r", "items": {"a": {"title": "A", "section": "1"}}}
+        found["items"]["a"]["claims"] = {"c": {"text": "t", **wrong}}
+        path.write_text(yaml.safe_dump(found), encoding="utf-8")
+        with pytest.raises(UserError, match="stated.yaml a c"):
+            read_paper("p", tmp_path)
+
+
+def test_arithmetic_is_all_that_a_config_may_compute() -> None:
+    assert evaluate("100 * (1 - 3.25 / 3.5)") == pytest.approx(50 / 7)
+    assert evaluate("max(1, 2) >= 2") is True
+    for text in ("__import__('os')", "a + 1", "(1).real", "[1][0]"):
+        with pytest.raises(UserError, match="arithmetic"):
+            evaluate(text)
+
+
+def test_ppsd_laws_by_hand() -> None:
+    """The text's own example: alpha 0.3226 at E = 8 of 32 gives 1.31x in theory."""
+    assert ppsd_speedup(0.3226, 8, 32) == pytest.approx(1.31, abs=0.01)
+    assert ppsd_speedup(1.0, 8, 32) == 4.0
+    assert ppsd_speedup(0.0, 8, 32) == 1.0
+    assert ppsd_speedup(0.0, 24, 32) == pytest.approx(32 / 48)  # E does not divide N
+    assert eesd_speedup(1.0, 8, 32, 4) == pytest.approx(5 * 32 / 64)
+    assert overall_acceptance(0.5, 2) == pytest.approx((0.5 + 0.25) / 2)
+    assert alpha_of_overall(overall_acceptance(0.7, 5), 5) == pytest.approx(0.7)
+    assert alpha_of_speedup(ppsd_speedup(0.6, 4, 32), 4, 32) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_formula_checks_need_no_run(name: str, tmp_path: Path) -> None:
+    """Every claim of a formula item has its figure, and the files are written and read again."""
+    item = ITEMS[name]
+    if item.reason:
+        pytest.skip(item.reason)
+    findings = item.build(None)  # type: ignore[arg-type]
+    found = {m.claim for m in findings.measures}
+    assert found <= set(item.stated.claims)
+    assert {m.kind for m in findings.measures} == {"formula"}
+    command.write_item(item, findings, tmp_path, {"revision": "x"})
+    read = command.read_item(item, tmp_path)
+    assert read is not None
+    assert read[0].measures == findings.measures
+    text = (tmp_path / "ppsd" / "results" / f"{item.name}.md").read_text(encoding="utf-8")
+    for stated in item.stated.claims.values():
+        assert stated.text in text
+
+
+def test_missing_claims_are_printed() -> None:
+    item = ITEMS["specpipe/tables3_4"]
+    rows = claim_rows(item, Findings())
+    assert len(rows) == len(item.stated.claims)
+    assert all("missing" in row and "flexflow" in row[-1] for row in rows)
+    assert "missing" in csv_text(item, Findings())
+
+
+def test_findings_survive_their_file() -> None:
+    findings = Findings(
+        measures=[measure(1.5), measure(True)], tables=[Table("T", ("a", "b"), ((1, None),))]
+    )
+    read = from_json(json.loads(json.dumps(to_json(findings))))
+    assert read.measures == findings.measures
+    assert "| 1 | - |" in markdown(ITEMS["specpipe/fig12"], read, {})
+
+
+def test_list_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ITEMS)
+    with pytest.raises(UserError, match="output_dir"):
+        command.main(["ppsd/table1", "colour=red"])
