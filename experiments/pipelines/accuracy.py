@@ -114,15 +114,7 @@ def top_k(item: Item, lab: Lab) -> Findings:
         series[draft.name.replace("_", " ")] = (ks, shares)
         for claim, k in config["claims"].items():
             if loops is not None:
-                found.measures.append(
-                    Measure(
-                        claim=claim,
-                        value=shares[ks.index(k)],
-                        kind="measured",
-                        conditions=draft.title,
-                        loop_share=loops,
-                    )
-                )
+                found.add(claim, shares[ks.index(k)], "measured", draft.title, loops=loops)
     columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share")
     found.tables.append(Table("Hit ratio of the draft's k best tokens", columns, tuple(table)))
     found.missing += list(config.get("times", ()))
@@ -206,9 +198,7 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
     where = (
         f"accuracies {shared[0]:.2f} to {shared[-1]:.2f}" if len(shared) else "no shared accuracy"
     )
-    found.measures.append(
-        Measure(claim=config["claim"], value=lower, kind="simulated", conditions=where)
-    )
+    found.add(config["claim"], lower, "simulated", where)
     made, (ax,) = figure(7.0, 4.2)
     lines(ax, curves)
     title = "equal drafts, rising quality"

@@ -12,10 +12,19 @@ from experiments.pipelines.tables import run_rows
 from experiments.pipelines.theory import needed_acceptance_length
 from experiments.reproduce.drafts import Draft, drafts, make_draft
 from experiments.reproduce.drawing import figure, legend, tidy
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.compose import build_profile
+
+_NEEDED = (
+    *("stated", "SpecPipe TBT ms", "SpecInfer TBT ms"),
+    *("hit rate needed", "acceptance length needed"),
+)
+_HAD = (
+    *("draft", "hit rate", "acceptance length", "SpecPipe TBT ms"),
+    *("SpecInfer TBT ms (drafting hidden)", "ratio", "loop_share"),
+)
 
 
 def implied_pairs(item: Item, lab: Lab) -> Findings:
@@ -50,53 +59,25 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
         )
         length = needed_acceptance_length(static_ms, nodes, stages, profile)
         implied.append((name, dynamic_ms, static_ms, hit, length))
-    columns = (
-        "stated",
-        "SpecPipe TBT ms",
-        "SpecInfer TBT ms",
-        "hit rate needed",
-        "acceptance length needed",
-    )
-    found.tables.append(Table("What would have to be true", columns, tuple(implied)))
-    rows = [
-        (
-            draft.title,
-            d.summary["hit_rate"],
-            s.summary["acceptance_length"],
-            d.tbt_ms,
-            s.tbt_ms,
-            s.tbt_ms / d.tbt_ms,
-            d.summary["loop_share"],
-        )
-        for draft, d, s in points
-    ]
-    names = (
-        "draft",
-        "hit rate",
-        "acceptance length",
-        "SpecPipe TBT ms",
-        "SpecInfer TBT ms (drafting hidden)",
-        "ratio",
-        "loop_share",
-    )
-    found.tables.append(Table("What drafts have", names, tuple(rows)))
+    found.tables.append(Table("What would have to be true", _NEEDED, tuple(implied)))
+    found.tables.append(Table("What drafts have", _HAD, tuple(_had(*point) for point in points)))
     for draft, d, s in points[: len(points) - len(sweep)]:
         for claim, value in (
             (config["hit"], d.summary["hit_rate"]),
             (config["length"], s.summary["acceptance_length"]),
         ):
-            found.measures.append(
-                Measure(
-                    claim=claim,
-                    value=value,
-                    kind="simulated",
-                    conditions=draft.title,
-                    loop_share=d.summary["loop_share"],
-                )
-            )
+            found.add(claim, value, "simulated", draft.title, loops=d.summary["loop_share"])
     found.notes.append(_pairs_note(implied[0], swept))
     found.figure = _pairs_figure(item, points, swept, implied)
     return found
+
+
+def _had(draft: Draft, dynamic: Outcome, static: Outcome) -> tuple[Any, ...]:
+    d, s = dynamic.summary, static.summary
+    return (
+        *(draft.title, d["hit_rate"], s["acceptance_length"], dynamic.tbt_ms, static.tbt_ms),
+        *(static.tbt_ms / dynamic.tbt_ms, d["loop_share"]),
+    )
 
 
 def _stated_times(config: Mapping[str, Any]) -> list[tuple[str, float, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.pipelines.tables import SIMULATED, run_rows
 from experiments.reproduce.drafts import Draft, drafts
-from experiments.reproduce.drawing import figure, legend, lines, tidy
+from experiments.reproduce.drawing import figure, legend, line_chart, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -47,15 +47,7 @@ def timeline(item: Item, lab: Lab) -> Findings:
             ("prune", max(prunes, default=0.0), "pinned by the profile"),
         ):
             conditions = f"{draft.title}, one prompt; {text}"
-            found.measures.append(
-                Measure(
-                    claim=claim,
-                    value=value,
-                    kind="simulated",
-                    conditions=conditions,
-                    loop_share=loops,
-                )
-            )
+            found.add(claim, value, "simulated", conditions, loops=loops)
         rows = tuple((kind, us / 1e3, us / sum(busy.values())) for kind, us in busy.items())
         found.tables.append(
             Table("Time of all stages", ("phase", "ms", "share of busy time"), rows)
@@ -101,9 +93,7 @@ def memory(item: Item, lab: Lab) -> Findings:
         ("last", middle + table),
         ("tree", tree),
     ):
-        found.measures.append(
-            Measure(claim=claim, value=value, kind="formula", conditions=config["conditions"])
-        )
+        found.add(claim, value, "formula", config["conditions"])
     found.notes += list(config["notes"])
     return found
 
@@ -287,65 +277,38 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
                 for name, key in (("PP", "plain"), ("PipeDec", "dynamic"))
             }
             runs = run_rows(lab, draft, [], rows)
-            profile = build_profile(runs["PP"].config["clock"])
-            stage, transfer = profile.ms(Work.STAGE, 1), profile.ms(Work.TRANSFER, 1)
-            full = profile.ms(Work.STAGE, config["width"]) + profile.ms(
-                Work.TRANSFER, config["width"]
-            )
-            laws = {
-                "pp": stages * (stage + transfer),
-                "pipedec": max(profile.ms(Work.DRAFT, 1), full),
-            }
+            laws = _latency_laws(runs["PP"], stages, config["width"])
             for key, run in zip(off, runs.values(), strict=True):
                 off[key].append(100 * (laws[key] / run.tbt_ms - 1))
-                s = run.summary
-                table.append(
-                    (
-                        draft.title,
-                        key,
-                        stages,
-                        laws[key],
-                        run.tbt_ms,
-                        off[key][-1],
-                        s["hit_rate"],
-                        s["loop_share"],
-                    )
-                )
+                hit, share = run.summary["hit_rate"], run.summary["loop_share"]
+                found_ms = (laws[key], run.tbt_ms, off[key][-1])
+                table.append((draft.title, key, stages, *found_ms, hit, share))
         loops = table[-1][-1]
         series[draft.name.replace("_", " ")] = (config["stages"], off["pipedec"])
         for key, errors in off.items():
             worst = max(errors, key=abs)
-            found.measures.append(
-                Measure(
-                    claim=config[f"claim_{key}"],
-                    value=abs(worst) <= 5.0,
-                    kind="simulated",
-                    conditions=f"{draft.title}; the formula is {worst:+.1f} % off",
-                    loop_share=loops,
-                )
+            found.add(
+                config[f"claim_{key}"],
+                abs(worst) <= 5.0,
+                "simulated",
+                f"{draft.title}; the formula is {worst:+.1f} % off",
+                loops=loops,
             )
     columns = (
-        "draft",
-        "method",
-        "stages",
-        "formula ms",
-        "simulated ms",
-        "formula off, %",
-        "hit rate",
-        "loop_share",
+        *("draft", "method", "stages", "formula ms", "simulated ms", "formula off, %"),
+        *("hit rate", "loop_share"),
     )
     found.tables.append(Table("Latency per token", columns, tuple(table)))
-    made, (ax,) = figure(6.5, 3.8)
-    lines(ax, series)
-    tidy(
-        ax,
-        x="stages",
-        y="PipeDec's formula against the simulator (per cent)",
-        title=item.stated.title,
-    )
-    legend(ax)
-    found.figure = made
+    y = "PipeDec's formula against the simulator (per cent)"
+    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title)
     return found
+
+
+def _latency_laws(run: Outcome, stages: int, width: int) -> dict[str, float]:
+    """Milliseconds per token by the formulas, from a run's profile."""
+    profile = build_profile(run.config["clock"])
+    one, full = (profile.ms(Work.STAGE, num) + profile.ms(Work.TRANSFER, num) for num in (1, width))
+    return {"pp": stages * one, "pipedec": max(profile.ms(Work.DRAFT, 1), full)}
 
 
 def small_model(item: Item, lab: Lab) -> Findings:
@@ -359,14 +322,12 @@ def small_model(item: Item, lab: Lab) -> Findings:
         run = run_rows(lab, draft, [], {"PipeDec": config["dynamic"]})["PipeDec"]
         ratio = run.tbt_ms / config["small_ms"]
         rows.append((draft.title, run.tbt_ms, config["small_ms"], ratio, run.summary["loop_share"]))
-        found.measures.append(
-            Measure(
-                claim=config["claim"],
-                value=ratio <= config["near"],
-                kind="simulated",
-                conditions=f"{draft.title}; {ratio:.2f} of the small model's time",
-                loop_share=run.summary["loop_share"],
-            )
+        found.add(
+            config["claim"],
+            ratio <= config["near"],
+            "simulated",
+            f"{draft.title}; {ratio:.2f} of the small model's time",
+            loops=run.summary["loop_share"],
         )
     columns = ("draft", "PipeDec TBT ms", "8B alone ms (stated)", "ratio", "loop_share")
     found.tables.append(Table("70B in a pipeline against 8B alone", columns, tuple(rows)))

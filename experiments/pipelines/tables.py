@@ -192,14 +192,12 @@ def sampling_change(item: Item, lab: Lab) -> Findings:
         change = 100.0 * (sampled.tbt_ms / greedy.tbt_ms - 1.0)
         is_sentence = claim in config.get("sentences", {})
         loops = sampled.summary["loop_share"]
-        found.measures.append(
-            Measure(
-                claim=claim,
-                value=change < config["small"] if is_sentence else change,
-                kind="simulated",
-                conditions=f"{conditions}; change {change:+.1f} %" if is_sentence else conditions,
-                loop_share=loops,
-            )
+        found.add(
+            claim,
+            change < config["small"] if is_sentence else change,
+            "simulated",
+            f"{conditions}; change {change:+.1f} %" if is_sentence else conditions,
+            loops=loops,
         )
     made, (ax,) = figure(7.0, 3.8)
     shown = {
@@ -228,15 +226,12 @@ def levels(item: Item, lab: Lab) -> Findings:
         table += [row_of(draft, name, runs[name], plain=runs[names[0]]) for name in names]
         shown[draft.name.replace("_", "\n")] = {name: runs[name].tbt_ms for name in names}
         one, *more = (runs[name].tbt_ms for name in names)
-        found.measures.append(
-            Measure(
-                claim=config["worse"],
-                value=all(ms > one for ms in more),
-                kind="simulated",
-                conditions=f"{draft.title}; {', '.join(f'{ms / one:.2f}' for ms in more)} of"
-                " one level's time",
-                loop_share=runs[names[0]].summary["loop_share"],
-            )
+        found.add(
+            config["worse"],
+            all(ms > one for ms in more),
+            "simulated",
+            (f"{draft.title}; {', '.join(f'{ms / one:.2f}' for ms in more)} of one level's time"),
+            loops=runs[names[0]].summary["loop_share"],
         )
     columns = tuple("of one level" if c == "of PP" else c for c in COLUMNS)
     found.tables.append(Table("Levels per step", columns, tuple(table)))
@@ -282,14 +277,12 @@ def equations(item: Item, lab: Lab) -> Findings:
             xs, ys = series.setdefault(draft.name.replace("_", " "), ([], []))
             xs.append(float(stages))
             ys.append(error)
-        found.measures.append(
-            Measure(
-                claim=config["claim"],
-                value=any(abs(row[5]) > 5.0 for row in table if row[0] == draft.title),
-                kind="simulated",
-                conditions=draft.title,
-                loop_share=counts["loop_share"],
-            )
+        found.add(
+            config["claim"],
+            any(abs(row[5]) > 5.0 for row in table if row[0] == draft.title),
+            "simulated",
+            draft.title,
+            loops=counts["loop_share"],
         )
     columns = (
         *("draft", "stages", "hit rate", "steps/token", "Eq. 2", "Eq. 2 off, %"),

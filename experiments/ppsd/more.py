@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from statistics import median
-
-import numpy as np
+from typing import Any
 
 from experiments.ppsd.laws import alpha_of_speedup, ppsd_speedup
-from experiments.reproduce.drawing import bars, figure, legend, lines, tidy
+from experiments.reproduce.drawing import bars, figure, legend, line_chart, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
@@ -23,9 +22,7 @@ def against_others(item: Item, lab: Lab) -> Findings:
         (model, i): rows["ppsd"][i] / rows["ts"][i] for model, rows in cells.items() for i in (0, 1)
     }
     for claim, key in (("v13b_xsum", ("V-13B", 0)), ("v13b_gsm8k", ("V-13B", 1))):
-        found.measures.append(
-            Measure(claim=claim, value=ratios[key], kind="formula", conditions=where)
-        )
+        found.add(claim, ratios[key], "formula", where)
     least = min(ratios.values())
     printed, first = cells["L-13B"]["ppsd"][1], config["table1_gsm8k"]
     medusa = cells["V-13B"]["medusa"][0] / cells["V-13B"]["plain"][0]
@@ -111,65 +108,33 @@ def independent(item: Item, lab: Lab) -> Findings:
     temperature, stages, theoretical, wall]; ``pass_ms`` (T of the first model), ``claims``.
     """
     found, config = Findings(), item.config
-    rows, costs = [], []
-    first = config["rows"][0][0]
+    rows: list[tuple[Any, ...]] = []
+    first, pass_ms = config["rows"][0][0], config["pass_ms"]
     for model, temperature, stages, theory, wall in config["rows"]:
         kept = wall / theory
-        cost = config["pass_ms"] / stages * (1 / kept - 1) if model == first else None
-        rows.append(
-            (
-                model,
-                temperature,
-                stages,
-                theory,
-                wall,
-                kept,
-                alpha_of_speedup(theory, 1, stages),
-                cost,
-            )
-        )
-        if cost is not None and temperature == 0:
-            costs.append(cost)
-    per_step = median(costs)
-    xs = [2, 4, 6, 8, 12, 16, 24]
-    law = [config["pass_ms"] / n / (config["pass_ms"] / n + per_step) for n in xs]
+        cost = pass_ms / stages * (1 / kept - 1) if model == first else None
+        alpha = alpha_of_speedup(theory, 1, stages)
+        rows.append((model, temperature, stages, theory, wall, kept, alpha, cost))
+    mine = [row for row in rows if row[0] == first and row[1] == 0]
+    per_step = median(row[7] for row in mine)
+    where = f"one cost of {per_step:.2f} ms per step beside {pass_ms} ms / stages"
+
+    def law(stages: float) -> float:
+        return float(pass_ms / stages / (pass_ms / stages + per_step))
+
     for stages, claim in config["claims"].items():
-        value = float(np.interp(stages, xs, law))
-        found.measures.append(
-            Measure(
-                claim=claim,
-                value=value,
-                kind="formula",
-                conditions=f"one cost of {per_step:.2f} ms per step beside {config['pass_ms']} ms"
-                " / stages",
-            )
-        )
+        found.add(claim, law(stages), "formula", where)
     columns = (
-        "model",
-        "temperature",
-        "stages",
-        "theoretical",
-        "wall",
-        "wall / theory",
-        "alpha by Eq. 6",
-        "cost per step, ms",
+        *("model", "temperature", "stages", "theoretical", "wall", "wall / theory"),
+        *("alpha by Eq. 6", "cost per step, ms"),
     )
     found.tables.append(Table("Measured by others", columns, tuple(rows)))
-    made, (ax,) = figure(6.3, 3.8)
-    lines(ax, {f"one cost of {per_step:.2f} ms per step": (xs, law)})
-    mine = [row for row in rows if row[0] == first and row[1] == 0]
-    ax.plot(
-        [r[2] for r in mine],
-        [r[5] for r in mine],
-        lw=0,
-        marker="s",
-        ms=7,
-        color="#c9982e",
-        label=f"{first}, measured by others",
-    )
-    tidy(ax, x="stages", y="wall over theory", title=item.stated.title)
-    legend(ax)
-    found.figure = made
+    xs = [2, 4, 6, 8, 12, 16, 24]
+    series = {
+        where: (xs, [law(n) for n in xs]),
+        f"{first}, measured by others": ([r[2] for r in mine], [r[5] for r in mine]),
+    }
+    found.figure = line_chart(series, x="stages", y="wall over theory", title=item.stated.title)
     return found
 
 
@@ -185,13 +150,11 @@ def cases(item: Item, lab: Lab) -> Findings:
     ]
     rows = {row["strategy"]: row for row in lab.compare(words)["rows"]}
     mine = rows["ppsd"]
-    found.measures.append(
-        Measure(
-            claim="same",
-            value=bool(mine["lossless"]),
-            kind="measured",
-            conditions=f"{mine['num_compared']} prompts compared, {mine['num_differing']} differ",
-            loop_share=mine["loop_share"],
-        )
+    found.add(
+        "same",
+        bool(mine["lossless"]),
+        "measured",
+        f"{mine['num_compared']} prompts compared, {mine['num_differing']} differ",
+        loops=mine["loop_share"],
     )
     return found

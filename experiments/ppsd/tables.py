@@ -43,22 +43,18 @@ def cells(item: Item, lab: Lab) -> Findings:
         mine = [c for c in ppsd if c[0] == model and c[1] == method and which in ("mean", c[3])]
         law = float(np.mean([cell[8] for cell in mine]))
         where = f"{'Eq. 6 at AR of ' if which != 'mean' else 'mean of Eq. 6, '}{model}, {method}"
-        found.measures.append(Measure(claim=claim, value=law, kind="formula", conditions=where))
+        found.add(claim, law, "formula", where)
     above = [cell for cell in ppsd if cell[9] > 1.02]
     worst = max(ppsd, key=lambda cell: cell[9])
     text = f"{len(above)} of {len(ppsd)} cells above by more than 2 %"
     text += f"; {worst[0]} {worst[3]} {worst[9]:.2f} of it"
-    found.measures.append(
-        Measure(claim=config["bound"], value=not above, kind="formula", conditions=text)
-    )
+    found.add(config["bound"], not above, "formula", text)
     off = [cell for cell in table if abs(cell[7] / cell[6] - 1) > 0.02]
     names = ", ".join(f"{c[0]} {c[1]} {c[3]} ({c[6]:.2f} stated, {c[7]:.2f})" for c in off)
     text = f"{len(off)} of {len(table)} cells are off by more than 2 %" + (
         f": {names}" if off else ""
     )
-    found.measures.append(
-        Measure(claim=config["consistent"], value=not off, kind="formula", conditions=text)
-    )
+    found.add(config["consistent"], not off, "formula", text)
     found.notes += list(config.get("notes", ()))
     found.missing += list(config.get("absent", ()))
     found.figure = _cells_figure(item, table)
@@ -140,13 +136,16 @@ def exits(item: Item, lab: Lab) -> Findings:
     inside = sum(error <= config["within"] / 100 for error in off)
     text = f"{inside} of {len(off)} cells within {config['within']} % of the nearer form"
     text += f"; worst {100 * max(off):.0f} %"
-    found.measures.append(
-        Measure(claim=config["follows"], value=inside == len(off), kind="formula", conditions=text)
-    )
+    found.add(config["follows"], inside == len(off), "formula", text)
     found.measures += [
         _best_exit(claim, spec, table) for claim, spec in config.get("best", {}).items()
     ]
     found.notes += list(config.get("notes", ()))
+    found.figure = _exits_figure(item, table)
+    return found
+
+
+def _exits_figure(item: Item, table: Sequence[tuple[Any, ...]]) -> Any:
     made, (ax,) = figure(6.8, 4.2)
     for i, key in enumerate(dict.fromkeys((row[0], row[1]) for row in table)):
         mine = [row for row in table if (row[0], row[1]) == key]
@@ -167,8 +166,7 @@ def exits(item: Item, lab: Lab) -> Findings:
         title=item.stated.title,
     )
     legend(ax)
-    found.figure = made
-    return found
+    return made
 
 
 def _best_exit(claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]) -> Measure:
@@ -232,9 +230,7 @@ def no_verification(item: Item, lab: Lab) -> Findings:
         Table("Seconds for all tokens, computed", ("draft length", "EESD", "PPSD"), rows)
     )
     text = f"EESD {min(eesd):.1f} s at its best length, PPSD {ppsd:.1f} s"
-    found.measures.append(
-        Measure(claim="lowest", value=ppsd < min(eesd), kind="formula", conditions=text)
-    )
+    found.add("lowest", ppsd < min(eesd), "formula", text)
     made, (ax,) = figure(6.0, 3.7)
     lines(ax, {"EESD": (gammas, eesd)})
     band(ax, ppsd, ppsd, "PPSD")
@@ -298,14 +294,7 @@ def shapes(item: Item, lab: Lab) -> Findings:
         layer = (2 + 2 * kv) * hidden**2 + 3 * hidden * ffn
         total = (layers * layer + 2 * config["vocab"] * hidden) / 1e9
         rows.append((claim, layers, hidden, ffn, total))
-        found.measures.append(
-            Measure(
-                claim=claim,
-                value=total,
-                kind="formula",
-                conditions=f"{layers} layers of {hidden} / {ffn}",
-            )
-        )
+        found.add(claim, total, "formula", f"{layers} layers of {hidden} / {ffn}")
     found.tables.append(
         Table("Parameters", ("model", "layers", "hidden", "FFN", "billions"), tuple(rows))
     )

@@ -56,6 +56,17 @@ def lines(
         ax.plot(xs, ys, marker=marker, ms=3.5, lw=1.4, color=color, label=name, zorder=3)
 
 
+def line_chart(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str, y: str, title: str
+) -> Figure:
+    """A figure of one panel with a line per name."""
+    made, (ax,) = figure(6.8, 4.0)
+    lines(ax, series)
+    tidy(ax, x=x, y=y, title=title)
+    legend(ax)
+    return made
+
+
 def band(ax: Axes, low: float, high: float, label: str, *, vertical: bool = False) -> None:
     """The paper's range, or its single value as a line."""
     if low == high:

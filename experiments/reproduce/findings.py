@@ -71,6 +71,30 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
+    def add(
+        self,
+        claim: str,
+        value: float | bool,
+        kind: str,
+        conditions: str,
+        *,
+        loops: float | None = None,
+        interval: tuple[float | None, float | None] = (None, None),
+    ) -> None:
+        """Adds a ``Measure``."""
+        low, high = interval
+        self.measures.append(
+            Measure(
+                claim=claim,
+                value=value,
+                kind=kind,
+                conditions=conditions,
+                low=low,
+                high=high,
+                loop_share=loops,
+            )
+        )
+
 
 def verdict(claim: Claim, measure: Measure | None) -> str:
     """inside, above or below; holds or does not hold for a sentence; missing without a figure.

@@ -78,14 +78,12 @@ def traffic(item: Item, lab: Lab) -> Findings:
             claim = config["claims"][label].get(name)
             for value, text in ((own, "own sizes"), (scaled, "the paper's sizes")):
                 if claim:
-                    found.measures.append(
-                        Measure(
-                            claim=claim,
-                            value=value,
-                            kind="measured",
-                            conditions=f"counts of the bundled pair, {data_words()[0]}; {text}",
-                            loop_share=row["loop_share"],
-                        )
+                    found.add(
+                        claim,
+                        value,
+                        "measured",
+                        f"counts of the bundled pair, {data_words()[0]}; {text}",
+                        loops=row["loop_share"],
                     )
     columns = (
         "sampling",
@@ -178,27 +176,22 @@ def overhead(item: Item, lab: Lab) -> Findings:
             bound = plain / share
             implied = 100 * (1 - speed_of / bound)
             rows.append((label, name, bound, speed_of, implied))
-            found.measures.append(
-                Measure(
-                    claim="overhead",
-                    value=implied,
-                    kind="formula",
-                    conditions=f"{label}, {name}: {speed_of} of {bound:.0f} tokens/s that its"
-                    " traffic allows",
-                )
+            found.add(
+                "overhead",
+                implied,
+                "formula",
+                (f"{label}, {name}: {speed_of} of {bound:.0f} tokens/s that its traffic allows"),
             )
     columns = ("sampling", "row", "tokens/s by traffic alone", "stated tokens/s", "lost, %")
     found.tables.append(Table("What Tables 1 and 2 imply", columns, tuple(rows)))
     for label, sampling in config["samplings"].items():
         row = next(r for r in compared(item, lab, sampling)["rows"] if r["strategy"] == "staged")
-        found.measures.append(
-            Measure(
-                claim="overhead",
-                value=100 * row["overhead_share"],
-                kind="measured",
-                conditions=f"staged on this CPU, {label}",
-                loop_share=row["loop_share"],
-            )
+        found.add(
+            "overhead",
+            100 * row["overhead_share"],
+            "measured",
+            f"staged on this CPU, {label}",
+            loops=row["loop_share"],
         )
     found.figure = claims_figure(item.stated.claims, found.measures, item.stated.title)
     return found
@@ -238,14 +231,8 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
             ("spread", spread > 1.5, f"best over worst {spread:.1f}"),
             ("above", above > 1.0, f"medians' ratio {above:.2f}"),
         ):
-            found.measures.append(
-                Measure(
-                    claim=claim,
-                    value=value,
-                    kind="measured",
-                    conditions=f"{label}, {len(staged)} prompts; {text}",
-                    loop_share=loops,
-                )
+            found.add(
+                claim, value, "measured", f"{label}, {len(staged)} prompts; {text}", loops=loops
             )
     columns = ("sampling", "row", "worst prompt", "median", "best prompt", "prompts", "loop_share")
     found.tables.append(Table("Speed-up over ar per prompt, measured", columns, tuple(table)))
@@ -350,15 +337,15 @@ def origins(item: Item, lab: Lab) -> Findings:
     )
     found.tables.append(Table("Share of tokens by origin", ("tokens", *names, "count"), rows))
     value = shares["white space"]["n-gram"]
-    found.measures.append(
-        Measure(
-            claim="white_space",
-            value=value > shares["other"]["n-gram"],
-            kind="measured",
-            conditions=f"{100 * value:.0f} % of white space,"
-            f" {100 * shares['other']['n-gram']:.0f} % of the rest",
-            loop_share=loops,
-        )
+    found.add(
+        "white_space",
+        value > shares["other"]["n-gram"],
+        "measured",
+        (
+            f"{100 * value:.0f} % of white space,"
+            f" {100 * shares['other']['n-gram']:.0f} % of the rest"
+        ),
+        loops=loops,
     )
     found.figure = _coloured(shown, item.stated.title)
     return found

@@ -54,36 +54,16 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         first, other = (next(iter(sides[s].values())) for s in sides)
         kept = first.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
         for claim in config.get("speedup", ()):
-            found.measures.append(
-                Measure(
-                    claim=claim,
-                    value=ratio,
-                    kind="simulated",
-                    conditions=draft.title,
-                    low=low,
-                    high=high,
-                    loop_share=share,
-                )
-            )
+            found.add(claim, ratio, "simulated", draft.title, loops=share, interval=(low, high))
         if "loss" in config:
-            found.measures.append(
-                Measure(
-                    claim=config["loss"],
-                    value=100 * (1 - kept),
-                    kind="simulated",
-                    conditions=draft.title,
-                    loop_share=share,
-                )
-            )
+            found.add(config["loss"], 100 * (1 - kept), "simulated", draft.title, loops=share)
     if ratios and "speedup_mean" in config:
-        found.measures.append(
-            Measure(
-                claim=config["speedup_mean"],
-                value=fmean(ratios),
-                kind="simulated",
-                conditions=f"mean of {len(ratios)} drafts",
-                loop_share=fmean(loops) if loops else None,
-            )
+        found.add(
+            config["speedup_mean"],
+            fmean(ratios),
+            "simulated",
+            f"mean of {len(ratios)} drafts",
+            loops=fmean(loops) if loops else None,
         )
     found.measures += computed(config)
     found.tables.append(Table("Simulated decoding", _COLUMNS, tuple(table)))
@@ -183,14 +163,12 @@ def choices(item: Item, lab: Lab) -> Findings:
         shown[draft.name.replace("_", "\n")] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}
         best = min(runs, key=lambda name: runs[name].tbt_ms)
         for claim, allowed in config["best"].items():
-            found.measures.append(
-                Measure(
-                    claim=claim,
-                    value=best in allowed,
-                    kind="simulated",
-                    conditions=f"{draft.title}; best: {best}",
-                    loop_share=runs[best].summary["loop_share"],
-                )
+            found.add(
+                claim,
+                best in allowed,
+                "simulated",
+                f"{draft.title}; best: {best}",
+                loops=runs[best].summary["loop_share"],
             )
     found.tables.append(Table("Simulated decoding", _COLUMNS, tuple(table)))
     found.missing += list(config.get("absent", ()))
