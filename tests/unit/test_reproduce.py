@@ -114,7 +114,7 @@ def test_unknown_names_and_damaged_values(tmp_path: Path) -> None:
         found = {"title": "P", "reference": "r", "items": {"a": {"title": "A", "section": "1"}}}
         found["items"]["a"]["claims"] = {"c": {"text": "t", **wrong}}
         path.write_text(yaml.safe_dump(found), encoding="utf-8")
-        with pytest.raises(UserError, match="stated.yaml a c"):
+        with pytest.raises(UserError, match="yaml a c"):
             read_paper("p", tmp_path)
 
 
