@@ -16,10 +16,12 @@ from experiments.ppsd.laws import (
     ppsd_speedup,
     ppsd_speedup_small_stages,
 )
+from experiments.ppsd.runs import add_runs
 from experiments.reproduce.drawing import band, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
+from specdec.cli.tree import options
 
 SETS = ("XSum", "GSM8K", "HumanEval")
 _CELL = (
@@ -56,7 +58,10 @@ def cells(item: Item, lab: Lab) -> Findings:
     )
     found.add(config["consistent"], not off, "formula", text)
     found.notes += list(config.get("notes", ()))
-    found.missing += list(config.get("absent", ()))
+    if "ppsd" in options("strategy", ()):
+        add_runs(item, lab, found, config["runs"])
+    else:
+        found.missing.append("preset ppsd: no run of the method itself")
     found.figure = _cells_figure(item, table)
     return found
 

@@ -1,0 +1,1 @@
+"""Experiments that the papers leave open."""

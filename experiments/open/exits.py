@@ -1,0 +1,48 @@
+"""PPSD's exit position when transfers cost time: fewer, longer stages or more, shorter ones."""
+
+from __future__ import annotations
+
+from experiments.ppsd.runs import exit_run
+from experiments.reproduce.drawing import line_chart
+from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab
+
+
+def transfer_latency(item: Item, lab: Lab) -> Findings:
+    """Tokens per second of PPSD over exit positions, for several transfer times.
+
+    Plain decoding on one device is the yardstick, since a pipeline slows it down. Keys:
+    ``pass_ms``, ``exits``, ``transfer_ms``, ``words``.
+    """
+    found, config = Findings(), item.config
+    rows = []
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    one_device = 1e3 / config["pass_ms"]
+    for transfer_ms in config["transfer_ms"]:
+        xs, ys = series.setdefault(f"transfer {transfer_ms} ms", ([], []))
+        for exit_layer in config["exits"]:
+            made = exit_run(
+                item,
+                lab,
+                exit_layer,
+                pass_ms=config["pass_ms"],
+                transfer_ms=transfer_ms,
+                words=config["words"],
+            )
+            speed, plain = 1e3 / made.run.tbt_ms, 1e3 / made.plain.tbt_ms
+            per_device = speed / made.stages
+            loops = made.run.summary["loop_share"]
+            key = (transfer_ms, made.stages, exit_layer, made.alpha)
+            rows.append((*key, plain, speed, speed / plain, speed / one_device, per_device, loops))
+            xs.append(float(made.stages))
+            ys.append(speed / one_device)
+    columns = (
+        *("transfer ms", "stages", "E", "alpha", "PP tokens/s", "PPSD tokens/s", "over PP"),
+        *("over one device", "tokens/s per device", "loop_share"),
+    )
+    found.tables.append(Table("Simulated, values of the bundled target", columns, tuple(rows)))
+    y = "speed-up over plain decoding on one device (times)"
+    found.figure = line_chart(series, x="stages (N / E)", y=y, title=item.stated.title)
+    found.notes += list(config.get("notes", ()))
+    return found

@@ -1,0 +1,176 @@
+"""Which method for which cluster: devices, draft cost and network latency at equal hits.
+
+The target's pass is split evenly over the stages; a transfer is paid between stages and for each
+answer on its way back. Profiles are written for each cell and say that they are assumptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.pipelines.tables import SIMULATED
+from experiments.reproduce.drafts import make_draft
+from experiments.reproduce.drawing import COLORS, figure
+from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome
+from specdec.report.files import write_json
+
+Cell = tuple[int, float, float]
+
+
+def write_profile(
+    folder: Path, *, target_ms: float, stages: int, draft_ms: float, transfer_ms: float
+) -> Path:
+    """A profile of an even pipeline; returns its path.
+
+    Args:
+        folder: where it is written.
+        target_ms: a whole target pass of up to 64 tokens; a further block costs an eighth more.
+        stages: the pass is cut into so many.
+        draft_ms: a draft pass.
+        transfer_ms: between two devices.
+    """
+
+    def flat(ms: float) -> dict[str, list[float]]:
+        return {"tokens": [1, 64], "ms": [ms, ms]}
+
+    stage = target_ms / stages
+    costs = {
+        "stage": {
+            "tokens": [1, 64],
+            "ms": [stage, stage],
+            "block_tokens": 64,
+            "block_ms": stage / 8,
+        },
+        "draft": flat(draft_ms),
+        "transfer": {"tokens": [1], "ms": [transfer_ms]},
+    }
+    name = f"even_{target_ms:g}_{stages}_{draft_ms:g}_{transfer_ms:g}"
+    note = "a what-if of experiments/open; no testbed"
+    # JSON is YAML.
+    return write_json(folder / "profiles" / f"{name}.yaml", {"note": note, "costs": costs})
+
+
+def cluster_map(item: Item, lab: Lab) -> Findings:
+    """The fastest method per cell, in tokens/s and in tokens/s per device.
+
+    Keys: ``draft`` (whose hits), ``target_ms``, ``devices``, ``draft_ms``, ``transfer_ms``,
+    ``methods`` (name -> overrides; ``local`` ones use one device, all others one per stage and one
+    for the draft where they have one: ``extra``).
+    """
+    found, config = Findings(), item.config
+    draft = make_draft(config["draft"], item, lab)
+    best: dict[Cell, dict[str, tuple[float, float]]] = {}
+    for transfer_ms in config["transfer_ms"]:
+        for draft_ms in config["draft_ms"]:
+            for devices in config["devices"]:
+                cell = (devices, draft_ms, transfer_ms)
+                best[cell] = _speeds(config, lab, draft.words, cell)
+    rows = []
+    for (devices, draft_ms, transfer_ms), speeds in best.items():
+        fastest = max(speeds, key=lambda name: speeds[name][0])
+        thrifty = max(speeds, key=lambda name: speeds[name][1])
+        each = (f"{speeds[name][0]:.1f}" for name in config["methods"])
+        rows.append((devices, draft_ms, transfer_ms, *each, fastest, thrifty))
+    columns = (
+        *("stages", "draft ms", "transfer ms", *(f"{n}, tokens/s" for n in config["methods"])),
+        *("fastest", "most tokens/s per device"),
+    )
+    title = f"{draft.title}; target pass {config['target_ms']:g} ms"
+    found.tables.append(Table(title, columns, tuple(rows)))
+    found.figure = _map_figure(item, config, best)
+    found.notes += list(config.get("notes", ()))
+    return found
+
+
+def _speeds(
+    config: Mapping[str, Any], lab: Lab, draft: Sequence[str], cell: Cell
+) -> dict[str, tuple[float, float]]:
+    """method -> (tokens/s, tokens/s per device) of one cell."""
+    devices, draft_ms, transfer_ms = cell
+    speeds = {}
+    for name, method in config["methods"].items():
+        used = 1 if method.get("local") else devices
+        path = write_profile(
+            lab.folder,
+            target_ms=config["target_ms"],
+            stages=used,
+            draft_ms=draft_ms,
+            transfer_ms=0.0 if used == 1 else transfer_ms,
+        )
+        where = [] if method.get("local") else ["executor=pipeline", f"executor.stages={used}"]
+        words = [*draft, SIMULATED, f"clock.profile={path}", *method["words"], *where]
+        run: Outcome = lab.run(words)
+        speed = 1e3 / run.tbt_ms
+        speeds[name] = (speed, speed / (used + method.get("extra", 0)))
+    return speeds
+
+
+def _map_figure(
+    item: Item, config: Mapping[str, Any], best: Mapping[Cell, Mapping[str, tuple[float, float]]]
+) -> Any:
+    """One panel per transfer time and measure: the winner's colour and speed in every cell."""
+    names = list(config["methods"])
+    panels = [(ms, which) for which in (0, 1) for ms in config["transfer_ms"]]
+    made, axes = figure(3.1 * len(panels), 3.9, len(panels))
+    for ax, (transfer_ms, which) in zip(axes, panels, strict=True):
+        for x, devices in enumerate(config["devices"]):
+            for y, draft_ms in enumerate(config["draft_ms"]):
+                speeds = best[devices, draft_ms, transfer_ms]
+                winner = max(names, key=lambda name: speeds[name][which])
+                color = COLORS[names.index(winner) % len(COLORS)]
+                ax.bar(x, 1.0, 1.0, bottom=y - 0.5, color=color, edgecolor="white")
+                text = f"{speeds[winner][which]:.1f}" if which == 0 else f"{speeds[winner][1]:.2f}"
+                ax.text(x, y, text, ha="center", va="center", fontsize=8, color="white")
+        ax.set_xticks(range(len(config["devices"])), config["devices"], fontsize=8)
+        ax.set_yticks(range(len(config["draft_ms"])), config["draft_ms"], fontsize=8)
+        ax.set_xlabel("pipeline stages (devices)", fontsize=8)
+        ax.set_ylabel("draft pass (ms)", fontsize=8)
+        what = "tokens/s" if which == 0 else "tokens/s per device"
+        ax.set_title(f"{what}, transfer {transfer_ms:g} ms", fontsize=8.5)
+    for i, name in enumerate(names):
+        axes[0].plot([], [], marker="s", lw=0, ms=8, color=COLORS[i % len(COLORS)], label=name)
+    made.legend(loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
+    made.suptitle(f"{item.stated.title} (simulated; fastest method per cell)", fontsize=10)
+    return made
+
+
+def staged_shape(item: Item, lab: Lab) -> Findings:
+    """Traffic of staged decoding over tree shapes and over how much the n-gram model guesses.
+
+    Keys: ``data``, ``trees`` (name -> branching), ``guesses`` (name -> overrides), ``share`` (draft
+    over target weights of the paper).
+    """
+    found, config = Findings(), item.config
+    prompts, tokens = item.size["quick" if lab.quick else "full"]
+    size = [*config["data"], f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1"]
+    rows = []
+    best: dict[str, dict[str, float | None]] = {}
+    for tree, branching in config["trees"].items():
+        for name, words in config["guesses"].items():
+            shape = f"policy.branching={branching}".replace(" ", "")
+            run = lab.run(["strategy=staged", "model=tiny", *size, shape, *words])
+            s = run.summary
+            scaled = (s["target_passes"] + s["draft_passes"] * config["share"]) / s["new_tokens"]
+            passes = s["draft_passes"] / s["target_passes"]
+            row = (tree, name, s["acceptance_length"], passes, s["relative_memory_traffic"])
+            rows.append((*row, scaled, s["rows_per_target_pass"], s["loop_share"]))
+            best.setdefault(tree, {})[name] = scaled
+    columns = (
+        *("tree", "guesses", "accept length", "draft passes per target pass", "traffic, own sizes"),
+        *("traffic, the paper's sizes", "nodes/pass", "loop_share"),
+    )
+    found.tables.append(Table("Counts of runs on the bundled pair (exact)", columns, tuple(rows)))
+    made, (ax,) = figure(9.0, 4.2)
+    from experiments.reproduce.drawing import bars, legend, tidy
+
+    bars(ax, best, form="{:.2f}")
+    y = "relative memory traffic at the paper's sizes"
+    tidy(ax, x="tree (children per level)", y=y, title=item.stated.title)
+    legend(ax)
+    found.figure = made
+    found.notes += list(config.get("notes", ()))
+    return found

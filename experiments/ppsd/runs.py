@@ -1,0 +1,106 @@
+"""Runs of the early-exit presets on the bundled target, held against PPSD's laws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.open.maps import write_profile
+from experiments.pipelines.tables import SIMULATED
+from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+
+_LAYERS = 24  # of the bundled target
+
+
+@dataclass(frozen=True, slots=True)
+class ExitRun:
+    """PPSD and plain decoding on one pipeline.
+
+    Attributes:
+        exit_layer, stages: where drafts leave, and how many stages.
+        plain, run: the two.
+    """
+
+    exit_layer: int
+    stages: int
+    plain: Outcome
+    run: Outcome
+
+    @property
+    def speedup(self) -> tuple[float, float | None, float | None]:
+        """Over plain decoding on the same stages, with its interval."""
+        return speed_ratio(self.run, self.plain)
+
+    @property
+    def alpha(self) -> float:
+        """Accepted over judged draft tokens."""
+        return float(self.run.summary["acceptance_rate_verified"])
+
+    @property
+    def law(self) -> float:
+        """Eq. 6 at the run's own alpha."""
+        return float(self.run.summary["speedup_law"])
+
+
+def exit_run(
+    item: Item,
+    lab: Lab,
+    exit_layer: int,
+    *,
+    pass_ms: float,
+    transfer_ms: float = 0.0,
+    words: Sequence[str] = (),
+) -> ExitRun:
+    """PPSD on ceil(layers / exit_layer) even stages, simulated, real values of the bundled target.
+
+    Args:
+        item: its size says how many prompts and tokens.
+        lab: where it runs.
+        exit_layer: one that has a head.
+        pass_ms: a whole target pass.
+        transfer_ms: between two stages.
+        words: further overrides of both, e.g. data and sampling.
+    """
+    stages = -(-_LAYERS // exit_layer)
+    prompts, tokens = item.size["quick" if lab.quick else "full"]
+    profile = write_profile(
+        lab.folder, target_ms=pass_ms, stages=stages, draft_ms=0.0, transfer_ms=transfer_ms
+    )
+    common = [
+        *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
+        *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *words),
+    ]
+    plain = lab.run(["strategy=ar", "executor=pipeline", *common])
+    head = "norm" if exit_layer == _LAYERS // 2 else "transformer"
+    chosen = [f"model.exit_layer={exit_layer}", f"model.exit_head={head}"]
+    run = lab.run(["strategy=ppsd", *common, *chosen])
+    return ExitRun(exit_layer, stages, plain, run)
+
+
+def add_runs(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]) -> None:
+    """Table 1's method on the bundled target: own acceptance, own speed-up, Eq. 6 beside it.
+
+    Keys: ``claim``, ``exits``, ``data`` (name -> overrides), ``pass_ms``.
+    """
+    rows = []
+    for name, words in config["data"].items():
+        for exit_layer in config["exits"]:
+            made = exit_run(item, lab, exit_layer, pass_ms=config["pass_ms"], words=words)
+            ratio, low, high = made.speedup
+            loops = made.run.summary["loop_share"]
+            share = f"{exit_layer}/{_LAYERS}"
+            rows.append(
+                (name, share, made.alpha, ratio, low, high, made.law, ratio / made.law, loops)
+            )
+            text = f"bundled target, {name}, E = {share}: {ratio:.2f}x, Eq. 6 {made.law:.2f}x"
+            off = abs(ratio / made.law - 1)
+            found.add(config["claim"], off <= 0.05, "simulated", text, loops=loops)
+    columns = (
+        *("data", "E / N", "alpha", "speed-up", "95 % from", "to", "Eq. 6", "run / law"),
+        "loop_share",
+    )
+    title = "PPSD on the bundled target, transfers and heads at no cost (simulated)"
+    found.tables.append(Table(title, columns, tuple(rows)))
