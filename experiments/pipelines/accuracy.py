@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.pipelines.tables import SIMULATED, run_rows
 from experiments.reproduce.drafts import Draft, drafts, known_drafts, make_draft
-from experiments.reproduce.drawing import band, figure, legend, lines, tidy
+from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -58,7 +58,7 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
                 if cells
             },
         )
-        ax.set_xscale("log", base=2)
+        doublings(ax, config["widths"])
         band(ax, config["choice"][0], config["choice"][0], "the paper's choice", vertical=True)
     tidy(left, x="tree width (nodes per level)", y="accuracy (hit rate)")
     tidy(right, x="tree width (nodes per level)", y="time between tokens (ms, simulated)")
@@ -127,7 +127,7 @@ def top_k(item: Item, lab: Lab) -> Findings:
             ax.plot([k, k], [claim.low, claim.high], lw=7, color="#e0b050", alpha=0.8, zorder=1)
             ax.plot([k], [claim.high], marker="_", ms=9, color="#c9982e", zorder=1)
     ax.plot([], [], lw=7, color="#e0b050", label="stated for Llama 8B / 1B and 70B")
-    ax.set_xscale("log", base=2)
+    doublings(ax, ks)
     tidy(
         ax, x="k (candidates)", y="share of the target's tokens among them", title=item.stated.title
     )
@@ -138,7 +138,7 @@ def top_k(item: Item, lab: Lab) -> Findings:
 
 def _rank_shares(draft: Draft, ks: Sequence[int]) -> tuple[list[float], float | None]:
     """Cumulative rank shares of a record, with its loop share; of a law, with None."""
-    known = known_drafts()[draft.name]
+    known = known_drafts().get(draft.name, {})
     if any("synthetic" in word for word in known.get("words", ())):
         law = SyntheticPair(**_law_of(known["words"]))
         cumulated = np.cumsum(law.rank_probabilities())

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.pipelines.tables import SIMULATED, run_rows
 from experiments.reproduce.drafts import Draft, drafts
-from experiments.reproduce.drawing import figure, legend, line_chart, lines, tidy
+from experiments.reproduce.drawing import doublings, figure, legend, line_chart, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -252,7 +252,7 @@ def _batch_figure(
         title=title,
     )
     lines(right, by_size)
-    right.set_xscale("log", base=2)
+    doublings(right, sizes)
     tidy(
         right, x="batch size (requests)", y="p99 time between tokens (ms, simulated)", title=item.id
     )

@@ -11,7 +11,15 @@ from typing import Any
 from experiments.pipelines.theory import steps_by_equation_2
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts
-from experiments.reproduce.drawing import bars, claims_panel, figure, legend, tidy
+from experiments.reproduce.drawing import (
+    bars,
+    below,
+    claims_panel,
+    figure,
+    legend,
+    line_chart,
+    tidy,
+)
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
@@ -31,7 +39,7 @@ def tbt(item: Item, lab: Lab) -> Findings:
     drafts and overrides: methods that an acceptance trace drives, on prompts of their own),
     ``chain_ratios`` (claim -> [slow, fast], the slow one a chain; on the drafts of
     ``chain_against``), ``values_of`` (drafts that ``values`` are given for), ``paper`` (row -> the
-    paper's milliseconds, for the picture).
+    paper's milliseconds, for the picture), ``paced`` (run with ``--paced``).
     """
     found, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -52,10 +60,40 @@ def tbt(item: Item, lab: Lab) -> Findings:
             shown.setdefault("traced\nchains", {})[f"{name}, {draft.name}"] = run.tbt_ms
     found.tables.append(Table("Simulated time between tokens", COLUMNS, tuple(table)))
     found.measures += computed(config)
+    if lab.paced and "paced" in config:
+        _paced(config["paced"], lab, found)
     found.figure = _tbt_figure(item, found, shown)
     found.missing += list(config.get("absent", ()))
     found.notes += list(config.get("notes", ()))
     return found
+
+
+def _paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
+    """Real processes held to the profile. Keys: ``words``, ``ratios`` (claim -> strategy)."""
+    compared = lab.compare(config["words"])
+    rows = {row["strategy"]: row for row in compared["rows"]}
+    table = tuple(
+        (
+            *(name, row["tbt_ms_mean"], row["speedup_wall"], row["speedup_wall_interval"]),
+            *(row["overrun_share"], row["hit_rate"], row["lossless"], row["loop_share"]),
+        )
+        for name, row in rows.items()
+    )
+    columns = (
+        *("row", "TBT ms", "over ar", "95 % interval", "overrun_share", "hit rate"),
+        *("tokens as ar", "loop_share"),
+    )
+    found.tables.append(Table("Paced: a process per stage, real messages", columns, table))
+    for claim, name in config["ratios"].items():
+        row = rows[name]
+        if not (row["paced_counts"] and rows["ar"]["paced_counts"]):
+            share = f"{100 * row['overrun_share']:.1f} %"
+            found.missing.append(f"paced {name}: {share} of its work overran its profile")
+            continue
+        interval = row["speedup_wall_interval"] or (None, None)
+        text = f"bundled pair, {config['on']}"
+        loops, value = row["loop_share"], row["speedup_wall"]
+        found.add(claim, value, "paced", text, loops=loops, interval=interval)
 
 
 def run_rows(
@@ -162,9 +200,9 @@ def _tbt_figure(
     tidy(
         left, x="draft", y="time between tokens (ms)", title="simulated; the paper's where it says"
     )
-    legend(left, loc="upper right")
+    below(left, 4)
     same = [m for m in found.measures if "other side" not in m.conditions]
-    claims_panel(right, item.stated.claims, same)
+    claims_panel(right, item.stated.claims, same or found.measures, unit="x")
     made.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
     return made
 
@@ -289,12 +327,6 @@ def equations(item: Item, lab: Lab) -> Findings:
         *("flush steps/token", "refill steps/token", "loop_share"),
     )
     found.tables.append(Table("Eq. 2 (reconstructed) against the simulator", columns, tuple(table)))
-    made, (ax,) = figure(7.0, 4.0)
-    from experiments.reproduce.drawing import lines
-
-    lines(ax, series)
-    ax.axhline(0.0, color="#444444", lw=0.9, ls="--")
-    tidy(ax, x="stages", y="Eq. 2 against the simulator (per cent)", title="steps per token")
-    legend(ax)
-    found.figure = made
+    y = "Eq. 2 against the simulator (per cent)"
+    found.figure = line_chart(series, x="stages", y=y, title="steps per token")
     return found

@@ -17,7 +17,7 @@ from experiments.ppsd.laws import (
     ppsd_speedup_small_stages,
 )
 from experiments.ppsd.runs import add_runs
-from experiments.reproduce.drawing import band, figure, legend, lines, tidy
+from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
@@ -239,7 +239,7 @@ def no_verification(item: Item, lab: Lab) -> Findings:
     made, (ax,) = figure(6.0, 3.7)
     lines(ax, {"EESD": (gammas, eesd)})
     band(ax, ppsd, ppsd, "PPSD")
-    ax.set_xscale("log", base=2)
+    doublings(ax, gammas)
     tidy(
         ax,
         x="draft length (tokens)",

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from experiments.reproduce.findings import MISSING, Findings, from_json, of_claim, to_json, verdict
+from experiments.reproduce.findings import MISSING, Findings, of_claim, verdict
 from experiments.reproduce.items import Item, all_items, choose
-from experiments.reproduce.rendering import NONE, csv_text, markdown, value_text
-from experiments.reproduce.stated import ROOT
+from experiments.reproduce.rendering import NONE, value_text
+from experiments.reproduce.results import write_item
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
-from specdec.report.files import write_bytes, write_json, write_text
 from specdec.report.provenance import provenance
 
 HELP = """\
@@ -29,11 +27,15 @@ own. What cannot be reproduced is listed with the reason.
   NAME              a table or figure (specpipe/fig11), or all of a paper (specpipe)
   --all             every one
   --quick           few prompts and tokens; all of them in some minutes on two cores
+  --paced           also the paced column where a table has one: real time, a process per stage;
+                    leave the machine alone meanwhile
   --list            names, titles and what is missing
   --document        write docs/reproduction.md from the results checked in under experiments/
   output_dir=DIR    gets <paper>/results/<name>.md, .csv, .json, .png (default outputs/reproduce)
   runs_dir=DIR      keeps the runs behind the tables; they are not run again as long as models and
                     code are the same (default outputs/reproduce)
+  record=FILE       a record.npz of your own models (`record=true`, docs/replay.md), which then is
+                    one more draft in every simulated table
 
 SPECDEC_DATA names the folder of the data sets; without it the tables that need one say so.
 
@@ -43,9 +45,8 @@ Examples
   specdec reproduce --all --quick
 """
 
-_FLAGS = ("--list", "--all", "--quick", "--document")
-_KEYS = ("output_dir", "runs_dir")
-_DEFAULT = "outputs/reproduce"
+_FLAGS = ("--list", "--all", "--quick", "--paced", "--document")
+_KEYS = {"output_dir": "outputs/reproduce", "runs_dir": "outputs/reproduce", "record": ""}
 
 
 def main(words: Sequence[str]) -> int:
@@ -69,12 +70,11 @@ def main(words: Sequence[str]) -> int:
     if not names:
         raise UserError("name a table or figure, or --all: `specdec reproduce --list` shows them")
     chosen = choose(names, items)
-    quick = "--quick" in arguments.flags
-    return _run_all(chosen, quick, Path(keys["output_dir"]), Path(keys["runs_dir"]), words)
+    return _run_all(chosen, arguments.flags, keys, words)
 
 
 def _read_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    keys = dict.fromkeys(_KEYS, _DEFAULT)
+    keys = dict(_KEYS)
     names = []
     for word in words:
         key, equals, value = word.partition("=")
@@ -94,14 +94,21 @@ def _list(items: Mapping[str, Item]) -> None:
 
 
 def _run_all(
-    chosen: Sequence[Item], quick: bool, out: Path, runs: Path, words: Sequence[str]
+    chosen: Sequence[Item], flags: Set[str], keys: Mapping[str, str], words: Sequence[str]
 ) -> int:
     import torch
 
     from experiments.reproduce.lab import Lab
 
     torch.set_num_threads(1)
-    lab = Lab(folder=runs, quick=quick, say=lambda text: print(f"  run {text}", file=sys.stderr))
+    out, quick = Path(keys["output_dir"]), "--quick" in flags
+    lab = Lab(
+        folder=Path(keys["runs_dir"]),
+        quick=quick,
+        paced="--paced" in flags,
+        own_record=_own_record(keys["record"]),
+        say=lambda text: print(f"  run {text}", file=sys.stderr),
+    )
     began, failed = perf_counter(), []
     for number, item in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] {item.id}: {item.stated.title}", flush=True)
@@ -118,6 +125,15 @@ def _run_all(
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _own_record(text: str) -> Path | None:
+    if not text:
+        return None
+    path = Path(text).expanduser()
+    if path.suffix != ".npz" or not path.is_file():
+        raise UserError(f"record={text} is no record.npz: `specdec run ... record=true` writes one")
+    return path
 
 
 def _findings(item: Item, lab: Any) -> tuple[Findings, bool]:
@@ -149,30 +165,6 @@ def facts(item: Item, quick: bool, seconds: float, words: Sequence[str]) -> dict
         "time": found["time"],
         "seconds": round(seconds, 1),
     }
-
-
-def write_item(item: Item, findings: Findings, out: Path, conditions: Mapping[str, Any]) -> None:
-    """Writes the page, the data and the picture of one item."""
-    folder = out / item.paper.name / "results"
-    write_text(folder / f"{item.name}.md", markdown(item, findings, conditions))
-    write_text(folder / f"{item.name}.csv", csv_text(item, findings))
-    write_json(folder / f"{item.name}.json", {**to_json(findings), "conditions": conditions})
-    picture = folder / f"{item.name}.png"
-    if findings.figure is not None:
-        from experiments.reproduce.drawing import as_png
-
-        write_bytes(picture, as_png(findings.figure))
-    else:
-        picture.unlink(missing_ok=True)
-
-
-def read_item(item: Item, root: Path = ROOT) -> tuple[Findings, dict[str, Any]] | None:
-    """Findings and conditions of a results folder; None where the item was never run."""
-    path = root / item.paper.name / "results" / f"{item.name}.json"
-    if not path.is_file():
-        return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return from_json(found), found["conditions"]
 
 
 def summary_lines(item: Item, findings: Findings) -> list[str]:

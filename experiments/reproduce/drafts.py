@@ -41,12 +41,18 @@ def known_drafts() -> Mapping[str, Mapping[str, Any]]:
 
 
 def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> Iterator[Draft]:
-    """The drafts of these names; one that cannot be had goes to ``findings.missing``."""
+    """The drafts of these names, then the user's own record where there is one.
+
+    One that cannot be had goes to ``findings.missing``.
+    """
     for name in names:
         try:
             yield make_draft(name, item, lab)
         except UserError as error:
             findings.missing.append(f"{known_drafts()[name]['title']}: {error}")
+    if lab.own_record is not None:
+        words = ("model=replay", f"model.record={lab.own_record}", *size_words(item, lab))
+        yield Draft(name="own", title=f"own record {lab.own_record.name}, replayed", words=words)
 
 
 def make_draft(name: str, item: Item, lab: Lab) -> Draft:
@@ -56,8 +62,7 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
         UserError: it needs data that are not there.
     """
     found = known_drafts()[name]
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
-    size = (f"data.limit={prompts}", f"max_new_tokens={tokens}")
+    size = size_words(item, lab)
     if "record" in found:
         path = lab.record([*found["record"], *size])
         words: tuple[str, ...] = ("model=replay", f"model.record={path}", *size)
@@ -68,6 +73,12 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
     else:
         words = (*found["words"], *size)
     return Draft(name=name, title=found["title"], words=words)
+
+
+def size_words(item: Item, lab: Lab) -> tuple[str, str]:
+    """How many prompts and tokens."""
+    prompts, tokens = item.size["quick" if lab.quick else "full"]
+    return f"data.limit={prompts}", f"max_new_tokens={tokens}"
 
 
 def _data_folder() -> Path:

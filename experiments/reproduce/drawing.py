@@ -14,7 +14,10 @@ from matplotlib.figure import Figure
 from experiments.reproduce.findings import Measure
 from experiments.reproduce.stated import Claim
 
-COLORS = ("#2f6db3", "#c98a2b", "#5b8c5a", "#8a5a9e", "#b33a3a", "#4a4a4a", "#3aa0a0", "#b0707a")
+COLORS = (
+    *("#2f6db3", "#c98a2b", "#5b8c5a", "#8a5a9e", "#b33a3a", "#4a4a4a", "#3aa0a0", "#e08fb0"),
+    *("#9db82f", "#7a5230"),
+)
 _BAND = "#f2d7a6"
 _DPI = 110
 _UNITS = {"x": "times", "%": "per cent", "": "value"}
@@ -42,6 +45,20 @@ def tidy(ax: Axes, *, x: str, y: str, title: str = "") -> None:
 def legend(ax: Axes, **where: Any) -> None:
     """A legend in small letters."""
     ax.legend(fontsize=7.5, frameon=False, **where)
+
+
+def below(ax: Axes, columns: int = 1) -> None:
+    """A legend under the panel, away from what is drawn."""
+    drop = -34.0 / (ax.get_window_extent().height or 1.0)
+    anchor = (0.5, min(drop, -0.1))
+    ax.legend(fontsize=7.5, frameon=False, loc="upper center", bbox_to_anchor=anchor, ncols=columns)
+
+
+def doublings(ax: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis that names its values."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(list(values), [f"{value:g}" for value in values])
+    ax.minorticks_off()
 
 
 def lines(
@@ -117,10 +134,15 @@ def claims_figure(claims: Mapping[str, Claim], measures: Sequence[Measure], titl
     return made
 
 
-def claims_panel(ax: Axes, claims: Mapping[str, Claim], measures: Sequence[Measure]) -> None:
-    """The panel of ``claims_figure``: only claims that are numbers and have a figure of ours."""
+def claims_panel(
+    ax: Axes, claims: Mapping[str, Claim], measures: Sequence[Measure], unit: str | None = None
+) -> None:
+    """The panel of ``claims_figure``: claims that are numbers (of one unit) and have our figure."""
     held = {m.claim for m in measures}
     numeric = [c for c in claims.values() if c.low is not None and c.id in held]
+    numeric = [c for c in numeric if unit in (None, c.unit)]
+    shown = {c.id for c in numeric}
+    measures = [m for m in measures if m.claim in shown]
     conditions = list(dict.fromkeys(f"{m.conditions} ({m.kind})" for m in measures))
     for row, claim in enumerate(numeric):
         low, high = claim.ends
@@ -138,7 +160,7 @@ def claims_panel(ax: Axes, claims: Mapping[str, Claim], measures: Sequence[Measu
     ax.set_ylim(len(numeric) - 0.5, -0.5)
     units = {_UNITS.get(c.unit, c.unit) for c in numeric}
     tidy(ax, x=", ".join(sorted(units)) or "value", y="")
-    legend(ax, loc="upper center", bbox_to_anchor=(0.35, -0.13))
+    below(ax)
 
 
 def _point(ax: Axes, measure: Measure, row: int, index: int, count: int) -> None:

@@ -73,17 +73,27 @@ class Lab:
     """Runs strategies for the builders of tables and figures."""
 
     def __init__(
-        self, *, folder: Path, quick: bool, say: Callable[[str], None] = lambda _: None
+        self,
+        *,
+        folder: Path,
+        quick: bool,
+        paced: bool = False,
+        own_record: Path | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Opens a lab.
 
         Args:
             folder: where run folders are kept between calls.
             quick: small sizes.
+            paced: also the runs on a paced clock, in real time on processes of their own.
+            own_record: a record.npz of the user's models, a further draft of simulated tables.
             say: told of each run before it starts.
         """
         self.folder = folder
         self.quick = quick
+        self.paced = paced
+        self.own_record = own_record
         self._say = say
         self._prepared: dict[str, tuple[ModelPair, list[TokenPrompt]]] = {}
 

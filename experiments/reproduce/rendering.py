@@ -89,6 +89,8 @@ def cell(value: Any) -> str:
         return NONE
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return " to ".join(cell(part) for part in value)
     if isinstance(value, float):
         size = abs(value)
         digits = 1 if size >= 100 else 2 if size >= 1 else 3
@@ -100,7 +102,7 @@ def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A Markdown table."""
     safe = [[str(text).replace("|", "/") for text in row] for row in rows]
     return [
-        f"| {' | '.join(headings)} |",
+        f"| {' | '.join(str(heading) for heading in headings)} |",
         f"|{'|'.join('---' for _ in headings)}|",
         *(f"| {' | '.join(row)} |" for row in safe),
     ]

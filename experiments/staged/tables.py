@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reproduce.drawing import bars, claims_figure, figure, legend, tidy
+from experiments.reproduce.drawing import bars, below, claims_figure, figure, legend, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
@@ -313,6 +313,7 @@ def origins(item: Item, lab: Lab) -> Findings:
     names = ("n-gram", "draft", "target")
     counts = {"white space": dict.fromkeys(names, 0), "other": dict.fromkeys(names, 0)}
     shown: list[tuple[str, str]] = []
+    longest = max(range(len(records)), key=lambda i: len(records[i].result.output))
     for number, record in enumerate(records):
         output = np.asarray(record.result.output)
         width = katz.order - 1
@@ -325,7 +326,7 @@ def origins(item: Item, lab: Lab) -> Findings:
             origin = "n-gram" if output[i] in guesses else "draft" if drafted else "target"
             text = str(pair.tokenizer.decode([int(output[i])]))
             counts["other" if text.strip() else "white space"][origin] += 1
-            if number == config["shown"] % len(records):
+            if number == longest:
                 shown.append((text, origin))
     loops = next(r["loop_share"] for r in result["rows"] if r["strategy"] == "staged")
     shares = {
@@ -354,8 +355,9 @@ def origins(item: Item, lab: Lab) -> Findings:
 def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
     """Text with a coloured ground per token, in a grid of letters."""
     colors = {"n-gram": "#bfe3bf", "draft": "#c6d8f0", "target": "#f3c1c1"}
-    made, (ax,) = figure(8.0, 5.0)
     columns, row, column = 84, 0, 0
+    num_lines = sum(1 + len(part) // columns for part in "".join(t for t, _ in shown).split("\n"))
+    made, (ax,) = figure(8.6, 1.4 + 0.16 * num_lines)
     for text, origin in shown:
         for letter in text.replace("\t", "    "):
             if letter == "\n" or column >= columns:
@@ -370,9 +372,9 @@ def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
     for origin, color in colors.items():
         ax.plot([], [], marker="s", lw=0, ms=8, color=color, label=origin)
     ax.set_xlim(0, columns)
-    ax.set_ylim(max(row + 2, 8), -1)
-    tidy(ax, x="letters", y="lines", title=title)
-    legend(ax, loc="lower right")
+    ax.set_ylim(row + 1, 0)
+    tidy(ax, x="letters of a line", y="lines", title=title)
+    below(ax, 3)
     return made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.pipelines.tables import SIMULATED
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import drafts
-from experiments.reproduce.drawing import bars, claims_panel, figure, legend, lines, tidy
+from experiments.reproduce.drawing import bars, claims_panel, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
@@ -109,8 +109,8 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
                 config, key, sizes, found_lengths, draft.title, table[-1][-1]
             )
     names = (("target's batch size bs (nodes)", "bs"), ("draft's batch size w (leaves)", "w"))
-    for ax, (x, _) in zip(axes, names, strict=True):
-        ax.set_xscale("log", base=2)
+    for ax, (x, key) in zip(axes, names, strict=True):
+        doublings(ax, config[key])
         tidy(ax, x=x, y="accepted tokens per target pass (simulated)", title=item.stated.title)
         legend(ax)
     columns = ("draft", "varied", "size", "accepted per pass", "loop_share")

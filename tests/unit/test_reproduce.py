@@ -16,7 +16,7 @@ from experiments.ppsd.laws import (
     overall_acceptance,
     ppsd_speedup,
 )
-from experiments.reproduce import command
+from experiments.reproduce import command, results
 from experiments.reproduce.arithmetic import evaluate
 from experiments.reproduce.drafts import known_drafts
 from experiments.reproduce.findings import (
@@ -152,8 +152,8 @@ def test_formula_checks_need_no_run(name: str, tmp_path: Path) -> None:
     found = {m.claim for m in findings.measures}
     assert found <= set(item.stated.claims)
     assert {m.kind for m in findings.measures} == {"formula"}
-    command.write_item(item, findings, tmp_path, {"revision": "x"})
-    read = command.read_item(item, tmp_path)
+    results.write_item(item, findings, tmp_path, {"revision": "x"})
+    read = results.read_item(item, tmp_path)
     assert read is not None
     assert read[0].measures == findings.measures
     text = (tmp_path / "ppsd" / "results" / f"{item.name}.md").read_text(encoding="utf-8")
