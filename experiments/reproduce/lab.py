@@ -107,22 +107,15 @@ class Lab:
         pair, prompts = self._prepare(config)
         key = {"config": config, "models": _identity(pair), "code": code_hash()}
         folder = self.folder / "runs" / _hash(key)
-        path = folder / "requests.jsonl"
-        if not (folder / "summary.json").is_file():
+        path, done = folder / "requests.jsonl", folder / "summary.json"
+        if not done.is_file():
             self._say(" ".join(w for w in words if not w.startswith("model.record=")))
             path.unlink(missing_ok=True)
             write_json(folder / "config.json", key)
-            _decode(config, pair, prompts, path)
-        records = read_requests(path)
-        results = tuple(record.result for record in records)
-        totals = RunTotals.merge([r.totals for r in records if r.totals is not None])
-        summary = summarise(results, totals)
-        if isinstance(pair, ReplayModels):
-            summary["loop_share"] = pair.about.get("loop_share")
-        elif not isinstance(pair, HuggingFacePair):
-            summary["loop_share"] = None
-        if not (folder / "summary.json").is_file():
-            write_json(folder / "summary.json", summary)
+            expansions = _decode(config, pair, prompts, path)
+            write_json(done, {**_summary(pair, path), "expansions": expansions})
+        results, totals = _read(path)
+        summary = json.loads(done.read_text(encoding="utf-8"))
         return Outcome(
             config=config, summary=summary, results=results, totals=totals, folder=folder
         )
@@ -207,9 +200,26 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def _read(path: Path) -> tuple[tuple[RequestResult, ...], RunTotals]:
+    records = read_requests(path)
+    totals = RunTotals.merge([r.totals for r in records if r.totals is not None])
+    return tuple(record.result for record in records), totals
+
+
+def _summary(pair: ModelPair, path: Path) -> dict[str, Any]:
+    """The run's metrics; ``loop_share`` is the record's, or None where tokens are made up."""
+    summary = summarise(*_read(path))
+    if isinstance(pair, ReplayModels):
+        summary["loop_share"] = pair.about.get("loop_share")
+    elif not isinstance(pair, HuggingFacePair):
+        summary["loop_share"] = None
+    return summary
+
+
 def _decode(
     config: Mapping[str, Any], pair: ModelPair, prompts: Sequence[TokenPrompt], path: Path
-) -> None:
+) -> Any:
+    """Runs and writes down the requests; returns the growth rounds of policies that count them."""
     runner = PartsRunner(cfg=config, pair=pair, stop=stop_rules(config, pair))
     groups = [[p] for p in prompts] if config["batch_size"] == 1 else [list(prompts)]
     try:
@@ -221,6 +231,7 @@ def _decode(
                     writer.write(runner.name, result, totals=totals if i == 0 else None)
     finally:
         runner.close()
+    return getattr(runner.parts.policy, "expansions", None)
 
 
 def _identity(pair: ModelPair) -> Any:
