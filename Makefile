@@ -19,6 +19,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
+# Test processes; each computes with one thread.
+TEST_JOBS ?= 2
 
 # One folder per revision of the code, so that a second `make demo` shows the results it has; with
 # uncommitted changes every run gets a folder of its own.
@@ -44,12 +46,12 @@ demo: install  ## strategies compared on held-out code of the standard library
 	@echo "== next: $(BIN)/specdec list    $(BIN)/specdec compare --help"
 
 test: install-dev  ## the whole test suite
-	@echo "== test: the whole suite (make test-fast runs the quick part)"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@echo "== test: the whole suite, $(TEST_JOBS) at a time (make test-fast runs the quick part)"
+	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 test-fast: install-dev
 	@echo "== test-fast: tests that are not marked slow, distributed or gpu"
-	@$(BIN)/python -m pytest -m fast $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m fast -n $(TEST_JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 support: install-dev
 	@echo "== support: every cell of the composition matrix, then docs/support.md"

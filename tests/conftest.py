@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Triton reads this when it is first imported, by whatever imports it: interpret without a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 
+_MATRIX: list[dict[str, Any]] = []  # one per worker of pytest-xdist
 NOT_FAST = ("slow", "gpu", "distributed")
 
 
@@ -27,6 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(name) for name in NOT_FAST):
             item.add_marker(pytest.mark.fast)
+    for item in items:
+        group = _group(item)
+        if group:
+            item.add_marker(pytest.mark.xdist_group(group))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch
@@ -34,6 +40,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _group(item: pytest.Item) -> str:
+    """Which tests have to run on one worker of pytest-xdist; "" where any will do.
+
+    Tests that start processes keep the machine busy and watch for hangs: one of them at a time.
+    Tests that share a fixture of their module stay together, or it would be made twice.
+    """
+    if item.get_closest_marker("distributed"):
+        return "processes"
+    found = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    shared = any(f.scope in ("module", "class") for fs in found.values() for f in fs)
+    return item.nodeid.partition("::")[0] if shared else ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over what a worker of pytest-xdist says of the matrix (tests/matrix/conftest.py)."""
+    found = getattr(node, "workeroutput", {}).get("matrix")
+    if found:
+        _MATRIX.append(found)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the workers have found, in one line; every cell is in one test, so sums are right."""
+    if _MATRIX:
+        kinds = sum((Counter(found["kinds"]) for found in _MATRIX), Counter[str]())
+        terminalreporter.section("composition matrix")
+        terminalreporter.line(matrix_line(kinds, _MATRIX[0]["cells"]))
+
+
+def matrix_line(kinds: Counter[str], num_cells: int) -> str:
+    """Size and outcome: a cell that was not run, refused or not, shows in the count."""
+    words = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds))
+    return f"{kinds.total()} of {num_cells} cells: {words}"
 
 
 @pytest.fixture

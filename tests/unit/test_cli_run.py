@@ -210,7 +210,7 @@ class TestLogger:
 
 
 class TestTexts:
-    @pytest.mark.parametrize("command", ["run", "compare", "train", "list"])
+    @pytest.mark.parametrize("command", ["run", "compare", "train", "list", "report"])
     def test_every_command_explains_itself(self, command: str, capsys) -> None:
         assert main([command, "--help"]) == 0
         assert f"specdec {command}" in capsys.readouterr().out
