@@ -73,7 +73,7 @@ def test_a_killed_sweep_goes_on_and_failures_stop_nothing(tmp_path: Path) -> Non
 
     again = [*words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     ended = subprocess.run(
-        again, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S
+        again, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3 * PATIENCE_S
     )
     assert ended.returncode == 1, ended.stderr
     assert done == {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in first.glob("*.json*")}
@@ -100,7 +100,7 @@ def test_a_sweep_as_submitted_jobs(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=3 * PATIENCE_S,
     )
     assert ended.returncode == 0, ended.stderr
     assert {job: r["status"] for job, r in records(folder).items()} == {
