@@ -24,6 +24,7 @@ _MATRIX: list[dict[str, Any]] = []  # one per worker of pytest-xdist
 NOT_FAST = ("slow", "gpu", "distributed")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as fast what is not marked otherwise; skips GPU tests where there is no GPU."""
     for item in items:

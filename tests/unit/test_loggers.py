@@ -30,7 +30,7 @@ def test_wandb_logs_offline(
     assert float(logged(raw, "speedup_wall")[-1]) == pytest.approx(2.0)
     assert float(logged(raw, "tokens_per_s")[-1]) == pytest.approx(20.0)
     assert logged(raw, "lossless") == [b"true"]
-    assert [int(v) for v in logged(raw, "prompts_done")][:2] == [1, 2]
+    assert set(logged(raw, "prompts_done")) == {b"1", b"2"}
     assert b"2" in logged(raw, "curve/path_lengths")
     assert b"DraftModelSource" in raw, "the configuration is with it"
 
