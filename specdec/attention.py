@@ -25,14 +25,13 @@ from transformers import AttentionInterface
 
 from specdec.cache import Rows
 from specdec.kernels.backends import Kernel, Seen, attention_kernel
+from specdec.kv_storage import Pair
 
 IMPLEMENTATION = "specdec"
 """Name under which the attention function is registered with transformers."""
 
 OPAQUE = "specdec_opaque"
 """The same function for compiled models: ``torch.compile`` calls it as it is, as one operation."""
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 
@@ -168,19 +167,11 @@ class _Part:
     """One request's share of a pass."""
 
     def __init__(self, rows: Rows, offset: int) -> None:
-        cache = rows.cache
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self.written = cache.flat.narrow(3, rows.start, len(rows)).unbind(0)
-        self.read = cache.flat.narrow(3, 0, rows.end).unbind(0)
+        self.store = rows.cache.view(rows).store
         self._masks: dict[int | None, torch.Tensor | None] = {}
         self._seen: Seen | None = None
-
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """Writes the rows' keys and values; returns all keys and values [1, G, n, D]."""
-        self.written[2 * layer].copy_(key)
-        self.written[2 * layer + 1].copy_(value)
-        return self.read[2 * layer], self.read[2 * layer + 1]
 
     def mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
         """[R, n], 0 where a row sees a slot and the lowest number where not; None: sees all."""

@@ -14,12 +14,12 @@ far as ``cached_len``, and each entry of the tree equals a fresh forward over it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy import count_nonzero
 
+from specdec.kv_storage import CacheSpec, Contiguous, PassView, Storage
 from specdec.types import BoolArray, Commit, CommitKind, IntArray
 
 EMPTY: IntArray = np.zeros(0, np.int64)
@@ -28,24 +28,6 @@ EMPTY: IntArray = np.zeros(0, np.int64)
 _ABSENT = -1
 _FEW = 8  # up to so many nodes plain numbers are cheaper than arrays
 _FRESH_ENTRIES = 128  # entries that a new cache keeps books of before it grows them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSpec:
-    """What the layers of one runner need of a cache.
-
-    Attributes:
-        num_layers: layers of the slice.
-        num_kv_heads: key/value heads of each.
-        head_dim: size of one head.
-        dtype, device: of keys and values.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,18 +64,18 @@ class Rows:
 
 
 class TreeCache:
-    """Keys and values of one request in one runner, in one tensor for all layers.
+    """Keys and values of one request in one runner, for all layers.
 
     Attributes:
         spec: shape and type of what is stored.
         cached_len: committed tokens in the prefix region. Rows count from ``rows`` on; their values
             are there once the runner's ``forward`` has seen them.
-        storage: [L, 2, H, C, D], keys and values.
-        flat: the same, [2 L, 1, H, C, D].
     """
 
-    def __init__(self, *, spec: CacheSpec, capacity: int) -> None:
+    def __init__(self, *, spec: CacheSpec, capacity: int, storage: Storage | None = None) -> None:
         """Allocates room for ``capacity`` slots (more is made when it runs short).
+
+        ``storage`` says where they lie; in a tensor of the cache's own where omitted.
 
         Raises:
             ValueError: for a capacity below 1.
@@ -102,7 +84,7 @@ class TreeCache:
             raise ValueError(f"cache capacity {capacity} must be at least 1 token")
         self.spec = spec
         self.cached_len = 0
-        self._allocate(capacity)
+        self._kv = Contiguous(make=spec.empty, capacity=capacity) if storage is None else storage
         # Entries are kept by coordinate = slot - origin, so that moving the border between the
         # regions moves nothing: the tree region is the coordinates lo .. hi.
         self._origin = self._lo = self._hi = 0
@@ -119,7 +101,16 @@ class TreeCache:
     @property
     def capacity(self) -> int:
         """Slots allocated."""
-        return self.storage.shape[3]
+        return self._kv.capacity
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """[L, 2, H, C, D], keys and values of all slots; a copy where they are paged."""
+        return self._kv.held(self.capacity)
+
+    def view(self, rows: Rows) -> PassView:
+        """What the pass over ``rows`` writes and reads."""
+        return self._kv.view(rows.start, rows.end)
 
     @property
     def num_nodes(self) -> int:
@@ -172,7 +163,7 @@ class TreeCache:
         """
         start = self.cached_len + self.num_nodes
         num_prefix, num_rows = len(prefix_tokens), len(prefix_tokens) + len(node_ids)
-        self._reserve(start + num_rows)
+        self._kv.reserve(start + num_rows, start)
         if not num_prefix:
             return Rows(
                 cache=self,
@@ -307,12 +298,18 @@ class TreeCache:
             self._table[self.node_ids - self._base] = np.arange(lo, hi)
         else:
             self._clear()
+        self._kv.trim(self.cached_len + self.num_nodes)
+
+    def close(self) -> None:
+        """Gives all slots back; the cache must not be used any more."""
+        self._kv.trim(0)
 
     def truncate(self, length: int) -> None:
         """Drops the tree and the part of the prefix beyond ``length`` tokens."""
         self._table[self.node_ids - self._base] = _ABSENT
         self.cached_len = min(self.cached_len, length)
         self._clear()
+        self._kv.trim(self.cached_len)
 
     def _adoptable(self, commit: Commit) -> IntArray:
         """int64[M], coordinates of the retired nodes that can extend the prefix."""
@@ -338,20 +335,13 @@ class TreeCache:
         live[:, targets] = live[:, sources]
 
     def _copy_slots(self, sources: IntArray, targets: IntArray) -> None:
-        """One gather over all layers, then one write per run of neighbouring targets."""
-        index = torch.from_numpy(sources).to(self.storage.device)
-        gathered = self.storage.index_select(3, index)
-        cuts = np.flatnonzero(np.diff(targets) != 1) + 1
-        starts = [0, *cuts.tolist(), len(targets)]
-        for start, stop in pairwise(starts):
-            run = self.storage.narrow(3, int(targets[start]), stop - start)
-            run.copy_(gathered.narrow(3, start, stop - start))
+        self._kv.copy(sources, targets)
 
     def _clear(self) -> None:
         self._origin = self.cached_len
         self._lo = self._hi = 0
 
-    # ------------------------------------------------------------------ storage
+    # ------------------------------------------------------------------ books
 
     def _find(self, ids: IntArray) -> IntArray:
         """int64[W], coordinates of ids; ``_ABSENT`` where there is no such entry."""
@@ -384,17 +374,3 @@ class TreeCache:
         self._ids, self._positions, self._ancestors = ids, positions, ancestors
         self._origin += lo
         self._lo, self._hi = 0, num
-
-    def _reserve(self, end: int) -> None:
-        """Makes room for ``end`` slots, keeping what is stored."""
-        if end > self.capacity:
-            used = self.cached_len + self.num_nodes
-            old = self.storage
-            self._allocate(max(end, 2 * self.capacity))
-            self.storage[:, :, :, :used] = old[:, :, :, :used]
-
-    def _allocate(self, capacity: int) -> None:
-        spec = self.spec
-        shape = (spec.num_layers, 2, spec.num_kv_heads, capacity, spec.head_dim)
-        self.storage = torch.empty(shape, dtype=spec.dtype, device=spec.device)
-        self.flat = self.storage.flatten(0, 1).unsqueeze(1)

@@ -31,6 +31,7 @@ from specdec.executors.distributed import Ranks
 from specdec.executors.layout import StageLayout
 from specdec.metrics.meter import Meter
 from specdec.pairs import ModelPair, ReplayModels
+from specdec.serving.rules import ServingRules
 from specdec.workbench import Parts, Workbench
 
 DRAFT_MODEL_TARGET = "specdec.sources.DraftModelSource"
@@ -52,9 +53,13 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     timeline = Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
     bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter)
-    policy = build_part(cfg["policy"], {}, "policy")
-    verifier = build_part(cfg["verifier"], {}, "verifier")
     stages, ranks = _stages(cfg["executor"]), _ranks(cfg)
+    known: dict[str, Callable[[], Any]] = {
+        "latency": lambda: 1 if stages is None else stages.stages,
+        "profile": lambda: getattr(clock, "profile", None),
+    }
+    policy = build_part(cfg["policy"], known, "policy")
+    verifier = build_part(cfg["verifier"], {}, "verifier")
     runtime: dict[str, Callable[[], Any]] = {
         "runner": lambda: bench.draft_runner(stages, ranks),
         "clock": lambda: bench.clock,
@@ -68,7 +73,12 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     try:
         source = build_part(_fitted_source(cfg, pair), runtime, "source")
         return bench.parts(
-            source=source, policy=policy, verifier=verifier, stages=stages, ranks=ranks
+            source=source,
+            policy=policy,
+            verifier=verifier,
+            stages=stages,
+            ranks=ranks,
+            serving=ServingRules.of(cfg["serving"]) if "serving" in cfg else None,
         )
     finally:
         bench.release()

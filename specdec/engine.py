@@ -33,6 +33,7 @@ from specdec.report import (
 )
 from specdec.report.origins import write_token_ends
 from specdec.runners import PartsRunner, Runner, TokenPrompt, build_runner, sampling_params
+from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
 from specdec.trace import write_trace
 
@@ -82,14 +83,14 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         if todo and _on_wall_clock(cfg):
             _warm_up(runner, todo[0])
         with RequestWriter(path) as writer:
-            for group in _groups(todo, cfg["batch_size"]):
-                found: list[RequestResult] = []
-                total = runner.run(group, found.append)
-                for i, result in enumerate(found):
-                    writer.write(runner.name, result, totals=total if i == 0 else _no_totals(total))
-                    progress.advance(detail=f"prompt {result.id}")
-                results += found
+
+            def book(result: RequestResult, total: RunTotals) -> None:
+                writer.write(runner.name, result, totals=total)
                 totals.append(total)
+                progress.advance(detail=f"prompt {result.id}")
+
+            for group in _groups(todo, cfg):
+                runner.run(group, results.append, book)
     finally:
         runner.close()
     if cfg.get("record"):
@@ -178,46 +179,28 @@ def _one_repeat(
 ) -> None:
     for runner in runners:
         runs[runner.name].append([])
-    for turn, group in enumerate(_groups(prompts, base["batch_size"])):
+    for turn, group in enumerate(_groups(prompts, base)):
         shift = (turn + repeat) % len(runners)  # nobody always runs first on a cold cache
         for runner in [*runners[shift:], *runners[:shift]]:
-            found: list[RequestResult] = []
-            total = runner.run(group, found.append)
-            for i, result in enumerate(found):
-                totals = total if i == 0 else _no_totals(total)
-                writer.write(runner.name, result, repeat=repeat, totals=totals)
-                runs[runner.name][-1].append((result, totals))
-                progress.advance(detail=runner.name)
+
+            def book(result: RequestResult, total: RunTotals, name: str = runner.name) -> None:
+                writer.write(name, result, repeat=repeat, totals=total)
+                runs[name][-1].append((result, total))
+                progress.advance(detail=name)
+
+            runner.run(group, lambda _: None, book)
 
 
-def _groups(prompts: Sequence[TokenPrompt], batch_size: int) -> list[list[TokenPrompt]]:
-    """Prompts run together: one by one, or all where requests share batches."""
-    if batch_size == 1:
+def _groups(prompts: Sequence[TokenPrompt], cfg: Mapping[str, Any]) -> list[list[TokenPrompt]]:
+    """Prompts run together: one by one, or all where requests share batches or arrive in time."""
+    at_once = (cfg.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE
+    if cfg["batch_size"] == 1 and at_once:
         return [[p] for p in prompts]
     return [list(prompts)] if prompts else []
 
 
 def _as_run(parts: Sequence[tuple[RequestResult, RunTotals]]) -> Run:
     return Run(tuple(result for result, _ in parts), RunTotals.merge([t for _, t in parts]))
-
-
-def _no_totals(like: RunTotals) -> RunTotals:
-    """Zero counts with the flags of ``like``: totals of a batch are booked on its first request."""
-    optional = (
-        *("draft_total_s", "draft_hidden_s", "theoretical_s", "bytes_sent"),
-        *("paced_pieces", "overruns"),
-    )
-    known = {name: 0 for name in optional if getattr(like, name) is not None}
-    return RunTotals(
-        latency=like.latency,
-        level_per_step=like.level_per_step,
-        whole_tree=like.whole_tree,
-        clock=like.clock,
-        target_bytes=like.target_bytes,
-        draft_bytes=like.draft_bytes,
-        stage_busy_s=None if like.stage_busy_s is None else {},
-        **known,  # type: ignore[arg-type]
-    )
 
 
 def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:

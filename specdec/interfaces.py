@@ -66,6 +66,14 @@ class TreePolicy(Protocol):
 
     def open(self, request: RequestState) -> None: ...
 
+    def held_nodes(self, latency: int) -> int:
+        """Most nodes of one request that the target holds at a time, its root included.
+
+        Submitted and neither retired nor pruned, on an executor of that ``latency``. A paged cache
+        admits requests by it.
+        """
+        ...
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Chooses nodes to verify now, in topological order per request; may grow the forest.
 

@@ -6,20 +6,19 @@ Both kinds hand back the same raw counts, so every rate of a table comes from th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
 from specdec.baselines import HFBaseline, HFOptions
-from specdec.clocks import ClockKind
 from specdec.compose import compose
 from specdec.errors import UserError
-from specdec.metrics import RankCounts, RequestResult, RunTotals
+from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.sampling import SamplingParams
+from specdec.serving.arrivals import AT_ONCE, arrival_times
+from specdec.serving.booking import RunBook
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
@@ -39,6 +38,10 @@ class TokenPrompt:
     tokens: IntArray
 
 
+Book = Callable[[RequestResult, RunTotals], None]
+"""Told of a request that ended, and of what was counted since the one before."""
+
+
 class Runner(Protocol):
     """One strategy of a comparison."""
 
@@ -46,9 +49,18 @@ class Runner(Protocol):
     claims: Lossless
 
     def run(
-        self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
     ) -> RunTotals:
-        """Decodes the prompts, reporting each as it finishes; returns the totals of this call."""
+        """Decodes the prompts, reporting each as it finishes; returns the totals of this call.
+
+        Args:
+            prompts: served together, as many at a time as ``batch_size`` says.
+            on_finish: told of each request that ends.
+            book: told besides what was counted since the request that ended before.
+        """
         ...
 
     def close(self) -> None: ...
@@ -87,45 +99,47 @@ class PartsRunner:
         self._on_step = on_step
 
     def run(
-        self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
     ) -> RunTotals:
         """Decodes the prompts; see ``Runner``."""
-        parts = self.parts
-        parts.meter.reset()
-        drafted = deepcopy(parts.source.counters)
-        counted = replace(parts.executor.counters)
-        ranks_before, began_s = RankCounts.of(parts.clock, parts.executor), parts.clock.now()
+        state = self.parts.new_state()
+        ledger = RunBook(self.parts, state, self._new_totals)
         if self.trace is not None:
-            self.trace.begin_run(ranks_before.reports)
-        state = parts.new_state()
-        start = perf_counter()
+            self.trace.begin_run(ledger.ranks.reports)
+        found: list[RunTotals] = []
+        left = len(prompts)
+
+        def finished(request: RequestState) -> None:
+            nonlocal left
+            left -= 1
+            found.append(ledger.take(at_end=not left))
+            result = self._result(request)
+            on_finish(result)
+            if book is not None:
+                book(result, found[-1])
+            ledger.resume()
+
         with torch.inference_mode():
-            for _ in self.steps(state, prompts, lambda r: on_finish(self._result(r))):
+            for _ in self.steps(state, prompts, finished):
                 if self._on_step is not None:
                     self._on_step(state)
-        wall_s = perf_counter() - start
-        simulated = parts.clock.kind is ClockKind.SIMULATED
+        if self.trace is not None:
+            self.trace.end_run(ledger.ranks.reports)
+        return RunTotals.merge(found) if found else self._new_totals()
+
+    def _new_totals(self) -> RunTotals:
+        """Flags of this strategy's runs, no counts."""
         totals = RunTotals(
-            steps=state.step,
-            wall_s=wall_s,
-            clock_s=parts.clock.now() - began_s if simulated else wall_s,
-            clock=parts.clock.kind.value,
-            latency=parts.executor.latency,
+            clock=self.parts.clock.kind.value,
+            latency=self.parts.executor.latency,
             level_per_step=self._level_per_step,
             whole_tree=not self._pipelined,
+            kv_budget_tokens=self.parts.serving.kv_tokens,
         )
-        counters = parts.executor.counters
-        totals.target_passes = counters.passes - counted.passes
-        totals.target_rows = counters.rows - counted.rows
-        totals.prefill_passes = counters.prefill_passes - counted.prefill_passes
-        totals.prefill_rows = counters.prefill_rows - counted.prefill_rows
-        ranks = RankCounts.of(parts.clock, parts.executor)
-        ranks.book(totals, ranks_before)
-        if self.trace is not None:
-            self.trace.end_run(ranks.reports)
         totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
-        totals.add_source(parts.source.counters.since(drafted))
-        totals.add_meter(parts.meter)
         return totals
 
     def steps(
@@ -139,7 +153,13 @@ class PartsRunner:
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
             parts = replace(parts, executor=observed)
-        arrival_s = parts.clock.now()
+        serving = self._cfg.get("serving") or {}
+        arrivals = parts.clock.now() + arrival_times(
+            serving.get("arrivals", AT_ONCE),
+            len(prompts),
+            rate_per_s=serving.get("rate_per_s"),
+            seed=int(self._cfg["seed"]),
+        )
         requests = [
             RequestState(
                 request_id=p.id,
@@ -148,7 +168,7 @@ class PartsRunner:
                 sampling=self._sampling,
                 arrival_s=arrival_s,
             )
-            for p in prompts
+            for p, arrival_s in zip(prompts, arrivals.tolist(), strict=True)
         ]
         return parts.decode(
             state,
@@ -210,15 +230,22 @@ class HFRunner:
         )
 
     def run(
-        self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
     ) -> RunTotals:
         """Decodes the prompts one by one; see ``Runner``."""
         self._baseline.take_totals()
+        parts: list[RunTotals] = []
         for prompt in prompts:
-            on_finish(self._baseline.generate_one(prompt.id, prompt.tokens))
-        totals = self._baseline.take_totals()
-        totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
-        return totals
+            result = self._baseline.generate_one(prompt.id, prompt.tokens)
+            parts.append(self._baseline.take_totals())
+            parts[-1].target_bytes, parts[-1].draft_bytes = self._pair.weight_bytes
+            on_finish(result)
+            if book is not None:
+                book(result, parts[-1])
+        return RunTotals.merge(parts)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -7,15 +7,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from specdec.interfaces import Executor, TokenSource, TreePolicy
+from specdec.serving.feeding import Turns
+from specdec.serving.rules import ServingRules
 from specdec.state import DecodeState, RequestState, batch_of
 from specdec.types import Batch, Nodes, PrefillChunk
 
 
 class FifoScheduler:
-    """Admits requests in arrival order, up to ``batch_size`` at a time.
+    """Admits requests as they arrive, up to ``batch_size`` at a time, while the cache has room.
+
+    A place that becomes free is filled in the same step (continuous admission). Nobody overtakes: a
+    large request at the head of the queue waits for blocks, and those behind it wait for it, so it
+    cannot starve. Prompts enter before anything is fed to them, the oldest first.
 
     Attributes:
         num_steps, num_batch_tokens: steps taken and rows sent to the target so far, prefill apart.
+        budget: the account of blocks; None where caches are not paged.
     """
 
     def __init__(
@@ -25,49 +32,59 @@ class FifoScheduler:
         parts: tuple[TreePolicy, TokenSource, Executor],
         batch_size: int = 1,
         prefill_chunk: int = 512,
+        rules: ServingRules | None = None,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> None:
         """Takes the work of a run.
 
         Args:
-            requests: in the order in which they are served; those due later wait for their arrival.
+            requests: served by their arrival, those of the same time in this order.
             parts: told of each request by ``open`` and ``close``.
             batch_size: requests decoded at a time.
-            prefill_chunk: prompt tokens per request and step.
+            prefill_chunk: prompt tokens per step, over all requests.
+            rules: who is fed, and what the cache admits; everybody and everything where omitted.
             on_finish: called with each finished request, after every part has closed it.
 
         Raises:
             ValueError: for a batch size or chunk below 1.
+            UserError: a request needs more blocks than the cache has.
         """
         if batch_size < 1 or prefill_chunk < 1:
             raise ValueError(
                 f"batch_size={batch_size} and prefill_chunk={prefill_chunk} must be at least 1"
             )
-        self._waiting = deque(requests)
+        rules = ServingRules() if rules is None else rules
+        policy, _, executor = parts
+        self._waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
         self._parts = parts
         self._batch_size = batch_size
         self._prefill_chunk = prefill_chunk
+        self._prefill_first = rules.prefill_first
         self._on_finish = on_finish
         self._state: DecodeState | None = None
+        self._turns = Turns(feeding=rules.feeding, latency=executor.latency, policy=policy)
+        self.budget = rules.budget(policy, executor.latency)
         self.num_steps = 0
         self.num_batch_tokens = 0
+        if self.budget is not None:
+            for request in self._waiting:
+                self.budget.check(request.id, request.num_prompt, request.stop.max_new_tokens)
 
     def admit(self, state: DecodeState) -> bool:
         """Closes finished requests and opens waiting ones; False when no request is left."""
         self._state = state
         for request in [r for r in state.requests.values() if r.finished]:
             self._close(state, request)
-        while self._waiting and len(state.requests) < self._batch_size:
-            due = self._waiting[0].arrival_s
-            if due > state.clock.now():
-                if state.requests:
-                    break
-                state.clock.wait_until(due)
+        while self._waiting and self._place_for_next(state):
             request = self._waiting.popleft()
+            if request.finished:  # cancelled before it was admitted
+                self._report(request)
+                continue
             request.admitted_s = state.clock.now()
             state.requests[request.id] = request
             for part in self._parts:
                 part.open(request)
+        state.turn = self._turn(state)
         return bool(state.requests)
 
     def merge(self, nodes: Nodes) -> Batch:
@@ -76,25 +93,55 @@ class FifoScheduler:
         assert state is not None, "admit comes before merge"
         state.mark_submitted(nodes)
         batch = batch_of(state, nodes)
-        chunks = tuple(
-            PrefillChunk(request=r.id, start=start, tokens=r.tokens[start:stop])
-            for r in state.requests.values()
-            for start, stop in [self._next_chunk(r)]
-            if stop > start
-        )
-        for chunk in chunks:
-            state.requests[chunk.request].prefill_sent = chunk.start + len(chunk.tokens)
+        chunks = self._prefill(state)
         self.num_steps += 1
         self.num_batch_tokens += batch.num_nodes
+        state.load.count(state.requests.values())
         return replace(batch, prefills=chunks) if chunks else batch
 
-    def _next_chunk(self, request: RequestState) -> tuple[int, int]:
-        start = request.prefill_sent
-        return start, min(start + self._prefill_chunk, request.num_prefill)
+    def _place_for_next(self, state: DecodeState) -> bool:
+        """Whether the head of the queue may leave it now; waits for it where nothing else is on."""
+        request = self._waiting[0]
+        if request.finished:
+            return True
+        if len(state.requests) >= self._batch_size:
+            return False
+        if request.arrival_s > state.clock.now():
+            if state.requests:
+                return False
+            state.clock.wait_until(request.arrival_s)
+        return self.budget is None or self.budget.admit(
+            request.id, request.num_prompt, request.stop.max_new_tokens
+        )
+
+    def _turn(self, state: DecodeState) -> frozenset[int] | None:
+        if self._prefill_first and any(
+            r.prefill_sent < r.num_prefill for r in state.requests.values()
+        ):
+            return frozenset()
+        return self._turns.take(state)
+
+    def _prefill(self, state: DecodeState) -> tuple[PrefillChunk, ...]:
+        """The step's share of prompt tokens, to the oldest requests first."""
+        chunks, left = [], self._prefill_chunk
+        for request in state.requests.values():
+            start = request.prefill_sent
+            stop = min(start + left, request.num_prefill)
+            if stop > start and not request.finished:
+                tokens = request.tokens[start:stop]
+                chunks.append(PrefillChunk(request=request.id, start=start, tokens=tokens))
+                request.prefill_sent = stop
+                left -= stop - start
+        return tuple(chunks)
 
     def _close(self, state: DecodeState, request: RequestState) -> None:
         for part in self._parts:
             part.close(request.id)
         del state.requests[request.id]
+        if self.budget is not None:
+            self.budget.release(request.id)
+        self._report(request)
+
+    def _report(self, request: RequestState) -> None:
         if self._on_finish is not None:
             self._on_finish(request)

@@ -7,7 +7,7 @@ are applied here token by token, also inside an accepted path.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -164,6 +164,12 @@ class RequestState:
         tree = self.tree
         return bool(((tree.submitted_at >= 0) & ~tree.answered).any())
 
+    @property
+    def held_tokens(self) -> int:
+        """Tokens and nodes that the first stage of the target holds: prefix and submitted nodes."""
+        prefix = self.prefill_sent if not self.output else self.prefix_len
+        return prefix + int(np.count_nonzero(self.tree.submitted_at >= 0))
+
     def path_tokens(self, slot: int) -> IntArray:
         """int64[T + depth]: committed tokens and the path of a node, both ends included."""
         return np.concatenate([self.tokens, self.tree.tokens[self.tree.path(slot)[1:]]])
@@ -183,11 +189,40 @@ class RequestState:
             self.finish_reason = "cancelled"
 
 
+@dataclass(slots=True)
+class Load:
+    """How much the requests of a run held at a time; the scheduler counts it once per step.
+
+    Attributes:
+        request_steps: sum over steps of the requests that were open.
+        kv_token_steps: sum over steps of the committed tokens and submitted nodes of all of them.
+        kv_peak_tokens: the most of these in any step.
+    """
+
+    request_steps: int = 0
+    kv_token_steps: int = 0
+    kv_peak_tokens: int = 0
+
+    def count(self, requests: Collection[RequestState]) -> None:
+        """Counts one step."""
+        held = sum(r.held_tokens for r in requests)
+        self.request_steps += len(requests)
+        self.kv_token_steps += held
+        self.kv_peak_tokens = max(self.kv_peak_tokens, held)
+
+
 class DecodeState:
-    """The forest: live requests by id, the step counter, draws, clock and meter of a run."""
+    """The forest: live requests by id, the step counter, draws, clock and meter of a run.
+
+    Attributes:
+        turn: ids of the requests that may be fed in this step, None for all; the scheduler's.
+        load: what the requests held.
+    """
 
     def __init__(self, *, draws: KeyedDraws, clock: Clock, meter: Meter) -> None:
         self.requests: dict[int, RequestState] = {}
+        self.turn: frozenset[int] | None = None
+        self.load = Load()
         self.step = 0
         self._silent_steps = 0
         self.draws = draws

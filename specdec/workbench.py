@@ -11,7 +11,7 @@ parts = bench.parts(
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +23,7 @@ from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.distributed import DistributedExecutor, Ranks
 from specdec.executors.layout import StageLayout
-from specdec.executors.stage import split_layers
+from specdec.executors.stage import paged, split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.metrics.meter import Meter
@@ -33,6 +33,7 @@ from specdec.policies import StagedTree, Static
 from specdec.policies.staged import cheap_source
 from specdec.randomness import KeyedDraws
 from specdec.scheduler import FifoScheduler
+from specdec.serving.rules import ServingRules
 from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, Lossless, Needs
 
@@ -48,6 +49,7 @@ class Parts:
     clock: Clock
     meter: Meter
     draws: KeyedDraws
+    serving: ServingRules = field(default_factory=ServingRules)
 
     def new_state(self) -> DecodeState:
         """An empty forest on the strategy's own draws, clock and meter."""
@@ -68,6 +70,7 @@ class Parts:
             parts=(self.policy, self.source, self.executor),
             batch_size=batch_size,
             prefill_chunk=prefill_chunk,
+            rules=self.serving,
             on_finish=on_finish,
         )
         return decode(
@@ -158,6 +161,7 @@ class Workbench:
         verifier: Verifier,
         stages: int | StageLayout | None = None,
         ranks: Ranks | None = None,
+        serving: ServingRules | None = None,
     ) -> Parts:
         """Builds the executor for checked parts.
 
@@ -165,22 +169,25 @@ class Workbench:
             source, policy, verifier: the strategy.
             stages: of a pipeline, one device each, or their layout; None for the local executor.
             ranks: puts the stages on processes of their own; None keeps them in this one.
+            serving: how requests share the target; all of them every step where omitted.
 
         Raises:
             UserError: parts that do not fit together, or more stages than layers.
             RankFailure: a rank ended while it was loading.
         """
         needs = joined(verifier.needs, source.needs)
+        serving = ServingRules() if serving is None else serving
+        layout = StageLayout(stages=stages) if isinstance(stages, int) else stages
+        serving.budget(policy, 1 if layout is None else layout.stages)  # refused before ranks start
         parts = Parts(
             source=source,
             policy=policy,
             verifier=verifier,
-            executor=self._executor(
-                needs, StageLayout(stages=stages) if isinstance(stages, int) else stages, ranks
-            ),
+            executor=self._executor(needs, layout, ranks, serving),
             clock=self.clock,
             meter=self.meter,
             draws=self.draws,
+            serving=serving,
         )
         try:
             check(parts, self.pair.vocab_size)
@@ -189,25 +196,34 @@ class Workbench:
             raise
         return parts
 
-    def _executor(self, needs: Needs, stages: StageLayout | None, ranks: Ranks | None) -> Executor:
+    def _executor(
+        self,
+        needs: Needs,
+        stages: StageLayout | None,
+        ranks: Ranks | None,
+        serving: ServingRules,
+    ) -> Executor:
         pair = self.pair
         if stages is not None and ranks is not None:
-            return self._distributed(needs, stages, ranks)
+            return self._distributed(needs, stages, ranks, serving)
+        blocks = serving.num_blocks, serving.block_tokens
         answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
         if stages is None:
-            whole = pair.stage(0, pair.num_layers, self.meter)
+            whole = paged(pair.stage(0, pair.num_layers, self.meter), *blocks)
             return LocalExecutor(stage=whole, answerer=answerer, clock=self.clock)
         bounds = self._bounds(stages)
         self._refuse_in_process()
         # The devices of a stage are one slice here; a profile prices the whole stage.
         ends = [0, *np.cumsum(stages.devices).tolist()]
         slices = [
-            pair.stage(bounds[first][0], bounds[last - 1][1], self.meter)
+            paged(pair.stage(bounds[first][0], bounds[last - 1][1], self.meter), *blocks)
             for first, last in pairwise(ends)
         ]
         return PipelineExecutor(stages=slices, answerer=answerer, clock=self.clock)
 
-    def _distributed(self, needs: Needs, stages: StageLayout, ranks: Ranks) -> DistributedExecutor:
+    def _distributed(
+        self, needs: Needs, stages: StageLayout, ranks: Ranks, serving: ServingRules
+    ) -> DistributedExecutor:
         if stages.groups is not None and self.clock.kind is ClockKind.PACED:
             raise UserError(
                 f"executor.groups={list(stages.groups)} with clock=paced: a profile prices a whole"
@@ -223,6 +239,8 @@ class Workbench:
             needs_probs=needs.target_probs,
             threads=ranks.threads,
             trace=ranks.trace,
+            num_blocks=serving.num_blocks,
+            block_tokens=serving.block_tokens,
         )
         draft, self._draft = self._draft, None
         return DistributedExecutor(

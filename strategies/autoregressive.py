@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specdec.policies import RootOnly
+from specdec.serving import Feeding, ServingRules
 from specdec.sources import NullSource
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
@@ -16,5 +17,9 @@ def build(bench: Workbench, *, stages: int | None = None) -> Parts:
         stages: of a pipeline; None for one device.
     """
     return bench.parts(
-        source=NullSource(), policy=RootOnly(), verifier=MatchVerifier(), stages=stages
+        source=NullSource(),
+        policy=RootOnly(),
+        verifier=MatchVerifier(),
+        stages=stages,
+        serving=ServingRules(feeding=Feeding.MICRO_BATCHES),
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from specdec.interfaces import Verifier
 from specdec.policies import Static
+from specdec.serving import Feeding, ServingRules
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
@@ -38,4 +39,7 @@ def build(
     verifier = verifier or MatchVerifier()
     source = DraftModelSource(runner=bench.draft_runner(), sample=verifier.needs.draft_probs)
     policy = Static(branching=list(branching), draft_overlap=draft_overlap)
-    return bench.parts(source=source, policy=policy, verifier=verifier, stages=stages)
+    serving = ServingRules(feeding=Feeding.ITERATION)
+    return bench.parts(
+        source=source, policy=policy, verifier=verifier, stages=stages, serving=serving
+    )

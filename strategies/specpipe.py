@@ -8,6 +8,7 @@ Steps: compute, prune, transmit (v2 3.3.2 and Algorithm 1, reconstructed).
 from __future__ import annotations
 
 from specdec.policies import FixedWidth
+from specdec.serving import Feeding, ServingRules
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
@@ -35,4 +36,5 @@ def build(
         policy=FixedWidth(width=width, children=children, levels_per_step=levels_per_step),
         verifier=MatchVerifier(),
         stages=stages,
+        serving=ServingRules(feeding=Feeding.ITERATION),
     )

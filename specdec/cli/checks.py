@@ -14,10 +14,10 @@ from specdec.errors import UserError
 CHECKED_PARTS = ("source", "policy", "verifier")
 """Parts whose keys are the arguments of their class."""
 
-_FILLED = frozenset({"vocab_size", "sample", "prefill_chunk"})
+_FILLED = frozenset({"vocab_size", "sample", "prefill_chunk", "latency"})
 """Plain arguments that follow from the rest of the configuration; ``compose`` passes them."""
 
-_SINGLE_SECTIONS = ("sampling", "data")  # sections without a kind
+_SINGLE_SECTIONS = ("sampling", "data", "serving")  # sections without a kind
 _KIND_SECTIONS = ("strategy", "model", "clock", "logger")
 
 

@@ -16,7 +16,7 @@ HELP = """\
 specdec list [--config-dir DIR] [WHAT]
 
 Shows what there is to choose from, one line each: strategies, sources, policies, verifiers,
-executors, models, datasets, samplings, clocks, profiles, loggers. Without WHAT all of them.
+executors, models, datasets, samplings, servings, clocks, profiles, loggers. Without WHAT all.
 """
 
 Row = tuple[str, str]
@@ -86,6 +86,7 @@ SECTIONS: dict[str, Callable[[Sequence[Path]], tuple[str, list[Row]]]] = {
     "models": _group("model"),
     "datasets": _datasets,
     "samplings": _group("sampling"),
+    "servings": _group("serving"),
     "clocks": _group("clock"),
     "profiles": _profiles,
     "loggers": _group("logger"),

@@ -35,12 +35,15 @@ def whole(minimum: int, *, optional: bool = False) -> Rule:
     return Rule(f"a whole number of at least {minimum}{' or null' if optional else ''}", test)
 
 
-def number(expects: str, test: Callable[[float], bool]) -> Rule:
-    """A number for which ``test`` holds."""
-    return Rule(
-        expects,
-        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and test(float(v)),
-    )
+def number(expects: str, test: Callable[[float], bool], *, optional: bool = False) -> Rule:
+    """A number for which ``test`` holds; or None, where it is ``optional``."""
+
+    def fits(value: object) -> bool:
+        if value is None:
+            return optional
+        return isinstance(value, int | float) and not isinstance(value, bool) and test(float(value))
+
+    return Rule(expects, fits)
 
 
 def one_of(*words: str) -> Rule:
@@ -135,6 +138,14 @@ SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
         "top_k": whole(0),
         "top_p": number("above 0 and at most 1 (1 is off)", lambda v: 0 < v <= 1),
         "no_repeat_ngram": whole(0),
+    },
+    ("serving", ""): {
+        "feeding": one_of("dynamic", "micro_batches", "iteration"),
+        "prefill": one_of("mixed", "first"),
+        "arrivals": text(),
+        "rate_per_s": number("a number above 0 or null", lambda v: 0 < v < 1e9, optional=True),
+        "kv_tokens": whole(1, optional=True),
+        "block_tokens": whole(1),
     },
     ("data", ""): {
         "name": text(),

@@ -15,7 +15,7 @@ import specdec
 PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
 
-GROUPS = ("strategy", *PARTS, "model", "data", "sampling", "clock", "logger")
+GROUPS = ("strategy", *PARTS, "model", "data", "sampling", "serving", "clock", "logger")
 """Groups that the command line chooses from; other folders of the tree are not choices."""
 
 

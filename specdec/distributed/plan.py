@@ -40,6 +40,7 @@ class SessionPlan:
         needs_probs: whether answers carry distributions.
         threads: of torch, per rank; None for what the rank has.
         trace: whether ranks write down what they do.
+        num_blocks, block_tokens: of each rank's paged cache; ``num_blocks`` None: not paged.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -51,6 +52,8 @@ class SessionPlan:
     trace: bool = False
     degree: int = 1
     num_ranks: int = 0
+    num_blocks: int | None = None
+    block_tokens: int = 16
 
     @property
     def members(self) -> range:

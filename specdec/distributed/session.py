@@ -21,7 +21,7 @@ from specdec.distributed.ledger import Ledger
 from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.executors.answering import Answerer
 from specdec.executors.layout import InFlight
-from specdec.executors.stage import Stage
+from specdec.executors.stage import Stage, paged
 from specdec.metrics.meter import Meter
 from specdec.randomness import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
@@ -230,6 +230,7 @@ def build_session(
         stage = pair.stage(*mine.layers, meter, join(mine.peers))
     else:
         stage = pair.stage(*mine.layers, meter)
+    stage = paged(stage, plan.num_blocks, plan.block_tokens)
     is_last = rank == len(plan.ranks)
     draws = KeyedDraws(seed=plan.seed)
     clock = build_clock(plan.clock, meter, rank=rank, timeline=Timeline() if plan.trace else None)

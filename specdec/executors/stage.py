@@ -16,6 +16,7 @@ import torch
 
 from specdec.cache import TreeCache
 from specdec.executors.layout import RowItem, row_items, tree_row_index
+from specdec.kv_storage import BlockPool
 from specdec.models.runner import ModelRunner
 from specdec.types import Batch, Commit, IntArray
 
@@ -56,14 +57,16 @@ class Stage(Protocol):
 class ModelStage:
     """A slice of a Hugging Face model."""
 
-    def __init__(self, *, runner: ModelRunner) -> None:
-        """Serves the layers of ``runner``."""
+    def __init__(self, *, runner: ModelRunner, pool: BlockPool | None = None) -> None:
+        """Serves the layers of ``runner``; caches are blocks of ``pool`` where there is one."""
         self.runner = runner
+        self.pool = pool
         self._caches: dict[int, TreeCache] = {}
 
     def open(self, request_id: int, max_len: int) -> None:
         """Allocates the request's cache; its tree region grows as needed."""
-        self._caches[request_id] = self.runner.new_cache(max_len)
+        make, pool = self.runner.new_cache, self.pool
+        self._caches[request_id] = make(max_len) if pool is None else make(max_len, pool)
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
         """One packed forward over the batch's rows."""
@@ -80,7 +83,9 @@ class ModelStage:
 
     def close(self, request_id: int) -> None:
         """Frees the request's cache."""
-        self._caches.pop(request_id, None)
+        cache = self._caches.pop(request_id, None)
+        if cache is not None:
+            cache.close()
 
     def cache(self, request_id: int) -> TreeCache:
         """The request's cache (for checks of its invariant)."""
@@ -95,6 +100,15 @@ class ModelStage:
             parent_ids=_NONE if tree is None else tree.parent_ids,
             node_positions=_NONE if tree is None else tree.positions,
         )
+
+
+def paged(stage: Stage, num_blocks: int | None, block_tokens: int) -> Stage:
+    """The stage with the caches of all its requests in one pool of blocks, where it has caches."""
+    if num_blocks is None or not isinstance(stage, ModelStage):
+        return stage
+    spec = stage.runner.spec
+    pool = BlockPool(spec=spec, num_blocks=num_blocks, block_tokens=block_tokens)
+    return ModelStage(runner=stage.runner, pool=pool)
 
 
 class NullStage:

@@ -173,7 +173,8 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
     ``overhead_share``: the controller's wall time outside model calls and declared waits, over
     that wall time; ``overhead_ms_per_step`` the same per step. ``bubble_share``: per stage, the
     share of the run's clock in which it did not work. ``draft_hidden_share``: draft time that
-    passed while the target was busy.
+    passed while the target was busy. ``mean_batch``: requests open per step; ``kv_tokens_mean``,
+    ``kv_tokens_peak``: tokens and nodes that the target's first stage held for them.
     """
     overhead = totals.wall_s - totals.total_model_s - totals.wait_s
     known = totals.wall_s > 0
@@ -196,6 +197,10 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
         "bubble_share": bubbles,
         "draft_hidden_share": hidden,
         "bytes_sent_per_step": None if sent is None else _ratio(sent, totals.steps),
+        "mean_batch": _ratio(totals.request_steps, totals.steps),
+        "kv_tokens_mean": _ratio(totals.kv_token_steps, totals.steps),
+        "kv_tokens_peak": totals.kv_peak_tokens,
+        "kv_tokens_budget": totals.kv_budget_tokens,
         "latency": totals.latency,
         "theoretical_s": totals.theoretical_s,
     }

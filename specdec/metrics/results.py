@@ -122,6 +122,10 @@ class RunTotals:
             passed while the target was busy.
         theoretical_s: seconds that a latency profile gives for the run's counts.
         bytes_sent: bytes that crossed between ranks.
+        request_steps: sum over steps of the requests that were open.
+        kv_token_steps: sum over steps of the tokens and nodes that the target held for them.
+        kv_peak_tokens: the most of these in any step.
+        kv_budget_tokens: what a stage's cache may hold; None where there is no bound.
     """
 
     steps: int = 0
@@ -151,6 +155,10 @@ class RunTotals:
     draft_hidden_s: float | None = None
     theoretical_s: float | None = None
     bytes_sent: int | None = None
+    request_steps: int = 0
+    kv_token_steps: int = 0
+    kv_peak_tokens: int = 0
+    kv_budget_tokens: int | None = None
 
     def add_source(self, counters: SourceCounters) -> None:
         """Adds a source's counts."""
@@ -187,6 +195,8 @@ class RunTotals:
                 if any(value != values[0] for value in values):
                     raise ValueError(f"totals of different runs: {f.name} is {values}")
                 setattr(merged, f.name, values[0])
+            elif f.name in _PEAKS:
+                setattr(merged, f.name, max(values))
             else:
                 setattr(merged, f.name, _sum(values))
         return merged
@@ -208,8 +218,12 @@ class RunTotals:
 
 
 _SAME = frozenset(
-    ["target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"]
+    [
+        *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
+        "kv_budget_tokens",
+    ]
 )  # these describe the run and are not summed
+_PEAKS = frozenset(["kv_peak_tokens"])  # the largest counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ rows, M columns of the mask, E hidden size.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from specdec.cache import CacheSpec, Rows, TreeCache
+from specdec.cache import Rows, TreeCache
+from specdec.kv_storage import CacheSpec, Contiguous
 
 LEAST_CONTEXT = 64
 """Slots of the smallest arena; graphs that attend densely look at powers of two from here on."""
@@ -38,19 +38,6 @@ class Arena:
         self.spare = capacity
 
 
-class ArenaCache(TreeCache):
-    """A cache whose storage is leased."""
-
-    def __init__(self, *, spec: CacheSpec, capacity: int, lease: Callable[[int], Arena]) -> None:
-        """Leases room for ``capacity`` slots, and more when it runs short."""
-        self._lease = lease
-        super().__init__(spec=spec, capacity=capacity)
-
-    def _allocate(self, capacity: int) -> None:
-        self.storage = self._lease(capacity).slots
-        self.flat = self.storage.flatten(0, 1).unsqueeze(1)
-
-
 class Arenas:
     """Hands out arenas to caches and takes them back when a cache is gone."""
 
@@ -65,9 +52,8 @@ class Arenas:
     def new_cache(self, capacity: int) -> TreeCache:
         """A cache in an arena; it moves to a larger one where it outgrows its own."""
         held: list[Arena] = []
-        cache = ArenaCache(
-            spec=self._spec, capacity=capacity, lease=lambda size: self._lease(held, size)
-        )
+        storage = Contiguous(make=lambda size: self._lease(held, size).slots, capacity=capacity)
+        cache = TreeCache(spec=self._spec, capacity=capacity, storage=storage)
         self._leased[cache] = held
         weakref.finalize(cache, self._give_back, held)
         return cache

@@ -22,8 +22,9 @@ from specdec.attention import (
     attending,
     kernel_of,
 )
-from specdec.cache import CacheSpec, Rows, TreeCache
+from specdec.cache import Rows, TreeCache
 from specdec.errors import UserError
+from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.metrics.meter import Meter
 from specdec.models.execution import PLAIN, Execution, prepare
 from specdec.models.inspection import CERTIFIED
@@ -130,8 +131,10 @@ class ModelRunner:
         if whole and config.model_type not in CERTIFIED:
             self._compare(model)
 
-    def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache for one request, with room for ``capacity`` tokens and nodes at first."""
+    def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
+        """An empty cache for one request: blocks of ``pool``, or room for ``capacity`` at first."""
+        if pool is not None:
+            return TreeCache(spec=self.spec, capacity=capacity, storage=Paged(pool=pool))
         if self._static is not None:
             return self._static.arenas.new_cache(capacity)
         return TreeCache(spec=self.spec, capacity=capacity)

@@ -23,9 +23,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.attention import StepCache, capped_attention
-from specdec.cache import CacheSpec, Rows
+from specdec.cache import Rows
 from specdec.errors import UserError
 from specdec.kernels.backends import Kernel, Seen
+from specdec.kv_storage import CacheSpec
 from specdec.models.arenas import LEAST_CONTEXT, Arena, Arenas, Inputs
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)

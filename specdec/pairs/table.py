@@ -14,10 +14,11 @@ from typing import cast
 import numpy as np
 import torch
 
-from specdec.cache import CacheSpec, Rows, TreeCache
+from specdec.cache import Rows, TreeCache
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer, ModelAnswerer
 from specdec.executors.stage import ModelStage, Stage
+from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner, RunnerOutput
 from specdec.randomness import KeyedDraws
@@ -128,9 +129,9 @@ class TableRunner:
         )
         self._table = table
 
-    def new_cache(self, capacity: int) -> TreeCache:
+    def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
         """An empty cache: its books are kept, its values mean nothing."""
-        return TreeCache(spec=self.spec, capacity=capacity)
+        return TreeCache(spec=self.spec, capacity=capacity, storage=pool and Paged(pool=pool))
 
     def forward(
         self,

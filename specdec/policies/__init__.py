@@ -4,6 +4,7 @@ Every policy is deterministic: equal scores fall in slot order. ``serial`` tells
 feeds a request nothing while answers are awaited.
 """
 
+from specdec.policies.adaptive_width import AdaptiveWidth
 from specdec.policies.best_first import BestFirst
 from specdec.policies.chain import Chain
 from specdec.policies.fixed_width import FixedWidth
@@ -13,6 +14,7 @@ from specdec.policies.staged import StagedTree
 from specdec.policies.static import Static
 
 __all__ = [
+    "AdaptiveWidth",
     "BestFirst",
     "Chain",
     "FixedWidth",

@@ -100,6 +100,10 @@ class BestFirst(Stateless):
         self._children = max(bs, w)
         self.expansions = {"between": 0, "beside": 0}
 
+    def held_nodes(self, latency: int) -> int:
+        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        return self.bs * latency if self.continuous else self.bs
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The ``bs`` most probable nodes of every idle request."""
         requests = ready_requests(state, serial=True)

@@ -46,6 +46,10 @@ class Chain(Stateless):
         check_count("gamma", gamma, remedy="to decode without drafts use policy=root_only")
         self.gamma = gamma
 
+    def held_nodes(self, latency: int) -> int:
+        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        return 1 + self.gamma
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Grows every idle request's chain, one source call per token, and submits all of it."""
         requests = ready_requests(state, serial=True)

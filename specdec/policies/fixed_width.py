@@ -13,6 +13,7 @@ from specdec.policies.growing import (
     check_count,
     expand,
     last_position,
+    open_bottom,
     ready_requests,
     unsubmitted,
 )
@@ -78,6 +79,12 @@ class FixedWidth(Stateless):
         self.depth = depth
         self.serial = levels_per_step is None
 
+    def held_nodes(self, latency: int) -> int:
+        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        if self.depth is not None:
+            return 1 + self.depth * self.width
+        return 1 + self.width * (self.levels_per_step or 1) * latency
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The next level(s) of every request, or the whole trees of idle ones (serial form)."""
         requests = ready_requests(state, serial=self.serial)
@@ -101,9 +108,9 @@ class FixedWidth(Stateless):
                 growing = [
                     request
                     for request in growing
-                    if request.tree.submitted_at[0] >= 0 and len(self._append_level(request))
+                    if _fed_now(request, state.step) and len(self._append_level(request))
                 ]
-            expand(state, source, [(r, _unexpanded(r)) for r in growing], self.children)
+            expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
 
     def _append_level(self, request: RequestState) -> IntArray:
         """Makes a level below the deepest one; int64[<= width] slots, none if nothing is known."""
@@ -122,17 +129,11 @@ class FixedWidth(Stateless):
     ) -> None:
         growing = requests
         while growing := [r for r in growing if int(r.tree.depths.max()) < depth]:
-            expand(state, source, [(r, _unexpanded(r)) for r in growing], self.children)
+            expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
             growing = [r for r in growing if len(self._append_level(r))]
 
 
-def _unexpanded(request: RequestState) -> IntArray:
-    """int64[W]: the nodes of the deepest level that the source has not answered for.
-
-    None where children would stand beyond the last token that the request can emit.
-    """
-    tree = request.tree
-    bottom = bottom_level(tree)
-    if int(tree.positions[bottom[0]]) >= last_position(request):
-        return NO_SLOTS
-    return bottom[~tree.expanded[bottom]]
+def _fed_now(request: RequestState, step: int) -> bool:
+    """Whether a level below the root entered in this step or may enter in the next."""
+    submitted_at = request.tree.submitted_at
+    return bool(submitted_at[0] >= 0) and int(submitted_at.max()) == step

@@ -55,13 +55,14 @@ def check_count(key: str, value: object, *, minimum: int = 1, remedy: str = "") 
 def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
     """Requests that may be fed now, in order of admission.
 
-    Their prefill is entirely sent, they are not finished, and, for ``serial`` policies, no answer
-    is awaited.
+    It is their turn, their prefill is entirely sent, they are not finished, and, for ``serial``
+    policies, no answer is awaited.
     """
     return [
         request
         for request in state.requests.values()
-        if request.prefill_sent >= request.num_prefill
+        if (state.turn is None or request.id in state.turn)
+        and request.prefill_sent >= request.num_prefill
         and not request.finished
         and not (serial and request.awaiting)
     ]
@@ -127,6 +128,18 @@ def bottom_level(tree: TokenTree) -> IntArray:
     """int64[W]: slots of the deepest nodes."""
     positions = tree.positions
     return np.flatnonzero(positions == positions.max())
+
+
+def open_bottom(request: RequestState) -> IntArray:
+    """int64[W]: the nodes of the deepest level that the source has not answered for.
+
+    None where children would stand beyond the last token that the request can emit.
+    """
+    tree = request.tree
+    bottom = bottom_level(tree)
+    if int(tree.positions[bottom[0]]) >= last_position(request):
+        return NO_SLOTS
+    return bottom[~tree.expanded[bottom]]
 
 
 def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:

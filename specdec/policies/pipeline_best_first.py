@@ -65,6 +65,10 @@ class PipelineBestFirst(Stateless):
         self.children = children
         self.draft_passes = draft_passes
 
+    def held_nodes(self, latency: int) -> int:
+        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        return 1 + self.width * latency
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The most probable unsubmitted nodes of every request."""
         items = []

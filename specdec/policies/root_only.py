@@ -18,6 +18,10 @@ class RootOnly(Stateless):
     value_dependent = False
     serial = True
 
+    def held_nodes(self, latency: int) -> int:
+        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        return 1
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The roots that the target has not been given."""
         return unsubmitted(ready_requests(state, serial=True))

@@ -62,6 +62,10 @@ class StagedTree:
         """Passed on."""
         self.inner.open(request)
 
+    def held_nodes(self, latency: int) -> int:
+        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        return self.inner.held_nodes(latency) + self.extend_leaves * self.extend_depth
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The inner policy's choice and the cheaper source's chains below it."""
         cheap = cheap_source(source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from copy import copy
 from enum import StrEnum
@@ -88,9 +90,14 @@ class Static:
         self.value_dependent = self.draft_overlap is DraftOverlap.RULE
         self._ahead: dict[int, tuple[int, IntArray]] = {}  # request -> (level, its node ids)
         self._fed_s: dict[int, float] = {}  # request -> when its last tree was submitted
+        self._complete: set[int] = set()  # requests whose tree has nothing left to draft
 
     def open(self, request: RequestState) -> None:
         """Nothing to prepare."""
+
+    def held_nodes(self, latency: int) -> int:
+        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        return 1 + sum(itertools.accumulate(self.branching, operator.mul))
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Grows every idle request's tree, one source call per level, and submits all of it."""
@@ -101,8 +108,25 @@ class Static:
             self._grow(state, source, requests)
         return unsubmitted(requests)
 
+    def prepared(self, request: RequestState) -> bool:
+        """Whether a turn would be used at once; if not, drafting goes on beside other requests."""
+        return request.id in self._complete
+
     def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
-        """The rule's draft pass of this step, if any."""
+        """Drafts for requests that wait for their turn, while others are verified; the rule's pass.
+
+        Where turns are given (``serving.feeding``) a tree is drafted in the time that the target
+        works for other requests, as far as that goes.
+        """
+        if state.turn is not None and self.draft_overlap is not DraftOverlap.FULL:
+            queue = [
+                request
+                for request in state.requests.values()
+                if request.prefill_sent >= request.num_prefill
+                and not request.finished
+                and not request.awaiting
+            ]
+            self._grow(state, source, queue, stop=ready)
         if self.draft_overlap is not DraftOverlap.RULE:
             return
         waiting = [r for r in state.requests.values() if r.awaiting and not r.finished]
@@ -122,10 +146,12 @@ class Static:
         """Ends the guessing about requests that were answered."""
         for commit in commits:
             self._ahead.pop(commit.request, None)
+            self._complete.discard(commit.request)
 
     def close(self, request_id: int) -> None:
         """Forgets the request."""
         self._ahead.pop(request_id, None)
+        self._complete.discard(request_id)
         self._fed_s.pop(request_id, None)
 
     def _next_ahead(self, request: RequestState) -> tuple[int, IntArray]:
@@ -138,9 +164,13 @@ class Static:
         return level, request.tree.slots(ids)
 
     def _grow(
-        self, state: DecodeState, source: TokenSource, requests: Sequence[RequestState]
+        self,
+        state: DecodeState,
+        source: TokenSource,
+        requests: Sequence[RequestState],
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Completes the trees of the requests."""
+        """Completes the trees of the requests, or drafts level by level as long as not ``stop``."""
         growing = [(request, np.zeros(1, np.int64)) for request in requests]
         spare = self.guesses if self.draft_overlap is DraftOverlap.RULE else 0
         for children in self.branching:
@@ -151,9 +181,12 @@ class Static:
             ]
             if not growing:
                 break
+            if stop():
+                return
             fresh = [(r, level[~r.tree.expanded[level]]) for r, level in growing]
             expand(state, source, fresh, children + spare)
             growing = [(r, _next_level(r.tree, level, children)) for r, level in growing]
+        self._complete.update(request.id for request in requests)
 
     def _grow_hidden(
         self, state: DecodeState, source: TokenSource, requests: Sequence[RequestState]

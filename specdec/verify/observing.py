@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.cache import EMPTY, Rows, TreeCache
 from specdec.executors.stage import ModelStage, Stage
+from specdec.kv_storage import BlockPool
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.pairs import RandomPair
@@ -113,8 +114,8 @@ class Watch:
         new_cache, forward = runner.new_cache, runner.forward
         passes = self.passes.setdefault(runner.name, [])
 
-        def watched_cache(capacity: int) -> TreeCache:
-            cache = new_cache(capacity)
+        def watched_cache(capacity: int, *pool: BlockPool) -> TreeCache:
+            cache = new_cache(capacity, *pool)
             self._watch_cache(cache, runner)
             self.shadows[-1].heads = heads
             return cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from specdec.cli.composing import compose_config
@@ -17,6 +19,7 @@ from strategies import (
     specinfer,
     specpipe,
     specpipe_bf,
+    specpipe_db,
     staged,
     swiftspec,
 )
@@ -32,6 +35,8 @@ BUILDERS = {
     "pipedec": pipedec.build,
     "specpipe": specpipe.build,
     "specpipe_bf": specpipe_bf.build,
+    "specpipe_db": specpipe_db.build,
+    "specpipe_db_adaptive": partial(specpipe_db.build, shared_width=True),
 }
 
 
@@ -49,6 +54,7 @@ def described(parts: Parts) -> dict[str, object]:
         "policy": (type(parts.policy).__name__, policy),
         "verifier": type(parts.verifier).__name__,
         "stages": stages,
+        "serving": parts.serving,
     }
 
 

@@ -1,0 +1,71 @@
+"""When requests arrive: all at once, as a Poisson process, or as a file says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.types import FloatArray
+
+AT_ONCE = "at_once"
+POISSON = "poisson"
+
+
+def arrival_times(
+    arrivals: str, num: int, *, rate_per_s: float | None = None, seed: int = 0
+) -> FloatArray:
+    """float64[num]: seconds after the run's beginning at which requests arrive, not decreasing.
+
+    Args:
+        arrivals: at_once, poisson, or the path of a text file with one time in seconds per line.
+        num: requests.
+        rate_per_s: requests per second on average, of a Poisson process.
+        seed: of the Poisson process.
+
+    Raises:
+        UserError: a rate that is missing or of no use, or a file that cannot be used.
+    """
+    if (arrivals == POISSON) != (rate_per_s is not None):
+        raise UserError(
+            f"serving.arrivals={arrivals} with serving.rate_per_s={rate_per_s}: a rate goes with"
+            " serving.arrivals=poisson, and with nothing else"
+        )
+    if arrivals == AT_ONCE:
+        return np.zeros(num)
+    if rate_per_s is not None:
+        gaps = np.random.default_rng(seed).exponential(1.0 / rate_per_s, num)
+        times: FloatArray = np.cumsum(gaps)
+        return times
+    times = _read(Path(arrivals).expanduser())
+    if len(times) < num:
+        raise UserError(
+            f"serving.arrivals={arrivals} has {len(times)} arrivals for {num} requests: lower"
+            f" data.limit to {len(times)}, or give a longer file"
+        )
+    return times[:num]
+
+
+def _read(path: Path) -> FloatArray:
+    if not path.is_file():
+        raise UserError(
+            f"serving.arrivals={path} is neither {AT_ONCE} nor {POISSON} nor a file of arrival"
+            " times, one in seconds per line"
+        )
+    times: list[float] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            at = float(line)
+        except ValueError:
+            at = math.nan
+        if not (math.isfinite(at) and at >= 0):
+            raise UserError(
+                f"serving.arrivals={path} line {number} is {line.strip()!r}: give seconds of at"
+                " least 0, one number per line"
+            )
+        times.append(at)
+    return np.sort(np.array(times))

@@ -1,0 +1,220 @@
+"""Many requests at once: tokens, turns, blocks, arrivals, and results as each request ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.cache import TreeCache
+from specdec.errors import UserError
+from specdec.executors.pipeline import PipelineExecutor
+from specdec.kv_storage import BlockPool, CacheSpec, Paged
+from specdec.policies import FixedWidth, RootOnly
+from specdec.serving import BlockBudget, Feeding, ServingRules, arrival_times
+from specdec.types import Batch
+from tests.unit import serving
+from tests.unit.serving import play, random_schedule
+
+NUM_SCHEDULES = 200
+CONTROLS = range(40)  # schedules in which a planted fault must show
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_tokens_are_each_request_s_own(part: int) -> None:
+    """Whatever shares the batch, is cancelled, or waits for blocks: the request's AR tokens."""
+    for seed in range(part, NUM_SCHEDULES, 16):
+        assert not (wrong := play(random_schedule(seed))), f"schedule {seed}: {wrong}"
+
+
+def test_schedules_put_the_cache_under_pressure() -> None:
+    found = [random_schedule(seed) for seed in range(NUM_SCHEDULES)]
+    assert sum(s.rules.kv_tokens is not None and s.batch_size > 1 for s in found) > 80
+    assert sum(bool(s.cancels) for s in found) > 80
+    assert len({(s.policy, s.rules.feeding) for s in found}) == 15
+
+
+def _shows(seeds: range) -> bool:
+    for seed in seeds:
+        try:
+            if play(random_schedule(seed)):
+                return True
+        except (AssertionError, RuntimeError):
+            return True
+    return False
+
+
+def test_unmoved_blocks_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: compaction moves the books of a paged tree, not its keys and values."""
+    monkeypatch.setattr(Paged, "copy", lambda *_: None)
+    assert _shows(CONTROLS)
+
+
+def test_a_block_in_two_tables_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a request's blocks are given back at every commit, and used on."""
+    trim = Paged.trim
+
+    def early(self: Paged, used: int) -> None:
+        trim(self, used)
+        self._pool._free.extend(self._table[-1:])
+
+    monkeypatch.setattr(Paged, "trim", early)
+    assert _shows(CONTROLS)
+
+
+def test_a_miss_that_prunes_the_others_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: after the commit of one request its mates keep only what it kept."""
+    commit = PipelineExecutor.commit
+
+    def shared(self: PipelineExecutor, commits: Any, output: Any) -> None:
+        if commits:
+            mates = [r for s in self._slots if s is not None for r in s.batch.trees]
+            others = {r.request for r in mates} - {c.request for c in commits}
+            commits = [*commits, *(replace(commits[0], request=i) for i in others)]
+        commit(self, commits, output)
+
+    monkeypatch.setattr(PipelineExecutor, "commit", shared)
+    assert _shows(CONTROLS)
+
+
+def test_a_leak_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a request that ends keeps its blocks."""
+    monkeypatch.setattr(TreeCache, "close", lambda self: None)
+    assert _shows(CONTROLS)
+
+
+@pytest.mark.slow
+def test_soak() -> None:
+    """500 requests through a cache for about 8: all end, nothing leaks, the peak is in the budget.
+
+    One of them needs up to 12 + 5 + 7 tokens and nodes: 6 blocks of 4.
+    """
+    rules = ServingRules(kv_tokens=8 * 24, block_tokens=4)
+    made = serving.parts(FixedWidth(width=3, children=2), rules, serving.STAGES)
+    requests = [serving.request(i, 0) for i in range(500)]
+    state, ended = made.new_state(), []
+    for _ in made.decode(state, requests, batch_size=16, on_finish=ended.append):
+        pass
+    assert sorted(r.id for r in ended) == list(range(500))
+    assert all(tuple(r.output) == serving.plain(r.id, 0) for r in ended)
+    for pool in serving.pools(made):
+        assert pool.num_used == 0
+        assert 20 < pool.peak <= pool.num_blocks == 48
+    assert state.load.request_steps / state.step > 7.5  # the cache, not the batch size, is full
+
+
+# ------------------------------------------------------------------------------ turns
+
+
+class _Fed:
+    """Notes which requests each step feeds."""
+
+    def __init__(self, executor: Any) -> None:
+        self.batches: list[Batch] = []
+        submit = executor.submit
+
+        def noted(batch: Batch) -> None:
+            self.batches.append(batch)
+            submit(batch)
+
+        executor.submit = noted
+
+
+@pytest.mark.parametrize(
+    ("feeding", "most"), [(Feeding.DYNAMIC, 6), (Feeding.MICRO_BATCHES, 3), (Feeding.ITERATION, 1)]
+)
+def test_so_many_requests_share_a_step(feeding: Feeding, most: int) -> None:
+    """Six requests of one token each on two stages: all, a half, or one of them per step."""
+    made = serving.parts(RootOnly(), ServingRules(feeding=feeding), serving.STAGES)
+    fed = _Fed(made.executor)
+    requests = [serving.request(8 * i, 0) for i in range(6)]  # prompts of one token: no prefill
+    for _ in made.decode(made.new_state(), requests, batch_size=6):
+        pass
+    shared = [len(batch.trees) for batch in fed.batches]
+    assert max(shared) == most
+    assert sum(shared) == 6 * serving.NEW_TOKENS
+    if feeding is Feeding.MICRO_BATCHES:  # both stages always have work: no step is empty
+        assert min(shared[:-1]) == 3
+    if feeding is Feeding.ITERATION:  # nobody gets a second turn before all had their first
+        order = [batch.trees[0].request for batch in fed.batches if batch.trees]
+        assert sorted(order[:6]) == sorted(order[6:12]) == sorted(r.id for r in requests)
+
+
+def test_prompts_enter_alone_where_they_come_first() -> None:
+    rules = ServingRules(prefill_first=True)
+    made = serving.parts(FixedWidth(width=3, children=2), rules, serving.STAGES)
+    fed = _Fed(made.executor)
+    requests = [serving.request(i, 0, 0.02 * i) for i in range(8)]
+    for _ in made.decode(made.new_state(), requests, batch_size=4, prefill_chunk=3):
+        pass
+    assert not any(batch.trees and batch.prefills for batch in fed.batches)
+    assert max(sum(len(c.tokens) for c in b.prefills) for b in fed.batches) == 3
+
+
+# ------------------------------------------------------------------------------ blocks
+
+
+def test_what_can_never_fit_is_refused_with_the_figure() -> None:
+    rules = ServingRules(kv_tokens=16, block_tokens=4)
+    made = serving.parts(FixedWidth(width=3, children=2), rules, serving.STAGES)
+    with pytest.raises(UserError, match=r"prompt 7 .* need 6 blocks of 4, and the cache has 4"):
+        made.decode(made.new_state(), [serving.request(7, 0)])
+
+
+def test_requests_wait_for_blocks_and_nobody_overtakes() -> None:
+    budget = BlockBudget(kv_tokens=40, block_tokens=4, tree_nodes=3)
+    assert budget.admit(0, 9, 8)  # 20 tokens, 5 of 10 blocks
+    assert budget.admit(1, 9, 8)
+    assert not budget.admit(2, 1, 1)
+    budget.release(0)
+    assert budget.admit(2, 1, 1)
+    assert (budget.num_claimed, budget.peak_blocks) == (7, 10)
+
+
+def test_pool_refuses_what_it_has_not() -> None:
+    import torch
+
+    spec = CacheSpec(
+        num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float64, device=torch.device("cpu")
+    )
+    pool = BlockPool(spec=spec, num_blocks=3, block_tokens=2)
+    held = Paged(pool=pool)
+    held.reserve(5, 0)
+    with pytest.raises(RuntimeError, match="needs 1 more blocks, and 0 of 3"):
+        held.reserve(7, 5)
+    held.trim(2)
+    assert (pool.num_used, pool.peak, held.capacity) == (1, 3, 2)
+
+
+# ------------------------------------------------------------------------------ arrivals
+
+
+def test_arrivals(tmp_path: Any) -> None:
+    assert not arrival_times("at_once", 4).any()
+    times = arrival_times("poisson", 4000, rate_per_s=2.0, seed=1)
+    assert (np.diff(times) >= 0).all()
+    # The mean of 4000 gaps of mean 0.5 s has a standard deviation of 0.5 / sqrt(4000) s.
+    assert abs(times[-1] / 4000 - 0.5) < 5 * 0.5 / 4000**0.5
+    path = tmp_path / "arrivals.txt"
+    path.write_text("0.5\n\n0\n2.25\n")
+    assert arrival_times(str(path), 2).tolist() == [0.0, 0.5]
+    with pytest.raises(UserError, match="has 3 arrivals for 4 requests"):
+        arrival_times(str(path), 4)
+    path.write_text("0.5\nsoon\n")
+    with pytest.raises(UserError, match="line 2 is 'soon'"):
+        arrival_times(str(path), 1)
+    with pytest.raises(UserError, match=r"serving\.rate_per_s=None"):
+        arrival_times("poisson", 1)
+
+
+def test_nobody_is_admitted_before_arriving() -> None:
+    made = serving.parts(RootOnly(), ServingRules(), None)
+    requests = [serving.request(i, 0, at) for i, at in enumerate((1.0, 0.0, 0.1))]
+    ended = []
+    for _ in made.decode(made.new_state(), requests, batch_size=2, on_finish=ended.append):
+        pass
+    assert [r.id for r in ended] == [1, 2, 0]
+    assert all(r.admitted_s >= r.arrival_s for r in ended)
+    assert requests[0].admitted_s == pytest.approx(1.0)
