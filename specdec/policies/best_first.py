@@ -102,7 +102,7 @@ class BestFirst(Stateless):
 
     def held_nodes(self, latency: int) -> int:
         """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
-        return self.bs * latency if self.continuous else self.bs
+        return self.bs
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The ``bs`` most probable nodes of every idle request."""

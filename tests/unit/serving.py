@@ -10,7 +10,7 @@ import numpy as np
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.interfaces import TreePolicy
 from specdec.pairs import RandomPair
-from specdec.policies import AdaptiveWidth, BestFirst, FixedWidth, RootOnly, Static
+from specdec.policies import AdaptiveWidth, FixedWidth, PipelineBestFirst, RootOnly, Static
 from specdec.sampling import SamplingParams
 from specdec.serving import Feeding, ServingRules
 from specdec.sources import DraftModelSource
@@ -108,7 +108,7 @@ def new_policy(name: str, stages: int | None) -> TreePolicy:
         "fixed_width": FixedWidth(width=3, children=2),
         "adaptive_width": AdaptiveWidth(width=4, children=2, latency=latency, profile=PROFILE),
         "static": Static(branching=[2, 1]),
-        "best_first": BestFirst(bs=3, w=2, d=1, continuous=True),
+        "pipe_best": PipelineBestFirst(width=3, children=2),
     }
     return made[name]
 
@@ -116,7 +116,7 @@ def new_policy(name: str, stages: int | None) -> TreePolicy:
 def random_schedule(seed: int) -> Schedule:
     """Arrivals, cancellations and cache pressure, all drawn."""
     rng = np.random.default_rng(seed)
-    policies = ["root_only", "fixed_width", "adaptive_width", "static", "best_first"]
+    policies = ["root_only", "fixed_width", "adaptive_width", "static", "pipe_best"]
     name = str(rng.choice(policies, p=[0.1, 0.3, 0.3, 0.15, 0.15]))
     stages = None if rng.random() < 0.2 else STAGES
     block = int(rng.choice([1, 3, 4]))
