@@ -131,7 +131,8 @@ class TableRunner:
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
         """An empty cache: its books are kept, its values mean nothing."""
-        return TreeCache(spec=self.spec, capacity=capacity, storage=pool and Paged(pool=pool))
+        storage = None if pool is None else Paged(pool=pool)
+        return TreeCache(spec=self.spec, capacity=capacity, storage=storage)
 
     def forward(
         self,
