@@ -38,6 +38,8 @@ Each row's tokens are compared with those of `ar`.
                     verifier leave `ar` and transformers' own rows alone, and a key such as
                     policy.width holds for the rows whose policy has it
   executor.stages=8 puts every row on a pipeline of so many stages
+  'batch_size=[1,4,16]'
+                    every row at each batch size: throughput and time between tokens as curves
   --cfg             print the resolved configuration of every row and stop
   --config-dir      a further configuration tree, with presets or options of your own
 
@@ -78,6 +80,11 @@ def main(words: Sequence[str]) -> int:
     if "--help" in arguments.flags:
         print(HELP, end="")
         return 0
+    sizes, rest = batch_sizes(arguments.overrides)
+    if sizes is not None:
+        from specdec.cli.curves import curves
+
+        return curves(sizes, rest, arguments.config_dirs, only_show="--cfg" in arguments.flags)
     comparison = compose_comparison(arguments.overrides, arguments.config_dirs)
     for notice in comparison.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -87,6 +94,31 @@ def main(words: Sequence[str]) -> int:
     asked = comparison.output_dir
     execute(comparison, Path(asked) if asked else default_folder("compare"))
     return 0
+
+
+def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
+    """The list that ``batch_size`` is given as, None where it is not one; the other overrides.
+
+    Raises:
+        UserError: the list has something else than different numbers of at least 1.
+    """
+    sizes, rest = None, []
+    for override in parse(overrides):
+        value = override.value()
+        if override.key_or_group == "batch_size" and isinstance(value, list):
+            sizes = value
+        else:
+            rest.append(_text(override))
+    if sizes is not None and (
+        not sizes
+        or len(set(sizes)) < len(sizes)
+        or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes)
+    ):
+        raise UserError(
+            f"batch_size={sizes} must be different whole numbers of at least 1, as in"
+            " 'batch_size=[1,4,16]'"
+        )
+    return sizes, rest
 
 
 def execute(comparison: Comparison, folder: Path) -> None:

@@ -16,7 +16,10 @@ from specdec.cli.profiles import load_profile
 from specdec.cli.tree import PARTS
 from specdec.errors import UserError
 
-_NOT_FOR_ENGINE = ("output_dir", "strategies", "repeats")
+_NOT_FOR_ENGINE = (
+    *("output_dir", "strategies", "repeats"),
+    *("curve_profile", "cross_profile", "curve_replay"),
+)
 
 
 @dataclass(frozen=True, slots=True)

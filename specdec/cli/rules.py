@@ -101,7 +101,12 @@ TOP: Mapping[str, Rule] = {
 }
 """Keys outside any section."""
 
-COMPARE: Mapping[str, Rule] = {"repeats": whole(1)}
+COMPARE: Mapping[str, Rule] = {
+    "repeats": whole(1),
+    "curve_profile": text(),
+    "cross_profile": text(optional=True),
+    "curve_replay": FLAG,
+}
 """Further keys of ``specdec compare``, ``strategies`` apart."""
 
 _TITLES = {"name": text(), "title": text(), "baseline": FLAG}

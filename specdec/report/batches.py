@@ -1,0 +1,121 @@
+"""Curves over batch sizes as a picture and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+from typing import Any
+
+from specdec.report.plots import figure_of, png, tidy
+from specdec.report.tables import NONE, number, percent, title_of
+
+Row = Mapping[str, Any]
+
+PAPER = {"throughput": (1.64, 2.08), "tbt": (1.61, 2.06)}
+"""SpecPipe-DB over PP-vLLM, section 4.4, over the batch sizes of Fig. 16."""
+
+_COLUMNS = (
+    ("batch", "batch_size", 0),
+    ("tokens/s", "throughput_tokens_per_s", 1),
+    ("TBT ms", "tbt_ms_mean", 1),
+    ("p50", "tbt_ms_p50", 1),
+    ("p95", "tbt_ms_p95", 1),
+    ("p99", "tbt_ms_p99", 1),
+    ("TTFT ms", "ttft_ms", 0),
+    ("queue ms", "queue_ms", 0),
+    ("open", "mean_batch", 1),
+    ("KV peak", "kv_tokens_peak", 0),
+    ("x ar", "throughput_over_ar", 2),
+    ("TBT x ar", "tbt_over_ar", 2),
+    ("x cross", "throughput_over_cross", 2),
+    ("TBT x cross", "tbt_over_cross", 2),
+)
+_MARKERS = "osD^vPX*"
+
+
+def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
+    """Throughput against time between tokens (Fig. 16), and p99 over batch sizes (Fig. 17)."""
+    figure = figure_of(11.0, 4.8)
+    speed, tail = figure.subplots(1, 2)
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    for i, name in enumerate(names):
+        mine = [row for row in rows if row["strategy"] == name]
+        sizes = [row["batch_size"] for row in mine]
+        style = {
+            "marker": _MARKERS[i % len(_MARKERS)],
+            "ms": 5,
+            "lw": 1.4,
+            "ls": "--" if name.startswith("ar on ") else "-",
+            "color": f"C{i}",
+            "label": f"{name} (cross-profile)" if name.startswith("ar on ") else name,
+        }
+        at = [row["tbt_ms_mean"] for row in mine]
+        speed.plot(at, [row["throughput_tokens_per_s"] for row in mine], **style)
+        for x, row in zip(at, mine, strict=True):
+            place = (x, row["throughput_tokens_per_s"])
+            text = str(row["batch_size"])
+            speed.annotate(text, place, (4, 4), textcoords="offset points", fontsize=7)
+        tail.plot(sizes, [row["tbt_ms_p99"] for row in mine], **style)
+    speed.set_xlabel("mean time between tokens of a request (ms)")
+    speed.set_ylabel("throughput (tokens per second)")
+    speed.set_title("as Fig. 16; figures beside points: batch size", fontsize=9)
+    tail.set_xlabel("batch size")
+    tail.set_ylabel("99th percentile of the time between tokens (ms)")
+    tail.set_title("as Fig. 17", fontsize=9)
+    tail.set_xscale("log", base=2)
+    sizes = sorted({row["batch_size"] for row in rows})
+    tail.set_xticks(sizes, [str(size) for size in sizes])
+    for ax in (speed, tail):
+        ax.set_ylim(bottom=0)
+        tidy(ax)
+    tail.legend(fontsize=7.5, frameon=False)
+    profile = conditions.get("clock_profile")
+    on = "" if profile is None else f" on {profile}"
+    loops = percent(next((r["loop_share"] for r in rows if r.get("loop_share") is not None), None))
+    title = f"Batch sizes compared{on}: {title_of(conditions)}, loop_share {loops}"
+    figure.suptitle(fill(title, 118), fontsize=10, x=0.01, ha="left")
+    return png(figure)
+
+
+def curves_markdown(
+    rows: Sequence[Row],
+    conditions: Mapping[str, Any],
+    crossovers: Mapping[str, int | None],
+    cross: str | None,
+) -> str:
+    """The page: every row at every batch size, ratios against the paper's, conditions."""
+    columns = [c for c in _COLUMNS if any(row.get(c[1]) is not None for row in rows)]
+    lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]
+    lines.append("| strategy | " + " | ".join(head for head, _, _ in columns) + " | loops |")
+    lines.append("| --- |" + " ---: |" * (len(columns) + 1))
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        for row in (r for r in rows if r["strategy"] == name):
+            cells = [number(row.get(key), digits) for _, key, digits in columns]
+            lines.append(f"| {name} | {' | '.join(cells)} | {percent(row.get('loop_share'))} |")
+    lines += ["", "Ratios are within a batch size; above 1 the row is better."]
+    if cross is not None:
+        lines.append(
+            f"`{cross}` is cross-profile: another engine's stage times, so the ratios over it"
+            " (x cross) mix strategy and engine, as the paper's do."
+        )
+    lines += ["", *_against_paper(rows), "", "From which batch size on throughput is behind:", ""]
+    lines += [f"- {what}: {NONE if at is None else at}" for what, at in crossovers.items()]
+    lines += ["", "## Conditions", ""]
+    lines += [f"- {key}: {value}" for key, value in conditions.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _against_paper(rows: Sequence[Row]) -> list[str]:
+    """SpecPipe-DB's ratios at batch 4 and 8, beside what the paper states over PP-vLLM."""
+    lines = []
+    for row in rows:
+        if row["strategy"] != "specpipe_db" or row["batch_size"] not in (4, 8):
+            continue
+        for what, stated in PAPER.items():
+            same, other = row.get(f"{what}_over_ar"), row.get(f"{what}_over_cross")
+            lines.append(
+                f"- specpipe_db at batch {row['batch_size']}, {what}: {number(same)}x over ar on"
+                f" the same profile, {number(other)}x cross-profile; the paper"
+                f" {stated[0]}-{stated[1]}x over PP-vLLM"
+            )
+    return lines
