@@ -45,7 +45,7 @@ class Curves:
     @property
     def config(self) -> dict[str, Any]:
         """What the folder's ``config.yaml`` holds."""
-        extra = {"batch_sizes": list(self.sizes)}
+        extra: dict[str, Any] = {"batch_sizes": list(self.sizes)}
         if self.cross is not None:
             extra["cross"] = self.cross.config
         return {**self.comparison.config, **extra}

@@ -48,8 +48,9 @@ def curve_jobs(
         rows += [{**row, "batch_size": size} for row in found["rows"]]
     conditions["batch_size"] = list(cfgs)
     add_ratios(rows, cross)
-    result = {"rows": rows, "conditions": conditions, "crossovers": crossovers(rows, cross)}
-    page = curves_markdown(rows, conditions, result["crossovers"], cross)
+    crossed = crossovers(rows, cross)
+    result = {"rows": rows, "conditions": conditions, "crossovers": crossed}
+    page = curves_markdown(rows, conditions, crossed, cross)
     write_text(folder / "comparison.md", page)
     write_bytes(folder / "comparison.png", curves_png(rows, conditions))
     write_json(folder / "comparison.json", result)
