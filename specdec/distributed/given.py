@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -29,7 +30,7 @@ def run_given(job: Callable[[], object], *, threads: int | None) -> int:
         threads: of torch, per rank; None for one.
 
     Returns:
-        This rank's exit status.
+        Rank 0's exit status; the other ranks' processes end here with theirs.
 
     Raises:
         UserError: if the environment names no ranks, or what the job refuses.
@@ -42,7 +43,10 @@ def run_given(job: Callable[[], object], *, threads: int | None) -> int:
     loopback = os.environ["MASTER_ADDR"] in _LOOPBACK
     if rank > 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
-        return serve(store, rank, size, loopback=loopback)
+        status = serve(store, rank, size, loopback=loopback)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # at once: rank 0 waits for the connection to close
     signal.signal(signal.SIGTERM, _ended_by_launcher)
     group = RankGroup(store=store, size=size, loopback=loopback, processes=None)
     give(group)
