@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.loggers import log_results
+from tests.distributed.processes import wait_until
 from tests.unit.test_results import comparison, config_of  # noqa: F401 - a fixture
 
 
@@ -26,6 +27,8 @@ def test_wandb_logs_offline(
     log_results([config_of("speculative", logger=logger)], [row], comparison)
     (run,) = (comparison / "wandb").glob("offline-run-*")
     (log,) = run.glob("*.wandb")
+    # wandb's own process may write the last records after finish() has returned.
+    wait_until(lambda: logged(log.read_bytes(), "speedup_wall"), "wandb's summary")
     raw = log.read_bytes()
     assert float(logged(raw, "speedup_wall")[-1]) == pytest.approx(2.0)
     assert float(logged(raw, "tokens_per_s")[-1]) == pytest.approx(20.0)
