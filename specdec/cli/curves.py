@@ -31,7 +31,7 @@ class Curves:
     """What is to be run.
 
     Attributes:
-        sizes: batch sizes, in the order asked for.
+        sizes: batch sizes, increasing.
         comparison: its rows, at the largest size.
         cross: plain decoding on another profile; None where there is none.
         record: the run that is recorded first; None where rows decode by themselves.
@@ -110,7 +110,7 @@ def compose_curves(
         comparison.output_dir,
         (*notices, *comparison.notices),
     )
-    return Curves(tuple(sizes), told, cross, record)
+    return Curves(tuple(sorted(sizes)), told, cross, record)
 
 
 def _recorded(overrides: Sequence[str], extra: Sequence[Path]) -> Job:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specdec.cli.arguments import Arguments, read_arguments
-from specdec.cli.comparing import compose_comparison
+from specdec.cli.comparing import batch_sizes, compose_comparison
+from specdec.cli.curves import compose_curves
 from specdec.cli.jobs import run_job_of
 from specdec.cli.listing import SECTIONS
 from specdec.cli.main import _COMMANDS
@@ -78,7 +79,11 @@ def _first_of_axis(word: str) -> str:
 
 def _check_compare(words: list[str]) -> None:
     arguments = _read(words)
-    compose_comparison(arguments.overrides, arguments.config_dirs)
+    sizes, rest = batch_sizes(arguments.overrides)
+    if sizes is None:
+        compose_comparison(rest, arguments.config_dirs)
+    else:
+        compose_curves(sizes, rest, Path("outputs"), arguments.config_dirs)
 
 
 def _check_profile(words: list[str]) -> None:

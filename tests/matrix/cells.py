@@ -157,6 +157,16 @@ def pair() -> RandomPair:
     return found
 
 
+def serving_of(cell: Cell) -> str:
+    """How the cell's two requests share the target.
+
+    No axis of its own, which would multiply the cells: drawn from the cell's name, so that every
+    option meets every option of every axis.
+    """
+    names = tuple(options("serving"))
+    return names[crc32(repr(("serving", cell)).encode()) % len(names)]
+
+
 def config(
     cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
 ) -> dict[str, Any]:
@@ -164,6 +174,7 @@ def config(
     values = deepcopy(base())
     for group in AXES:
         values[group] = deepcopy(option(group, getattr(cell, group)))
+    values["serving"] = deepcopy(option("serving", serving_of(cell)))
     executor = values["executor"]
     if executor.get("stages"):
         executor["stages"] = stages

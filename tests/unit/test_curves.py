@@ -1,0 +1,94 @@
+"""Curves over batch sizes: what is composed, the ratios, and where curves cross."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.cli.comparing import batch_sizes
+from specdec.cli.curves import compose_curves
+from specdec.errors import UserError
+from specdec.policies.adaptive_width import _Fitted
+from specdec.report.batches import curves_markdown, curves_png
+from specdec.serving.curves import add_ratios, crossovers
+
+WORDS = ["strategies=[ar,specpipe_db]", "executor.stages=8", "clock=simulated", "data.limit=2"]
+
+
+def test_the_list_is_taken_out_of_the_overrides() -> None:
+    assert batch_sizes(["seed=1", "batch_size=[4,1]"]) == ([4, 1], ["seed=1"])
+    assert batch_sizes(["batch_size=4"]) == (None, ["batch_size=4"])
+    for bad in ("[]", "[0]", "[2,2]", "[1.5]", "[true]"):
+        with pytest.raises(UserError, match="different whole numbers of at least 1"):
+            batch_sizes([f"batch_size={bad}"])
+
+
+def test_rows_replay_one_record_and_ar_runs_once_more_elsewhere() -> None:
+    found = compose_curves([4, 1], WORDS, Path("here"))
+    assert found.sizes == (1, 4)
+    assert found.record is not None
+    assert found.record.config["record"]
+    assert found.record.config["clock"]["kind"] == "measured"
+    rows = found.rows(4)
+    names = [row["strategy"]["name"] for row in rows]
+    assert names == ["ar", "specpipe_db", "ar on vllm_8x3090"]
+    assert {row["batch_size"] for row in rows} == {4}
+    assert {row["model"]["record"] for row in rows} == {str(Path("here/record/record.npz"))}
+    profiles = [row["clock"]["profile"] for row in rows]
+    assert profiles == ["specpipe_8x3090", "specpipe_8x3090", "vllm_8x3090"]
+    feeding = [row["serving"]["feeding"] for row in rows]
+    assert feeding == ["micro_batches", "dynamic", "micro_batches"]
+
+
+def test_a_profile_of_one_s_own_has_no_cross_row() -> None:
+    words = [*WORDS, "clock.profile=uniform_30ms", "curve_replay=false"]
+    found = compose_curves([2], words, Path("here"))
+    assert found.cross is None
+    assert found.record is None
+    assert [row["model"]["kind"] for row in found.rows(2)] == ["pretrained", "pretrained"]
+
+
+def _row(name: str, size: int, speed: float, tbt: float) -> dict[str, Any]:
+    return {
+        "strategy": name,
+        "batch_size": size,
+        "throughput_tokens_per_s": speed,
+        "tbt_ms_mean": tbt,
+        "tbt_ms_p99": 2 * tbt,
+        "loop_share": 0.1,
+    }
+
+
+def test_ratios_and_crossovers() -> None:
+    rows = [
+        *(_row("ar", n, 10.0 * n, 100.0) for n in (1, 2, 4)),
+        *(_row("specpipe", n, s, 50.0 * n) for n, s in ((1, 20.0), (2, 25.0), (4, 30.0))),
+        *(_row("specpipe_db", n, 20.0 * n, 50.0) for n in (1, 2, 4)),
+        *(_row("elsewhere", n, 15.0 * n, 75.0) for n in (1, 2, 4)),
+    ]
+    add_ratios(rows, "elsewhere")
+    assert [r["throughput_over_ar"] for r in rows[3:6]] == [2.0, 1.25, 0.75]
+    assert [r["tbt_over_ar"] for r in rows[3:6]] == [2.0, 1.0, 0.5]
+    assert rows[8]["throughput_over_cross"] == pytest.approx(80 / 60)
+    assert crossovers(rows, "elsewhere") == {
+        "specpipe behind ar": 4,
+        "specpipe_db behind ar": None,
+        "specpipe behind elsewhere": 2,
+        "specpipe_db behind elsewhere": None,
+    }
+    page = curves_markdown(rows, {"clock": "simulated"}, crossovers(rows, None), "elsewhere")
+    assert "`elsewhere` is cross-profile" in page
+    assert "batch 4, throughput: 2.00x over ar on the same profile, 1.33x cross-profile" in page
+    assert curves_png(rows, {"clock": "simulated"})[:4] == b"\x89PNG"
+
+
+def test_step_times_are_fitted_where_there_is_no_profile() -> None:
+    fitted, now = _Fitted(), 0.0
+    assert len({*fitted.table(9).tolist()}) == 1  # nothing is known: flat
+    for nodes in (4, 20, 8, 40, 12):
+        fitted.step(now, nodes)
+        now += 0.01 + 0.001 * nodes
+    fitted.step(now, 1)
+    assert fitted.table(30)[[0, 30]] == pytest.approx([0.01, 0.04])
