@@ -1,0 +1,191 @@
+"""Measures the GPU path, unattended, in under 8 minutes.
+
+    python -m experiments.gpu.measure [--smoke] [--out DIR] [--budget-s 450]
+
+Copy bandwidth; latency of a pass against the number of nodes for Llama shapes with random weights;
+each kernel against its alternatives; whole strategies with replayed and with real acceptances.
+Writes gpu.json (every figure, device, versions) and gpu.md. ``--smoke`` runs all of it at tiny
+shapes on any machine: it shows that the script works, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from experiments.gpu.kernels import attention_rows, projection_rows, swiglu_rows
+from experiments.gpu.passes import pass_rows
+from experiments.gpu.shapes import FULL, LLAMA3_1B, LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET
+from experiments.gpu.strategies import shape_rows, trained_rows
+from experiments.gpu.timing import Bench, copy_bandwidth
+from specdec.report.files import write_json, write_text
+from specdec.report.provenance import provenance
+
+Rows = list[dict[str, Any]]
+SMOKE_NOTE = "SMOKE RUN: tiny shapes, to show that the script works; the figures mean nothing."
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the script; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, any machine")
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu"))
+    parser.add_argument("--budget-s", type=float, default=450.0, help="begin nothing after that")
+    parser.add_argument("--attention", default="auto", help="auto: triton on a GPU, else dense")
+    parser.add_argument("--kernels", default="torch", help="torch or triton, for whole passes")
+    args = parser.parse_args(words)
+    if not args.smoke and not torch.cuda.is_available():
+        print("no CUDA device: only --smoke runs here", file=sys.stderr)
+        return 2
+    bench = make_bench(args)
+    found = {
+        "smoke": args.smoke,
+        "note": SMOKE_NOTE if args.smoke else "",
+        "device": device_name(bench),
+        "settings": {
+            "dtype": str(bench.dtype).removeprefix("torch."),
+            "attention": bench.attention,
+            "graphs": bench.graphs,
+            "kernels": bench.kernels,
+            "repeats": bench.repeats,
+            "timed": "CUDA events around replays" if bench.captured else "calls, no graphs",
+        },
+        **measure(bench, smoke=args.smoke),
+    }
+    found["provenance"] = provenance(command=["experiments.gpu.measure"], config=found["settings"])
+    write_json(args.out / "gpu.json", found)
+    write_text(args.out / "gpu.md", page(found))
+    print(page(found))
+    return 0
+
+
+def make_bench(args: argparse.Namespace) -> Bench:
+    """Settings of a real run, or of a smoke run."""
+    cuda = torch.cuda.is_available() and not args.smoke
+    return Bench(
+        device="cuda" if cuda else "cpu",
+        dtype=torch.bfloat16 if cuda else torch.float32,
+        repeats=30 if cuda else 2,
+        copy_mib=1024 if cuda else 1,
+        cold_mib=256 if cuda else 0,
+        deadline=perf_counter() + args.budget_s,
+        attention=("triton" if cuda else "dense") if args.attention == "auto" else args.attention,
+        graphs="cuda" if cuda else "replay",
+        kernels=args.kernels,
+    )
+
+
+def measure(bench: Bench, *, smoke: bool) -> dict[str, Any]:
+    """All sections; one that fails is noted, and the others go on."""
+    bandwidth = copy_bandwidth(bench)
+    shapes = (SMOKE_TARGET,) if smoke else FULL
+    contexts = (16,) if smoke else (500, 1000, 4000)
+    stress = (24, 5) if smoke else (16000, 64)
+    kernel_shape = shapes[0]
+    sections: dict[str, list[Callable[[], Rows]]] = {
+        "kernels": [
+            *(
+                lambda c=c: attention_rows(bench, kernel_shape, context=c, nodes=8)
+                for c in contexts
+            ),
+            lambda: attention_rows(bench, kernel_shape, context=stress[0], nodes=stress[1]),
+            lambda: swiglu_rows(bench, kernel_shape, nodes=8),
+            lambda: projection_rows(bench, kernel_shape, nodes=8),
+        ],
+        "passes": [
+            *(
+                lambda s=s: pass_rows(bench, s, context=contexts[0], bandwidth=bandwidth)
+                for s in shapes
+            ),
+            lambda: pass_rows(bench, shapes[0], context=stress[0], bandwidth=bandwidth),
+        ],
+        "strategies": [
+            lambda: shape_rows(
+                bench,
+                SMOKE_TARGET if smoke else LLAMA3_8B,
+                SMOKE_DRAFT if smoke else LLAMA3_1B,
+                num_prompts=1 if smoke else 6,
+                max_new_tokens=8 if smoke else 128,
+            ),
+            lambda: trained_rows(
+                bench, num_prompts=1 if smoke else 6, max_new_tokens=12 if smoke else 128
+            ),
+        ],
+    }
+    found: dict[str, Any] = {"copy_bandwidth_gb_per_s": bandwidth / 1e9, "problems": []}
+    for name in ("passes", "strategies", "kernels"):  # the figures that bars are about come first
+        found[name] = _section(bench, name, sections[name], found["problems"])
+    return found
+
+
+def _section(bench: Bench, name: str, parts: list[Callable[[], Rows]], problems: list[str]) -> Rows:
+    rows: Rows = []
+    for number, part in enumerate(parts):
+        if bench.late():
+            problems.append(f"{name}[{number}]: no time left")
+            continue
+        start = perf_counter()
+        try:
+            rows += part()
+        except Exception as error:  # one section must not cost the others
+            problems.append(f"{name}[{number}]: {type(error).__name__}: {str(error)[:300]}")
+        if bench.captured:
+            torch.cuda.empty_cache()
+        print(f"{name}[{number}]: {perf_counter() - start:.0f} s", file=sys.stderr)
+    return rows
+
+
+def device_name(bench: Bench) -> str:
+    """The device as torch names it."""
+    return torch.cuda.get_device_name() if bench.captured else "cpu"
+
+
+TABLES = {
+    "passes": [
+        "shape", "context", "nodes", "ms", "over_one_node", "bandwidth_share", "attention",
+        "graphs",
+    ],
+    "kernels": ["kernel", "shape", "context", "nodes", "side", "us", "over_ours", "skipped"],
+    "strategies": [
+        "pair", "acceptances", "strategy", "tokens_per_s", "tokens_per_s_net", "speedup",
+        "acceptance_length", "overhead_share", "relative_memory_traffic", "loop_share", "skipped",
+    ],
+}  # fmt: skip
+
+
+def page(found: dict[str, Any]) -> str:
+    """The tables as Markdown."""
+    lines = ["# GPU path", ""]
+    if found["note"]:
+        lines += [f"**{found['note']}**", ""]
+    settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
+    rate = found["copy_bandwidth_gb_per_s"]
+    lines += [
+        f"Device: {found['device']}; {settings}.",
+        f"Copy bandwidth (read + written): {rate:.1f} GB/s. Medians after warm-up.",
+        "Strategies marked `replayed`: both models run in full with random weights, and a record",
+        "says what is accepted; `net` is without what the replay itself takes.",
+    ]
+    for name, columns in TABLES.items():
+        lines += ["", f"## {name}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+        for row in found[name]:
+            lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
+    if found["problems"]:
+        lines += ["", "## Problems", "", *(f"- {problem}" for problem in found["problems"])]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Latency of a pass against the number of nodes, and its share of the copy bandwidth."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.gpu.shapes import Shape, random_llama
+from experiments.gpu.timing import Bench
+from specdec.metrics.meter import Meter
+from specdec.models.execution import Execution
+from specdec.models.runner import NO_ROWS, ModelRunner
+
+NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+_WARM_UP = 3
+_CHUNK = 512
+
+
+def pass_rows(
+    bench: Bench, shape: Shape, *, context: int, bandwidth: float
+) -> list[dict[str, Any]]:
+    """One row per number of nodes: a tree pass, the wait for its logits included.
+
+    Args:
+        bench: where and how often.
+        shape: of the model; weights are random.
+        context: committed tokens before the tree.
+        bandwidth: measured, bytes per second.
+    """
+    positions = context + 2 * NODE_COUNTS[-1]
+    model = random_llama(shape, device=bench.device, dtype=bench.dtype, positions=positions)
+    runner = ModelRunner(
+        model=model,
+        name="target",
+        meter=Meter(),
+        attention=bench.attention,
+        execution=Execution(graphs=bench.graphs, kernels=bench.kernels),
+    )
+    cache = runner.new_cache(positions)
+    tokens = np.arange(context) % shape.vocab
+    for start in range(0, context, _CHUNK):
+        rows = cache.rows(prefix_tokens=tokens[start : start + _CHUNK])
+        runner.forward([rows], logits_rows=NO_ROWS)
+    found = []
+    for nodes in NODE_COUNTS:
+        ms = _one(bench, runner, cache, context, nodes)
+        itemsize = bench.dtype.itemsize
+        read = shape.weight_bytes(itemsize) + shape.cache_bytes(context + nodes, itemsize)
+        found.append(
+            {
+                "shape": shape.name,
+                "context": context,
+                "nodes": nodes,
+                "ms": ms,
+                "over_one_node": ms / found[0]["ms"] if found else 1.0,
+                "bytes": read,
+                "bandwidth_share": read / (ms * 1e-3) / bandwidth,
+                "attention": bench.attention,
+                "graphs": bench.graphs,
+            }
+        )
+    return found
+
+
+def _one(bench: Bench, runner: ModelRunner, cache: Any, context: int, nodes: int) -> float:
+    """Milliseconds of the whole call: buffers filled, pass, and its logits waited for."""
+    ids = np.arange(nodes)
+    parents = np.maximum(ids // 2, 0) - (ids == 0)  # a binary tree, so the mask is none of a chain
+    depths = np.zeros(nodes, np.int64)
+    for node in range(1, nodes):
+        depths[node] = depths[parents[node]] + 1
+    taken = []
+    for _ in range(_WARM_UP + bench.repeats):
+        rows = cache.rows(
+            node_ids=ids,
+            node_tokens=ids,
+            parent_ids=parents,
+            node_positions=context + depths,
+        )
+        with torch.inference_mode():
+            start = perf_counter()
+            runner.forward([rows])
+            taken.append(perf_counter() - start)
+        cache.truncate(context)
+    return median(taken[_WARM_UP:]) * 1e3

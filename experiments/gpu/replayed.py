@@ -1,0 +1,160 @@
+"""Real passes of models with random weights, while a record says which tokens are accepted.
+
+Random weights accept nothing, and a trained 8B pair is not at hand everywhere. So the target and
+the draft run in full (buffers, passes, sampling of their own logits, copies to the host), and their
+answers are replaced by those of a record (``model=replay``). What that takes is metered apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.errors import UserError
+from specdec.executors.answering import AnsweredRequest, Answerer, ModelAnswerer
+from specdec.executors.stage import ModelStage, Stage
+from specdec.metrics.meter import Meter
+from specdec.models import ModelRunner
+from specdec.models.execution import Execution
+from specdec.models.quantize import num_bytes
+from specdec.pairs.replay import ReplayModels
+from specdec.randomness import KeyedDraws
+from specdec.sampling import TargetSampler
+from specdec.sources import DraftModelSource, SyntheticSource
+from specdec.sources.katz import KatzModel
+from specdec.sources.synthetic import HiddenPair
+from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output
+
+if TYPE_CHECKING:
+    from specdec.state import DecodeState, RequestState
+
+REPLAY = "replay"
+"""Name under which the replaced answers are metered."""
+
+
+class ReplayedShapes:
+    """A pair (see ``specdec.pairs.ModelPair``) of two models and a record."""
+
+    is_synthetic = False
+    tokenizer = None
+    head_cost = 0.0
+
+    def __init__(
+        self,
+        *,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        record: ReplayModels,
+        attention: str,
+        execution: Execution,
+    ) -> None:
+        """Takes models of one vocabulary, which must hold the record's made-up tokens."""
+        self.record = record
+        self.target, self.draft = target, draft
+        self.vocab_size = int(target.config.vocab_size)
+        assert record.vocab_size <= self.vocab_size, "the record's tokens do not fit"
+        self.num_layers = int(target.config.num_hidden_layers)
+        self.max_positions: int | None = int(target.config.max_position_embeddings)
+        self.eos_ids = record.eos_ids
+        self.weight_bytes = (num_bytes(target), num_bytes(draft))
+        self._attention, self._execution = attention, execution
+        self._meter = Meter()
+
+    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+        """The whole target."""
+        assert (first, last) == (0, self.num_layers), "on one device"
+        self._meter = meter
+        return ModelStage(runner=self._runner(self.target, "target", meter))
+
+    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
+        """Samples the target's logits, then answers from the record."""
+        real = ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
+        replayed = self.record.answerer(draws=draws, needs_probs=needs_probs)
+        return _Answerer(real, replayed, self._meter)
+
+    def draft_runner(self, meter: Meter) -> ModelRunner:
+        """The whole draft."""
+        return self._runner(self.draft, "draft", meter)
+
+    def katz(self) -> KatzModel:
+        """Refused: a record has no text."""
+        raise UserError("a record has no text to count n-grams from")
+
+    def synthetic(self) -> HiddenPair:
+        """The record's hidden sequences."""
+        return self.record.synthetic()
+
+    def _runner(self, model: PreTrainedModel, name: str, meter: Meter) -> ModelRunner:
+        return ModelRunner(
+            model=model,
+            name=name,
+            meter=meter,
+            attention=self._attention,
+            execution=self._execution,
+        )
+
+
+class _Answerer:
+    """Pays for the target's own answers and gives the record's."""
+
+    def __init__(self, real: Answerer, replayed: Answerer, meter: Meter) -> None:
+        self._real, self._replayed, self._meter = real, replayed, meter
+
+    def open(self, request: AnsweredRequest) -> None:
+        self._real.open(request)
+        self._replayed.open(request)
+
+    def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
+        self._real.answer(batch, logits)
+        with self._meter.model(REPLAY):
+            return self._replayed.answer(batch, None)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        self._real.commit(commits)
+        self._replayed.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        self._real.close(request_id)
+        self._replayed.close(request_id)
+
+
+class ReplayedSource:
+    """Pays for the draft's own candidates and gives the record's."""
+
+    gives_probs = False
+
+    def __init__(self, *, real: DraftModelSource, replayed: SyntheticSource, meter: Meter) -> None:
+        """Wraps both; passes and rows are counted of the real one."""
+        self._real, self._replayed, self._meter = real, replayed, meter
+        self.needs = real.needs
+        self.vocab_size = real.vocab_size
+
+    @property
+    def counters(self):  # type: ignore[no-untyped-def]
+        """The draft model's own."""
+        return self._real.counters
+
+    def open(self, request: RequestState) -> None:
+        """Opens both."""
+        self._real.open(request)
+        self._replayed.open(request)
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """The draft's pass and its best candidates; then the record's."""
+        self._real.expand(state, nodes, k)
+        with self._meter.model(REPLAY):
+            return self._replayed.expand(state, nodes, k)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Both follow."""
+        self._real.commit(commits, output)
+        with self._meter.model(REPLAY):
+            self._replayed.commit(commits, output)
+
+    def close(self, request_id: int) -> None:
+        """Closes both."""
+        self._real.close(request_id)
+        self._replayed.close(request_id)

@@ -1,0 +1,179 @@
+"""Whole strategies: on Llama shapes with replayed acceptances, and on the bundled trained pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from experiments.gpu.replayed import REPLAY, ReplayedShapes, ReplayedSource
+from experiments.gpu.shapes import Shape, random_llama
+from experiments.gpu.timing import Bench
+from specdec.baselines import HFBaseline
+from specdec.cli.jobs import run_job_of
+from specdec.engine import prepare, stop_rules
+from specdec.errors import UserError
+from specdec.metrics import RequestResult, RunTotals
+from specdec.metrics.rates import summarise
+from specdec.models.execution import Execution
+from specdec.pairs import ReplayModels, build_pair
+from specdec.runners import PartsRunner, Runner, TokenPrompt, build_runner
+from specdec.sampling import SamplingParams
+from specdec.sources import SyntheticSource
+from specdec.state import StopRules
+
+RECORD = "bundled:humaneval"
+REPLAYED = ("ar", "speculative", "specinfer", "best_first")
+TRAINED = ("ar", "speculative", "specinfer", "best_first", "staged", "hf_generate", "hf_assisted")
+_MIN_OUTPUT = 64  # recorded tokens of a prompt that is played
+
+
+def shape_rows(
+    bench: Bench,
+    target: Shape,
+    draft: Shape,
+    *,
+    num_prompts: int,
+    max_new_tokens: int,
+    positions: int = 1024,
+) -> list[dict[str, Any]]:
+    """Every strategy on a pair of shapes; the rows say that acceptances are replayed."""
+    models = [
+        random_llama(shape, device=bench.device, dtype=bench.dtype, positions=positions)
+        for shape in (target, draft)
+    ]
+    record = build_pair({"kind": "replay", "record": RECORD})
+    assert isinstance(record, ReplayModels)
+    pair = ReplayedShapes(
+        target=models[0],
+        draft=models[1],
+        record=record,
+        attention=bench.attention,
+        execution=Execution(graphs=bench.graphs, kernels=bench.kernels),
+    )
+    prompts = _prompts(record, num_prompts)
+    stop = StopRules(max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids)
+    rows = []
+    for name in REPLAYED:
+        row = {"pair": f"{target.name}/{draft.name}", "acceptances": "replayed", "strategy": name}
+        rows.append(row | _measured(bench, partial(_replayed, name, pair, stop), prompts))
+    row = {"pair": f"{target.name}/{draft.name}", "acceptances": "replayed", "strategy": "staged"}
+    rows.append(row | {"skipped": "a record has no text to count n-grams from"})
+    row = {"pair": f"{target.name}/-", "acceptances": "none", "strategy": "hf_generate"}
+    free = StopRules(max_new_tokens=max_new_tokens)
+    rows.append(row | _measured(bench, lambda: _Plain(models[0], free), prompts))
+    return _with_speedups(rows)
+
+
+def trained_rows(
+    bench: Bench, *, num_prompts: int, max_new_tokens: int, overrides: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The bundled pair on its own prompts, in float32: real acceptances, and their loop share."""
+    words = [
+        "model=tiny",
+        f"model.device={bench.device}",
+        "data=stdlib",
+        f"data.limit={num_prompts}",
+        f"max_new_tokens={max_new_tokens}",
+        *overrides,
+    ]
+    words += [f"model.graphs={bench.graphs}"]  # the baselines use the models, not our passes
+    rows: list[dict[str, Any]] = []
+    pair, prompts, _ = prepare(run_job_of(["strategy=ar", *words]).config)
+    for name in TRAINED:
+        cfg = run_job_of([f"strategy={name}", *words]).config
+        row = {"pair": "bundled", "acceptances": "real", "strategy": name}
+        make = partial(build_runner, cfg, pair, stop_rules(cfg, pair))
+        rows.append(row | _measured(bench, make, prompts))
+    return _with_speedups(rows)
+
+
+def _replayed(name: str, pair: ReplayedShapes, stop: StopRules) -> Runner:
+    """A preset on the pair, its source's candidates replaced."""
+    cfg = run_job_of([f"strategy={name}", "model=random", "sampling=greedy"]).config
+    runner = PartsRunner(cfg=cfg, pair=pair, stop=stop)
+    real: Any = runner.parts.source
+    if name != "ar":
+        replayed = SyntheticSource(pair=pair.synthetic())
+        source = ReplayedSource(real=real, replayed=replayed, meter=runner.parts.meter)
+        runner.parts = replace(runner.parts, source=source)
+    return runner
+
+
+class _Plain:
+    """transformers' generate on a model, as a runner."""
+
+    name = "hf_generate"
+
+    def __init__(self, target: Any, stop: StopRules) -> None:
+        self._baseline = HFBaseline(
+            kind="hf_generate", target=target, stop=stop, sampling=SamplingParams()
+        )
+
+    def run(
+        self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
+    ) -> RunTotals:
+        self._baseline.take_totals()
+        for prompt in prompts:
+            on_finish(self._baseline.generate_one(prompt.id, prompt.tokens))
+        return self._baseline.take_totals()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _prompts(record: ReplayModels, num: int) -> list[TokenPrompt]:
+    """The first recorded prompts whose recorded outputs are long enough to be timed."""
+    hidden: Any = record.synthetic()
+    long = [
+        TokenPrompt(i, tokens)
+        for i, tokens in record.prompts()
+        if hidden.request(i).num_output >= _MIN_OUTPUT
+    ]
+    return long[:num]
+
+
+def _measured(
+    bench: Bench, make: Callable[[], Any], prompts: Sequence[TokenPrompt]
+) -> dict[str, Any]:
+    """One warm-up over the prompts, which captures every shape, then one measured run."""
+    if bench.late():
+        return {"skipped": "no time left"}
+    try:
+        runner = make()
+        runner.run(prompts, lambda _: None)
+        results: list[RequestResult] = []
+        totals = runner.run(prompts, results.append)
+        replay_s = 0.0
+        if isinstance(runner, PartsRunner):
+            replay_s = runner.parts.meter.model_s.get(REPLAY, 0.0)
+        runner.close()
+    except (UserError, RuntimeError) as error:
+        return {"skipped": " ".join(str(error).split())[:200]}
+    found = summarise(results, totals)
+    per_s = found["tokens_per_s"]
+    wall_s = sum(len(r.output) for r in results) / per_s if per_s else None
+    return {
+        "skipped": None,
+        "tokens_per_s": per_s,
+        # Without what the replay itself takes, which no real run has.
+        "tokens_per_s_net": None if not wall_s else per_s * wall_s / max(1e-9, wall_s - replay_s),
+        "replay_ms": replay_s * 1e3,
+        "target_passes": found["target_passes"],
+        "draft_passes": found["draft_passes"],
+        "acceptance_length": found["acceptance_length"],
+        "overhead_share": found["overhead_share"],
+        "relative_memory_traffic": found["relative_memory_traffic"],
+        "loop_share": found["loop_share"],
+        "new_tokens": found["new_tokens"],
+    }
+
+
+def _with_speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds ``speedup``, over the ``ar`` row of the same pair; of replayed rows the net figures."""
+    base = next((row.get("tokens_per_s_net") for row in rows if row["strategy"] == "ar"), None)
+    for row in rows:
+        net = row.get("tokens_per_s_net")
+        row["speedup"] = net / base if base and net else None
+    return rows

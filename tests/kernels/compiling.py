@@ -1,0 +1,67 @@
+"""Compiles every kernel for a GPU, without one: ``TRITON_INTERPRET=0 python -m ...compiling``.
+
+The interpreter accepts what the compiler does not, such as variables that change their type.
+Strides and pointers are taken to be multiples of 16, as they are for the shapes that matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specdec.kernels import swiglu, tree_attention
+
+_TYPES = {
+    "visible": "*u8",
+    "lengths": "*i32",
+    "sums": "*fp32",
+    "tops": "*fp32",
+    "counters": "*i32",
+    "scale": "fp32",
+    "eps": "fp32",
+}
+_HALF = ("query", "key", "value", "output", "hidden", "norm", "gate", "up")
+_ODD = ("num_rows", "num_out", "scale", "eps")
+
+
+def compile_kernel(kernel: Any, **constants: int) -> str:
+    """Machine code of a kernel in bfloat16 for compute capability 9.0; its PTX."""
+    names = kernel.arg_names
+    types = dict.fromkeys((*_HALF, "first", "second", "third"), "*bf16") | _TYPES
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    even = [["tt.divisibility", 16]]
+    hints = {
+        (i,): even for i, name in enumerate(names) if name not in constants and name not in _ODD
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=hints)
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert len(done.asm["cubin"]) > 0
+    return str(done.asm["ptx"])
+
+
+def main() -> None:
+    """All kernels, as the 1B and 8B shapes launch them."""
+    blocks = {"BLOCK_ROWS": 16, "BLOCK_OUT": 32, "BLOCK_IN": 64}
+    attention = {"HEADS": 32, "PER_GROUP": 4, "BLOCK_KEYS": 64, "BLOCK_ROWS": 32}
+    found = {
+        "tree attention, split": compile_kernel(
+            tree_attention._tree_attention, **attention, DIM=128, BLOCK_DIM=128, SPLITS=16
+        ),
+        "tree attention, whole": compile_kernel(
+            tree_attention._tree_attention, **attention, DIM=64, BLOCK_DIM=64, SPLITS=1
+        ),
+        "swiglu": compile_kernel(swiglu._gated, **blocks, NORM=0),
+        "norm + swiglu": compile_kernel(swiglu._gated, **blocks, NORM=1),
+        "norm + projections": compile_kernel(swiglu._normed, **blocks),
+    }
+    for name, ptx in found.items():
+        assert "mma" in ptx, f"{name} does not use tensor cores"
+        print(f"{name}: compiled, {ptx.count('cp.async')} asynchronous copies")
+
+
+if __name__ == "__main__":
+    main()
