@@ -26,7 +26,7 @@ from specdec.clocks import (
     Timeline,
 )
 from specdec.errors import UserError
-from specdec.executors import LocalExecutor, PipelineExecutor
+from specdec.executors import EarlyExitExecutor, LocalExecutor, PipelineExecutor
 from specdec.executors.distributed import Ranks
 from specdec.executors.layout import StageLayout
 from specdec.metrics.meter import Meter
@@ -53,7 +53,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     timeline = Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
     bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter)
-    stages, ranks = _stages(cfg["executor"]), _ranks(cfg)
+    stages, ranks = _stages(cfg["executor"], pair), _ranks(cfg)
     known: dict[str, Callable[[], Any]] = {
         "latency": lambda: 1 if stages is None else stages.stages,
         "profile": lambda: getattr(clock, "profile", None),
@@ -69,6 +69,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "pair": pair.synthetic,
         "katz": pair.katz,
         "sample": lambda: verifier.needs.draft_probs,
+        "front": lambda: bench.exit_front(stages) if stages and stages.after_drafting else None,
     }
     try:
         source = build_part(_fitted_source(cfg, pair), runtime, "source")
@@ -210,13 +211,19 @@ def _ranks(cfg: Mapping[str, Any]) -> Ranks | None:
     )
 
 
-def _stages(node: Mapping[str, Any]) -> StageLayout | None:
-    """Stages of a pipeline, None for the local executor.
+def _stages(node: Mapping[str, Any], pair: ModelPair) -> StageLayout | None:
+    """Stages of a pipeline or of an early exit, None for the local executor.
+
+    ``stages: null`` gives ceil(N / E) of them (PPSD 4.1).
 
     Raises:
         UserError: for an executor that this version cannot build.
     """
     cls = locate(node["_target_"], "executor")
+    if cls in (PipelineExecutor, EarlyExitExecutor) and node.get("stages") is None:
+        node = {**node, "stages": -(-pair.num_layers // pair.exit_layer)}
+    if cls is EarlyExitExecutor:
+        return StageLayout(stages=int(node["stages"]), after_drafting=True)
     if cls is PipelineExecutor:
         groups = node.get("groups")
         return StageLayout(
@@ -231,5 +238,5 @@ def _stages(node: Mapping[str, Any]) -> StageLayout | None:
         return None
     raise UserError(
         f"executor._target_={node['_target_']} is not an executor this version can build;"
-        " use executor=local or executor=pipeline"
+        " use executor=local, executor=pipeline or executor=early_exit"
     )

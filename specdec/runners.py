@@ -16,9 +16,11 @@ from specdec.compose import compose
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import HuggingFacePair, ModelPair
+from specdec.policies import Chain, FixedWidth
 from specdec.sampling import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
 from specdec.serving.booking import RunBook
+from specdec.sources import EarlyExitSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
@@ -140,6 +142,10 @@ class PartsRunner:
             kv_budget_tokens=self.parts.serving.kv_tokens,
         )
         totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
+        if isinstance(self.parts.source, EarlyExitSource):
+            drafts_first = not self.parts.source.needs.exits
+            totals.draft_bytes = self._pair.exit_bytes(with_layers=drafts_first)
+            totals.early_exit = _exit_sizes(self.parts, self._pair)
         return totals
 
     def steps(
@@ -194,6 +200,15 @@ class PartsRunner:
         tokenizer = self._pair.tokenizer
         text = "" if tokenizer is None else tokenizer.decode(request.output)
         return RequestResult.from_state(request, text=str(text))
+
+
+def _exit_sizes(parts: Parts, pair: ModelPair) -> dict[str, int] | None:
+    """What PPSD's laws need to know of a strategy; None where none of them fits it."""
+    sizes = {"layers": pair.num_layers, "exit_layer": pair.exit_layer}
+    policy = parts.policy
+    if isinstance(policy, FixedWidth) and not policy.serial and parts.executor.latency > 1:
+        return {**sizes, "stages": parts.executor.latency, "width": policy.width}
+    return {**sizes, "gamma": policy.gamma} if isinstance(policy, Chain) else None
 
 
 class HFRunner:

@@ -63,12 +63,15 @@ class Needs:
             it instead of taken from the top.
         target_draws: the target's own keyed draws (allowed under ``match`` only, DESIGN 3).
         hidden_layers: target layers whose hidden states ``Output`` must carry.
+        exits: candidates per node that ``Output.exits`` must carry; 0 for none. Such a source
+            answers for a node only after the target has computed the exit layer on it.
     """
 
     target_probs: bool = False
     draft_probs: bool = False
     target_draws: bool = False
     hidden_layers: tuple[int, ...] = ()
+    exits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,19 +242,34 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exits:
+    """What an exit head proposes for nodes of one request (PPSD Alg. 1, lines 13 and 29).
+
+    Attributes:
+        request: request id.
+        node_ids: int64[W], nodes that have passed the exit layer.
+        candidates: rows in their order.
+    """
+
+    request: int
+    node_ids: IntArray
+    candidates: Candidates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """What the executor hands back at the end of a step.
 
     Attributes:
         step: step whose end this is.
         answers: per request that was answered in this step.
-        exits: early-exit results of nodes that reached the exit layer in this step (PPSD Alg. 1);
-            ``probs`` carries the exit head's distribution.
+        exits: proposals for nodes that reached the exit layer in this step; with stages smaller
+            than the exit's depth they come from a later stage than the first.
     """
 
     step: int
     answers: tuple[Answers, ...] = ()
-    exits: tuple[Answers, ...] = ()
+    exits: tuple[Exits, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import ceil
 
 import numpy as np
 
@@ -20,8 +21,14 @@ from specdec.clocks import Clock, ClockKind, MeasuredClock
 from specdec.distributed.leading import DraftGroup
 from specdec.distributed.plan import DraftPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
-from specdec.executors import LocalExecutor, PipelineExecutor
+from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
 from specdec.executors.distributed import DistributedExecutor, Ranks
+from specdec.executors.exit_building import (
+    build_early_exit,
+    build_front,
+    check_exits,
+    refuse_ranks,
+)
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import paged, split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
@@ -34,6 +41,7 @@ from specdec.policies.staged import cheap_source
 from specdec.randomness import KeyedDraws
 from specdec.scheduler import FifoScheduler
 from specdec.serving.rules import ServingRules
+from specdec.sources.combined import joined_needs
 from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, Lossless, Needs
 
@@ -111,6 +119,7 @@ class Workbench:
         self.clock: Clock = MeasuredClock(meter=self.meter) if clock is None else clock
         self.draws = KeyedDraws(seed=seed)
         self._draft: DraftGroup | None = None
+        self._front: ExitFront | None = None
 
     def draft_runner(
         self, stages: StageLayout | None = None, ranks: Ranks | None = None
@@ -175,7 +184,7 @@ class Workbench:
             UserError: parts that do not fit together, or more stages than layers.
             RankFailure: a rank ended while it was loading.
         """
-        needs = joined(verifier.needs, source.needs)
+        needs = joined_needs((verifier.needs, source.needs))
         serving = ServingRules() if serving is None else serving
         layout = StageLayout(stages=stages) if isinstance(stages, int) else stages
         serving.budget(policy, 1 if layout is None else layout.stages)  # refused before ranks start
@@ -204,6 +213,15 @@ class Workbench:
         serving: ServingRules,
     ) -> Executor:
         pair = self.pair
+        if stages is not None and stages.after_drafting:
+            return build_early_exit(
+                front=self._front,
+                pair=pair,
+                bounds=self._bounds(stages, pair.exit_layer if self._front else None),
+                answerer=pair.answerer(draws=self.draws, needs_probs=needs.target_probs),
+                meter=self.meter,
+                clock=self.clock,
+            )
         if stages is not None and ranks is not None:
             return self._distributed(needs, stages, ranks, serving)
         blocks = serving.num_blocks, serving.block_tokens
@@ -211,15 +229,34 @@ class Workbench:
         if stages is None:
             whole = paged(pair.stage(0, pair.num_layers, self.meter), *blocks)
             return LocalExecutor(stage=whole, answerer=answerer, clock=self.clock)
-        bounds = self._bounds(stages)
+        exit_layer = pair.exit_layer if needs.exits else None
+        bounds = self._bounds(stages, exit_layer)
         self._refuse_in_process()
         # The devices of a stage are one slice here; a profile prices the whole stage.
         ends = [0, *np.cumsum(stages.devices).tolist()]
-        slices = [
-            paged(pair.stage(bounds[first][0], bounds[last - 1][1], self.meter), *blocks)
-            for first, last in pairwise(ends)
-        ]
-        return PipelineExecutor(stages=slices, answerer=answerer, clock=self.clock)
+        slices: list[Stage] = []
+        for first, last in pairwise(ends):
+            layers = (bounds[first][0], bounds[last - 1][1])
+            has_exit = exit_layer is not None and layers[0] < exit_layer <= layers[1]
+            make = pair.exit_stage if has_exit else pair.stage
+            slices.append(paged(make(*layers, self.meter), *blocks))
+        reader = None
+        if needs.exits:
+            reader = ExitReader(
+                num_candidates=needs.exits, draws=self.draws, sample=needs.draft_probs
+            )
+        return PipelineExecutor(stages=slices, answerer=answerer, clock=self.clock, exits=reader)
+
+    def exit_front(self, stages: StageLayout) -> ExitFront:
+        """The layers before the exit, with the head, for ``EarlyExitSource`` and its executor.
+
+        Raises:
+            UserError: the model has no exit, or fewer layers than stages.
+        """
+        if self._front is None:
+            bounds = self._bounds(stages, self.pair.exit_layer)
+            self._front = build_front(self.pair, bounds, self.meter, self.clock)
+        return self._front
 
     def _distributed(
         self, needs: Needs, stages: StageLayout, ranks: Ranks, serving: ServingRules
@@ -229,8 +266,9 @@ class Workbench:
                 f"executor.groups={list(stages.groups)} with clock=paced: a profile prices a whole"
                 " stage, not its devices; leave groups null"
             )
+        refuse_ranks(needs)
         plan = SessionPlan(
-            ranks=plan_ranks(self._bounds(stages), stages.devices, stages.degree),
+            ranks=plan_ranks(self._bounds(stages, None), stages.devices, stages.degree),
             degree=stages.degree,
             num_ranks=_num_ranks(stages, shares_draft=self._draft is not None),
             model=ranks.model,
@@ -251,14 +289,20 @@ class Workbench:
             draft=draft,
         )
 
-    def _bounds(self, stages: StageLayout) -> list[tuple[int, int]]:
-        """Layers of each device."""
+    def _bounds(self, stages: StageLayout, exit_layer: int | None) -> list[tuple[int, int]]:
+        """Layers of each device.
+
+        With an exit and ceil(N / E) stages each has E layers, the last one the rest (PPSD 4.1).
+        """
         pair, num_devices = self.pair, sum(stages.devices)
         if len(stages.devices) != stages.stages:
             raise UserError(
                 f"executor.groups={list(stages.devices)} names {len(stages.devices)} stages, but"
                 f" executor.stages={stages.stages}: give one number of devices per stage"
             )
+        if exit_layer and num_devices == ceil(pair.num_layers / exit_layer):
+            starts = range(0, pair.num_layers, exit_layer)
+            return [(start, min(start + exit_layer, pair.num_layers)) for start in starts]
         head = pair.head_cost if stages.balanced else 0.0
         try:
             return split_layers(pair.num_layers, num_devices, head_layers=head)
@@ -329,6 +373,7 @@ def check(parts: Parts, target_vocab: int) -> None:
             f" verifier=match only, not under {names['verifier']}; use verifier=match or"
             " source.guess_draw=false"
         )
+    check_exits(source, policy, parts.executor)
     missing = set(source.needs.hidden_layers) - set(parts.executor.hidden_layers)
     if missing:
         raise UserError(
@@ -340,13 +385,3 @@ def check(parts: Parts, target_vocab: int) -> None:
             f"the source proposes from a vocabulary of {source.vocab_size} tokens, the target has"
             f" {target_vocab}; use a draft trained with the target's tokenizer (model.draft)"
         )
-
-
-def joined(a: Needs, b: Needs) -> Needs:
-    """What either of two parts needs."""
-    return Needs(
-        target_probs=a.target_probs or b.target_probs,
-        draft_probs=a.draft_probs or b.draft_probs,
-        target_draws=a.target_draws or b.target_draws,
-        hidden_layers=tuple(sorted({*a.hidden_layers, *b.hidden_layers})),
-    )

@@ -15,7 +15,7 @@ from specdec.cli.suggest import did_you_mean
 from specdec.cli.tree import options
 from specdec.errors import UserError
 
-_KINDS = ("stage", "draft", "head", "prune", "transfer")
+_KINDS = ("stage", "draft", "head", "prune", "transfer", "exit")
 _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
 
 

@@ -126,6 +126,11 @@ _MODEL = {
     "quantization": one_of("none", "int8", "int4"),
 }
 
+_EXIT = {
+    "exit_layer": whole(1, optional=True),
+    "exit_head": one_of("norm", "transformer"),
+}
+
 _PROFILED = {
     "profile": text(),
     "scale": number("a number above 0", lambda v: 0 < v < 1e9),
@@ -178,6 +183,8 @@ SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
         "target": text(),
         "draft": text(optional=True),
         "ngram": text(optional=True),
+        "exit_heads": text(optional=True),
+        **_EXIT,
         **_MODEL,
     },
     ("model", "synthetic"): {
@@ -204,11 +211,13 @@ SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
         "vocab_size": whole(2),
         "max_positions": whole(2),
         "seed": whole(0),
+        **_EXIT,
         **_MODEL,
     },
     ("executor", "LocalExecutor"): {},
+    ("executor", "EarlyExitExecutor"): {"stages": whole(1, optional=True)},
     ("executor", "PipelineExecutor"): {
-        "stages": whole(1),
+        "stages": whole(1, optional=True),
         "groups": Rule("null or a list of device counts, one per stage", _is_groups),
         "split": one_of("even", "balanced"),
         "target_degree": whole(1, optional=True),

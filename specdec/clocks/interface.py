@@ -17,13 +17,14 @@ CONTROLLER = 0
 
 
 class Work(StrEnum):
-    """Kinds of work that a latency profile prices."""
+    """Kinds of work that a latency profile prices; ``EXIT``: an exit head and its output layer."""
 
     STAGE = "stage"
     DRAFT = "draft"
     HEAD = "head"
     PRUNE = "prune"
     TRANSFER = "transfer"
+    EXIT = "exit"
 
 
 class ClockKind(StrEnum):

@@ -1,12 +1,19 @@
 """Executors: asynchronous verification services that run the target model."""
 
 from specdec.executors.answering import Answerer, ModelAnswerer, SyntheticAnswerer
+from specdec.executors.early_exit import EarlyExitExecutor, ExitFront
+from specdec.executors.exits import ExitHead, ExitReader, ExitStage
 from specdec.executors.local import LocalExecutor
 from specdec.executors.pipeline import PipelineExecutor
 from specdec.executors.stage import ModelStage, NullStage, Stage
 
 __all__ = [
     "Answerer",
+    "EarlyExitExecutor",
+    "ExitFront",
+    "ExitHead",
+    "ExitReader",
+    "ExitStage",
     "LocalExecutor",
     "ModelAnswerer",
     "ModelStage",

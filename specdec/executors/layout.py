@@ -61,6 +61,8 @@ class StageLayout:
         degree: devices that share every layer of a stage (tensor parallelism).
         draft_degree: devices that share every layer of the draft, the controller's the first.
         shared: whether the draft's devices are the target's, used in turns.
+        after_drafting: the stages before an early exit draft, and the others verify once they have
+            done so (EESD), instead of at the same time.
     """
 
     stages: int
@@ -69,6 +71,7 @@ class StageLayout:
     degree: int = 1
     draft_degree: int = 1
     shared: bool = False
+    after_drafting: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:

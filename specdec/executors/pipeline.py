@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from specdec.clocks import Clock
 from specdec.executors.answering import Answerer
+from specdec.executors.exits import ExitReader, ExitStage
 from specdec.executors.layout import InFlight, Submitted
 from specdec.executors.stage import Stage
 from specdec.executors.times import StepTimes
-from specdec.types import Answers, Batch, Commit, ExecutorCounters, Output
+from specdec.types import Answers, Batch, Commit, ExecutorCounters, Exits, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState
@@ -33,14 +34,25 @@ class PipelineExecutor:
 
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, *, stages: Sequence[Stage], answerer: Answerer, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        stages: Sequence[Stage],
+        answerer: Answerer,
+        clock: Clock,
+        exits: ExitReader | None = None,
+    ) -> None:
         """Composes the pipeline.
 
         Args:
             stages: first to last.
             answerer: turns the last stage's logits into answers.
             clock: charged per stage and step for compute, pruning and transfer.
+            exits: turns the logits of the stage with the exit head into proposals (PPSD Alg. 1).
         """
+        self._exits = exits
+        at = [i for i, stage in enumerate(stages) if isinstance(stage, ExitStage)]
+        self._exit_at = at[0] if at else -1
         self._stages = list(stages)
         self._answerer = answerer
         self._times = StepTimes(clock, len(self._stages))
@@ -56,6 +68,8 @@ class PipelineExecutor:
         for stage in self._stages:
             stage.open(request.id, request.num_prompt + request.stop.max_new_tokens)
         self._answerer.open(request)
+        if self._exits is not None:
+            self._exits.open(request)
         self._submitted.open(request.id)
 
     def submit(self, batch: Batch) -> None:
@@ -67,6 +81,8 @@ class PipelineExecutor:
             self._submitted.add(batch)
         last = self._slots[-1]
         self._times.compute(self._rows(), 0 if last is None else last.batch.num_nodes)
+        if self._exit_at >= 0 and (at_exit := self._slots[self._exit_at]) is not None:
+            self._times.exit(self._exit_at, at_exit.batch.num_nodes)
 
     def ready(self) -> bool:
         """Whether every stage has finished from the controller's point of view."""
@@ -75,6 +91,7 @@ class PipelineExecutor:
     def collect(self) -> Output:
         """Runs every stage once; answers what left the last one."""
         answers: tuple[Answers, ...] = ()
+        exits: tuple[Exits, ...] = ()
         for i, (stage, slot) in enumerate(zip(self._stages, self._slots, strict=True)):
             if slot is None:
                 continue
@@ -83,8 +100,10 @@ class PipelineExecutor:
             slot.hidden = out.hidden
             if i == len(self._stages) - 1 and slot.batch.trees:
                 answers = self._answerer.answer(slot.batch, out.logits)
+            if self._exits is not None and out.exit_logits is not None:
+                exits = self._exits.read(slot.batch, out.exit_logits)
         self._times.finish()
-        return Output(step=self._step, answers=answers)
+        return Output(step=self._step, answers=answers, exits=exits)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Prunes, then moves what survives on to the next stage, and ends the step."""
@@ -94,6 +113,8 @@ class PipelineExecutor:
             for stage in self._stages:
                 stage.commit(commits)
             self._answerer.commit(commits)
+            if self._exits is not None:
+                self._exits.commit(commits)
         self._slots[-1] = None
         for i in range(len(self._slots) - 1, 0, -1):
             slot = self._slots[i - 1]
@@ -109,6 +130,8 @@ class PipelineExecutor:
         for stage in self._stages:
             stage.close(request_id)
         self._answerer.close(request_id)
+        if self._exits is not None:
+            self._exits.close(request_id)
         self._submitted.close(request_id)
         for i, slot in enumerate(self._slots):
             if slot is not None:

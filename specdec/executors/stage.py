@@ -6,8 +6,8 @@ them directly; the distributed one runs the same objects behind messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -30,10 +30,14 @@ class StageOutput:
     Attributes:
         hidden: [rows, E] for the next stage; None where nothing is computed.
         logits: [tree rows, V] in the order of ``batch.trees``; last stage only.
+        captured: layer (from 0) -> [rows, E] after it, of the layers that the stage was asked for.
+        exit_logits: [tree rows, V] of an exit head; only of the stage that has it.
     """
 
     hidden: torch.Tensor | None = None
     logits: torch.Tensor | None = None
+    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    exit_logits: torch.Tensor | None = None
 
 
 class Stage(Protocol):
@@ -68,13 +72,15 @@ class ModelStage:
         make, pool = self.runner.new_cache, self.pool
         self._caches[request_id] = make(max_len) if pool is None else make(max_len, pool)
 
-    def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
-        """One packed forward over the batch's rows."""
+    def run(
+        self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
+    ) -> StageOutput:
+        """One packed forward over the batch's rows; logits where the stage has them."""
         items = row_items(batch)
         rows = [self._rows(item) for item in items]
-        wanted = tree_row_index(items) if self.runner.is_last else _NONE
+        wanted = tree_row_index(items) if self.runner.is_last and wants_logits else _NONE
         out = self.runner.forward(rows, hidden=hidden, logits_rows=wanted)
-        return StageOutput(hidden=out.hidden, logits=out.logits)
+        return StageOutput(hidden=out.hidden, logits=out.logits, captured=out.captured)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Applies commits to the caches of requests that this stage serves."""

@@ -31,6 +31,10 @@ class StepTimes:
             self._clock.charge(rank, Work.STAGE, num_rows)
         self._clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
 
+    def exit(self, stage: int, num_nodes: int) -> None:
+        """Stage number ``stage``, from 0, reads the exit of ``num_nodes`` after its layers."""
+        self._clock.charge(self._ranks[stage], Work.EXIT, num_nodes)
+
     def busy(self) -> bool:
         """Whether a stage is still at work from the controller's point of view."""
         return any(self._clock.busy(rank) for rank in self._ranks)

@@ -120,6 +120,8 @@ class RunTotals:
         stage_busy_s: rank -> seconds of work on the run's clock, stages only; None where unknown.
         draft_total_s, draft_hidden_s: draft seconds on the run's clock, and those of them that
             passed while the target was busy.
+        early_exit: sizes that PPSD's laws need: layers, exit_layer, stages, width of a level, and
+            gamma where drafts of that length are verified afterwards; None without an early exit.
         theoretical_s: seconds that a latency profile gives for the run's counts.
         bytes_sent: bytes that crossed between ranks.
         request_steps: sum over steps of the requests that were open.
@@ -153,6 +155,7 @@ class RunTotals:
     stage_busy_s: dict[int, float] | None = None
     draft_total_s: float | None = None
     draft_hidden_s: float | None = None
+    early_exit: dict[str, int] | None = None
     theoretical_s: float | None = None
     bytes_sent: int | None = None
     request_steps: int = 0
@@ -220,7 +223,7 @@ class RunTotals:
 _SAME = frozenset(
     [
         *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
-        "kv_budget_tokens",
+        *("kv_budget_tokens", "early_exit"),
     ]
 )  # these describe the run and are not summed
 _PEAKS = frozenset(["kv_peak_tokens"])  # the largest counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
 
@@ -10,10 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer, ModelAnswerer
-from specdec.executors.stage import ModelStage, Stage
+from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
+from specdec.executors.stage import ModelStage
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.models.execution import PLAIN, Execution
+from specdec.models.exits import HeadWeights, final_norm, head_model, own_head
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.randomness import KeyedDraws
 from specdec.sampling import TargetSampler
@@ -38,6 +41,8 @@ class HuggingFacePair:
         attention: str,
         execution: Execution = PLAIN,
         quantization: str = Quantization.NONE,
+        exit_layer: int | None = None,
+        exit_head: str = "norm",
     ) -> None:
         """Remembers how to load.
 
@@ -47,7 +52,10 @@ class HuggingFacePair:
             attention: a value of ``specdec.attention.Attention``, or auto (dense).
             execution: how passes are executed.
             quantization: a value of ``Quantization``, for both models.
+            exit_layer: layers before the early exit, PPSD's E; None for no exit.
+            exit_head: norm or transformer.
         """
+        self._exit = (exit_layer, exit_head)
         self.dtype = dtype
         self._execution = execution
         self._quantization = quantization
@@ -108,7 +116,14 @@ class HuggingFacePair:
         """Bytes of the target's and of the draft's weights in memory."""
         return num_bytes(self.target), num_bytes(self.draft)
 
-    def stage(self, first: int, last: int, meter: Meter, group: Collective | None = None) -> Stage:
+    def stage(
+        self,
+        first: int,
+        last: int,
+        meter: Meter,
+        group: Collective | None = None,
+        capture_layers: Sequence[int] = (),
+    ) -> ModelStage:
         """Layers ``first`` .. ``last`` of the target; with a ``group``, this rank's share of them.
 
         All ranks of a group must run it on the same batches, one after the other.
@@ -124,10 +139,67 @@ class HuggingFacePair:
                 meter=meter,
                 first_layer=first,
                 last_layer=last,
+                capture_layers=capture_layers,
                 attention=self._attention,
                 execution=self._execution if group is None else PLAIN,
             )
         return ModelStage(runner=runner)
+
+    @property
+    def exit_layer(self) -> int:
+        """Layers before the early exit.
+
+        Raises:
+            UserError: there is none, or it is not inside the target.
+        """
+        layer = self._exit[0]
+        if layer is None:
+            raise UserError("source=early_exit needs an exit: give model.exit_layer=LAYERS")
+        if not 1 <= layer < self.num_layers:
+            raise UserError(
+                f"model.exit_layer={layer} must be at least 1 and below the target's"
+                f" {self.num_layers} layers"
+            )
+        return layer
+
+    def exit_stage(self, first: int, last: int, meter: Meter) -> ExitStage:
+        """Layers ``first`` .. ``last``, the exit layer among or after them, with the exit head."""
+        layer = self.exit_layer
+        assert first < layer <= last, f"exit layer {layer} is not in {first} .. {last}"
+        body = self.stage(first, last, meter, capture_layers=(layer - 1,))
+        head = self.exit_head(meter, self.part(first, last))
+        return ExitStage(body=body, head=head, layer=layer)
+
+    def exit_head(self, meter: Meter, target: PreTrainedModel) -> ExitHead:
+        """The exit head, in modules of ``target``'s kind."""
+        weights = self.head_weights()
+        model = head_model(target, weights)
+        if weights.kind == "norm":
+            output = model.get_output_embeddings()
+            return NormHead(norm=final_norm(model), output=output, meter=meter)
+        runner = ModelRunner(
+            model=model,
+            name="exit",
+            meter=meter,
+            first_layer=weights.layer,
+            last_layer=weights.layer + 1,
+            attention=self._attention,
+            execution=self._execution,
+        )
+        return TransformerHead(stage=ModelStage(runner=runner))
+
+    def head_weights(self) -> HeadWeights:
+        """The exit head's weights: untrained ones, the target's own."""
+        return own_head(self.target, self._exit[1], self.exit_layer)
+
+    def exit_bytes(self, *, with_layers: bool) -> int:
+        """Bytes of weights that a pass of the exit head reads, with or without those before it."""
+        size = torch.finfo(getattr(torch, self.dtype)).bits // 8
+        head = self.head_weights().num_parameters * size
+        if not with_layers:
+            return head
+        layers = self.weight_bytes[0] * self.num_layers / (self.num_layers + self.head_cost)
+        return head + round(layers * self.exit_layer / self.num_layers)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
         """A model with the weights of (at least) layers ``first`` .. ``last`` of the target."""

@@ -6,7 +6,9 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec.errors import UserError
 from specdec.executors.answering import Answerer
+from specdec.executors.exits import ExitStage
 from specdec.executors.stage import Stage
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
@@ -51,6 +53,19 @@ class ModelPair(Protocol):
         """A slice of the target's layers."""
         ...
 
+    @property
+    def exit_layer(self) -> int:
+        """Layers before the early exit; UserError where there is none."""
+        ...
+
+    def exit_stage(self, first: int, last: int, meter: Meter) -> ExitStage:
+        """A slice of the target's layers that has the early exit."""
+        ...
+
+    def exit_bytes(self, *, with_layers: bool) -> int:
+        """Bytes of weights that a pass of the exit head reads, with or without those before it."""
+        ...
+
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer: ...
 
     def draft_runner(self, meter: Meter) -> ModelRunner: ...
@@ -62,3 +77,23 @@ class ModelPair(Protocol):
     def synthetic(self) -> HiddenPair:
         """The hidden sequences of a pair without models."""
         ...
+
+
+class NoExit:
+    """The exit of a pair whose target has no hidden states to exit with."""
+
+    @property
+    def exit_layer(self) -> int:
+        """Refused: there are no layers that compute anything."""
+        raise UserError(
+            "source=early_exit reads the target's hidden states, which this model does not have;"
+            " use model=tiny, model=hf or model=random"
+        )
+
+    def exit_stage(self, first: int, last: int, meter: Meter) -> ExitStage:
+        """Refused, as ``exit_layer``."""
+        raise AssertionError(self.exit_layer)
+
+    def exit_bytes(self, *, with_layers: bool) -> int:
+        """Refused, as ``exit_layer``."""
+        return self.exit_layer

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.errors import UserError
 from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
 from specdec.models.execution import Execution
+from specdec.models.exits import HeadWeights, read_head
 from specdec.models.loading import end_tokens, load_stage, weight_bytes
 from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.pairs.huggingface import HuggingFacePair, head_cost
@@ -45,6 +46,9 @@ class PretrainedPair(HuggingFacePair):
         kernels: str = "torch",
         compile: bool = False,
         quantization: str = "none",
+        exit_layer: int | None = None,
+        exit_head: str = "transformer",
+        exit_heads: str | None = None,
     ) -> None:
         """Checks the paths; nothing is loaded yet.
 
@@ -52,9 +56,10 @@ class PretrainedPair(HuggingFacePair):
             target: path, hub id or ``bundled:NAME``.
             draft: likewise; None where no strategy needs one.
             ngram: safetensors file of token samples that n-gram models are counted from.
-            dtype, device, attention: see ``HuggingFacePair``.
+            dtype, device, attention, exit_layer, exit_head: see ``HuggingFacePair``.
             graphs, kernels, compile: see ``specdec.models.execution.Execution``.
             quantization: see ``specdec.models.quantize``.
+            exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for an untrained one.
 
         Raises:
             UserError: for a path without a usable model, or vocabularies that differ.
@@ -65,7 +70,10 @@ class PretrainedPair(HuggingFacePair):
             attention=attention,
             execution=Execution(graphs=graphs, kernels=kernels, compile=compile),
             quantization=quantization,
+            exit_layer=exit_layer,
+            exit_head=exit_head,
         )
+        self._heads = None if exit_heads is None else Path(resolve(exit_heads))
         self._target_info = inspect_model(resolve(target))
         self._draft_info = None if draft is None else inspect_model(resolve(draft))
         self._ngram = None if ngram is None else Path(resolve(ngram))
@@ -109,6 +117,12 @@ class PretrainedPair(HuggingFacePair):
         return load_stage(
             info, 0, info.num_layers, dtype=self.dtype, device=self.device, group=group
         )
+
+    def head_weights(self) -> HeadWeights:
+        """The exit head from its file; an untrained one where no folder is given."""
+        if self._heads is None:
+            return super().head_weights()
+        return read_head(self._heads, self._exit[1], self.exit_layer)
 
     @property
     def num_layers(self) -> int:

@@ -41,6 +41,8 @@ class RandomPair(HuggingFacePair):
         kernels: str = "torch",
         compile: bool = False,
         quantization: str = "none",
+        exit_layer: int | None = None,
+        exit_head: str = "norm",
     ) -> None:
         """Describes the models; they are made when first asked for.
 
@@ -52,7 +54,8 @@ class RandomPair(HuggingFacePair):
             logit_scale: both models' logits are multiplied by it; larger ones are surer.
             logit_step: both models' logits are rounded to multiples of it, so that equal ones are
                 common and the rule for ties is put to the test; 0 is off.
-            dtype, device, attention, quantization: see ``HuggingFacePair``.
+            dtype, device, attention, quantization, exit_layer, exit_head: see ``HuggingFacePair``;
+                the exit head is untrained, so a norm head guesses as the first layers would.
             graphs, kernels, compile: see ``specdec.models.execution.Execution``.
 
         Raises:
@@ -64,19 +67,15 @@ class RandomPair(HuggingFacePair):
             attention=attention,
             execution=Execution(graphs=graphs, kernels=kernels, compile=compile),
             quantization=quantization,
+            exit_layer=exit_layer,
+            exit_head=exit_head,
         )
         if not 1 <= draft_layers <= num_layers:
             raise UserError(
                 f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
                 f"{num_layers}"
             )
-        self._sizes: dict[str, Any] = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
-            "vocab_size": vocab_size,
-            "max_positions": max_positions,
-        }
+        self._sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
         self._family = family
         self._layers = (num_layers, draft_layers)
         self._seed = seed
@@ -129,6 +128,17 @@ class RandomPair(HuggingFacePair):
             )
         separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
         return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]
+
+
+def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int) -> dict[str, Any]:
+    """Shapes that target and draft share, half as many key/value heads where that is whole."""
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
+        "vocab_size": vocab_size,
+        "max_positions": max_positions,
+    }
 
 
 class _Changed:

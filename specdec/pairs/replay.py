@@ -23,6 +23,7 @@ from specdec.executors.answering import Answerer, SyntheticAnswerer
 from specdec.executors.stage import NullStage, Stage
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
+from specdec.pairs.interface import NoExit
 from specdec.randomness import KeyedDraws
 from specdec.recording.record import Record, RecordedRequest, read_record
 from specdec.recording.traces import TracedRequest, is_trace, read_traces
@@ -183,7 +184,7 @@ class TracedPair(HiddenSequences):
         return first, np.zeros(len(positions), np.int64)
 
 
-class ReplayModels:
+class ReplayModels(NoExit):
     """No models: a record (see the module)."""
 
     is_synthetic = True

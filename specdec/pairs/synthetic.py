@@ -9,12 +9,13 @@ from specdec.executors.answering import Answerer, SyntheticAnswerer
 from specdec.executors.stage import NullStage, Stage
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
+from specdec.pairs.interface import NoExit
 from specdec.randomness import KeyedDraws
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import SyntheticPair
 
 
-class SyntheticModels:
+class SyntheticModels(NoExit):
     """No models: hidden target sequences and a draft of known quality (DESIGN 6)."""
 
     is_synthetic = True

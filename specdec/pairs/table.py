@@ -17,7 +17,8 @@ import torch
 from specdec.cache import Rows, TreeCache
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer, ModelAnswerer
-from specdec.executors.stage import ModelStage, Stage
+from specdec.executors.exits import ExitStage, TransformerHead
+from specdec.executors.stage import ModelStage
 from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner, RunnerOutput
@@ -32,10 +33,11 @@ _SAMPLE_LENGTH = 16
 
 
 class TablePair:
-    """Target and draft as tables of logits given the last token."""
+    """Target and draft as tables of logits given the last token; the draft is also the exit."""
 
     is_synthetic = False
     num_layers = _NUM_LAYERS
+    exit_layer = _NUM_LAYERS // 4
     max_positions: int | None = 1 << 20
     head_cost = 0.0
     eos_ids: frozenset[int] = frozenset()
@@ -67,11 +69,31 @@ class TablePair:
         """V."""
         return len(self.target_table)
 
-    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+    def stage(
+        self, first: int, last: int, meter: Meter, capture_layers: Sequence[int] = ()
+    ) -> ModelStage:
         """A slice: all but the last hand the tokens on."""
-        is_last = last == self.num_layers
-        runner = TableRunner(table=self.target_table, name="target", first=first, is_last=is_last)
+        runner = TableRunner(
+            table=self.target_table,
+            name="target",
+            first=first,
+            is_last=last == self.num_layers,
+            captured=capture_layers,
+        )
         return ModelStage(runner=cast("ModelRunner", runner))
+
+    def exit_stage(self, first: int, last: int, meter: Meter) -> ExitStage:
+        """A slice with the draft's table as its exit head."""
+        head = TableRunner(table=self.draft_table, name="exit", first=self.exit_layer)
+        return ExitStage(
+            body=self.stage(first, last, meter, (self.exit_layer - 1,)),
+            head=TransformerHead(stage=ModelStage(runner=cast("ModelRunner", head))),
+            layer=self.exit_layer,
+        )
+
+    def exit_bytes(self, *, with_layers: bool) -> int:
+        """None: tables are not read as weights are."""
+        return 0
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's table."""
@@ -107,7 +129,13 @@ class TableRunner:
     """
 
     def __init__(
-        self, *, table: torch.Tensor, name: str, first: int = 0, is_last: bool = True
+        self,
+        *,
+        table: torch.Tensor,
+        name: str,
+        first: int = 0,
+        is_last: bool = True,
+        captured: Sequence[int] = (),
     ) -> None:
         """Serves a table.
 
@@ -116,7 +144,9 @@ class TableRunner:
             name: "target" or "draft".
             first: 0 where it begins with token ids, else it takes hidden states.
             is_last: whether it gives logits.
+            captured: layers whose hidden states every pass hands out.
         """
+        self._captured = tuple(captured)
         self.name = name
         self.is_first, self.is_last = first == 0, is_last
         self.first_layer, self.last_layer, self.num_layers = first, first + 1, 1
@@ -150,4 +180,6 @@ class TableRunner:
         if self.is_last and (logits_rows is None or len(logits_rows)):
             wanted = tokens if logits_rows is None else tokens[torch.from_numpy(logits_rows)]
             logits = self._table[wanted]
-        return RunnerOutput(hidden=tokens[:, None].to(self.dtype), logits=logits)
+        passed = tokens[:, None].to(self.dtype)
+        captured = dict.fromkeys(self._captured, passed)
+        return RunnerOutput(hidden=passed, logits=logits, captured=captured)

@@ -12,6 +12,7 @@ from specdec.policies.pipeline_best_first import PipelineBestFirst
 from specdec.policies.root_only import RootOnly
 from specdec.policies.staged import StagedTree
 from specdec.policies.static import Static
+from specdec.policies.thompson import ThompsonChain
 
 __all__ = [
     "AdaptiveWidth",
@@ -22,4 +23,5 @@ __all__ = [
     "RootOnly",
     "StagedTree",
     "Static",
+    "ThompsonChain",
 ]

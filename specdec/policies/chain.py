@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
-    from specdec.state import DecodeState
+    from specdec.state import DecodeState, RequestState
 
 
 class Chain(Stateless):
@@ -53,21 +54,34 @@ class Chain(Stateless):
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Grows every idle request's chain, one source call per token, and submits all of it."""
         requests = ready_requests(state, serial=True)
-        growing = []
-        for request in requests:
-            length, tail = _first_path(request.tree)
-            room = last_position(request) - int(request.tree.positions[0])
-            growing.append((request, min(self.gamma, room) - length, tail))
-        while growing := [entry for entry in growing if entry[1] > 0]:
-            fresh = [(r, tail[~r.tree.expanded[tail]]) for r, _, tail in growing]
-            expand(state, source, fresh, 1)
-            longer = []
-            for request, left, tail in growing:
-                tail = _take_first(request.tree, tail)
-                if len(tail):
-                    longer.append((request, left - 1, tail))
-            growing = longer
+        grow_chains(state, source, [(request, self.gamma) for request in requests])
         return unsubmitted(requests)
+
+
+def grow_chains(
+    state: DecodeState, source: TokenSource, wanted: Sequence[tuple[RequestState, int]]
+) -> None:
+    """Grows a chain of first candidates under each root, one source call per token.
+
+    Args:
+        state: the forest.
+        source: asked for one packed batch of chain ends at a time.
+        wanted: (request, length that its chain is to have); shorter near the request's end.
+    """
+    growing = []
+    for request, gamma in wanted:
+        length, tail = _first_path(request.tree)
+        room = last_position(request) - int(request.tree.positions[0])
+        growing.append((request, min(gamma, room) - length, tail))
+    while growing := [entry for entry in growing if entry[1] > 0]:
+        fresh = [(r, tail[~r.tree.expanded[tail]]) for r, _, tail in growing]
+        expand(state, source, fresh, 1)
+        longer = []
+        for request, left, tail in growing:
+            tail = _take_first(request.tree, tail)
+            if len(tail):
+                longer.append((request, left - 1, tail))
+        growing = longer
 
 
 def _first_path(tree: TokenTree) -> tuple[int, IntArray]:

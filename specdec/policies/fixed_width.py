@@ -39,9 +39,14 @@ class FixedWidth(Stateless):
 
     *Serial* (``levels_per_step`` None): ``depth`` levels are grown in ``select``, the tree is
     submitted whole, and nothing is fed until it is answered.
-    """
 
-    value_dependent = True
+    With a source whose proposals come with ``Output.exits`` (PPSD) a level is expanded when its
+    exits have arrived; until then nothing is fed. Width 1 with 1 child is PPSD's own chain.
+
+    Attributes:
+        value_dependent: false only for a chain, which takes candidates as they come.
+        follows_exits: whether it waits for exits; the pipelined form does.
+    """
 
     def __init__(
         self,
@@ -78,6 +83,8 @@ class FixedWidth(Stateless):
         self.levels_per_step = levels_per_step
         self.depth = depth
         self.serial = levels_per_step is None
+        self.follows_exits = not self.serial
+        self.value_dependent = width > 1 or children > 1
 
     def held_nodes(self, latency: int) -> int:
         """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
@@ -91,6 +98,9 @@ class FixedWidth(Stateless):
         if self.depth is not None:
             self._grow_serially(state, source, requests, self.depth)
         else:
+            if source.needs.exits:
+                fed = [r for r in requests if r.tree.submitted_at[0] >= 0]
+                expand(state, source, [(r, open_bottom(r)) for r in fed], self.children)
             for request in requests:
                 if request.tree.submitted_at[0] >= 0 or len(request.tree) > 1:
                     self._append_level(request)
@@ -102,6 +112,8 @@ class FixedWidth(Stateless):
         During a request's prefill its root is expanded once: draft and target prefill in parallel
         (PipeDec 3.4).
         """
+        if source.needs.exits:
+            return  # nothing has passed the exit since ``select`` asked
         growing = [request for request in state.requests.values() if not request.finished]
         for extra in range(self.levels_per_step or 0):
             if extra:

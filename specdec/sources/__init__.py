@@ -1,6 +1,7 @@
 """Token sources: who proposes tokens, and with which probabilities."""
 
 from specdec.sources.draft_model import DraftModelSource
+from specdec.sources.early_exit import EarlyExitSource
 from specdec.sources.katz import KatzModel
 from specdec.sources.lookup import PromptLookupSource
 from specdec.sources.mixture import MixtureSource
@@ -12,6 +13,7 @@ from specdec.sources.synthetic import SyntheticPair, SyntheticSource, SyntheticT
 
 __all__ = [
     "DraftModelSource",
+    "EarlyExitSource",
     "KatzModel",
     "MixtureSource",
     "NGramSource",

@@ -15,6 +15,7 @@ def joined_needs(needs: Iterable[Needs]) -> Needs:
         draft_probs=any(n.draft_probs for n in every),
         target_draws=any(n.target_draws for n in every),
         hidden_layers=tuple(sorted({layer for n in every for layer in n.hidden_layers})),
+        exits=max((n.exits for n in every), default=0),
     )
 
 

@@ -17,7 +17,7 @@ from specdec.clocks import CONTROLLER, Work
 from specdec.models import NO_ROWS, ModelRunner
 from specdec.sampling import SamplingParams, SamplingTransform
 from specdec.sources.draws import DrawGuesser
-from specdec.sources.sampled import sampled_candidates
+from specdec.sources.sampled import counts_of, sampled_candidates, top_candidates
 from specdec.types import (
     NO_NODE,
     Candidates,
@@ -323,15 +323,13 @@ class DraftModelSource:
         if self.gives_probs:
             probs = transform.proposal_probs(logits, histories)
             return sampled_candidates(state, nodes, probs, k)
-        tokens, logprobs = transform.top(logits, k, histories)
-        if self._guesser is not None and not transform.params.greedy:
-            tokens, logprobs = self._guesser.rank(
-                state, nodes, transform, logits, histories, tokens, logprobs
-            )
-        if transform.params.needs_history:  # processors may ban tokens
-            counts = (logprobs > -np.inf).sum(axis=1)
-        else:
-            counts = np.full(len(tokens), tokens.shape[1])
+        found = top_candidates(transform, logits, k, histories)
+        if self._guesser is None or transform.params.greedy:
+            return found
+        tokens, logprobs = self._guesser.rank(
+            state, nodes, transform, logits, histories, found.tokens, found.logprobs
+        )
+        counts = counts_of(transform, logprobs)
         return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
 
     def _per_request(

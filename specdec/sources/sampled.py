@@ -1,13 +1,18 @@
-"""Candidates sampled from a draft distribution by keyed draws, for rejection verifiers."""
+"""Candidates from a draft's logits: the most probable ones, or sampled ones by keyed draws.
+
+Shape letters: W nodes, K candidates, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from specdec.randomness import Purpose
-from specdec.sampling import sample_candidates
+from specdec.randomness import KeyedDraws, Purpose
+from specdec.sampling import SamplingTransform, sample_candidates
 from specdec.types import Candidates, FloatArray, IntArray, Nodes
 
 if TYPE_CHECKING:
@@ -37,15 +42,67 @@ def sampled_candidates(state: DecodeState, nodes: Nodes, probs: FloatArray, k: i
     """
     k = min(k, probs.shape[1])
     uniforms = np.empty((len(probs), k))
-    siblings = np.arange(k)
     start = 0
     for request_id, ids in nodes.items:
         tree = state.requests[request_id].tree
-        positions = tree.positions[tree.slots(ids)] + 1
         stop = start + len(ids)
-        uniforms[start:stop] = state.draws.uniform(
-            request_id, positions[:, None], Purpose.DRAFT, siblings
+        uniforms[start:stop] = _sibling_draws(
+            state.draws, request_id, tree.positions[tree.slots(ids)], k
         )
         start = stop
+    tokens, logprobs, counts = sample_candidates(probs, k, uniforms)
+    return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
+
+
+def _sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: int) -> FloatArray:
+    """float64[W, K]: the draw of each sibling of nodes at ``positions``[W]."""
+    return draws.uniform(request_id, positions[:, None] + 1, Purpose.DRAFT, np.arange(k))
+
+
+def top_candidates(
+    transform: SamplingTransform,
+    logits: torch.Tensor,
+    k: int,
+    histories: Sequence[IntArray] | None,
+) -> Candidates:
+    """The ``k`` most probable candidates of each row of logits[W, V]."""
+    tokens, logprobs = transform.top(logits, k, histories)
+    return Candidates(tokens=tokens, logprobs=logprobs, counts=counts_of(transform, logprobs))
+
+
+def counts_of(transform: SamplingTransform, logprobs: FloatArray) -> IntArray:
+    """int64[W]: candidates per row of ``logprobs``[W, K]; processors may ban tokens."""
+    if transform.params.needs_history:
+        return np.asarray((logprobs > -np.inf).sum(axis=1), np.int64)
+    return np.full(len(logprobs), logprobs.shape[1])
+
+
+def candidates_of(
+    transform: SamplingTransform,
+    logits: torch.Tensor,
+    k: int,
+    histories: Sequence[IntArray] | None,
+    *,
+    draws: KeyedDraws | None,
+    request_id: int,
+    positions: IntArray,
+) -> Candidates:
+    """Candidates for nodes of one request, without a look at its tree.
+
+    Args:
+        transform: the request's own.
+        logits: [W, V].
+        k: candidates per node at most.
+        histories: for ``transform``.
+        draws: candidates are sampled by them (see ``sampled_candidates``) and come with their
+            distribution; None takes the most probable ones.
+        request_id: keys the draws.
+        positions: int64[W], of the nodes.
+    """
+    if draws is None:
+        return top_candidates(transform, logits, k, histories)
+    probs = transform.proposal_probs(logits, histories)
+    k = min(k, probs.shape[1])
+    uniforms = _sibling_draws(draws, request_id, positions, k)
     tokens, logprobs, counts = sample_candidates(probs, k, uniforms)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specdec.train import card, draft, recipes, unlikelihood
+from specdec.train import card, draft, exit_recipe, recipes, unlikelihood
 
 RECIPES: dict[str, Callable[..., None]] = {
     "tokenizer": recipes.make_tokenizer,
@@ -18,6 +18,8 @@ RECIPES: dict[str, Callable[..., None]] = {
     "finish": unlikelihood.finish_target,
     "draft": draft.train_draft,
     "ngram": draft.sample_ngram,
+    "exit_head": exit_recipe.train_exit_heads,
+    "bundled_heads": exit_recipe.train_exit_heads,
     "card": card.make_card,
 }
 
@@ -43,7 +45,7 @@ def run(what: str, cfg: dict[str, Any]) -> int:
     """Runs one recipe under a progress bar.
 
     Args:
-        what: tokenizer, target, finish, draft, ngram or card.
+        what: a key of ``RECIPES``.
         cfg: exactly the recipe's arguments, as in conf/train/<what>.yaml.
 
     Returns:

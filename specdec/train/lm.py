@@ -18,6 +18,8 @@ from specdec.train.model import LanguageModel, ModelShape, grow
 from specdec.train.parallel import agreed, average_gradients, rank_and_size
 from specdec.train.streams import Mixture
 
+_TABLES = ("embed_tokens.weight", "output.weight")  # one row per token: no matrices to Muon
+
 Report = Callable[[float, str], None]
 """Called with progress in [0, 1] and a line of text."""
 
@@ -114,26 +116,30 @@ class RunPlan:
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+    """Muon for the layers' matrices, where there are any; AdamW for tables and norms."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, weight in model.named_parameters():
-        is_matrix = weight.dim() == 2 and "embed_tokens" not in name
+        is_matrix = weight.dim() == 2 and not name.endswith(_TABLES)
         (matrices if is_matrix else others).append(weight)
-    muon = torch.optim.Muon(
-        matrices,
-        lr=plan.muon_lr,
-        weight_decay=plan.weight_decay,
-        momentum=0.95,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        muon = torch.optim.Muon(
+            matrices,
+            lr=plan.muon_lr,
+            weight_decay=plan.weight_decay,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        found.append(muon)
     adam = torch.optim.AdamW(
         others, lr=plan.adam_lr, weight_decay=plan.weight_decay, betas=(0.9, 0.98), eps=1e-10
     )
-    for optimizer in (muon, adam):
+    found.append(adam)
+    for optimizer in found:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
-    return [muon, adam]
+    return found
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ V vocabulary, F feed-forward.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,7 +56,8 @@ EPSILON = 1e-6
 INIT_STD = 0.02
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x over its root mean square along the last axis, times a weight per entry."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
 
 
@@ -108,7 +109,7 @@ class Block(nn.Module):
         """Rotated queries (B, H, S, D), rotated keys and values (B, K, S, D), all in `dtype`."""
         shape, attention = self.shape, self.self_attn
         batch, length, _ = x_BSE.shape
-        h = _norm(x_BSE, self.input_layernorm.weight).to(dtype)
+        h = rms_norm(x_BSE, self.input_layernorm.weight).to(dtype)
         q = F.linear(h, attention.q_proj.weight.to(dtype))
         k = F.linear(h, attention.k_proj.weight.to(dtype))
         v = F.linear(h, attention.v_proj.weight.to(dtype))
@@ -124,7 +125,7 @@ class Block(nn.Module):
         batch, length, _ = x_BSE.shape
         mixed = mixed_BHSD.transpose(1, 2).reshape(batch, length, -1)
         x_BSE = x_BSE + F.linear(mixed, self.self_attn.o_proj.weight.to(dtype))
-        h = _norm(x_BSE, self.post_attention_layernorm.weight).to(dtype)
+        h = rms_norm(x_BSE, self.post_attention_layernorm.weight).to(dtype)
         gate = F.linear(h, self.mlp.gate_proj.weight.to(dtype))
         up = F.linear(h, self.mlp.up_proj.weight.to(dtype))
         return x_BSE + F.linear(F.silu(gate) * up, self.mlp.down_proj.weight.to(dtype))
@@ -143,7 +144,7 @@ def token_loss(
     x_BSE: Tensor, norm_E: Tensor, embedding_VE: Tensor, targets_BS: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Mean next-token cross entropy in nats, from the last residual stream."""
-    h = _norm(x_BSE, norm_E).to(dtype).flatten(0, 1)
+    h = rms_norm(x_BSE, norm_E).to(dtype).flatten(0, 1)
     logits = F.linear(h, embedding_VE.to(dtype)).float()
     return F.cross_entropy(logits, targets_BS.flatten())
 
@@ -199,12 +200,26 @@ class LanguageModel(nn.Module):
 
     def residual(self, tokens_BS: Tensor) -> Tensor:
         """Residual stream after the last layer, (B, S, E) float32, before the final norm."""
-        length = tokens_BS.shape[1]
+        return self.residuals(tokens_BS, ())[self.shape.num_layers]
+
+    def residuals(self, tokens_BS: Tensor, after: Collection[int]) -> dict[int, Tensor]:
+        """Residual streams, (B, S, E) float32 each, by the number of layers behind them.
+
+        Those named by `after`, and that after the last layer.
+        """
         x = F.embedding(tokens_BS, self.model.embed_tokens.weight)
+        found = {}
+        for done, layer in enumerate(self.model.layers, start=1):
+            x = self.run_layer(layer, x)
+            if done in after or done == self.shape.num_layers:
+                found[done] = x
+        return found
+
+    def run_layer(self, layer: nn.Module, x_BSE: Tensor) -> Tensor:
+        """One layer of this shape, its own or another's, over positions from 0 on."""
+        length = x_BSE.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]  # type: ignore[index]
-        for layer in self.model.layers:
-            x = self._block(layer, x, cos, sin, self.dtype)
-        return x
+        return self._block(layer, x_BSE, cos, sin, self.dtype)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Logits, (B, S, V) float32."""
@@ -212,7 +227,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """Logits, (B, S, V) float32, of a last residual stream."""
-        h = _norm(x_BSE, self.model.norm.weight).to(self.dtype)
+        h = rms_norm(x_BSE, self.model.norm.weight).to(self.dtype)
         return F.linear(h, self.model.embed_tokens.weight.to(self.dtype)).float()
 
     def loss(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:

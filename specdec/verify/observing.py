@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from specdec.cache import EMPTY, Rows, TreeCache
-from specdec.executors.stage import ModelStage, Stage
+from specdec.executors.stage import ModelStage
 from specdec.kv_storage import BlockPool
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
@@ -209,10 +209,16 @@ class ObservedPair(RandomPair):
         super().__init__(**keys)
         self._watch = watch
 
-    def stage(self, first: int, last: int, meter: Meter, group: Collective | None = None) -> Stage:
+    def stage(
+        self,
+        first: int,
+        last: int,
+        meter: Meter,
+        group: Collective | None = None,
+        capture_layers: Sequence[int] = (),
+    ) -> ModelStage:
         """A watched slice of the target."""
-        stage = super().stage(first, last, meter, group)
-        assert isinstance(stage, ModelStage)
+        stage = super().stage(first, last, meter, group, capture_layers)
         self._watch.model(stage.runner)
         return stage
 

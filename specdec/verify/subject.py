@@ -273,22 +273,62 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     small["trace"] = False
     if small["clock"]["kind"] == "paced":  # equal in what it decides, but it sleeps
         small["clock"] = {"kind": "measured"}
-    devices = _shrink(small["executor"])
     asked = cfg["model"]
+    exits = _shrink_exit(small["executor"], asked) if _has_exit(cfg.get("source")) else {}
+    devices = _shrink(small["executor"])
     device = str(asked.get("device", "cpu"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     small["model"] = {
         "kind": "random",
         "family": _family(asked),
-        "num_layers": max(_MIN_LAYERS, devices),
+        "num_layers": exits.pop("num_layers", max(_MIN_LAYERS, devices)),
         "vocab_size": VOCAB_SIZE,
         "max_positions": MAX_POSITIONS,
         "dtype": "float64",
         "device": "cpu" if device == "mps" else device,  # which has no float64
         "attention": asked.get("attention", "auto"),
         "graphs": asked.get("graphs", "off"),
+        **exits,
     }
     if small["model"]["attention"] in _NO_FLOAT64:
         small["model"]["attention"] = "auto"
     return small
+
+
+def _has_exit(source: Any) -> bool:
+    """Whether an early-exit source is among the parts of a source's section."""
+    if isinstance(source, list):
+        return any(map(_has_exit, source))
+    if not isinstance(source, Mapping):
+        return False
+    found = str(source.get("_target_", "")).endswith(".EarlyExitSource")
+    return found or any(map(_has_exit, source.values()))
+
+
+def _shrink_exit(executor: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of a small model whose exit lies on the stages as the configured one's does.
+
+    Two layers per stage. The exit is at the end of a stage, or inside one, of the same number as in
+    the configuration, and the last stage is shorter where it is there.
+    """
+    if "stages" not in executor or "exit_layer" not in model:
+        return {}
+    layers = int(model["num_layers"]) if "num_layers" in model else _num_layers(model)
+    exit_layer = int(model["exit_layer"] or 1)
+    fitting = -(-layers // exit_layer)
+    asked = int(executor["stages"] or fitting)
+    stages = max(2, min(asked, MAX_STAGES))
+    size = exit_layer if asked == fitting else layers / asked
+    exit_stage = max(1, min(stages - 1, round(exit_layer / size + 0.49)))
+    inside = asked != fitting and exit_layer % size != 0
+    executor["stages"] = stages
+    return {
+        "num_layers": 2 * stages - (asked == fitting and layers % exit_layer != 0),
+        "exit_layer": 2 * exit_stage - inside,
+        "exit_head": str(model.get("exit_head", "norm")),
+    }
+
+
+def _num_layers(model: Mapping[str, Any]) -> int:
+    return int(inspect_model(resolve(str(model["target"]))).num_layers)

@@ -14,8 +14,10 @@ from specdec.workbench import Parts, Workbench
 from strategies import (
     autoregressive,
     best_first,
+    eesd,
     leviathan2023,
     pipedec,
+    ppsd,
     specinfer,
     specpipe,
     specpipe_bf,
@@ -37,12 +39,16 @@ BUILDERS = {
     "specpipe_bf": specpipe_bf.build,
     "specpipe_db": specpipe_db.build,
     "specpipe_db_adaptive": partial(specpipe_db.build, shared_width=True),
+    "eesd": eesd.build,
+    "eesd_ts": lambda bench: eesd.build(bench, max_gamma=10),
+    "ppsd": ppsd.build,
+    "ppsd_tree": lambda bench: ppsd.build(bench, width=4, children=4),
 }
 
 
 @pytest.fixture(scope="module")
 def pair() -> RandomPair:
-    return RandomPair(num_layers=14, hidden_size=8, num_heads=2)
+    return RandomPair(num_layers=14, hidden_size=8, num_heads=2, exit_layer=2)
 
 
 def described(parts: Parts) -> dict[str, object]:

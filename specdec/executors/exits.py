@@ -1,0 +1,194 @@
+"""The stage that has the exit layer: a slice of the target with an exit head beside it (PPSD 4.1).
+
+The head sees every row that its stage computes, prompts included, so a head that has keys and
+values of its own (a transformer head) is never behind its stage: both follow the same commits.
+
+Shape letters: R rows of a batch, W tree rows among them, E hidden size, V vocabulary, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from specdec.cache import TreeCache
+from specdec.executors.answering import AnsweredRequest
+from specdec.executors.layout import row_items, tree_row_index
+from specdec.executors.stage import ModelStage, StageOutput
+from specdec.histories import PathBook
+from specdec.metrics.meter import Meter
+from specdec.randomness import KeyedDraws
+from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.sources.sampled import candidates_of
+from specdec.types import Batch, Commit, Exits
+
+
+class ExitHead(Protocol):
+    """Hidden states after the exit layer -> logits."""
+
+    def open(self, request_id: int, max_len: int) -> None: ...
+
+    def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
+        """[W, V] in the order of ``batch.trees``, of hidden states [R, E] in packing order.
+
+        Without ``wants_logits`` it only keeps up with the rows, and gives None.
+        """
+        ...
+
+    def commit(self, commits: Sequence[Commit]) -> None: ...
+
+    def close(self, request_id: int) -> None: ...
+
+
+class NormHead:
+    """A norm and an output matrix; it holds nothing of any request."""
+
+    def __init__(self, *, norm: nn.Module, output: nn.Module, meter: Meter) -> None:
+        """Takes the modules; ``meter`` is told of every pass as "exit"."""
+        self._norm = norm
+        self._output = output
+        self._meter = meter
+
+    def open(self, request_id: int, max_len: int) -> None:
+        """Nothing to hold."""
+
+    def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
+        """See ``ExitHead``."""
+        if not wants_logits or not batch.trees:
+            return None
+        rows = torch.from_numpy(tree_row_index(row_items(batch))).to(hidden.device)
+        with torch.inference_mode(), self._meter.model("exit"):
+            logits: torch.Tensor = self._output(self._norm(hidden[rows]))
+        return logits
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Nothing to follow."""
+
+    def close(self, request_id: int) -> None:
+        """Nothing to free."""
+
+
+class TransformerHead:
+    """A decoder layer with a cache of its own, a norm and an output matrix."""
+
+    def __init__(self, *, stage: ModelStage) -> None:
+        """Wraps the last slice of a ``head_model``."""
+        self._stage = stage
+        self.open = stage.open
+        self.commit = stage.commit
+        self.close = stage.close
+
+    def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
+        """See ``ExitHead``."""
+        return self._stage.run(batch, hidden, wants_logits=wants_logits).logits
+
+
+class ExitStage:
+    """A stage whose layers end at, or contain, the exit layer, with the head."""
+
+    def __init__(self, *, body: ModelStage, head: ExitHead, layer: int) -> None:
+        """Composes the two.
+
+        Args:
+            body: the layers; it captures layer ``layer`` - 1.
+            head: reads the hidden states after it.
+            layer: layers of the target before the exit, PPSD's E.
+        """
+        self.body = body
+        self._head = head
+        self._captured = layer - 1
+
+    def open(self, request_id: int, max_len: int) -> None:
+        """Makes room for a request in both caches."""
+        self.body.open(request_id, max_len)
+        self._head.open(request_id, max_len)
+
+    def run(
+        self, batch: Batch, hidden: torch.Tensor | None, *, wants_exits: bool = True
+    ) -> StageOutput:
+        """Computes the layers, then the head on the same rows."""
+        out = self.body.run(batch, hidden)
+        exits = self._head.run(batch, out.captured[self._captured], wants_logits=wants_exits)
+        return StageOutput(hidden=out.hidden, logits=out.logits, exit_logits=exits)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Applies commits to both caches."""
+        self.body.commit(commits)
+        self._head.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        """Frees both caches."""
+        self.body.close(request_id)
+        self._head.close(request_id)
+
+    def cache(self, request_id: int) -> TreeCache:
+        """The layers' cache of a request."""
+        return self.body.cache(request_id)
+
+
+class ExitReader:
+    """Turns exit logits into candidates on the rank that has the exit layer.
+
+    It needs no tree: where the sampling transform looks at histories, they are rebuilt from the
+    rows that came by, as on the answering rank.
+    """
+
+    def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
+        """Sets what is handed out per node.
+
+        Args:
+            num_candidates: K at most.
+            draws: keyed draws of the run.
+            sample: candidates are sampled, and come with their whole distribution (rejection
+                verifiers); else the most probable ones.
+        """
+        self._k = num_candidates
+        self._draws = draws
+        self._sample = sample
+        self._requests: dict[int, SamplingTransform] = {}
+        self._paths = PathBook()
+
+    def open(self, request: AnsweredRequest) -> None:
+        """Starts a request."""
+        params: SamplingParams = request.sampling
+        self._requests[request.id] = SamplingTransform(params)
+        if params.needs_history:
+            self._paths.open(request.id, np.asarray(request.tokens))
+
+    def read(self, batch: Batch, logits: torch.Tensor) -> tuple[Exits, ...]:
+        """Candidates of every tree row; logits: [W, V] in the order of ``batch.trees``."""
+        found, start = [], 0
+        for rows in batch.trees:
+            transform = self._requests[rows.request]
+            histories = None
+            if transform.params.needs_history:
+                self._paths.observe(rows)
+                histories = self._paths.histories(rows.request, rows.node_ids)
+            stop = start + len(rows.node_ids)
+            candidates = candidates_of(
+                transform,
+                logits[start:stop],
+                self._k,
+                histories,
+                draws=self._draws if self._sample else None,
+                request_id=rows.request,
+                positions=rows.positions,
+            )
+            found.append(Exits(request=rows.request, node_ids=rows.node_ids, candidates=candidates))
+            start = stop
+        return tuple(found)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Moves retired nodes into the histories."""
+        for commit in commits:
+            if self._requests[commit.request].params.needs_history:
+                self._paths.commit(commit)
+
+    def close(self, request_id: int) -> None:
+        """Forgets a request."""
+        if self._requests.pop(request_id, None) is not None:
+            self._paths.close(request_id)

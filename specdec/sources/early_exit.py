@@ -1,0 +1,122 @@
+"""Proposals of an exit head of the target itself (EESD, PPSD).
+
+Shape letters: W nodes, K candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.sources.remembering import AnswerBook
+from specdec.sources.sampled import candidates_of
+from specdec.types import Candidates, Commit, Needs, Nodes, Output, SourceCounters
+
+if TYPE_CHECKING:
+    from specdec.executors.early_exit import ExitFront
+    from specdec.state import DecodeState, RequestState
+
+
+class EarlyExitSource:
+    """What the target's first layers and an exit head propose.
+
+    With a ``front`` (``executor=early_exit``) a node that is asked for is computed by it: draft,
+    then verify. Without (``executor=pipeline``) proposals arrive with ``Output.exits`` once a
+    submitted node has passed the exit layer, and a node that has not yet is answered with count 0:
+    verify while drafting (PPSD 4.2).
+
+    Attributes:
+        gives_probs: whether candidates are sampled and come with their whole distribution.
+        counters: passes of the front and their rows; in a pipeline, passes of the head alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        front: ExitFront | None,
+        vocab_size: int,
+        candidates: int = 16,
+        sample: bool = False,
+    ) -> None:
+        """Composes the source.
+
+        Args:
+            front: the target's first layers, shared with the executor; None in a pipeline.
+            vocab_size: V of the target.
+            candidates: tokens per node that a pipeline's exit stage hands out at most.
+            sample: sample candidates, and give the distribution (rejection verifiers).
+
+        Raises:
+            ValueError: for fewer than one candidate.
+        """
+        if candidates < 1:
+            raise ValueError(f"source.candidates={candidates} must be at least 1")
+        self.needs = Needs(exits=0 if front is not None else candidates)
+        self.vocab_size: int | None = vocab_size
+        self.gives_probs = sample
+        self.counters = SourceCounters() if front is None else front.counters
+        self._front = front
+        self._book = AnswerBook()
+        self._transforms: dict[SamplingParams, SamplingTransform] = {}
+
+    def open(self, request: RequestState) -> None:
+        """Starts a request; caches are the executor's."""
+        self._book.open(request.id)
+        self._transforms.setdefault(request.sampling, SamplingTransform(request.sampling))
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Candidates of nodes that have passed the exit; count 0 for the others."""
+        if self._front is None:
+            return self._book.recall(nodes, k)
+        known, logits = self._front.logits(state, nodes)
+        parts, start = [], 0
+        for request_id, ids in nodes.where(known).items:
+            request = state.requests[request_id]
+            slots = request.tree.slots(ids)
+            transform = self._transforms[request.sampling]
+            histories = None
+            if transform.params.needs_history:
+                histories = [request.path_tokens(slot) for slot in slots.tolist()]
+            parts.append(
+                candidates_of(
+                    transform,
+                    torch.stack(logits[start : start + len(ids)]),
+                    k,
+                    histories,
+                    draws=state.draws if self.gives_probs else None,
+                    request_id=request_id,
+                    positions=request.tree.positions[slots],
+                )
+            )
+            start += len(ids)
+        if not parts:
+            return Candidates.empty(len(nodes))
+        return _joined(parts).spread(known)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Takes what has arrived, and forgets what left the trees."""
+        for exits in output.exits:
+            self._book.keep(Nodes(((exits.request, exits.node_ids),)), exits.candidates)
+            self.counters.rows += len(exits.node_ids)
+        self.counters.passes += bool(output.exits)
+        self._book.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        """Forgets a request."""
+        self._book.close(request_id)
+
+
+def _joined(parts: Sequence[Candidates]) -> Candidates:
+    if len(parts) == 1:
+        return parts[0]
+    probs = [part.probs for part in parts if part.probs is not None]
+    return Candidates(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        counts=np.concatenate([part.counts for part in parts]),
+        probs=np.concatenate(probs) if probs else None,
+    )

@@ -1,0 +1,321 @@
+"""Early exit: heads, the front that drafts and verifies once, the pipeline, and PPSD's laws.
+
+Letters: N layers of the target, E layers before the exit, S layers of a stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.errors import UserError
+from specdec.executors import ExitFront
+from specdec.executors.layout import StageLayout
+from specdec.metrics import exit_laws
+from specdec.models.exits import final_norm, head_model, own_head
+from specdec.models.random import random_model
+from specdec.pairs import PretrainedPair
+from specdec.policies import Chain, FixedWidth, ThompsonChain
+from specdec.sampling import SamplingParams
+from specdec.sources import EarlyExitSource
+from specdec.state import RequestState, StopRules
+from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
+from specdec.train.exits import (
+    ExitHeads,
+    HeadKind,
+    HeadSpec,
+    SelfDistillation,
+    exit_loss,
+    save_heads,
+)
+from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.types import Nodes
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Parts, Workbench
+from strategies import eesd, ppsd
+
+STAGE_S = 1.0
+PROFILE = LatencyProfile(name="unit", costs={"stage": CostCurve(tokens=(1,), ms=(1000 * STAGE_S,))})
+WARM = SamplingParams(temperature=0.7)
+SIZES = {"hidden_size": 16, "num_heads": 2, "vocab_size": 24, "max_positions": 64, "seed": 3}
+
+
+def pair(num_layers: int = 4, exit_layer: int = 3, exit_head: str = "norm") -> RandomPair:
+    return RandomPair(num_layers=num_layers, exit_layer=exit_layer, exit_head=exit_head, **SIZES)
+
+
+def cases(num: int = 3, tokens: int = 14) -> list[Case]:
+    stop = StopRules(max_new_tokens=tokens)
+    rules = [SamplingParams(), WARM, SamplingParams(temperature=0.9, no_repeat_ngram=2)]
+    return [Case(5 + i, "", tuple(range(2, 3 + 4 * i)), rules[i % 3], stop) for i in range(num)]
+
+
+def assert_equal_to_plain(models: RandomPair, parts: Parts, batch_size: int = 2) -> None:
+    oracle = Oracle(models.target, seed=parts.draws.seed)
+    found = decode_cases(parts, cases(), batch_size=batch_size, prefill_chunk=3)
+    for case in cases():
+        expected = oracle.decode(
+            prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
+        )
+        assert found[case.id].output == expected.output
+
+
+class TestLaws:
+    def test_expected_length_is_the_sum_it_stands_for(self) -> None:
+        for alpha in (0.0, 0.3, 0.8, 1.0):
+            for gamma in (1, 4, 9):
+                stopped = sum(h * alpha**h * (1 - alpha) for h in range(gamma))
+                expected = stopped + gamma * alpha**gamma
+                assert exit_laws.expected_accepted(alpha, gamma) == pytest.approx(expected)
+
+    def test_limits_that_the_paper_states(self) -> None:
+        assert exit_laws.eq6_speedup(1.0, 3, 24) == pytest.approx(8.0)
+        assert exit_laws.eq6_speedup(0.0, 3, 24) == pytest.approx(1.0)
+        assert exit_laws.eq6_speedup(0.0, 9, 24) == pytest.approx(24 / 27)  # E does not divide N
+        assert exit_laws.eq4_speedup(0.0, 5, 3, 24) == pytest.approx(24 / 39)
+        assert exit_laws.eq7_gain(0.6, 5, 3, 24) > 1.0
+        rates = [exit_laws.eq5_acceptance(0.7, gamma) for gamma in range(1, 11)]
+        assert rates == sorted(rates, reverse=True)
+        assert rates[0] == pytest.approx(0.7)
+
+    def test_eq4_is_eq3_with_times_in_layers(self) -> None:
+        by_time = exit_laws.eq3_speedup(0.6, 5, target_one=24.0, target_gamma=24.0, draft_one=3.0)
+        assert exit_laws.eq4_speedup(0.6, 5, 3, 24) == pytest.approx(by_time)
+
+    def test_shallow_stages_join_eq6_where_a_stage_is_an_exit(self) -> None:
+        for alpha in (0.0, 0.5, 1.0):
+            deep = exit_laws.eq6_speedup(alpha, 3, 24)
+            assert exit_laws.shallow_stages_speedup(alpha, 3, 24, 8) == pytest.approx(deep)
+        assert exit_laws.pipeline_speedup(0.5, 6, 24, 8) == pytest.approx(24 / (3 + 12))
+
+    def test_a_share_is_a_share(self) -> None:
+        with pytest.raises(ValueError, match=r"alpha=1\.2"):
+            exit_laws.eq6_speedup(1.2, 3, 24)
+
+
+class TestLossless:
+    @pytest.mark.parametrize("head", ["norm", "transformer"])
+    @pytest.mark.parametrize("stages", [2, 3, 4])
+    def test_ppsd_equals_plain_decoding(self, head: str, stages: int) -> None:
+        """Also where stages are smaller than the exit's depth, and where it lies inside one."""
+        models = pair(exit_layer=3 if head == "norm" else 2, exit_head=head)
+        assert_equal_to_plain(models, ppsd.build(Workbench(models, seed=1), stages=stages))
+
+    @pytest.mark.parametrize("width", [1, 3])
+    def test_a_last_stage_may_be_shorter(self, width: int) -> None:
+        models = pair(num_layers=5, exit_layer=2)
+        parts = ppsd.build(Workbench(models, seed=1), width=width, children=width)
+        assert parts.executor.latency == 3
+        assert_equal_to_plain(models, parts)
+
+    @pytest.mark.parametrize("head", ["norm", "transformer"])
+    def test_eesd_equals_plain_decoding(self, head: str) -> None:
+        models = pair(exit_head=head, exit_layer=2)
+        assert_equal_to_plain(models, eesd.build(Workbench(models, seed=1), gamma=3))
+        assert_equal_to_plain(models, eesd.build(Workbench(models, seed=1), max_gamma=4))
+
+    def test_a_wrong_hidden_state_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Control: with rows handed over in the wrong order these tests must fail."""
+        right = ExitFront.hidden
+        monkeypatch.setattr(ExitFront, "hidden", lambda self, batch: right(self, batch).flip(0))
+        models = pair()
+        with pytest.raises(AssertionError):
+            assert_equal_to_plain(models, eesd.build(Workbench(models, seed=1), gamma=3))
+
+    def test_a_front_that_is_not_pruned_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Control: rejected nodes left in the first layers' cache must not go unnoticed."""
+        monkeypatch.setattr("specdec.executors.exits.ExitStage.commit", lambda self, commits: None)
+        models = pair()
+        with pytest.raises(AssertionError):
+            assert_equal_to_plain(models, ppsd.build(Workbench(models, seed=1), stages=2))
+
+
+class TestOncePerLayer:
+    def test_eesd_passes_every_row_through_every_layer_once(self) -> None:
+        """Drafted rows are not computed again, and every submitted row passes the rest."""
+        watch = Watch()
+        keys = {"num_layers": 4, "exit_layer": 2, **SIZES}
+        models = ObservedPair(watch, **keys)
+        parts = eesd.build(Workbench(models, seed=1), gamma=3)
+        state = parts.new_state()
+        watch.parts(parts, state)
+        with torch.inference_mode():
+            for _ in parts.decode(state, [case.request() for case in cases(2)]):
+                pass
+        assert not any(shadow.repeated for shadow in watch.shadows)
+        front = [s for s in watch.shadows if s.runner.first_layer == 0]
+        rest = [s for s in watch.shadows if s.runner.first_layer == 2]
+        assert len(front) == len(rest) == 2
+        for before, after in zip(front, rest, strict=True):
+            assert before.nodes.keys() == after.nodes.keys()  # the last draft token included
+        assert sum(s.node_rows for s in rest) == parts.executor.counters.rows
+        drafted = parts.source.counters.rows
+        assert 0 < drafted < sum(s.node_rows for s in front)
+
+
+def simulated(models: RandomPair, build: object, **options: object) -> tuple[Parts, list[float]]:
+    """Decodes one prompt on a clock that charges 1 s per stage; emission times."""
+    clock = SimulatedClock(PROFILE)
+    parts = build(Workbench(models, seed=1, clock=clock), **options)  # type: ignore[operator]
+    request = RequestState(
+        request_id=1,
+        prompt=np.array([3]),
+        stop=StopRules(max_new_tokens=24),
+        sampling=SamplingParams(temperature=0.4),
+    )
+    with torch.inference_mode():
+        for _ in parts.decode(parts.new_state(), [request]):
+            pass
+    counters = request.counters
+    assert min(counters.hits + counters.accepted, counters.misses) >= 2, "a case without both"
+    return parts, request.emitted_s
+
+
+class TestSchedule:
+    @pytest.mark.parametrize(("exit_layer", "stages"), [(2, 4), (4, 4), (6, 8), (3, 3)])
+    def test_a_hit_costs_the_steps_of_a_draft_and_a_miss_the_whole_way(
+        self, exit_layer: int, stages: int
+    ) -> None:
+        """PPSD 4.2: with S = E one step per accepted token; with S < E, E / S of them."""
+        models = pair(num_layers=8, exit_layer=exit_layer)
+        _, times = simulated(models, ppsd.build, stages=stages)
+        steps = np.diff(times)
+        size = exit_layer if stages == ceil(8 / exit_layer) else 8 / stages
+        assert set(Counter(steps.tolist())) == {exit_layer / size * STAGE_S, stages * STAGE_S}
+
+    def test_a_round_of_eesd_costs_gamma_e_plus_n(self) -> None:
+        """The denominator of Eq. 4, in stages of E layers."""
+        gamma, stages = 3, 4
+        _, times = simulated(pair(num_layers=8, exit_layer=2), eesd.build, gamma=gamma)
+        rounds = np.diff(np.unique(times))[:-2]  # drafts are cut short at the end of the request
+        assert set(rounds.tolist()) == {(gamma + stages) * STAGE_S}
+
+
+class TestRefusals:
+    def test_what_does_not_go_together_says_why(self) -> None:
+        bench, match = Workbench(pair()), MatchVerifier()
+        late = EarlyExitSource(front=None, vocab_size=24)
+        with pytest.raises(UserError, match="drafts before it submits"):
+            bench.parts(source=late, policy=Chain(gamma=2), verifier=match, stages=2)
+        policy = FixedWidth(width=1, children=1)
+        with pytest.raises(UserError, match="at least 2 stages"):
+            bench.parts(source=late, policy=policy, verifier=match)
+        layout = StageLayout(stages=2, after_drafting=True)
+        with pytest.raises(UserError, match="source=early_exit"):
+            bench.parts(source=late, policy=Chain(gamma=2), verifier=match, stages=layout)
+        for layer in (0, 4):
+            with pytest.raises(UserError, match=f"exit_layer={layer}"):
+                ppsd.build(Workbench(pair(exit_layer=layer)), stages=2)
+
+    def test_thompson_drafts_at_least_one_and_at_most_its_limit(self) -> None:
+        policy = ThompsonChain(max_gamma=4)
+        policy.open(cases()[0].request())
+        lengths = {policy._length(5, position) for position in range(60)}
+        assert lengths == {1, 2, 3, 4}
+        policy._seen[5] = [0, 10_000]  # nothing was ever accepted
+        assert {policy._length(5, position) for position in range(60)} == {1}
+
+
+SHAPE = ModelShape(
+    num_layers=3,
+    hidden=32,
+    feed_forward=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=48,
+    max_positions=64,
+)
+SPECS = [
+    HeadSpec(kind=HeadKind.TRANSFORMER, layer=1),
+    HeadSpec(kind=HeadKind.NORM, layer=2),
+    HeadSpec(kind=HeadKind.MEDUSA, layer=3, offset=1, own_output=False),
+]
+
+
+def toy_target() -> LanguageModel:
+    model = LanguageModel(SHAPE, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4.0 if weight.dim() == 2 else 1.0)
+    return model
+
+
+class TestHeads:
+    def test_the_loss_is_the_papers(self) -> None:
+        """D.1, written out: lambda sum q log(q / p) - log p(label)."""
+        generator = torch.Generator().manual_seed(0)
+        h, matrix = (torch.randn(n, 8, generator=generator) for n in (5, 11))
+        log_q = torch.randn(5, 11, generator=generator).log_softmax(-1)
+        labels = torch.arange(5)
+        p, q = (h @ matrix.T).softmax(-1), log_q.exp()
+        kl = (q * (q / p).log()).sum(-1).mean()
+        expected = 2.5 * kl - p[labels, labels].log().mean()
+        assert torch.allclose(exit_loss(h, matrix, log_q, labels, 2.5), expected, atol=1e-5)
+
+    def test_training_lowers_it_and_leaves_the_target_alone(self) -> None:
+        target = toy_target()
+        before = {name: weight.clone() for name, weight in target.state_dict().items()}
+        heads, loss = ExitHeads(target, SPECS), SelfDistillation(target, kl_weight=1.0)
+        tokens = torch.randint(0, 48, (8, 17), generator=torch.Generator().manual_seed(2))
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
+        losses = []
+        for _ in range(12):
+            value = loss(heads, tokens[:, :-1], tokens[:, 1:])
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            losses.append(float(value.detach()))
+        assert losses[-1] < 0.9 * losses[0]
+        assert all(torch.equal(before[n], w) for n, w in target.state_dict().items())
+
+    @pytest.mark.parametrize("kind", ["transformer", "norm"])
+    def test_a_saved_head_computes_the_same_in_transformers(self, kind: str, tmp_path) -> None:
+        """Trained here, run there: the same logits within bfloat16 of the file."""
+        target = toy_target()
+        save_hf(target, tmp_path / "target")
+        target = load_hf(tmp_path / "target")  # as rounded in the file
+        heads = ExitHeads(target, SPECS[:2])
+        save_heads(heads, tmp_path / "heads")
+        head = next(h for h in heads if h.spec.kind == kind)
+        layer = head.spec.layer
+        loaded = PretrainedPair(
+            target=str(tmp_path / "target"),
+            draft=None,
+            ngram=None,
+            dtype="float32",
+            device="cpu",
+            attention="auto",
+            exit_layer=layer,
+            exit_head=kind,
+            exit_heads=str(tmp_path / "heads"),
+        )
+        bench = Workbench(loaded)
+        front = bench.exit_front(StageLayout(stages=2, after_drafting=True))
+        case = cases(1)[0]
+        request = case.request()
+        front.open(request)
+        parts = eesd.build(bench, gamma=1)
+        state = parts.new_state()
+        state.requests[request.id] = request
+        _, logits = front.logits(state, Nodes(((request.id, request.tree.ids[:1]),)))
+        tokens = torch.tensor([case.prompt])
+        expected = head.logits(target, target.residuals(tokens, {layer})[layer])[0, -1]
+        assert torch.allclose(logits[0], expected, atol=1e-4)
+        loaded._exit = (2 if kind == "transformer" else 1, kind)
+        with pytest.raises(UserError, match="specdec train exit_head"):
+            loaded.head_weights()
+
+    def test_a_head_model_shares_and_changes_nothing(self) -> None:
+        target = random_model("gpt2", num_layers=4)
+        before = {name: p.clone() for name, p in target.named_parameters()}
+        made = head_model(target, own_head(target, "norm", 2))
+        assert len(list(made.transformer.h)) == 3
+        assert final_norm(made) is not final_norm(target)
+        for name, parameter in target.named_parameters():
+            assert torch.equal(before[name], parameter)
