@@ -66,7 +66,8 @@ def _check_run(words: list[str]) -> None:
     arguments = _read(words, "--multirun")
     overrides = list(arguments.overrides)
     if "--multirun" in arguments.flags:
-        overrides = [_first_of_axis(word) for word in overrides]
+        # The launcher is Hydra's own choice, and an extra.
+        overrides = [_first_of_axis(w) for w in overrides if not w.startswith("hydra")]
     run_job_of(overrides, arguments.config_dirs)
 
 

@@ -28,6 +28,12 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> Pa
     (tmp_path / "conf/strategy/mine.yaml").write_text(
         careful.replace("name: careful", "name: mine")
     )
+    preset = (
+        config_dir() / "strategy/swiftspec.yaml"
+    ).read_text()  # as `specdec profile` writes one
+    written = tmp_path / "outputs/split/strategy/swiftspec_best.yaml"
+    written.parent.mkdir(parents=True)
+    written.write_text(preset.replace("name: swiftspec", "name: swiftspec_best"))
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "Why?", "prompt": "x"}) + "\n")
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     for folder in ("real", "box"):
