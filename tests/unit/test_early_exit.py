@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import specdec.assets
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.errors import UserError
 from specdec.executors import ExitFront
 from specdec.executors.layout import StageLayout
 from specdec.metrics import exit_laws
-from specdec.models.exits import final_norm, head_model, own_head
+from specdec.models.exits import final_norm, head_model, own_head, read_head
 from specdec.models.random import random_model
 from specdec.pairs import PretrainedPair
 from specdec.policies import Chain, FixedWidth, ThompsonChain
@@ -319,3 +321,12 @@ class TestHeads:
         assert final_norm(made) is not final_norm(target)
         for name, parameter in target.named_parameters():
             assert torch.equal(before[name], parameter)
+
+    def test_those_that_ship_say_what_they_are_and_fit(self) -> None:
+        """Heads and draft together at most 12 MB (DESIGN 11)."""
+        folder = Path(next(iter(specdec.assets.__path__))) / "tiny"
+        for kind, layer in [("transformer", 3), ("transformer", 6), ("norm", 3), ("norm", 12)]:
+            assert read_head(folder / "heads", kind, layer).layer == layer
+        files = [*folder.glob("heads/*.safetensors"), *folder.glob("draft/*.safetensors")]
+        assert len(files) >= 6
+        assert sum(path.stat().st_size for path in files) <= 12_000_000
