@@ -109,6 +109,8 @@ def _run_all(
         own_record=_own_record(keys["record"]),
         say=lambda text: print(f"  run {text}", file=sys.stderr),
     )
+    # Once, at the start: results may be written into the repository, which makes it look changed.
+    facts = provenance(command=["specdec", "reproduce", *words], config={})
     began, failed = perf_counter(), []
     for number, item in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] {item.id}: {item.stated.title}", flush=True)
@@ -117,7 +119,7 @@ def _run_all(
         if error:
             failed.append(item.id)
         seconds = perf_counter() - start
-        write_item(item, findings, out, facts(item, quick, seconds, words))
+        write_item(item, findings, out, conditions_of(item, quick, seconds, facts))
         for line in summary_lines(item, findings):
             print(f"  {line}")
         print(f"  {seconds:.1f} s", flush=True)
@@ -149,10 +151,11 @@ def _findings(item: Item, lab: Any) -> tuple[Findings, bool]:
         return Findings(missing=[f"failed: {type(error).__name__}: {error}"]), True
 
 
-def facts(item: Item, quick: bool, seconds: float, words: Sequence[str]) -> dict[str, Any]:
+def conditions_of(
+    item: Item, quick: bool, seconds: float, facts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Where the figures come from: revision, command, kind of machine, size."""
-    found = provenance(command=["specdec", "reproduce", *words], config=dict(item.config))
-    git, machine = found["git"], found["hardware"]
+    git, machine = facts["git"], facts["hardware"]
     revision = "unknown"
     if git:
         revision = git["revision"][:10] + (" with local changes" if git["dirty"] else "")
@@ -160,9 +163,9 @@ def facts(item: Item, quick: bool, seconds: float, words: Sequence[str]) -> dict
     return {
         "size": f"{'quick' if quick else 'full'}: up to {prompts} prompts x {tokens} tokens",
         "revision": revision,
-        "command": " ".join(found["command"]),
+        "command": " ".join(facts["command"]),
         "machine": f"{machine['machine']}, {machine['cores']} cores, torch with 1 thread",
-        "time": found["time"],
+        "time": facts["time"],
         "seconds": round(seconds, 1),
     }
 

@@ -96,20 +96,22 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
     found, config = Findings(), item.config
     made, axes = figure(9.5, 3.9, 2)
     table: list[tuple[Any, ...]] = []
+    drawn: dict[str, dict[str, tuple[list[float], list[float]]]] = {"bs": {}, "w": {}}
     for draft in drafts(config["drafts"], item, lab, found):
-        for ax, key, fixed in ((axes[0], "bs", "w"), (axes[1], "w", "bs")):
+        for key, fixed in (("bs", "w"), ("w", "bs")):
             sizes, found_lengths = config[key], []
             for size in sizes:
                 words = [f"policy.{key}={size}", f"policy.{fixed}={config[f'at_{fixed}']}"]
                 run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
                 found_lengths.append(run.summary["accepted_per_pass"])
                 table.append((draft.title, key, size, found_lengths[-1], run.summary["loop_share"]))
-            lines(ax, {draft.name.replace("_", " "): (sizes, found_lengths)})
+            drawn[key][draft.name.replace("_", " ")] = (sizes, found_lengths)
             found.measures += _saturation(
                 config, key, sizes, found_lengths, draft.title, table[-1][-1]
             )
     names = (("target's batch size bs (nodes)", "bs"), ("draft's batch size w (leaves)", "w"))
     for ax, (x, key) in zip(axes, names, strict=True):
+        lines(ax, drawn[key])
         doublings(ax, config[key])
         tidy(ax, x=x, y="accepted tokens per target pass (simulated)", title=item.stated.title)
         legend(ax)
