@@ -200,7 +200,7 @@ def _tbt_figure(
     tidy(
         left, x="draft", y="time between tokens (ms)", title="simulated; the paper's where it says"
     )
-    below(left, 4)
+    below(left, 3)
     same = [m for m in found.measures if "other side" not in m.conditions]
     claims_panel(right, item.stated.claims, same or found.measures, unit="x")
     made.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")

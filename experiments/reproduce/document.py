@@ -75,7 +75,7 @@ def _verdicts(claim: Claim, findings: Findings) -> list[str]:
 def _section(item: Item, found: tuple[Findings, dict[str, Any]] | None) -> list[str]:
     lines = [f"### {item.id}: {item.stated.title}", ""]
     if found is None:
-        return [*lines, f"Not run: {item.status}.", ""]
+        return [*lines, f"Not run for this page: `specdec reproduce {item.id}` does.", ""]
     findings, conditions = found
     rows = []
     for claim in item.stated.claims.values():

@@ -49,7 +49,7 @@ def legend(ax: Axes, **where: Any) -> None:
 
 def below(ax: Axes, columns: int = 1) -> None:
     """A legend under the panel, away from what is drawn."""
-    drop = -34.0 / (ax.get_window_extent().height or 1.0)
+    drop = -56.0 / (ax.get_window_extent().height or 1.0)
     anchor = (0.5, min(drop, -0.1))
     ax.legend(fontsize=7.5, frameon=False, loc="upper center", bbox_to_anchor=anchor, ncols=columns)
 
@@ -155,7 +155,7 @@ def claims_panel(
                 _point(ax, measure, row, index, len(conditions))
     ax.plot([], [], lw=9, color=_BAND, label="the paper's range or value")
     for i, name in enumerate(conditions):
-        ax.plot([], [], marker="o", ms=4, lw=0, color=COLORS[i % len(COLORS)], label=name)
+        ax.plot([], [], marker="o", ms=4, lw=0, color=COLORS[i % len(COLORS)], label=fill(name, 76))
     ax.set_yticks(range(len(numeric)), [fill(c.text, 34) for c in numeric])
     ax.set_ylim(len(numeric) - 0.5, -0.5)
     units = {_UNITS.get(c.unit, c.unit) for c in numeric}
