@@ -63,7 +63,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         progress: told of every finished prompt.
 
     Returns:
-        The summary: every metric of DESIGN section 7.
+        The summary: every metric of docs/metrics.md.
     """
     _set_threads(cfg)
     progress.phase("loading models", None)

@@ -1,4 +1,4 @@
-"""The one decode loop (DESIGN 1). Every strategy is this loop with other parts."""
+"""The one decode loop. Every strategy is this loop with other parts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Keyed draws: counter-based randomness, so that a draw depends on its key and on nothing else.
 
-DESIGN 3: the draw for prompt r at position t is a function of (seed, r, t, purpose, index), the
+The draw for prompt r at position t is a function of (seed, r, t, purpose, index), the
 same on every rank, in every batch and under every strategy. The generator is Philox4x32-10 (Salmon
 et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised.
 

@@ -116,7 +116,7 @@ def frame(*folders: str | Path) -> DataFrame:
     """A pandas frame with one row per strategy and run folder.
 
     Columns: ``folder``, ``name``, ``strategy``, ``complete``; every configuration key as
-    ``config.<key>``; every metric of DESIGN section 7 by its name. Histograms and other mappings
+    ``config.<key>``; every metric of docs/metrics.md by its name. Histograms and other mappings
     stay mappings. Interrupted runs have the configuration and ``prompts_finished`` only.
 
     Raises:

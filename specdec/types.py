@@ -61,7 +61,7 @@ class Needs:
         target_probs: the target's whole processed distribution per answered node.
         draft_probs: the draft's whole distribution per expanded node, with candidates sampled from
             it instead of taken from the top.
-        target_draws: the target's own keyed draws (allowed under ``match`` only, DESIGN 3).
+        target_draws: the target's own keyed draws (allowed under ``match`` only).
         hidden_layers: target layers whose hidden states ``Output`` must carry.
         exits: candidates per node that ``Output.exits`` must carry; 0 for none. Such a source
             answers for a node only after the target has computed the exit layer on it.

@@ -1,6 +1,6 @@
 """SpecInfer's static token tree (Miao et al. 2024), in a pipeline the papers' STPP.
 
-The whole tree is verified at once. PAPER_VALUES reads STPP's tree as 1,1,3,1,1,1,1,1.
+The whole tree is verified at once. STPP's tree is read as 1,1,3,1,1,1,1,1.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def compared(item: Item, lab: Lab, sampling: str) -> dict[str, Any]:
 
 
 def relative_traffic(row: Mapping[str, Any], draft_share: float) -> float:
-    """(target_passes + draft_passes B_d / B_t) / tokens (DESIGN 7), B_d / B_t given."""
+    """(target_passes + draft_passes B_d / B_t) / tokens, B_d / B_t given."""
     return float((row["target_passes"] + row["draft_passes"] * draft_share) / row["new_tokens"])
 
 

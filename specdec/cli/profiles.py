@@ -1,4 +1,4 @@
-"""Latency profiles by name or path, as plain values (DESIGN 6)."""
+"""Latency profiles by name or path, as plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline on real ranks: messages, processes, failures (DESIGN 5)."""
+"""The pipeline on real ranks: messages, processes, failures."""
 
 from specdec.distributed.lease import Lease
 from specdec.distributed.plan import RankPlan, SessionPlan, plan_ranks

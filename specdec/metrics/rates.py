@@ -1,4 +1,4 @@
-"""Every rate of the product, derived from raw counts, in this one place (DESIGN 7).
+"""Every rate of the product, derived from raw counts, in this one place.
 
 A value is None where it is undefined: a zero denominator, or a notion that the strategy lacks.
 """
@@ -18,7 +18,7 @@ POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
 
 MAX_OVERRUN_SHARE = 0.02
-"""Overruns per piece of paced work up to which a run's times count (DESIGN 6)."""
+"""Overruns per piece of paced work up to which a run's times count."""
 
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         JSON-ready values; see the functions below for the definitions.
 
     Raises:
-        AssertionError: the counts contradict each other (DESIGN 7, invariants).
+        AssertionError: the counts contradict each other.
     """
     for result in results:
         check_invariants(result, level_per_step=totals.level_per_step)
@@ -228,7 +228,7 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
 
 
 def _pace_metrics(totals: RunTotals) -> dict[str, Any]:
-    """Whether a paced run kept its pace (DESIGN 6).
+    """Whether a paced run kept its pace.
 
     ``overrun_share``: pieces of work that took longer than the profile says, over all pieces;
     ``paced_counts``: whether they are few enough for the run's times to count. None on other

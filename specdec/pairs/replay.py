@@ -1,4 +1,4 @@
-"""Pairs without models that play a recorded run (``model=replay``, DESIGN 6).
+"""Pairs without models that play a recorded run (``model=replay``).
 
 A record says, for every position of every prompt, what the draft thought of it and where the
 target's own token stood. The tokens themselves do not matter to a strategy, so they are made up:

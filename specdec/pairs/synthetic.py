@@ -16,7 +16,7 @@ from specdec.sources.synthetic import SyntheticPair
 
 
 class SyntheticModels(NoExit):
-    """No models: hidden target sequences and a draft of known quality (DESIGN 6)."""
+    """No models: hidden target sequences and a draft of known quality."""
 
     is_synthetic = True
     tokenizer = None

@@ -1,4 +1,4 @@
-"""Records of runs: what ``record=true`` writes and ``model=replay`` reads (DESIGN 6)."""
+"""Records of runs: what ``record=true`` writes and ``model=replay`` reads."""
 
 from specdec.recording.record import Record, RecordedRequest, read_record, write_record
 from specdec.recording.recorder import DraftRecorder, check_recordable, record_run

@@ -1,4 +1,4 @@
-"""The record of a run: how the draft ranked what the target chose (``record=true``, DESIGN 6).
+"""The record of a run: how the draft ranked what the target chose (``record=true``).
 
 A record is one ``.npz`` file, described in docs/replay.md. It holds ranks and probabilities, no
 tokens and no text.

@@ -1,4 +1,4 @@
-"""A target and a draft without models (``model=synthetic``, DESIGN 6).
+"""A target and a draft without models (``model=synthetic``).
 
 Every request has a hidden target sequence, a keyed hash of (request, position). At each position
 the draft knows the true next token up to a *rank*: the place of the true token among its

@@ -14,7 +14,7 @@ class MatchVerifier:
 
     The answer at a node is the token that plain decoding would draw there: by the same logits (the
     node sees its path only) and the same keyed draw, or the argmax if greedy. So the output is that
-    of autoregressive decoding with the same seed, token for token (DESIGN 3). This is SpecPipe's
+    of autoregressive decoding with the same seed, token for token. This is SpecPipe's
     and PipeDec's rule, Alg. 1 line 4 of PPSD, and for greedy decoding that of every paper here.
 
     In a level-per-step pipeline only the root is answered: nothing is accepted, the answer is the

@@ -42,7 +42,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def target_draw(seed: int, prompt_id: int, position: int) -> float:
-    """The uniform draw of the target's token at an absolute position (DESIGN 3)."""
+    """The uniform draw of the target's token at an absolute position."""
     counter = (position & _WORD, 0, prompt_id & _WORD, (prompt_id >> 32) & _WORD)
     high, low, _, _ = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
     return ((high << 21) | (low >> 11)) / 2.0**53

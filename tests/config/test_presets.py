@@ -128,7 +128,7 @@ def test_every_profile_crosses_the_door_with_its_costs(name: str) -> None:
 
 
 def test_the_pinned_profile_gives_the_pinned_stage_times() -> None:
-    """PAPER_VALUES: T(1) = 37.8 ms, T(64) = 48 ms with prune and transfer, 6 ms per 64 more."""
+    """T(1) = 37.8 ms, T(64) = 48 ms with prune and transfer, 6 ms per 64 more."""
     from specdec.clocks import CostCurve
 
     costs = run_job_of([RANDOM, "clock=simulated", "clock.profile=specpipe_8x3090"]).config[

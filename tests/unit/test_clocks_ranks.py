@@ -1,4 +1,4 @@
-"""Paced time over real processes against simulated time in one (DESIGN 6)."""
+"""Paced time over real processes against simulated time in one."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ class TestHeads:
             assert torch.equal(before[name], parameter)
 
     def test_those_that_ship_say_what_they_are_and_fit(self) -> None:
-        """Heads and draft together at most 12 MB (DESIGN 11)."""
+        """Heads and draft together at most 12 MB."""
         folder = Path(next(iter(specdec.assets.__path__))) / "tiny"
         for kind, layer in [("transformer", 3), ("transformer", 6), ("norm", 3), ("norm", 12)]:
             assert read_head(folder / "heads", kind, layer).layer == layer

@@ -78,7 +78,7 @@ def test_rows_in_flight_shrink_with_their_hidden_states() -> None:
 @pytest.mark.parametrize("policy", ["specpipe", "static", "chain"])
 @pytest.mark.parametrize("executor", ["local", "pipeline"])
 def test_every_cache_equals_a_fresh_forward_after_every_step(policy: str, executor: str) -> None:
-    """DESIGN 2: prefix as far as ``cached_len``, each tree entry over its path; draft included."""
+    """Prefix as far as ``cached_len``, each tree entry over its path; draft included."""
     values = config(Cell("draft_model", policy, "match", executor, "t06"))
     if policy == "specpipe":
         values["policy"].update(width=5, children=3)

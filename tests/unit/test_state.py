@@ -133,7 +133,7 @@ def test_a_commit_tells_holders_what_moved(hit):
 
 
 def test_emitted_tokens_are_accepted_and_answers_before_cuts():
-    """The invariant of DESIGN 7 for whole-tree answers, on random paths."""
+    """The invariant of metrics for whole-tree answers, on random paths."""
     rng = np.random.default_rng(0)
     for _ in range(50):
         state, request = one_request(StopRules(max_new_tokens=int(rng.integers(1, 20))))
