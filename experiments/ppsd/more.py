@@ -5,11 +5,12 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from experiments.ppsd.laws import alpha_of_speedup, ppsd_speedup
+from experiments.ppsd.laws import alpha_of_speedup
 from experiments.reproduce.drawing import bars, figure, legend, line_chart, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
+from specdec.metrics.exit_laws import eq6_speedup
 
 
 def against_others(item: Item, lab: Lab) -> Findings:
@@ -74,7 +75,7 @@ def heads(item: Item, lab: Lab) -> Findings:
         for norm, own in zip(pair["norm"], pair["transformer"], strict=True)
     )
     theory = config["theory"]
-    law = ppsd_speedup(theory["alpha"], theory["exit_layer"], theory["layers"])
+    law = eq6_speedup(theory["alpha"], theory["exit_layer"], theory["layers"])
     found.measures += [
         Measure(
             claim="lower", value=lower, kind="formula", conditions="stated cells of Tables 6, 7"

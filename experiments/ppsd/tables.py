@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from experiments.ppsd.laws import (
-    advantage,
-    alpha_of_overall,
-    eesd_speedup,
-    overall_acceptance,
-    ppsd_speedup,
-    ppsd_speedup_small_stages,
-)
+from experiments.ppsd.laws import alpha_of_overall
 from experiments.ppsd.runs import add_runs
 from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.cli.tree import options
+from specdec.metrics.exit_laws import (
+    eq4_speedup,
+    eq5_acceptance,
+    eq6_speedup,
+    eq7_gain,
+    shallow_stages_speedup,
+)
 
 SETS = ("XSum", "GSM8K", "HumanEval")
 _CELL = (
@@ -71,9 +71,9 @@ def _cells(row: Sequence[Any], plain: Mapping[str, Sequence[float]]) -> list[tup
     made: list[tuple[Any, ...]] = []
     for name, (rate, speed, ratio), base in zip(SETS, values, plain[model], strict=True):
         if gamma:
-            law = eesd_speedup(alpha_of_overall(rate / 100, gamma), exit_layer, layers, gamma)
+            law = eq4_speedup(alpha_of_overall(rate / 100, gamma), gamma, exit_layer, layers)
         else:
-            law = ppsd_speedup(rate / 100, exit_layer, layers)
+            law = eq6_speedup(rate / 100, exit_layer, layers)
         share = f"{exit_layer}/{layers}"
         made.append(
             (model, method, share, name, rate, speed, ratio, speed / base, law, ratio / law)
@@ -117,8 +117,8 @@ def exits(item: Item, lab: Lab) -> Findings:
     table = []
     for model, head, layers, exit_layer, values in config["rows"]:
         for name, (rate, ratio) in zip(SETS, values, strict=True):
-            law = ppsd_speedup(rate / 100, exit_layer, layers)
-            small = ppsd_speedup_small_stages(rate / 100, exit_layer, layers)
+            law = eq6_speedup(rate / 100, exit_layer, layers)
+            small = shallow_stages_speedup(rate / 100, exit_layer, layers, layers)
             table.append(
                 (model, head, exit_layer, layers, name, rate, ratio, law, small, ratio / small)
             )
@@ -195,10 +195,10 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
     rates, speeds, rows = {}, {}, []
     for alpha in config["alphas"]:
         name = f"alpha = {alpha}"
-        rates[name] = (gammas, [overall_acceptance(alpha, g) for g in gammas])
-        speeds[name] = (gammas, [eesd_speedup(alpha, exit_layer, layers, g) for g in gammas])
+        rates[name] = (gammas, [eq5_acceptance(alpha, g) for g in gammas])
+        speeds[name] = (gammas, [eq4_speedup(alpha, g, exit_layer, layers) for g in gammas])
         rows += [
-            (alpha, g, a, s, ppsd_speedup(alpha, exit_layer, layers))
+            (alpha, g, a, s, eq6_speedup(alpha, exit_layer, layers))
             for g, a, s in zip(gammas, rates[name][1], speeds[name][1], strict=True)
         ]
     columns = ("alpha", "draft length", "Eq. 5 overall acceptance", "Eq. 4 EESD", "Eq. 6 PPSD")
@@ -256,11 +256,11 @@ def equations(item: Item, lab: Lab) -> Findings:
     ``gammas``."""
     found, config = Findings(), item.config
     layers = config["layers"]
-    at_one = all(abs(ppsd_speedup(1.0, e, layers) - layers / e) < 1e-9 for e in config["exits"])
-    worst = min(config["exits"], key=lambda e: ppsd_speedup(0.0, e, layers))
-    least = ppsd_speedup(0.0, worst, layers)
+    at_one = all(abs(eq6_speedup(1.0, e, layers) - layers / e) < 1e-9 for e in config["exits"])
+    worst = min(config["exits"], key=lambda e: eq6_speedup(0.0, e, layers))
+    least = eq6_speedup(0.0, worst, layers)
     grid = [
-        (a, e, g, advantage(a, e, layers, g))
+        (a, e, g, eq7_gain(a, g, e, layers))
         for a, e, g in product(config["alphas"], config["exits"], config["gammas"])
     ]
     alpha, exit_layer, gamma, lowest = min(grid, key=lambda row: row[3])

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.ppsd.laws import (
-    alpha_of_overall,
-    alpha_of_speedup,
-    eesd_speedup,
-    overall_acceptance,
-    ppsd_speedup,
-)
+from experiments.ppsd.laws import alpha_of_overall, alpha_of_speedup
 from experiments.reproduce import command, results
 from experiments.reproduce.arithmetic import evaluate
 from experiments.reproduce.drafts import known_drafts
@@ -32,6 +26,7 @@ from experiments.reproduce.items import all_items, choose
 from experiments.reproduce.rendering import claim_rows, csv_text, markdown
 from experiments.reproduce.stated import Claim, read_paper
 from specdec.errors import UserError
+from specdec.metrics.exit_laws import eq4_speedup, eq5_acceptance, eq6_speedup
 
 ITEMS = all_items()
 SIMPLE = [
@@ -132,14 +127,14 @@ def test_arithmetic_is_all_that_a_config_may_compute() -> None:
 
 def test_ppsd_laws_by_hand() -> None:
     """The text's own example: alpha 0.3226 at E = 8 of 32 gives 1.31x in theory."""
-    assert ppsd_speedup(0.3226, 8, 32) == pytest.approx(1.31, abs=0.01)
-    assert ppsd_speedup(1.0, 8, 32) == 4.0
-    assert ppsd_speedup(0.0, 8, 32) == 1.0
-    assert ppsd_speedup(0.0, 24, 32) == pytest.approx(32 / 48)  # E does not divide N
-    assert eesd_speedup(1.0, 8, 32, 4) == pytest.approx(5 * 32 / 64)
-    assert overall_acceptance(0.5, 2) == pytest.approx((0.5 + 0.25) / 2)
-    assert alpha_of_overall(overall_acceptance(0.7, 5), 5) == pytest.approx(0.7)
-    assert alpha_of_speedup(ppsd_speedup(0.6, 4, 32), 4, 32) == pytest.approx(0.6)
+    assert eq6_speedup(0.3226, 8, 32) == pytest.approx(1.31, abs=0.01)
+    assert eq6_speedup(1.0, 8, 32) == 4.0
+    assert eq6_speedup(0.0, 8, 32) == 1.0
+    assert eq6_speedup(0.0, 24, 32) == pytest.approx(32 / 48)  # E does not divide N
+    assert eq4_speedup(1.0, 4, 8, 32) == pytest.approx(5 * 32 / 64)
+    assert eq5_acceptance(0.5, 2) == pytest.approx((0.5 + 0.25) / 2)
+    assert alpha_of_overall(eq5_acceptance(0.7, 5), 5) == pytest.approx(0.7)
+    assert alpha_of_speedup(eq6_speedup(0.6, 4, 32), 4, 32) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("name", SIMPLE)
