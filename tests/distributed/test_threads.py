@@ -37,9 +37,18 @@ def test_equal_to_the_in_process_pipeline(strategy: str, stages: int, sampling: 
 
 
 @pytest.mark.parametrize("stages", [2, 8])
-@pytest.mark.parametrize("strategy", ["ar", "specinfer", "specpipe"])
-def test_requests_share_batches(strategy: str, stages: int) -> None:
-    same(config(strategy, stages, "t08", batch_size=3))
+@pytest.mark.parametrize(
+    ("strategy", "feeding"),
+    [
+        ("ar", "micro_batches"),
+        ("ar", "dynamic"),
+        ("specinfer", "dynamic"),  # by turns it drafts for those that wait while the target is busy
+        ("specpipe", "iteration"),
+        ("specpipe", "dynamic"),
+    ],
+)
+def test_requests_share_batches(strategy: str, feeding: str, stages: int) -> None:
+    same(config(strategy, stages, "t08", batch_size=3, serving__feeding=feeding))
 
 
 @pytest.mark.parametrize("groups", [[1, 2], [2, 1], [2, 2, 2], [3, 1, 2, 1]])

@@ -125,7 +125,10 @@ def child_under_wrong_parent(work: Planted) -> None:
     work.swap("specdec.verifiers.match:_verdict", make)
 
 
-@bug("rows of dropped nodes go on to the next stage", "strategy=specpipe", "executor.stages=3")
+@bug(
+    "rows of dropped nodes go on to the next stage",
+    *("strategy=specpipe", "executor.stages=3", "serving=dynamic"),
+)
 def in_flight_not_pruned(work: Planted) -> None:
     def make(original: Any) -> Any:
         def prune(self: Any, commits: Any, closed: frozenset[int] = frozenset()) -> None:

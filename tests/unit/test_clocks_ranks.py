@@ -43,7 +43,7 @@ SAME = (
 def test_paced_ranks_do_what_the_simulator_says(tmp_path: Path) -> None:
     """Identical tokens, hits, steps and pieces of work, none of them faster than the profile.
 
-    How much slower the whole run is, is the machine's affair.
+    When an answer reaches rank 0 within a step is the machine's affair.
     """
     profile = tmp_path / "profile.yaml"
     profile.write_text(PROFILE, encoding="utf-8")
@@ -64,7 +64,6 @@ def test_paced_ranks_do_what_the_simulator_says(tmp_path: Path) -> None:
         key: found["simulated"][key] for key in SAME
     }
     assert found["paced"]["clock"] == "paced"
-    assert found["paced"]["tbt_ms_mean"] >= found["simulated"]["tbt_ms_mean"] - 1e-6
     busy = {kind: busy_s(summary) for kind, summary in found.items()}
     assert set(busy["paced"]) == {"1", "2", "3"}
     for rank, seconds in busy["simulated"].items():
