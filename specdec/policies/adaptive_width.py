@@ -8,7 +8,7 @@ Letters: B live requests, N steps of latency, n nodes of the step, W nodes, K ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,14 +26,15 @@ from specdec.policies.growing import (
     unsubmitted,
 )
 from specdec.ranking import top_set
-from specdec.types import Commit, CommitKind, FloatArray, IntArray, Nodes, Output
+from specdec.types import FloatArray, IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
 
 
-_PRIOR_MISSES = 8.0  # seen and expected, before any was: the correction begins at 1
+_MEMORY_LEVELS = 4  # running means reach back so many times the levels in flight
+_PRIOR_MISSES = 8.0  # with their steps, seen and expected before any was: correction begins at 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,12 @@ class AdaptiveWidth(Stateless):
         T(n) (B + (N - 1) (probability that is left out of the levels))
 
     is least: the paper's T (1 + (1 - p)(N - 1)) over a batch, with the draft's own probabilities
-    for p, corrected by how many paths have left the levels so far against how many the draft
-    expected to. T(n) comes from the clock's latency profile; by a wall clock without one it is
-    fitted to the run's own steps. No request gets more than ``width`` nodes.
+    for p, corrected by the steps that gave a request nothing so far against those that the draft
+    expected; refilling after a miss, which Eq. 2 leaves out, counts by that. A step takes as long
+    as the widest of the N levels in flight, so one level narrower than the rest saves nothing: what
+    is left out is a running mean over some N steps, by nodes per request. So n changes slowly,
+    while its nodes go where they cover most. T(n) comes from the clock's latency profile; by a wall
+    clock without one it is fitted to the run's own steps. At most ``width`` nodes per request.
     """
 
     value_dependent = True
@@ -100,7 +104,9 @@ class AdaptiveWidth(Stateless):
         self.width = width
         self.children = children
         self._latency = latency
-        self._expected_misses = self._misses = _PRIOR_MISSES
+        self._expected_idle = self._idle = _PRIOR_MISSES * (latency - 1)
+        self._num_output: dict[int, int] = {}
+        self._left_out: FloatArray | None = None  # [width], mean per request by nodes per request
         self._cost: _Priced | _Fitted = _Fitted() if profile is None else _Priced(profile)
 
     def held_nodes(self, latency: int) -> int:
@@ -109,6 +115,7 @@ class AdaptiveWidth(Stateless):
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The next level of every request, the step's nodes shared among them."""
+        self._count_idle(state)
         requests = ready_requests(state, serial=False)
         fed = [r for r in requests if r.tree.submitted_at[0] >= 0 or len(r.tree) > 1]
         levels = [level for r in fed if (level := self._level(r)) is not None]
@@ -124,9 +131,16 @@ class AdaptiveWidth(Stateless):
         growing = [request for request in state.requests.values() if not request.finished]
         expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
 
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Counts the paths that left the tree."""
-        self._misses += sum(commit.kind is CommitKind.MISS for commit in commits)
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._num_output.pop(request_id, None)
+
+    def _count_idle(self, state: DecodeState) -> None:
+        """Counts requests to which the last step gave no token, after their first one."""
+        for request in state.requests.values():
+            seen, now = self._num_output.get(request.id, 0), len(request.output)
+            self._idle += 0 < seen == now and not request.finished
+            self._num_output[request.id] = now
 
     def _level(self, request: RequestState) -> _Level | None:
         """The best candidates below the deepest level; None where there are none."""
@@ -155,18 +169,27 @@ class AdaptiveWidth(Stateless):
         order = np.lexsort((-probs, ~first))
         covered = np.cumsum(probs[order])[len(levels) - 1 :]
         left_out = np.maximum(sum(level.mass for level in levels) - covered, 0.0)
-        fewest = num_roots + len(levels)
-        step = self._cost.table(num_roots + len(probs))[fewest:]
-        correction = self._misses / self._expected_misses
-        value = step * (num_live + (self._latency - 1) * correction * left_out)
-        best = int(value.argmin())
-        num = len(levels) + best
-        self._expected_misses += float(left_out[best])
+        sizes = np.arange(1, self.width + 1) * len(levels)
+        mean = self._mean_left_out(left_out[np.minimum(sizes, len(probs)) - len(levels)], levels)
+        step = self._cost.table(num_roots + int(sizes[-1]))[num_roots + sizes]
+        correction = self._idle / self._expected_idle if self._expected_idle else 1.0
+        value = step * (num_live + (self._latency - 1) * correction * mean)
+        num = int(min(sizes[value.argmin()], len(probs)))
+        best = num - len(levels)
+        self._expected_idle += (self._latency - 1) * float(left_out[best])
         taken = np.bincount(owners[order[:num]], minlength=len(levels))
         for level, count in zip(levels, taken.tolist(), strict=True):
             picks = np.sort(level.picks[:count])  # in the order of the parents: breadth-first
             rows, columns = np.divmod(picks, level.num_columns)
             level.request.tree.take(level.bottom.take(rows), columns)
+
+    def _mean_left_out(self, now: FloatArray, levels: list[_Level]) -> FloatArray:
+        """float64[width]: probability that all requests leave out, by nodes of each, as of late."""
+        each = now / len(levels)
+        if self._left_out is None:
+            self._left_out = each
+        self._left_out = self._left_out + (each - self._left_out) / (_MEMORY_LEVELS * self._latency)
+        return self._left_out * len(levels)
 
 
 class _Priced:
