@@ -10,7 +10,7 @@ E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
@@ -126,6 +126,19 @@ class Candidates:
             tokens=np.zeros(shape, np.int64),
             logprobs=np.full(shape, -np.inf),
             counts=np.zeros(num_nodes, np.int64),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Candidates]) -> Candidates:
+        """Rows of all parts, in order; all of equal K, all with distributions or none."""
+        if len(parts) == 1:
+            return parts[0]
+        probs = [part.probs for part in parts if part.probs is not None]
+        return Candidates(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            counts=np.concatenate([part.counts for part in parts]),
+            probs=np.concatenate(probs) if probs else None,
         )
 
     def spread(self, mask: BoolArray) -> Candidates:

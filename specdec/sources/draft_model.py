@@ -345,10 +345,4 @@ class DraftModelSource:
             stop = start + len(work.slots)
             parts.append(self._candidates(state, Nodes((item,)), [work], logits[start:stop], k))
             start = stop
-        probs = [part.probs for part in parts if part.probs is not None]
-        return Candidates(
-            tokens=np.concatenate([part.tokens for part in parts]),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            counts=np.concatenate([part.counts for part in parts]),
-            probs=np.concatenate(probs) if probs else None,
-        )
+        return Candidates.joined(parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from specdec.sampling import SamplingParams, SamplingTransform
@@ -95,7 +94,7 @@ class EarlyExitSource:
             start += len(ids)
         if not parts:
             return Candidates.empty(len(nodes))
-        return _joined(parts).spread(known)
+        return Candidates.joined(parts).spread(known)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Takes what has arrived, and forgets what left the trees."""
@@ -108,15 +107,3 @@ class EarlyExitSource:
     def close(self, request_id: int) -> None:
         """Forgets a request."""
         self._book.close(request_id)
-
-
-def _joined(parts: Sequence[Candidates]) -> Candidates:
-    if len(parts) == 1:
-        return parts[0]
-    probs = [part.probs for part in parts if part.probs is not None]
-    return Candidates(
-        tokens=np.concatenate([part.tokens for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        counts=np.concatenate([part.counts for part in parts]),
-        probs=np.concatenate(probs) if probs else None,
-    )
