@@ -1,4 +1,4 @@
-"""Top-k and nucleus filters on logits, row by row.
+"""Top-k and nucleus filters on logits on the host, row by row (``device_sampling`` elsewhere).
 
 Every result is a function of its row alone: sums run in a fixed order, so neither the batch that a
 row stands in nor padding changes it. Nothing sorts a whole row: with a vocabulary of thousands that
@@ -31,22 +31,11 @@ _BINS = 128
 
 
 def argmax(logits: torch.Tensor) -> IntArray:
-    """int64[A]: the first of the largest entries of each row, on any device."""
-    if logits.device.type == "cpu":
-        values = logits.numpy()
-        best = values.argmax(axis=1)  # a NaN is the largest of all
-        check_finite(values[np.arange(len(best)), best])
-        return best
-    return _argmax_on_device(logits)
-
-
-def _argmax_on_device(logits: torch.Tensor) -> IntArray:
-    """``argmax`` in torch: one copy of A integers to the host, unless something is wrong."""
-    best = logits.max(dim=1)
-    tokens = torch.where(best.values.isfinite(), best.indices, -1).cpu().numpy()
-    if (tokens < 0).any():
-        check_finite(best.values.cpu().numpy())
-    return tokens  # type: ignore[no-any-return]
+    """int64[A]: the first of the largest entries of each row."""
+    values = logits.numpy()
+    best = values.argmax(axis=1)  # a NaN is the largest of all
+    check_finite(values[np.arange(len(best)), best])
+    return best
 
 
 def row_max(values: Values) -> Values:
@@ -87,30 +76,20 @@ def _scaled(values: Values, best: Values, temperature: float) -> FloatArray:
 def at_least_kth(logits: torch.Tensor, k: int) -> tuple[IntArray, Values, Values]:
     """Entries among which are all those that reach the row's k-th largest value.
 
-    On the CPU there may be a few more; on a device only these are transferred.
+    There may be a few more.
 
     Args:
-        logits: [A, V] on any device.
+        logits: [A, V].
         k: 1 <= k <= V.
 
     Returns:
         (token ids int64[A, S], increasing along a row; values[A, S], -inf on padding at the end;
         row maxima [A, 1]), S >= k.
     """
-    if logits.device.type == "cpu":
-        values = logits.numpy()
-        best = row_max(values)
-        flat = np.flatnonzero(values >= _lower_bound(values, k))
-        return *_by_row(flat, values.reshape(-1)[flat], values.shape), best
-    return _at_least_kth_on_device(logits, k)
-
-
-def _at_least_kth_on_device(logits: torch.Tensor, k: int) -> tuple[IntArray, Values, Values]:
-    """``at_least_kth`` in torch, so that only the chosen entries are transferred."""
-    best = row_max(logits.amax(dim=1, keepdim=True).cpu().numpy())
-    kept = (logits >= logits.topk(k).values[:, -1:]).flatten().nonzero()[:, 0]
-    chosen = logits.flatten()[kept].cpu().numpy()
-    return *_by_row(kept.cpu().numpy(), chosen, logits.shape), best
+    values = logits.numpy()
+    best = row_max(values)
+    flat = np.flatnonzero(values >= _lower_bound(values, k))
+    return *_by_row(flat, values.reshape(-1)[flat], values.shape), best
 
 
 def _lower_bound(values: Values, k: int) -> Values:
@@ -150,7 +129,7 @@ def filter_top_k(
     """Temperature, top-k (with all that tie with the k-th), then top-p.
 
     Args:
-        logits: [A, V] on any device.
+        logits: [A, V].
         temperature: above 0.
         top_k: 1 <= k < V.
         top_p: 1 is off.

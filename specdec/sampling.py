@@ -15,6 +15,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from specdec import device_sampling
+from specdec.device_probs import Probs, to_host
+from specdec.device_sampling import Weighted, on_accelerator, weigh
 from specdec.distribution import Distribution, sample_candidates
 from specdec.filters import (
     CHUNK,
@@ -94,15 +97,14 @@ class SamplingTransform:
 
     In every method logits are [A, V] tensors of any float type and device, and ``histories[i]`` is
     the int64 sequence up to and including the node that row i answers; None is allowed where
-    ``params.needs_history`` is false. Results do not depend on which rows share a call.
+    ``params.needs_history`` is false. Results do not depend on which rows share a call. Logits on
+    an accelerator stay there, and so do the distributions made of them.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
 
-    def probs(
-        self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
-    ) -> FloatArray:
+    def probs(self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
         """float64[A, V]: the distribution that is sampled; one-hot at the argmax if greedy."""
         return self.distribution(logits, histories).probs()
 
@@ -116,6 +118,8 @@ class SamplingTransform:
         params = self.params
         if not len(logits):
             return np.zeros(0, np.int64)
+        if on_accelerator(logits):
+            return self._sample_there(self._processed(logits, histories), uniforms)
         if params.greedy:
             return argmax(self._processed(logits, histories))
         if 0 < params.top_k < logits.shape[1]:
@@ -127,12 +131,14 @@ class SamplingTransform:
 
     def distribution(
         self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
-    ) -> Distribution:
+    ) -> Distribution | Weighted:
         """The processed distribution on its support, to be sampled and written out at one cost."""
         params, vocab_size = self.params, logits.shape[1]
         if not len(logits):
             return Distribution(None, np.zeros((0, vocab_size)), vocab_size)
         logits = self._processed(logits, histories)
+        if on_accelerator(logits):
+            return self._weighed(logits)
         if params.greedy:
             best = argmax(logits)
             return Distribution(best[:, None], np.ones((len(best), 1)), vocab_size)
@@ -142,7 +148,7 @@ class SamplingTransform:
 
     def proposal_probs(
         self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
-    ) -> FloatArray:
+    ) -> Probs:
         """float64[W, V]: the distribution a draft samples candidates from, for rejection.
 
         The processed distribution; at temperature 1 and unfiltered if greedy, where the processed
@@ -152,6 +158,8 @@ class SamplingTransform:
         if not self.params.greedy or not len(logits):
             return self.probs(logits, histories)
         logits = self._processed(logits, histories)
+        if on_accelerator(logits):
+            return weigh(logits, temperature=1.0).probs()
         return stacked([part for _, part in _chunks(logits, 1.0, 1.0)]).probs()
 
     def top(
@@ -182,18 +190,41 @@ class SamplingTransform:
         best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
         tokens, logprobs = _on_host(best.indices, best.values)
         check_finite(logprobs[:, 0])
-        if (logprobs[:, 1:] == logprobs[:, :-1]).any():  # topk leaves the order of ties open
+        tied = (logprobs[:, 1:] == logprobs[:, :-1]).any()  # topk leaves their order open
+        if tied and on_accelerator(scores):
+            tokens, logprobs = _on_host(*device_sampling.top(scores, k))
+        elif tied:
             tokens, kept, _ = at_least_kth(scores, k)
             order = np.argsort(-kept, axis=1, kind="stable")
             tokens = np.take_along_axis(tokens, order, axis=1)
             logprobs = np.take_along_axis(kept, order, axis=1).astype(np.float64)
         return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0)
 
+    def _sample_there(self, logits: torch.Tensor, uniforms: FloatArray) -> IntArray:
+        params = self.params
+        if params.greedy:
+            return device_sampling.argmax(logits)
+        return device_sampling.sample(
+            logits,
+            uniforms,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+        )
+
+    def _weighed(self, logits: torch.Tensor) -> Weighted:
+        params = self.params
+        if params.greedy:
+            return device_sampling.one_hot(logits)
+        return weigh(logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+
     def _processed(
         self, logits: torch.Tensor, histories: Sequence[IntArray] | None
     ) -> torch.Tensor:
         """[A, V] in float32 or float64, processors applied; never the caller's tensor changed."""
         logits = logits.detach()
+        if not on_accelerator(logits):
+            logits = logits.cpu()
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         params = self.params
@@ -212,9 +243,9 @@ class SamplingTransform:
 
 def _on_host(indices: torch.Tensor, values: torch.Tensor) -> tuple[IntArray, FloatArray]:
     """int64 and float64 arrays; from a device in one copy, since each waits for the device."""
-    if indices.device.type == "cpu":
+    if not on_accelerator(values):
         return indices.numpy(), values.numpy().astype(np.float64)
-    both = torch.stack([indices.double(), values.double()]).cpu().numpy()
+    both = to_host(torch.stack([indices.double(), values.double()]))
     return both[0].astype(np.int64), both[1]
 
 
@@ -222,7 +253,7 @@ def _chunks(
     logits: torch.Tensor, temperature: float, top_p: float
 ) -> Iterator[tuple[slice, Distribution]]:
     """Temperature and top-p over whole rows, in chunks of rows that fit the cache."""
-    values = logits.cpu().numpy()
+    values = logits.numpy()
     num_rows, vocab_size = values.shape
     step = max(1, CHUNK // vocab_size)
     for start in range(0, num_rows, step):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from specdec.device_probs import Probs
 from specdec.ranking import top_set, top_stable
 from specdec.types import NO_NODE, BoolArray, Candidates, FloatArray, IntArray
 
@@ -44,7 +45,7 @@ class TokenTree:
         self._cand_logprobs = np.zeros((_FRESH, 0))
         self._cand_origins = np.zeros((_FRESH, 0), np.int64)
         self._mixed = False  # whether any candidate had an origin; until then the table is all 0
-        self.draft_probs: dict[int, FloatArray] = {}
+        self.draft_probs: dict[int, Probs] = {}
         """Node id -> float64[V] that its candidates were sampled from, where needed."""
         self._next_id = root_id
         self._size = 0

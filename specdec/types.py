@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specdec.device_probs import Probs, joined, on_host
+
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -115,7 +117,7 @@ class Candidates:
     tokens: IntArray
     logprobs: FloatArray
     counts: IntArray
-    probs: FloatArray | None = None
+    probs: Probs | None = None
     origins: IntArray | None = None
 
     @staticmethod
@@ -138,7 +140,7 @@ class Candidates:
             tokens=np.concatenate([part.tokens for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),
             counts=np.concatenate([part.counts for part in parts]),
-            probs=np.concatenate(probs) if probs else None,
+            probs=joined(probs) if probs else None,
         )
 
     def spread(self, mask: BoolArray) -> Candidates:
@@ -155,7 +157,7 @@ class Candidates:
         if self.probs is not None:
             vocab_size = self.probs.shape[1]
             probs = np.full((num_nodes, vocab_size), 1.0 / vocab_size)
-            probs[mask] = self.probs
+            probs[mask] = on_host(self.probs)
         if self.origins is not None:
             origins = np.zeros(full.tokens.shape, np.int64)
             origins[mask] = self.origins
@@ -250,7 +252,7 @@ class Answers:
     request: int
     node_ids: IntArray
     tokens: IntArray
-    probs: FloatArray | None = None
+    probs: Probs | None = None
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from specdec.device_probs import on_host
 from specdec.distributed import signs
 from specdec.distributed.codec import (
     HEADER_WORDS,
@@ -100,7 +101,9 @@ class _Edges:
         sender = self._worker.control
         sender.send_words(answer_words(tick, self._session, answers), 0, Tag.ANSWER)
         if answers[0].probs is not None:
-            probs = torch.cat([torch.from_numpy(a.probs) for a in answers])
+            probs = torch.cat(
+                [torch.from_numpy(on_host(a.probs)) for a in answers if a.probs is not None]
+            )
             sender.send(probs.contiguous(), 0, Tag.PROBS)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.device_probs import on_host
 from specdec.interfaces import TokenSource
 from specdec.sources.combined import joined_needs, tally
 from specdec.sources.sampled import sampled_candidates
@@ -144,7 +145,7 @@ class MixtureSource:
     ) -> Candidates:
         """Candidates from the exact mixture; a node without any answer gets none."""
         shares = [
-            w[:, None] * a.probs
+            w[:, None] * on_host(a.probs)
             for w, a in zip(weights.T, answers, strict=True)
             if a.probs is not None
         ]

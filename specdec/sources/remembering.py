@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.device_probs import Probs, on_host
 from specdec.interfaces import TokenSource
 from specdec.types import (
     Candidates,
@@ -33,7 +34,7 @@ class _Answer:
     tokens: IntArray
     logprobs: FloatArray
     count: int
-    probs: FloatArray | None
+    probs: Probs | None
 
 
 class AnswerBook:
@@ -89,7 +90,7 @@ class AnswerBook:
                 blank.counts[at] = num
                 if probs is not None:
                     assert row.probs is not None
-                    probs[at] = row.probs
+                    probs[at] = on_host(row.probs)
         return Candidates(
             tokens=blank.tokens, logprobs=blank.logprobs, counts=blank.counts, probs=probs
         )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from specdec import device_sampling
+from specdec.device_probs import DeviceProbs, Probs
 from specdec.randomness import KeyedDraws, Purpose
 from specdec.sampling import SamplingTransform, sample_candidates
 from specdec.types import Candidates, FloatArray, IntArray, Nodes
@@ -28,7 +30,7 @@ def node_positions(state: DecodeState, nodes: Nodes) -> IntArray:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def sampled_candidates(state: DecodeState, nodes: Nodes, probs: FloatArray, k: int) -> Candidates:
+def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -> Candidates:
     """Up to ``k`` different children per node, drawn one after the other without replacement.
 
     The draw of sibling j of a node at position p is keyed by (prompt, p + 1, DRAFT, j): the same
@@ -50,7 +52,15 @@ def sampled_candidates(state: DecodeState, nodes: Nodes, probs: FloatArray, k: i
             state.draws, request_id, tree.positions[tree.slots(ids)], k
         )
         start = stop
-    tokens, logprobs, counts = sample_candidates(probs, k, uniforms)
+    return _drawn(probs, k, uniforms)
+
+
+def _drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
+    """Candidates by ``uniforms``, float64[W, K], where the distributions lie."""
+    if isinstance(probs, DeviceProbs):
+        tokens, logprobs, counts = device_sampling.sample_candidates(probs, k, uniforms)
+    else:
+        tokens, logprobs, counts = sample_candidates(probs, k, uniforms)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
 
 
@@ -104,5 +114,4 @@ def candidates_of(
     probs = transform.proposal_probs(logits, histories)
     k = min(k, probs.shape[1])
     uniforms = _sibling_draws(draws, request_id, positions, k)
-    tokens, logprobs, counts = sample_candidates(probs, k, uniforms)
-    return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
+    return _drawn(probs, k, uniforms)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from specdec.device_probs import on_host
 from specdec.interfaces import TokenSource
 from specdec.sources.combined import joined_needs, tally
 from specdec.sources.remembering import RememberingSource
@@ -209,7 +210,7 @@ class StagedSource:
             tokens=np.concatenate(tokens),
             logprobs=scores,
             counts=(scores > -np.inf).sum(axis=1),
-            probs=np.stack(probs) if probs else None,
+            probs=np.stack([on_host(row) for row in probs]) if probs else None,
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specdec.device_probs import on_host
 from specdec.state import DecodeState, RequestState
 from specdec.types import NO_NODE, Answers, FloatArray, IntArray, Output, Verdict
 
@@ -35,8 +36,7 @@ class RootAnswered:
     def probs(self, slot: int) -> FloatArray:
         """float64[V]: the target's distribution after an answered slot."""
         assert self.answers.probs is not None, "the verifier declared that it needs target_probs"
-        row: FloatArray = self.answers.probs[self.rows[slot]]
-        return row
+        return on_host(self.answers.probs[int(self.rows[slot])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from specdec.device_probs import on_host
 from specdec.state import DecodeState
 from specdec.types import (
     NO_NODE,
@@ -140,8 +141,11 @@ class TypicalVerifier:
 
     def _acceptable(self, answered: RootAnswered) -> FloatArray:
         """float64[N]: target probability of the nodes that pass, 0 elsewhere."""
-        tree, rows, probs = answered.request.tree, answered.rows, answered.answers.probs
-        assert probs is not None, "the verifier declared that it needs target_probs"
+        tree, rows = answered.request.tree, answered.rows
+        assert answered.answers.probs is not None, (
+            "the verifier declared that it needs target_probs"
+        )
+        probs = on_host(answered.answers.probs)
         logs = np.log(probs, out=np.zeros_like(probs), where=probs > 0.0)
         entropy = -(probs * logs).sum(axis=1)
         threshold = np.minimum(self.epsilon, self.delta * np.exp(-entropy))

@@ -1,14 +1,19 @@
 """Rejection sampling: every emitted token is distributed as under the target model.
 
-Shape letters: V vocabulary, S support of the target, C children.
+Shape letters: V vocabulary, S support of the target, C children, J judged nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from specdec import device_sampling
+from specdec.device_probs import DeviceProbs, Probs, on_host
 from specdec.distribution import inverse_cdf
 from specdec.randomness import KeyedDraws, Purpose
 from specdec.state import DecodeState
@@ -33,6 +38,9 @@ class RejectionVerifier:
     A node's children must be a prefix of its sampled candidates, chosen without a look at their
     values; the first is asserted here, the second when a strategy is composed. With a greedy target
     its distribution is one-hot at the target's token, and the output is that of greedy decoding.
+
+    Where the target's distributions lie on a device, all answered nodes are judged there at once,
+    those off the accepted path too: their verdicts come back in one copy of two integers each.
     """
 
     needs = Needs(target_probs=True, draft_probs=True)
@@ -41,9 +49,15 @@ class RejectionVerifier:
     def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
         """One verdict per request whose root was answered."""
         return [
-            follow(answered, partial(_judge, answered, state.draws))
+            follow(answered, _rule(answered, state.draws))
             for answered in record_answers(state, output)
         ]
+
+
+def _rule(answered: RootAnswered, draws: KeyedDraws) -> Callable[[int], Choice]:
+    if isinstance(answered.answers.probs, DeviceProbs):
+        return partial(_look_up, answered, _judged_there(answered, answered.answers.probs, draws))
+    return partial(_judge, answered, draws)
 
 
 def _judge(answered: RootAnswered, draws: KeyedDraws, slot: int) -> Choice:
@@ -53,13 +67,10 @@ def _judge(answered: RootAnswered, draws: KeyedDraws, slot: int) -> Choice:
     own_token = answered.token(slot)
     if not len(children):
         return Choice(NO_NODE, own_token, 0)  # the bonus token: the target's own draw
-    tokens = tree.tokens[children]
-    assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
-        "children must be taken in sampling order"
-    )
+    tokens = _in_sampling_order(answered, slot, children)
     position = tree.positions[slot, None] + 1
     tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
-    draft = tree.draft_probs[int(tree.ids[slot])]
+    draft = on_host(tree.draft_probs[int(tree.ids[slot])])
     if request.sampling.greedy:
         support, target = np.array([own_token]), np.ones(1)
     else:
@@ -76,6 +87,63 @@ def _judge(answered: RootAnswered, draws: KeyedDraws, slot: int) -> Choice:
     draw = draws.uniform(request.id, position, Purpose.RESIDUAL)
     token = int(support[inverse_cdf(target[None], draw)[0]])
     return Choice(NO_NODE, token, len(children))
+
+
+def _in_sampling_order(answered: RootAnswered, slot: int, children: IntArray) -> IntArray:
+    """int64[C]: the children's tokens, which must be a prefix of what was sampled."""
+    tree = answered.request.tree
+    tokens = tree.tokens[children]
+    assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
+        "children must be taken in sampling order"
+    )
+    return tokens
+
+
+def _judged_there(
+    answered: RootAnswered, probs: DeviceProbs, draws: KeyedDraws
+) -> dict[int, tuple[int, int]]:
+    """Slot -> (place of the accepted child, or how many there are; the correction token)."""
+    request, tree, rows = answered.request, answered.request.tree, answered.rows
+    slots = [s for s in np.flatnonzero(rows >= 0).tolist() if len(tree.children(s))]
+    if not slots:
+        return {}
+    width = max(len(tree.children(slot)) for slot in slots)
+    tokens = np.full((len(slots), width), -1)
+    for line, slot in zip(tokens, slots, strict=True):
+        children = tree.children(slot)
+        line[: len(children)] = _in_sampling_order(answered, slot, children)
+    device = probs.rows.device
+    drafts = [_rows_on(tree.draft_probs[int(tree.ids[slot])], device) for slot in slots]
+    if request.sampling.greedy:
+        own = torch.from_numpy(answered.answers.tokens[rows[slots]]).to(device)
+        target = torch.zeros_like(probs.rows[: len(slots)]).scatter(1, own[:, None], 1.0)
+    else:
+        target = probs.rows[torch.from_numpy(rows[slots]).to(device)]
+    positions = tree.positions[slots] + 1
+    tests = draws.uniform(request.id, positions[:, None], Purpose.ACCEPT, np.arange(width))
+    corrections = draws.uniform(request.id, positions, Purpose.RESIDUAL)
+    found = device_sampling.judge(
+        target, pad_sequence(drafts, batch_first=True), tokens, tests, corrections
+    )
+    return dict(zip(slots, zip(*(each.tolist() for each in found), strict=True), strict=True))
+
+
+def _rows_on(probs: Probs, device: torch.device) -> torch.Tensor:
+    rows = probs.rows if isinstance(probs, DeviceProbs) else torch.from_numpy(probs)
+    return rows.to(device)
+
+
+def _look_up(answered: RootAnswered, judged: dict[int, tuple[int, int]], slot: int) -> Choice:
+    """What ``_judge`` would say of an answered slot."""
+    children = answered.request.tree.children(slot)
+    if not len(children):
+        return Choice(NO_NODE, answered.token(slot), 0)
+    place, correction = judged[slot]
+    if place < len(children):
+        return Choice(
+            int(children[place]), int(answered.request.tree.tokens[children[place]]), place
+        )
+    return Choice(NO_NODE, correction, len(children))
 
 
 def _without(draft: FloatArray, token: int) -> FloatArray:

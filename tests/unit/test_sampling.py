@@ -16,7 +16,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec import filters
 from specdec.distribution import Distribution, inverse_cdf
 from specdec.processors import repeated_ngrams
 from specdec.randomness import KeyedDraws, Purpose
@@ -225,21 +224,6 @@ def test_a_proposal_is_the_processed_distribution_or_the_plain_one_if_greedy():
     np.testing.assert_array_equal(sampled.proposal_probs(logits), sampled.probs(logits))
     greedy = SamplingTransform(SamplingParams()).proposal_probs(logits)
     np.testing.assert_allclose(greedy, logits.softmax(dim=1).numpy(), atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_transferring_path_of_devices_gives_the_same_entries(kind):
-    """The torch code for accelerators, run on the CPU."""
-    logits = logits_of(kind).float()
-    for k in (1, 7, 80):
-        ids, chosen, best = filters._at_least_kth_on_device(logits, k)
-        other_ids, other, other_best = filters.at_least_kth(logits, k)
-        kth = np.sort(logits.numpy(), axis=1)[:, -k]
-        for i in range(len(logits)):
-            mine = {(t, v) for t, v in zip(ids[i], chosen[i], strict=True) if v > -np.inf}
-            base = zip(other_ids[i], other[i], strict=True)
-            assert mine == {(t, v) for t, v in base if v >= kth[i] and v > -np.inf}
-        np.testing.assert_array_equal(best, other_best)
 
 
 # ---------------------------------------------------------------------- histories

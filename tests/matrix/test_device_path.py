@@ -1,0 +1,157 @@
+"""Decoding where logits lie on an accelerator: the same tokens, and only a few numbers come back.
+
+The accelerator is the CPU under another name: the torch code that works on a device's tensors runs
+on ordinary ones. What a real device would have to wait for is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+from functools import cache
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec import sampling
+from specdec.pairs import build_pair
+from specdec.runners import PartsRunner
+from specdec.state import StopRules
+from tests.matrix.cells import (
+    MAX_NEW_TOKENS,
+    PROMPTS,
+    Cell,
+    all_cells,
+    config,
+    cover,
+    decode,
+    runner,
+)
+from tests.matrix.outcomes import Kind, composed
+
+VOCABULARY = 1000
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount")
+"""Operations whose result's value or shape the host has to wait for."""
+
+STRATEGIES = {
+    "ar": ("none", "root_only", "match"),
+    "speculative": ("draft_model", "chain", "match"),
+    "best_first": ("draft_model", "best_first", "match"),
+    "specinfer": ("draft_model", "static", "rejection"),
+}
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All logits count as logits on an accelerator."""
+    monkeypatch.setattr(sampling, "on_accelerator", lambda tensor: True)
+
+
+class Copies(TorchDispatchMode):
+    """Counts what comes to the host.
+
+    Attributes:
+        sizes: elements of every tensor that was turned into an array, a list or a number.
+        waits: operations that wait for a device by themselves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masked = name in ("index", "index_put_") and any(
+            isinstance(at, torch.Tensor) and at.dtype == torch.bool for at in args[1]
+        )
+        if masked or name in WAITS:
+            self.waits[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Copies]:
+    copies = Copies()
+
+    def counting(method):
+        def call(tensor, *args, **kwargs):
+            copies.sizes.append(tensor.numel())
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, copies:
+        for name in ("numpy", "tolist", "__array__"):
+            patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+        yield copies
+
+
+@cache
+def chosen() -> tuple[Cell, ...]:
+    """Every source with every verifier, every verifier with every sampling."""
+    cells = [
+        cell
+        for cell in all_cells()
+        if cell.policy in ("chain", "static") and cell.executor in ("local", "early_exit")
+        if composed(cell).kind is not Kind.REFUSED
+    ]
+    return tuple(cover(cells, lambda c: {(c.source, c.verifier), (c.sampling, c.verifier)}))
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("cell", chosen(), ids=lambda c: "-".join(astuple(c)))
+def test_tokens_are_the_hosts(cell: Cell) -> None:
+    """Of every verifier: rejection and the lossy rules draw by the same keys."""
+    found = decode(runner(config(cell)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "on_accelerator", lambda tensor: False)
+        assert found == decode(runner(config(cell)))
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("sampling_name", ["greedy", "t06", "t08", "no_repeat4"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_few_numbers_come_back(strategy: str, sampling_name: str) -> None:
+    """Of an answered row its token, of a judged node two integers, of a draft's row its candidates.
+
+    With rejection, distributions stay where they are; nothing else is waited for either.
+    """
+    copies, num_candidates, ready = _copies(strategy, sampling_name)
+    made, draft = ready.parts.executor.counters, ready.parts.source.counters
+    assert 0 < sum(copies.sizes) <= 3 * made.rows + 2 * (num_candidates + 1) * draft.rows
+    # A request's rows come in one copy, a tree's verdicts in another; ties of a draft in a second.
+    assert len(copies.sizes) <= 2 * len(PROMPTS) * made.passes + 2 * draft.passes
+    assert not copies.waits
+
+
+@pytest.mark.parametrize("strategy", ["ar", "specinfer"])
+def test_the_hosts_path_would_bring_whole_rows(strategy: str) -> None:
+    """The control: the same count where numpy samples."""
+    copies, _, ready = _copies(strategy, "t08")
+    assert sum(copies.sizes) >= VOCABULARY * ready.parts.executor.counters.rows
+
+
+def _copies(strategy: str, sampling_name: str) -> tuple[Copies, int, PartsRunner]:
+    """(what came back in a whole run, candidates per row of a draft, the run's parts)."""
+    source, policy, verifier = STRATEGIES[strategy]
+    values = config(Cell(source, policy, verifier, "local", sampling_name))
+    values["model"]["vocab_size"] = VOCABULARY
+    stop = StopRules(max_new_tokens=MAX_NEW_TOKENS)
+    ready = PartsRunner(cfg=values, pair=build_pair(values["model"]), stop=stop)
+    widths = [0]
+    with counted() as copies, pytest.MonkeyPatch.context() as patch:
+        if source != "none":
+            expand = ready.parts.source.expand
+
+            def watched(state, nodes, k):
+                widths.append(k)
+                return expand(state, nodes, k)
+
+            patch.setattr(ready.parts.source, "expand", watched)
+        decode(ready)
+    return copies, max(widths), ready
