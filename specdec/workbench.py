@@ -27,7 +27,7 @@ from specdec.executors.exit_building import (
     build_early_exit,
     build_front,
     check_exits,
-    refuse_ranks,
+    exit_plan,
 )
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import paged, split_layers
@@ -266,9 +266,12 @@ class Workbench:
                 f"executor.groups={list(stages.groups)} with clock=paced: a profile prices a whole"
                 " stage, not its devices; leave groups null"
             )
-        refuse_ranks(needs)
+        exit_layer = self.pair.exit_layer if needs.exits else None
+        bounds = self._bounds(stages, exit_layer)
+        parts = plan_ranks(bounds, stages.devices, stages.degree)
         plan = SessionPlan(
-            ranks=plan_ranks(self._bounds(stages, None), stages.devices, stages.degree),
+            ranks=parts,
+            exits=exit_plan(needs, parts, exit_layer),
             degree=stages.degree,
             num_ranks=_num_ranks(stages, shares_draft=self._draft is not None),
             model=ranks.model,

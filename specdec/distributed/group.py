@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from specdec.distributed.collective import Connections
 from specdec.distributed.diagnosis import Diagnosis
 from specdec.distributed.launch import Processes
 from specdec.distributed.plan import DraftPlan, SessionPlan
+from specdec.distributed.replies import REPLIES, Arrived, Reply
 from specdec.distributed.transport import (
     FOREVER,
     PeerLost,
@@ -37,16 +37,6 @@ _LOAD_POLL_S = 0.02
 _LOAD_PATIENCE_S = 120.0  # without any sign of life
 _MAX_UNDER_WAY = 1024  # small messages; rank 0 must never wait for a rank that is behind
 _GRACE_S = 5.0  # for ranks to end by themselves
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """What the last rank said about a step: tokens int64[A], and distributions [A, V] or None."""
-
-    session: int
-    tick: int
-    tokens: IntArray
-    probs: torch.Tensor | None
 
 
 class RankGroup:
@@ -78,7 +68,9 @@ class RankGroup:
         self._processes = processes
         self._sessions = itertools.count(1)
         self._reports = itertools.count()
-        self._answers: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
+        self._replies: dict[Kind, queue.SimpleQueue[Arrived | None]] = {
+            kind: queue.SimpleQueue() for kind in REPLIES
+        }
         self._listened: dict[int, threading.Thread] = {}
         self._diagnosis = Diagnosis(store=store, size=size, processes=processes)
         self.wait_for([signs.up(rank) for rank in range(1, size)])
@@ -97,10 +89,9 @@ class RankGroup:
         """
         session = self.announce(plan)
         self.await_ready(session, plan.members)
-        last = len(plan.ranks)
-        if last not in self._listened:
-            listener = threading.Thread(target=self._listen, args=(last,), daemon=True)
-            self._listened[last] = listener
+        for rank in plan.repliers - self._listened.keys():
+            listener = threading.Thread(target=self._listen, args=(rank,), daemon=True)
+            self._listened[rank] = listener
             listener.start()
         return session
 
@@ -159,12 +150,12 @@ class RankGroup:
         """Bytes that rank 0 has sent."""
         return self._sender.num_bytes
 
-    def has_answer(self) -> bool:
-        """Whether ``answer`` would return at once."""
-        return not self._answers.empty()
+    def has_reply(self, kind: Kind) -> bool:
+        """Whether ``reply`` would return at once."""
+        return not self._replies[kind].empty()
 
-    def answer(self, session: int, tick: int, timeout_s: float) -> Answered:
-        """The answer of a step; those that nobody has waited for are dropped.
+    def reply(self, kind: Kind, session: int, tick: int, timeout_s: float) -> Reply:
+        """The reply of a kind in a step; those that nobody has waited for are dropped.
 
         Raises:
             RankFailure: if a rank has ended, or none has moved for ``timeout_s``.
@@ -172,7 +163,7 @@ class RankGroup:
         waiting = False
         while True:
             try:
-                found = self._answers.get(timeout=_POLL_S)
+                found = self._replies[kind].get(timeout=_POLL_S)
             except queue.Empty:
                 if not waiting:
                     self._diagnosis.expect_progress()
@@ -184,7 +175,7 @@ class RankGroup:
             if found is None:
                 raise self.failed()
             if (found.session, found.tick) == (session, tick):
-                return found
+                return found.reply
 
     def check(self) -> None:
         """Raises the failure of a rank, if there is one.
@@ -260,16 +251,16 @@ class RankGroup:
         return error
 
     def _listen(self, source: int) -> None:
-        """Thread: takes answers off the wire, so that waiting for them can be interrupted."""
+        """Thread: takes replies off the wire, so that waiting for them can be interrupted."""
+
+        def receive(probs: torch.Tensor) -> None:
+            self._group.recv([probs], source, Tag.PROBS).wait(FOREVER)
+
         try:
-            receiver = WordReceiver(self._group, source, Tag.ANSWER)
+            receiver = WordReceiver(self._group, source, Tag.REPLY)
             while True:
-                words = receiver.receive()
-                _, session, tick, vocab = words[:4].tolist()
-                probs = None
-                if vocab:
-                    probs = torch.empty(len(words) - 4, vocab, dtype=torch.float64)
-                    self._group.recv([probs], source, Tag.PROBS).wait(FOREVER)
-                self._answers.put(Answered(session, tick, words[4:], probs))
+                arrived = Arrived.read(receiver.receive(), receive)
+                self._replies[arrived.reply.kind].put(arrived)
         except RuntimeError:
-            self._answers.put(None)
+            for waiting in self._replies.values():
+                waiting.put(None)

@@ -59,20 +59,17 @@ class Ledger:
         if closed or commits:
             flight.prune(commits, closed)
 
-    def num_rows(self, tick: int) -> int:
-        """Rows of the batch that entered at ``tick`` which are alive by now."""
+    def alive(self, tick: int) -> Batch | None:
+        """Live rows of the batch that entered at ``tick``; None where there are none."""
         batch = self._batches.get(tick)
-        if batch is None:
-            return 0
-        flight = InFlight(batch)
-        self.prune(tick, flight)
-        return flight.batch.num_tokens
-
-    def take(self, tick: int) -> Batch | None:
-        """Removes the batch that entered at ``tick``; its live rows, None where there are none."""
-        batch = self._batches.pop(tick, None)
         if batch is None:
             return None
         flight = InFlight(batch)
         self.prune(tick, flight)
         return flight.batch if flight.batch.num_tokens else None
+
+    def take(self, tick: int) -> Batch | None:
+        """As ``alive``; the batch leaves the books."""
+        found = self.alive(tick)
+        self._batches.pop(tick, None)
+        return found

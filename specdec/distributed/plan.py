@@ -27,6 +27,21 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExitPlan:
+    """Which rank hands out early exits, and what (``Output.exits``).
+
+    Attributes:
+        rank: has the exit layer, and alone the head.
+        candidates: tokens per node at most.
+        sample: whether they are sampled, and come with their whole distribution.
+    """
+
+    rank: int
+    candidates: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
     """What rank 0 tells the others when a session begins; crosses as JSON.
 
@@ -41,6 +56,7 @@ class SessionPlan:
         threads: of torch, per rank; None for what the rank has.
         trace: whether ranks write down what they do.
         num_blocks, block_tokens: of each rank's paged cache; ``num_blocks`` None: not paged.
+        exits: None without an early exit.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -54,6 +70,7 @@ class SessionPlan:
     num_ranks: int = 0
     num_blocks: int | None = None
     block_tokens: int = 16
+    exits: ExitPlan | None = None
 
     @property
     def members(self) -> range:
@@ -64,6 +81,11 @@ class SessionPlan:
     def num_groups(self) -> int:
         """Stages, which is the pipeline's latency."""
         return self.ranks[-1].group
+
+    @property
+    def repliers(self) -> set[int]:
+        """Ranks that send something to rank 0 within a step."""
+        return {len(self.ranks)} | ({self.exits.rank} if self.exits else set())
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -81,7 +103,8 @@ class SessionPlan:
             )
             for r in values["ranks"]
         )
-        return SessionPlan(**{**values, "ranks": ranks})
+        exits = ExitPlan(**values["exits"]) if values["exits"] else None
+        return SessionPlan(**{**values, "ranks": ranks, "exits": exits})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,27 +12,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 
 from specdec.clocks import MeasuredClock, PacedClock, Timeline, Work
 from specdec.distributed.codec import Ending, Entry, OpenedRequest
 from specdec.distributed.ledger import Ledger
 from specdec.distributed.plan import RankPlan, SessionPlan
+from specdec.distributed.replies import Reply, answers_reply, exits_reply
 from specdec.executors.answering import Answerer
+from specdec.executors.exits import ExitReader
 from specdec.executors.layout import InFlight
 from specdec.executors.stage import Stage, paged
 from specdec.metrics.meter import Meter
 from specdec.randomness import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
-from specdec.types import Answers
 
 if TYPE_CHECKING:
     from specdec.pairs import ModelPair
 
 
 class Edges(Protocol):
-    """How a session's rows and answers travel."""
+    """How a session's rows and replies travel."""
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
         """To the next rank; None where stages compute nothing."""
@@ -46,7 +46,7 @@ class Edges(Protocol):
         """The rows received last are not needed any more."""
         ...
 
-    def send_answers(self, tick: int, answers: tuple[Answers, ...]) -> None:
+    def send_reply(self, tick: int, reply: Reply) -> None:
         """To rank 0."""
         ...
 
@@ -69,6 +69,7 @@ class StageSession:
         sends: bool,
         stage: Stage,
         answerer: Answerer | None,
+        exits: ExitReader | None,
         clock: MeasuredClock | PacedClock,
         edges: Edges,
     ) -> None:
@@ -82,6 +83,7 @@ class StageSession:
             sends: whether there is a rank so many after, for its rows to go to.
             stage: its layers.
             answerer: on the last rank.
+            exits: on the rank that has the early exit.
             clock: this rank's.
             edges: where rows come from and go to.
         """
@@ -92,6 +94,8 @@ class StageSession:
         self._receiver = rank + degree if sends else 0
         self._stage = stage
         self._answerer = answerer
+        self._exits = exits
+        self._followers = [part for part in (stage, answerer, exits) if part is not None]
         self._clock = clock
         self._edges = edges
         self._ledger = Ledger()
@@ -119,9 +123,8 @@ class StageSession:
         clock.start(rank)
         clock.align(sender, rank)
         if commits:
-            self._stage.commit(commits)
-            if self._answerer is not None:
-                self._answerer.commit(commits)
+            for part in self._followers:
+                part.commit(commits)
         if self._slot is not None:
             self._ledger.prune(*self._slot)
         if commits:
@@ -143,17 +146,17 @@ class StageSession:
 
     def _enter(self, tick: int, entry: Entry) -> None:
         for request_id in entry.closes:
-            self._stage.close(request_id)
-            if self._answerer is not None:
-                self._answerer.close(request_id)
+            for part in self._followers:
+                part.close(request_id)
         for opened in entry.opens:
             self._open(opened)
         self._ledger.enter(tick, entry.batch, [o.id for o in entry.opens], entry.closes)
 
     def _open(self, opened: OpenedRequest) -> None:
         self._stage.open(opened.id, opened.max_len)
-        if self._answerer is not None:
-            self._answerer.open(opened)
+        for reader in (self._answerer, self._exits):
+            if reader is not None:
+                reader.open(opened)
 
     def _compute(self, tick: int, entered: int) -> None:
         """Computes in step ``tick`` what came in at ``entered``."""
@@ -174,8 +177,15 @@ class StageSession:
         out = self._stage.run(batch, hidden)
         if not self._is_last:  # for the last rank nothing comes before the answer
             self._edges.release_rows()
+        proposed = None
+        if self._exits is not None and batch.trees:
+            assert out.exit_logits is not None, "the exit's stage owes its logits"
+            proposed = exits_reply(self._exits.read(batch, out.exit_logits))
         clock.charge(rank, Work.STAGE, num_rows)
         self.rows += num_rows
+        if proposed is not None:
+            clock.charge(rank, Work.EXIT, batch.num_nodes)
+            self._edges.send_reply(tick, proposed)
         if self._receiver:
             self._slot = (entered, InFlight(batch, out.hidden))
             if not self._plan.last_in_group:
@@ -184,7 +194,7 @@ class StageSession:
             assert self._answerer is not None, "the last rank answers"
             answers = self._answerer.answer(batch, out.logits)
             clock.charge(rank, Work.HEAD, batch.num_nodes)
-            self._edges.send_answers(tick, answers)
+            self._edges.send_reply(tick, answers_reply(answers))
             self._answered = True
         if self._is_last:
             self._edges.release_rows()
@@ -216,20 +226,15 @@ def build_session(
         rank: from 1.
         plan: of all ranks.
         pair: the plan's model, on this rank.
-        edges_of: how the stage's rows and answers travel.
+        edges_of: how the stage's rows and replies travel.
         join: connects this rank with others that share its layers, where the plan has such.
     """
     # compose builds executors, which know this package
     from specdec.compose import build_clock
-    from specdec.pairs import HuggingFacePair
 
     meter, mine = Meter(), plan.ranks[rank - 1]
-    stage: Stage
-    if mine.peers and isinstance(pair, HuggingFacePair):
-        assert join is not None, "ranks that share layers are connected"
-        stage = pair.stage(*mine.layers, meter, join(mine.peers))
-    else:
-        stage = pair.stage(*mine.layers, meter)
+    exits = plan.exits if plan.exits is not None and plan.exits.rank == rank else None
+    stage = _slice(pair, mine, meter, join, has_exit=exits is not None)
     stage = paged(stage, plan.num_blocks, plan.block_tokens)
     is_last = rank == len(plan.ranks)
     draws = KeyedDraws(seed=plan.seed)
@@ -243,14 +248,27 @@ def build_session(
         sends=rank + plan.degree <= len(plan.ranks),
         stage=stage,
         answerer=pair.answerer(draws=draws, needs_probs=plan.needs_probs) if is_last else None,
+        exits=None
+        if exits is None
+        else ExitReader(num_candidates=exits.candidates, draws=draws, sample=exits.sample),
         clock=clock,
         edges=edges_of(stage),
     )
 
 
-def answer_words(tick: int, session: int, answers: tuple[Answers, ...]) -> np.ndarray:
-    """int64: number of words, session, tick, vocabulary of the distributions (0: none), tokens."""
-    tokens = np.concatenate([a.tokens for a in answers])
-    probs = answers[0].probs
-    vocab = 0 if probs is None else probs.shape[1]
-    return np.concatenate([[4 + len(tokens), session, tick, vocab], tokens]).astype(np.int64)
+def _slice(
+    pair: ModelPair,
+    part: RankPlan,
+    meter: Meter,
+    join: Callable[[Sequence[int]], Collective] | None,
+    *,
+    has_exit: bool,
+) -> Stage:
+    """A rank's layers, or its share of them; with the exit head where that is this rank's."""
+    from specdec.pairs import HuggingFacePair
+
+    if part.peers and isinstance(pair, HuggingFacePair):
+        assert join is not None, "ranks that share layers are connected"
+        make = pair.exit_stage if has_exit else pair.stage
+        return make(*part.layers, meter, join(part.peers))
+    return (pair.exit_stage if has_exit else pair.stage)(*part.layers, meter)

@@ -38,7 +38,7 @@ class Tag(IntEnum):
     """What a message is; sessions add multiples of ``NUM_TAGS``."""
 
     CONTROL = 0
-    ANSWER = 1
+    REPLY = 1
     PROBS = 2
     HIDDEN = 3
 

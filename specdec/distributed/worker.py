@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specdec.device_probs import on_host
 from specdec.distributed import signs
 from specdec.distributed.codec import (
     HEADER_WORDS,
@@ -31,7 +30,8 @@ from specdec.distributed.collective import Connections
 from specdec.distributed.following import DraftSession
 from specdec.distributed.launch import NOTE
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.session import StageSession, answer_words, build_session
+from specdec.distributed.replies import Reply
+from specdec.distributed.session import StageSession, build_session
 from specdec.distributed.transport import (
     NUM_TAGS,
     Group,
@@ -45,26 +45,28 @@ from specdec.distributed.transport import (
     send_rows,
 )
 from specdec.errors import UserError
-from specdec.executors.stage import ModelStage, Stage
+from specdec.executors.exits import layers_of
+from specdec.executors.stage import Stage
 from specdec.pairs import ModelPair, PretrainedPair, build_pair
 from specdec.tensor_parallel import Collective
-from specdec.types import Answers, IntArray
+from specdec.types import IntArray
 
 _MAX_UNDER_WAY = 16  # hidden states may be large
 
 
 class _Edges:
-    """A session's rows and answers over the process groups."""
+    """A session's rows and replies over the process groups."""
 
     def __init__(self, *, worker: Worker, session: int, stage: Stage, degree: int) -> None:
         self._worker = worker
         self._degree = degree
         self._session = session
         self._tag = session * NUM_TAGS
-        self._is_model = isinstance(stage, ModelStage)
+        layers = layers_of(stage)
+        self._is_model = layers is not None
         device, dtype, width = torch.device("cpu"), torch.float32, 1
-        if isinstance(stage, ModelStage):
-            runner = stage.runner
+        if layers is not None:
+            runner = layers.runner
             device, dtype, width = runner.device, runner.dtype, runner.hidden_size
         group, sender, self._shift = worker.data(device)
         self._sender = sender
@@ -96,15 +98,12 @@ class _Edges:
         if self._receiver is not None:
             self._receiver.release()
 
-    def send_answers(self, tick: int, answers: tuple[Answers, ...]) -> None:
-        """Tokens as words; distributions, where there are any, in a second message."""
+    def send_reply(self, tick: int, reply: Reply) -> None:
+        """Words; distributions, where there are any, in a second message."""
         sender = self._worker.control
-        sender.send_words(answer_words(tick, self._session, answers), 0, Tag.ANSWER)
-        if answers[0].probs is not None:
-            probs = torch.cat(
-                [torch.from_numpy(on_host(a.probs)) for a in answers if a.probs is not None]
-            )
-            sender.send(probs.contiguous(), 0, Tag.PROBS)
+        sender.send_words(reply.words(self._session, tick), 0, Tag.REPLY)
+        if reply.probs is not None:
+            sender.send(reply.probs, 0, Tag.PROBS)
 
 
 class Worker:

@@ -2,7 +2,8 @@
 
 The steps are those of ``PipelineExecutor`` over messages. A step costs rank 0 one message to the
 first stage (what enters) and one to every rank (what was decided); the last rank answers with
-tokens. Who holds what is followed by the same books on both sides (``distributed.ledger``).
+tokens, the one with an early exit with candidates. Who holds what is followed by the same books on
+both sides (``distributed.ledger``).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from specdec.distributed.leading import DraftGroup
 from specdec.distributed.lease import Lease
 from specdec.distributed.ledger import Ledger
 from specdec.distributed.plan import SessionPlan
+from specdec.distributed.replies import read_answers, read_exits
 from specdec.executors.layout import Submitted
 from specdec.executors.times import StepTimes
 from specdec.metrics.meter import Meter
-from specdec.types import Answers, Batch, Commit, ExecutorCounters, IntArray, Output
+from specdec.types import Batch, Commit, ExecutorCounters, IntArray, Output
 
 if TYPE_CHECKING:
-    from specdec.distributed.group import Answered
     from specdec.state import RequestState
 
 _NO_TOKENS: IntArray = np.zeros(0, np.int64)
@@ -106,6 +107,9 @@ class DistributedExecutor:
         self._closes: list[int] = []
         self._entered = _NO_TOKENS  # the step's entry, in words
         self._due: Batch | None = None  # what the last rank answers in this step
+        exits = plan.exits
+        self._exit_stage = 0 if exits is None else plan.ranks[exits.rank - 1].group
+        self._exiting: Batch | None = None  # what passes the exit in this step
         self._in_step = False
         self._lease = Lease(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
         self._group = self._lease.group
@@ -141,6 +145,8 @@ class DistributedExecutor:
         self._closes.clear()
         self._opens.clear()
         self._ledger.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
+        if self._exit_stage == 1:
+            self._exiting = self._ledger.alive(self._tick)
         if self.latency == 1:
             self._due = self._ledger.take(self._tick)
         self._entered = entry_words(entry)
@@ -150,48 +156,39 @@ class DistributedExecutor:
         if self._times is not None:
             num_nodes = 0 if self._due is None else self._due.num_nodes
             self._times.compute([batch.num_tokens, *self._flow], num_nodes)
+            if self._exiting is not None:
+                self._times.exit(self._exit_stage - 1, self._exiting.num_nodes)
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
         if self._times is not None and self._times.busy():
             return False
-        return not self._answers_due or self._group.has_answer()
+        return all(self._group.has_reply(kind) for kind in self._owed)
 
     def collect(self) -> Output:
-        """Waits for the last rank where it has something to answer.
+        """Waits for the last rank where it has something to answer, and for exits.
 
         Raises:
             RankFailure: a rank died, raised, or none moved for ``timeout_s``.
         """
-        answered = None
-        if self._answers_due:
+        owed, is_open = self._owed, self._ledger.is_open
+        replies = {}
+        if owed:
             with self._meter.waiting():
-                answered = self._group.answer(self._session, self._tick, self._timeout_s)
+                for kind in owed:
+                    replies[kind] = self._group.reply(
+                        kind, self._session, self._tick, self._timeout_s
+                    )
         else:
             self._group.check()
         if self._times is not None:
             self._times.finish()
-        return Output(step=self._step, answers=() if answered is None else self._read(answered))
-
-    def _read(self, answered: Answered) -> tuple[Answers, ...]:
-        """Answers by request, without those of requests that have ended."""
-        assert self._due is not None
-        assert len(answered.tokens) == self._due.num_nodes, "rank 0 and the last rank disagree"
-        answers, start = [], 0
-        probs = None if answered.probs is None else answered.probs.numpy()
-        for rows in self._due.trees:
-            stop = start + len(rows.node_ids)
-            if self._ledger.is_open(rows.request):
-                answers.append(
-                    Answers(
-                        request=rows.request,
-                        node_ids=rows.node_ids,
-                        tokens=answered.tokens[start:stop],
-                        probs=None if probs is None else probs[start:stop],
-                    )
-                )
-            start = stop
-        return tuple(answers)
+        answers, exits = replies.get(Kind.ANSWERS), replies.get(Kind.EXITS)
+        return Output(
+            step=self._step,
+            answers=() if answers is None else read_answers(answers, owed[Kind.ANSWERS], is_open),
+            exits=() if exits is None else read_exits(exits, owed[Kind.EXITS], is_open),
+        )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Tells every rank what was decided, which ends the step."""
@@ -200,6 +197,8 @@ class DistributedExecutor:
         end = message(Kind.END, self._session, self._tick, decided, self._entered)
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is what all wait for
         self._ledger.commit(self._tick, commits)
+        if self._exit_stage > 1:
+            self._exiting = self._ledger.alive(self._tick + 2 - self._exit_stage)
         if self.latency > 1:
             self._due = self._ledger.take(self._tick + 2 - self.latency)
         if self._times is not None:
@@ -244,8 +243,11 @@ class DistributedExecutor:
             return []
         entered = range(self._tick, self._tick + 2 - self.latency, -1)
         due = 0 if self._due is None else self._due.num_tokens
-        return [*(self._ledger.num_rows(tick) for tick in entered), due]
+        flowing = [self._ledger.alive(tick) for tick in entered]
+        return [*(0 if batch is None else batch.num_tokens for batch in flowing), due]
 
     @property
-    def _answers_due(self) -> bool:
-        return self._due is not None and bool(self._due.trees)
+    def _owed(self) -> dict[Kind, Batch]:
+        """Kinds of replies that ranks owe in this step, with the rows that they are about."""
+        rows = {Kind.EXITS: self._exiting, Kind.ANSWERS: self._due}
+        return {kind: batch for kind, batch in rows.items() if batch is not None and batch.trees}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.clocks import Clock
+from specdec.distributed.plan import ExitPlan, RankPlan
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer
 from specdec.executors.early_exit import EarlyExitExecutor, ExitFront
@@ -82,14 +83,12 @@ def check_exits(source: TokenSource, policy: TreePolicy, executor: Executor) -> 
         )
 
 
-def refuse_ranks(needs: Needs) -> None:
-    """Refuses exits on stages in processes of their own.
+def exit_plan(needs: Needs, ranks: Sequence[RankPlan], layer: int | None) -> ExitPlan | None:
+    """Which rank of a pipeline hands out the exits that ``needs`` asks for; None without an exit.
 
-    Raises:
-        UserError: if a part needs exits.
+    Of ranks that share the layers with the exit, it is the last, as for answers.
     """
-    if needs.exits:
-        raise UserError(
-            "source=early_exit with executor.transport=distributed: ranks do not send exits yet;"
-            " use executor.transport=in_process"
-        )
+    if layer is None:
+        return None
+    found = [i for i, r in enumerate(ranks, 1) if r.layers[0] < layer <= r.layers[1]]
+    return ExitPlan(rank=found[-1], candidates=needs.exits, sample=needs.draft_probs)

@@ -18,7 +18,7 @@ from torch import nn
 from specdec.cache import TreeCache
 from specdec.executors.answering import AnsweredRequest
 from specdec.executors.layout import row_items, tree_row_index
-from specdec.executors.stage import ModelStage, StageOutput
+from specdec.executors.stage import ModelStage, Stage, StageOutput
 from specdec.histories import PathBook
 from specdec.metrics.meter import Meter
 from specdec.randomness import KeyedDraws
@@ -128,6 +128,13 @@ class ExitStage:
     def cache(self, request_id: int) -> TreeCache:
         """The layers' cache of a request."""
         return self.body.cache(request_id)
+
+
+def layers_of(stage: Stage) -> ModelStage | None:
+    """The slice of a model in a stage; None in one that computes nothing."""
+    if isinstance(stage, ExitStage):
+        return stage.body
+    return stage if isinstance(stage, ModelStage) else None
 
 
 class ExitReader:

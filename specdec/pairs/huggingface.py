@@ -132,9 +132,21 @@ class HuggingFacePair:
             UserError: shares of quantised weights.
         """
         self._check_shares(group)
+        model = self.part(first, last) if group is None else self.share(first, last, group)
+        return self._slice(model, first, last, meter, group, capture_layers)
+
+    def _slice(
+        self,
+        model: PreTrainedModel,
+        first: int,
+        last: int,
+        meter: Meter,
+        group: Collective | None,
+        capture_layers: Sequence[int],
+    ) -> ModelStage:
         with nullcontext() if group is None else group.paused():
             runner = ModelRunner(
-                model=self.part(first, last) if group is None else self.share(first, last, group),
+                model=model,
                 name="target",
                 meter=meter,
                 first_layer=first,
@@ -162,13 +174,22 @@ class HuggingFacePair:
             )
         return layer
 
-    def exit_stage(self, first: int, last: int, meter: Meter) -> ExitStage:
-        """Layers ``first`` .. ``last``, the exit layer among or after them, with the exit head."""
-        layer = self.exit_layer
+    def exit_stage(
+        self, first: int, last: int, meter: Meter, group: Collective | None = None
+    ) -> ExitStage:
+        """Layers ``first`` .. ``last``, the exit layer one of them, with the exit head.
+
+        Of a ``group`` that shares the layers, one rank has the whole head.
+        """
+        layer, captured = self.exit_layer, (self.exit_layer - 1,)
         assert first < layer <= last, f"exit layer {layer} is not in {first} .. {last}"
-        body = self.stage(first, last, meter, capture_layers=(layer - 1,))
-        head = self.exit_head(meter, self.part(first, last))
-        return ExitStage(body=body, head=head, layer=layer)
+        if group is None:
+            whole = self.part(first, last)
+            body = self._slice(whole, first, last, meter, None, captured)
+        else:
+            body = self.stage(first, last, meter, group, captured)
+            whole = self.part(layer - 1, layer)  # little of it: what a head's modules look like
+        return ExitStage(body=body, head=self.exit_head(meter, whole), layer=layer)
 
     def exit_head(self, meter: Meter, target: PreTrainedModel) -> ExitHead:
         """The exit head, in modules of ``target``'s kind."""
@@ -190,7 +211,8 @@ class HuggingFacePair:
 
     def head_weights(self) -> HeadWeights:
         """The exit head's weights: untrained ones, the target's own."""
-        return own_head(self.target, self._exit[1], self.exit_layer)
+        source = self.part(self.exit_layer, self.num_layers)
+        return own_head(source, self._exit[1], self.exit_layer)
 
     def exit_bytes(self, *, with_layers: bool) -> int:
         """Bytes of weights that a pass of the exit head reads, with or without those before it."""

@@ -232,9 +232,8 @@ def decode_steps(
 
 def num_ranks(cfg: Mapping[str, Any]) -> int:
     """Ranks beside rank 0 that a configuration is certified on; 0 where all is in one process."""
-    executor = dict(cfg["executor"])
-    real = executor.get("transport") == "distributed" and cfg["clock"]["kind"] != "simulated"
-    return _shrink(executor) if real else 0
+    real = _on_ranks(cfg["executor"]) and cfg["clock"]["kind"] != "simulated"
+    return _shrink(_small(cfg)["executor"]) if real else 0
 
 
 def _family(model: Mapping[str, Any]) -> str:
@@ -245,6 +244,11 @@ def _family(model: Mapping[str, Any]) -> str:
     elif model["kind"] == "pretrained":
         found = inspect_model(resolve(str(model["target"]))).model_type
     return found if found in CERTIFIED else "llama"
+
+
+def _on_ranks(executor: Mapping[str, Any]) -> bool:
+    """Whether stages are asked to be processes."""
+    return executor.get("transport") == "distributed"
 
 
 def _shrink(executor: dict[str, Any]) -> int:
@@ -259,7 +263,7 @@ def _shrink(executor: dict[str, Any]) -> int:
     stages, groups = executor.get("stages"), executor.get("groups")
     if stages is None:
         return 0
-    most = MAX_RANKS if executor.get("transport") == "distributed" else MAX_STAGES
+    most = MAX_RANKS if _on_ranks(executor) else MAX_STAGES
     executor["stages"] = min(stages, most)
     if groups is None:
         return int(executor["stages"])
@@ -318,7 +322,7 @@ def _shrink_exit(executor: dict[str, Any], model: Mapping[str, Any]) -> dict[str
     exit_layer = int(model["exit_layer"] or 1)
     fitting = -(-layers // exit_layer)
     asked = int(executor["stages"] or fitting)
-    stages = max(2, min(asked, MAX_STAGES))
+    stages = max(2, min(asked, MAX_RANKS if _on_ranks(executor) else MAX_STAGES))
     size = exit_layer if asked == fitting else layers / asked
     exit_stage = max(1, min(stages - 1, round(exit_layer / size + 0.49)))
     inside = asked != fitting and exit_layer % size != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -29,7 +30,12 @@ PROMPTS = (
 @cache
 def pair() -> ModelPair:
     """The models of ``model=random`` below, for the controller."""
-    return build_pair(config("ar", 2)["model"])
+    return _pair(json.dumps(config("ar", 2)["model"]))
+
+
+@cache
+def _pair(model: str) -> ModelPair:
+    return build_pair(json.loads(model))
 
 
 @cache
@@ -58,7 +64,7 @@ def config(
     values = deepcopy(_composed(strategy, sampling))
     values["executor"]["stages"] = stages
     values["executor"]["transport"] = "distributed" if distributed else "in_process"
-    if "width" in values["policy"]:
+    if values["policy"].get("width", 1) > 1:
         values["policy"].update(width=5, children=3)
     for key, value in keys.items():
         *path, last = key.split("__")
@@ -72,7 +78,8 @@ def config(
 @contextmanager
 def runner(values: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS) -> Iterator[PartsRunner]:
     """The strategy of a configuration, closed afterwards."""
-    made = PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=max_new_tokens))
+    stop = StopRules(max_new_tokens=max_new_tokens)
+    made = PartsRunner(cfg=values, pair=_pair(json.dumps(values["model"])), stop=stop)
     try:
         yield made
     finally:

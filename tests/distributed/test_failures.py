@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LIMIT_S = 90.0  # the promise is 15 s; this machine may be busy with other tests
 RANK_FAILED, INTERRUPTED = 3, 130
+EARLY_EXIT = ("strategy=ppsd", "executor=pipeline", "model.exit_layer=1")
+"""Rank 1 hands out exits, rank 2 answers; rank 0 waits for both."""
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -67,15 +69,17 @@ def check_resumes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_killed_stage_is_named(rank: int, tmp_path: Path) -> None:
-    status, message, took = fail(tmp_path / "run", signal.SIGKILL, rank)
+@pytest.mark.parametrize("overrides", [(), EARLY_EXIT], ids=["specpipe", "ppsd"])
+def test_a_killed_stage_is_named(rank: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    status, message, took = fail(tmp_path / "run", signal.SIGKILL, rank, *overrides)
     assert status == RANK_FAILED
     said = message.strip().splitlines()[-1]
     assert f"rank {rank} " in said, message
     assert "SIGKILL" in said, message
     assert "Traceback" not in message
     assert took < LIMIT_S
-    check_resumes(tmp_path / "run")
+    if not overrides:
+        check_resumes(tmp_path / "run")
 
 
 def test_a_stopped_stage_is_named_within_the_timeout(tmp_path: Path) -> None:
@@ -102,14 +106,16 @@ def test_ranks_do_not_outlive_a_killed_controller(tmp_path: Path) -> None:
 
 
 class Fails:
-    """A logits processor that raises on the answering rank."""
+    """A logits processor that raises on the rank that uses it first."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("planted in the last stage")
+        raise ArithmeticError("planted in a stage")
 
 
-def test_an_exception_in_a_rank_is_told() -> None:
-    with runner(config("ar", 2, distributed=True)) as made:
+@pytest.mark.parametrize(("strategy", "rank"), [("ar", 2), ("ppsd", 1)])
+def test_an_exception_in_a_rank_is_told(strategy: str, rank: int) -> None:
+    """The last rank answers; the first, with the exit, has proposed before."""
+    with runner(config(strategy, 2, distributed=True)) as made:
         request = RequestState(
             request_id=1,
             prompt=np.array([1, 2, 3]),
@@ -117,7 +123,7 @@ def test_an_exception_in_a_rank_is_told() -> None:
             sampling=SamplingParams(processors=(Fails(),)),
         )
         pids = made.parts.executor._group._processes.pids  # type: ignore[attr-defined]
-        with pytest.raises(RankFailure, match=r"rank 2 .*ArithmeticError: planted in the last"):
+        with pytest.raises(RankFailure, match=rf"rank {rank} .*ArithmeticError: planted"):
             list(made.parts.decode(made.parts.new_state(), [request]))
     assert not any(map(is_alive, pids))
 

@@ -53,6 +53,18 @@ def test_distributions_travel(stages: int) -> None:
     same(config("speculative", stages, "t08", verifier=rejection()))
 
 
+@pytest.mark.parametrize(("strategy", "layer"), [("ppsd", 6), ("ppsd_tree", 3)])
+def test_exits_travel(strategy: str, layer: int, stages: int) -> None:
+    """From the first rank, or a later one than that, or the one that answers."""
+    head = {"model__exit_layer": layer, "model__exit_head": "transformer"}
+    same(config(strategy, stages, "t06", batch_size=2, **head))
+
+
+def test_distributions_of_exits_travel(stages: int) -> None:
+    """Beside the answers', from the same rank where there are two stages."""
+    same(config("ppsd", stages, "t08", verifier=rejection(), model__exit_layer=5))
+
+
 @pytest.mark.parametrize("strategy", ["ar", "specpipe", "pipedec"])
 def test_stages_of_several_devices(strategy: str) -> None:
     """PipeDec's groups: three ranks are two stages, whose latency is two steps."""

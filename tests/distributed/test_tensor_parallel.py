@@ -39,6 +39,12 @@ def test_pipeline_stages_of_several_ranks() -> None:
     same(config("specinfer", 2, executor__target_degree=2, verifier=rejection()))
 
 
+def test_an_exit_of_a_shared_stage() -> None:
+    """One of the ranks has the whole head; the others go on with their share of the layers."""
+    head = {"model__exit_layer": 3, "model__exit_head": "transformer"}
+    same(config("ppsd_tree", 2, "t06", executor__target_degree=2, **head))
+
+
 def test_a_shared_draft_keeps_its_cache() -> None:
     """Rank 0's share of the entries, after every step; each node is computed once."""
     degrees = {"executor__target_degree": 2, "executor__draft_degree": 2}

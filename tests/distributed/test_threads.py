@@ -10,23 +10,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.distributed.lease import give
 from specdec.distributed.ledger import Ledger
 from specdec.executors.distributed import DistributedExecutor
 from specdec.executors.layout import InFlight
 from specdec.executors.stage import ModelStage, split_layers
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
-from tests.distributed.threads import ThreadGroup
+from tests.distributed.threads import ThreadGroup, thread_ranks
 
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[ThreadGroup]:
     """Eight ranks; executors use the first of them."""
-    made = ThreadGroup(9)
-    give(made)  # type: ignore[arg-type]
-    yield made
-    give(None)
-    made.close()
+    with thread_ranks(9) as made:
+        yield made
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "t06"])

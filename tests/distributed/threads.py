@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from specdec.distributed.codec import HEADER_WORDS, Kind, read_ending, read_entry
-from specdec.distributed.group import Answered
+from specdec.distributed.lease import give
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.session import StageSession, answer_words, build_session
-from specdec.executors.stage import ModelStage, Stage
+from specdec.distributed.replies import REPLIES, Arrived, Reply
+from specdec.distributed.session import StageSession, build_session
+from specdec.executors.exits import layers_of
+from specdec.executors.stage import Stage
 from specdec.pairs import build_pair
-from specdec.types import Answers, IntArray
+from specdec.types import IntArray
 
 PATIENCE_S = 120.0
 
@@ -30,9 +33,9 @@ class ThreadGroup:
         self.size = size
         self.alive = True
         self._inboxes = {rank: queue.SimpleQueue[Any]() for rank in range(1, size)}
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._replies = {kind: queue.SimpleQueue[Any]() for kind in REPLIES}
         self._numbers = itertools.count(1)
-        self._sessions: dict[tuple[int, int], StageSession] = {}
+        self.sessions: dict[tuple[int, int], StageSession] = {}
         for rank in range(1, size):
             threading.Thread(target=self._serve, args=(rank,), daemon=True).start()
 
@@ -42,8 +45,8 @@ class ThreadGroup:
         pair = build_pair(plan.model)
         edges = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
         for rank in range(1, len(plan.ranks) + 1):
-            link = _Edges(self._answers, session, edges[rank - 1], edges[rank])
-            self._sessions[session, rank] = build_session(
+            link = _Edges(self._replies, session, edges[rank - 1], edges[rank])
+            self.sessions[session, rank] = build_session(
                 rank=rank, plan=plan, pair=pair, edges_of=link.of
             )
         return session
@@ -55,22 +58,22 @@ class ThreadGroup:
         for rank in ranks:
             self._inboxes[rank].put(words.copy())
 
-    def has_answer(self) -> bool:
-        return not self._answers.empty()
+    def has_reply(self, kind: Kind) -> bool:
+        return not self._replies[kind].empty()
 
-    def answer(self, session: int, tick: int, timeout_s: float) -> Answered:
+    def reply(self, kind: Kind, session: int, tick: int, timeout_s: float) -> Reply:
         while True:
-            found = self._answers.get(timeout=timeout_s)
+            found = self._replies[kind].get(timeout=timeout_s)
             if isinstance(found, BaseException):
                 raise found
             if (found.session, found.tick) == (session, tick):
-                return found
+                return found.reply
 
     def check(self) -> None:
-        """Failures come as answers."""
+        """Failures come as replies."""
 
     def reports(self, session: int, num_ranks: int) -> list[dict[str, object]]:
-        parts = [self._sessions[session, rank] for rank in range(1, num_ranks + 1)]
+        parts = [self.sessions[session, rank] for rank in range(1, num_ranks + 1)]
         return [{**part.report(), "bytes_sent": 0} for part in parts]
 
     def kill(self) -> None:
@@ -86,25 +89,36 @@ class ThreadGroup:
             with torch.inference_mode():
                 while (words := self._inboxes[rank].get()) is not None:
                     _, kind, session, tick = words[:HEADER_WORDS].tolist()
-                    mine = self._sessions[session, rank]
+                    mine = self.sessions[session, rank]
                     if kind == Kind.BEGIN:
                         mine.begin(tick, read_entry(words))
                     else:
                         mine.end(tick, read_ending(words))
         except Exception as error:
-            self._answers.put(error)
+            for waiting in self._replies.values():
+                waiting.put(error)
+
+
+@contextmanager
+def thread_ranks(size: int) -> Iterator[ThreadGroup]:
+    """Every executor made inside uses these ranks."""
+    made = ThreadGroup(size)
+    give(made)  # type: ignore[arg-type]
+    yield made
+    give(None)
+    made.close()
 
 
 class _Edges:
     """Rows through queues; a receiver checks that it expects as many as were sent."""
 
-    def __init__(self, answers: Any, session: int, before: Any, after: Any) -> None:
-        self._answers, self._session = answers, session
+    def __init__(self, replies: Any, session: int, before: Any, after: Any) -> None:
+        self._replies, self._session = replies, session
         self._before, self._after = before, after
         self._is_model = False
 
     def of(self, stage: Stage) -> _Edges:
-        self._is_model = isinstance(stage, ModelStage)
+        self._is_model = layers_of(stage) is not None
         return self
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
@@ -119,9 +133,6 @@ class _Edges:
     def release_rows(self) -> None:
         """Queues need no buffers."""
 
-    def send_answers(self, tick: int, answers: tuple[Answers, ...]) -> None:
-        words = answer_words(tick, self._session, answers)
-        probs = None
-        if answers[0].probs is not None:
-            probs = torch.cat([torch.from_numpy(a.probs) for a in answers])
-        self._answers.put(Answered(self._session, tick, words[4:], probs))
+    def send_reply(self, tick: int, reply: Reply) -> None:
+        words = reply.words(self._session, tick)
+        self._replies[reply.kind].put(Arrived.read(words, lambda probs: probs.copy_(reply.probs)))

@@ -1,0 +1,151 @@
+"""Early exits of stages on ranks: candidates, steps and books are those of the in-process pipeline.
+
+Threads stand for ranks here; ``test_parity.py`` has real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.distributed import replies
+from specdec.executors import ExitStage
+from specdec.executors import distributed as over_ranks
+from specdec.types import Exits, Output
+from tests.distributed.support import PROMPTS, config, counted, rejection, runner
+from tests.distributed.threads import ThreadGroup, thread_ranks
+
+EVERY_STEP = ("node_ids", "tokens", "logprobs", "counts", "probs")
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[ThreadGroup]:
+    """Eight ranks; executors use the first of them."""
+    with thread_ranks(9) as made:
+        yield made
+
+
+def exits(strategy: str, stages: int, layer: int, sampling: str = "t06", **keys: Any) -> dict:
+    """A configuration of 8 layers with its exit after ``layer`` of them."""
+    head = keys.pop("head", "transformer")
+    return config(
+        strategy, stages, sampling, model__exit_layer=layer, model__exit_head=head, **keys
+    )
+
+
+def decoded(values: dict[str, Any], transport: str) -> tuple[list[dict], list[list[Exits]]]:
+    """What each prompt counted, and the exits of every step."""
+    values["executor"]["transport"] = transport
+    results: list[dict] = []
+    steps: list[list[Exits]] = []
+    with runner(values) as made:
+        collect = made.parts.executor.collect
+
+        def noting() -> Output:
+            output = collect()
+            steps.append(list(output.exits))
+            return output
+
+        made.parts.executor.collect = noting  # type: ignore[method-assign]
+        made.run(PROMPTS, lambda result: results.append(counted(result)))
+    return results, steps
+
+
+def same_exits(values: dict[str, Any], plant: Any = None) -> list[dict]:
+    """Compares transports step by step; ``plant`` is called in between, for the controls."""
+    expected, known = decoded(values, "in_process")
+    if plant is not None:
+        plant()
+    found, steps = decoded(values, "distributed")
+    assert found == expected
+    assert sum(len(exits.node_ids) for step in known for exits in step) > 0
+    assert [len(step) for step in steps] == [len(step) for step in known]
+    for step, others in zip(steps, known, strict=True):
+        for mine, theirs in zip(step, others, strict=True):
+            assert mine.request == theirs.request
+            for name in EVERY_STEP:
+                here, there = (
+                    getattr(e, name, getattr(e.candidates, name, None)) for e in (mine, theirs)
+                )
+                assert (here is None) == (there is None)
+                assert here is None or np.array_equal(here, there), name
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stages", "layer", "head", "sampling"),
+    [
+        ("ppsd", 3, 3, "transformer", "t06"),  # S = E, and a shorter last stage
+        ("ppsd_tree", 3, 3, "norm", "greedy"),
+        ("ppsd", 8, 6, "norm", "t06"),  # S < E: a draft takes six steps
+        ("ppsd_tree", 8, 3, "transformer", "t06"),  # levels of several nodes pass the exit
+        ("ppsd_tree", 4, 5, "norm", "t06"),  # inside the third stage
+        ("ppsd_tree", 2, 6, "transformer", "greedy"),  # the exit's rank is the one that answers
+        ("ppsd", 3, 4, "transformer", "no_repeat4"),  # histories on the exit's rank
+    ],
+)
+def test_exits_of_ranks_are_those_of_one_process(
+    strategy: str, stages: int, layer: int, head: str, sampling: str
+) -> None:
+    same_exits(exits(strategy, stages, layer, sampling, head=head))
+
+
+def test_distributions_travel() -> None:
+    """Rejection needs what candidates were sampled from, and the target's distributions."""
+    same_exits(exits("ppsd", 2, 6, "t08", verifier=rejection()))
+    same_exits(exits("ppsd", 3, 2, "t08", verifier=rejection(), batch_size=2))
+
+
+@pytest.mark.parametrize("groups", [[2, 1], [1, 3]])
+def test_stages_of_several_devices(groups: list[int]) -> None:
+    """The exit is on one device of a stage; the others hand rows on within the step."""
+    same_exits(exits("ppsd_tree", 2, 5, executor__groups=groups))
+
+
+def test_one_rank_has_the_head(group: ThreadGroup) -> None:
+    with runner(exits("ppsd", 4, 3, executor__transport="distributed")):
+        stages = [session._stage for session in group.sessions.values()]
+    assert [isinstance(stage, ExitStage) for stage in stages] == [False, True, False, False]
+
+
+def test_a_cancelled_request_leaves_no_trace() -> None:
+    """Its exits are under way when it is closed, and the next run has the same prompt ids."""
+    values = exits("ppsd_tree", 3, 5)
+    expected, _ = decoded(values, "in_process")
+    for when in (3, 6):
+        values["executor"]["transport"] = "distributed"
+        with runner(values) as made:
+            state = made.parts.new_state()
+            for number, _ in enumerate(made.steps(state, PROMPTS[:2], lambda request: None)):
+                if number == when:
+                    for request in state.requests.values():
+                        request.cancel()
+            found: list[dict] = []
+            made.run(PROMPTS, lambda result, into=found: into.append(counted(result)))
+        assert found == expected
+
+
+@pytest.mark.parametrize("bug", ["head not pruned", "wrong rows"])
+def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = exits("ppsd_tree", 8, 3)
+
+    def plant() -> None:
+        if bug == "head not pruned":
+            monkeypatch.setattr(
+                ExitStage, "commit", lambda self, commits: self.body.commit(commits)
+            )
+        else:
+            monkeypatch.setattr(over_ranks, "read_exits", _shifted)
+
+    with pytest.raises(AssertionError):
+        same_exits(values, plant)
+
+
+def _shifted(*args: Any) -> tuple[Exits, ...]:
+    """Candidates at the node before."""
+    found = replies.read_exits(*args)
+    return tuple(replace(e, node_ids=np.roll(e.node_ids, 1)) for e in found)
