@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -132,21 +133,9 @@ class HuggingFacePair:
             UserError: shares of quantised weights.
         """
         self._check_shares(group)
-        model = self.part(first, last) if group is None else self.share(first, last, group)
-        return self._slice(model, first, last, meter, group, capture_layers)
-
-    def _slice(
-        self,
-        model: PreTrainedModel,
-        first: int,
-        last: int,
-        meter: Meter,
-        group: Collective | None,
-        capture_layers: Sequence[int],
-    ) -> ModelStage:
         with nullcontext() if group is None else group.paused():
             runner = ModelRunner(
-                model=model,
+                model=self.part(first, last) if group is None else self.share(first, last, group),
                 name="target",
                 meter=meter,
                 first_layer=first,
@@ -181,19 +170,19 @@ class HuggingFacePair:
 
         Of a ``group`` that shares the layers, one rank has the whole head.
         """
-        layer, captured = self.exit_layer, (self.exit_layer - 1,)
+        layer = self.exit_layer
         assert first < layer <= last, f"exit layer {layer} is not in {first} .. {last}"
-        if group is None:
-            whole = self.part(first, last)
-            body = self._slice(whole, first, last, meter, None, captured)
-        else:
-            body = self.stage(first, last, meter, group, captured)
-            whole = self.part(layer - 1, layer)  # little of it: what a head's modules look like
-        return ExitStage(body=body, head=self.exit_head(meter, whole), layer=layer)
+        body = self.stage(first, last, meter, group, (layer - 1,))
+        like = self.part(layer - 1, layer)  # a rank loads little of it: what modules look like
+        return ExitStage(body=body, head=self.exit_head(meter, like), layer=layer)
 
     def exit_head(self, meter: Meter, target: PreTrainedModel) -> ExitHead:
         """The exit head, in modules of ``target``'s kind."""
         weights = self.head_weights()
+        if "output.weight" not in weights.tensors:  # the target's own, which a rank may lack
+            last = self.part(self.num_layers - 1, self.num_layers)
+            output = last.get_output_embeddings().weight
+            weights = replace(weights, tensors={**weights.tensors, "output.weight": output})
         model = head_model(target, weights)
         if weights.kind == "norm":
             output = model.get_output_embeddings()

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specdec.distributed import replies
 from specdec.executors import ExitStage
 from specdec.executors import distributed as over_ranks
-from specdec.types import Exits, Output
+from specdec.metrics.meter import Meter
+from specdec.pairs import PretrainedPair
+from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
+from specdec.train.model import LanguageModel, ModelShape, save_hf
+from specdec.types import NO_NODE, Batch, Exits, Output, PrefillChunk, TreeRows
 from tests.distributed.support import PROMPTS, config, counted, rejection, runner
 from tests.distributed.threads import ThreadGroup, thread_ranks
 
@@ -110,6 +116,62 @@ def test_one_rank_has_the_head(group: ThreadGroup) -> None:
     with runner(exits("ppsd", 4, 3, executor__transport="distributed")):
         stages = [session._stage for session in group.sessions.values()]
     assert [isinstance(stage, ExitStage) for stage in stages] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own_output", "trained"),
+    [("norm", True, True), ("transformer", False, True), ("transformer", True, False)],
+)
+def test_a_rank_loads_its_layers_and_the_head(
+    kind: str, own_output: bool, trained: bool, tmp_path: Path
+) -> None:
+    """Of a model on disk: the exit of a rank that has read layers 1 and 2 is the whole model's."""
+    shape = ModelShape(
+        num_layers=4,
+        hidden=32,
+        feed_forward=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=48,
+        max_positions=64,
+    )
+    target = LanguageModel(shape, generator=torch.Generator().manual_seed(1))
+    save_hf(target, tmp_path)
+    spec = HeadSpec(kind=HeadKind(kind), layer=2, own_output=own_output)
+    save_heads(ExitHeads(target, [spec]), tmp_path / "heads")
+    logits, loaded = [], []
+    for parts_only in (False, True):
+        pair = PretrainedPair(
+            target=str(tmp_path),
+            draft=None,
+            ngram=None,
+            dtype="float32",
+            device="cpu",
+            attention="auto",
+            exit_layer=2,
+            exit_head=kind,
+            exit_heads=str(tmp_path / "heads") if trained else None,
+        )
+        pair.parts_only = parts_only
+        stage = pair.exit_stage(1, 3, Meter())
+        stage.open(1, 8)
+        batch = Batch(step=0, prefills=(PrefillChunk(request=1, start=0, tokens=np.arange(5)),))
+        hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+        logits.append(stage.run(batch, hidden).hidden)
+        row = TreeRows(
+            request=1,
+            prefix_len=5,
+            node_ids=np.array([0]),
+            tokens=np.array([3]),
+            parent_ids=np.array([NO_NODE]),
+            depths=np.array([0]),
+        )
+        logits.append(stage.run(Batch(step=1, trees=(row,)), hidden[:1]).exit_logits)
+        loaded.append("target" in vars(pair))
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], logits[3])
+    assert loaded == [True, False], "a rank must not read the whole target"
 
 
 def test_a_cancelled_request_leaves_no_trace() -> None:
