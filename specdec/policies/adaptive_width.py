@@ -8,7 +8,7 @@ Letters: B live requests, N steps of latency, n nodes of the step, W nodes, K ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,9 @@ from specdec.policies.growing import (
     ready_requests,
     unsubmitted,
 )
+from specdec.policies.reliability import Reliability
 from specdec.ranking import top_set
-from specdec.types import FloatArray, IntArray, Nodes
+from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
@@ -68,8 +69,9 @@ class AdaptiveWidth(Stateless):
         T(n) (B + (N - 1) (probability that is left out of the levels))
 
     is least: the paper's T (1 + (1 - p)(N - 1)) over a batch, with the draft's own probabilities
-    for p, corrected by the steps that gave a request nothing so far against those that the draft
-    expected; refilling after a miss, which Eq. 2 leaves out, counts by that. A step takes as long
+    for p, corrected by how often the path ran through nodes of their rank (``Reliability``), and
+    its N - 1 by the steps that gave a request nothing so far against those expected; refilling
+    after a miss, which Eq. 2 leaves out, counts by that. A step takes as long
     as the widest of the N levels in flight, so one level narrower than the rest saves nothing: what
     is left out is a running mean over some N steps, by nodes per request. So n changes slowly,
     while its nodes go where they cover most. T(n) comes from the clock's latency profile; by a wall
@@ -106,8 +108,13 @@ class AdaptiveWidth(Stateless):
         self._latency = latency
         self._expected_idle = self._idle = _PRIOR_MISSES * (latency - 1)
         self._num_output: dict[int, int] = {}
+        self._reliability = Reliability()
         self._left_out: FloatArray | None = None  # [width], mean per request by nodes per request
         self._cost: _Priced | _Fitted = _Fitted() if profile is None else _Priced(profile)
+
+    def open(self, request: RequestState) -> None:
+        """Starts a request."""
+        self._reliability.open(request.id)
 
     def held_nodes(self, latency: int) -> int:
         """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
@@ -131,8 +138,13 @@ class AdaptiveWidth(Stateless):
         growing = [request for request in state.requests.values() if not request.finished]
         expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
 
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Learns which nodes were on the path."""
+        self._reliability.commit(commits)
+
     def close(self, request_id: int) -> None:
         """Forgets the request."""
+        self._reliability.close(request_id)
         self._num_output.pop(request_id, None)
 
     def _count_idle(self, state: DecodeState) -> None:
@@ -164,11 +176,14 @@ class AdaptiveWidth(Stateless):
         """Makes nodes of the candidates that are worth their time."""
         owners = np.repeat(np.arange(len(levels)), [len(level.probs) for level in levels])
         probs = np.concatenate([level.probs for level in levels])
+        shares = np.concatenate(
+            [self._reliability.corrected(level.probs / level.mass) for level in levels]
+        )
         first = np.concatenate([np.arange(len(level.probs)) == 0 for level in levels])
         # Everybody's best candidate is taken in any case; the others compete.
         order = np.lexsort((-probs, ~first))
-        covered = np.cumsum(probs[order])[len(levels) - 1 :]
-        left_out = np.maximum(sum(level.mass for level in levels) - covered, 0.0)
+        covered = np.cumsum(shares[order])[len(levels) - 1 :]
+        left_out = np.maximum(len(levels) - covered, 0.0)
         sizes = np.arange(1, self.width + 1) * len(levels)
         mean = self._mean_left_out(left_out[np.minimum(sizes, len(probs)) - len(levels)], levels)
         step = self._cost.table(num_roots + int(sizes[-1]))[num_roots + sizes]
@@ -181,7 +196,15 @@ class AdaptiveWidth(Stateless):
         for level, count in zip(levels, taken.tolist(), strict=True):
             picks = np.sort(level.picks[:count])  # in the order of the parents: breadth-first
             rows, columns = np.divmod(picks, level.num_columns)
-            level.request.tree.take(level.bottom.take(rows), columns)
+            tree = level.request.tree
+            slots = tree.take(level.bottom.take(rows), columns)
+            slots = slots[np.argsort(-tree.scores[slots], kind="stable")]
+            self._reliability.promise(
+                level.request.id,
+                position=int(tree.positions[slots[0]]),
+                ids=tree.ids[slots],
+                shares=np.exp(tree.scores[slots]) / level.mass,
+            )
 
     def _mean_left_out(self, now: FloatArray, levels: list[_Level]) -> FloatArray:
         """float64[width]: probability that all requests leave out, by nodes of each, as of late."""
