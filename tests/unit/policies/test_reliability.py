@@ -16,22 +16,21 @@ def settled(truth: FloatArray, *, ahead: int = 1) -> FloatArray:
     rng = np.random.default_rng(7)
     found = Reliability()
     found.open(0)
-    fed = root = 0
-    for step in range(NUM_LEVELS):
-        while fed < root + ahead:
+    fed = 0
+    for root in range(1, NUM_LEVELS + 1):
+        while fed < root - 1 + ahead:
             fed += 1
             found.promise(0, position=fed, ids=4 * fed + np.arange(4), shares=SHARES)
         choice = int(rng.choice(5, p=[*truth, 1 - truth.sum()]))
         hit = choice < 4
-        root += 1
         commit = Commit(
             request=0,
-            step=step,
+            step=root,
             kind=CommitKind.HIT if hit else CommitKind.MISS,
             retired_ids=np.array([-1]),
             retired_tokens=np.array([0]),
             next_token=0,
-            root_id=4 * root + choice if hit else -2 - step,
+            root_id=4 * root + choice if hit else -1 - root,
             prefix_len=root,
             kept_ids=np.zeros(0, np.int64),
         )
