@@ -20,6 +20,7 @@ from specdec.data import (
 from specdec.distributed.lease import logs_in
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
+from specdec.models.uncaptured import limits
 from specdec.pairs import ModelPair, ReplayModels, build_pair
 from specdec.recording import check_recordable, record_run, write_record
 from specdec.report import (
@@ -69,6 +70,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     progress.phase("loading models", None)
     pair, prompts, cut = prepare(cfg)
     _tell_what_is_replayed(pair, progress)
+    _tell_what_is_not_captured([cfg], pair, progress)
     with logs_in(output_dir / LOGS_FOLDER):
         runner = build_runner(cfg, pair, stop_rules(cfg, pair))
     if cfg.get("record"):
@@ -132,6 +134,7 @@ def compare_jobs(
     progress.phase("loading models", None)
     pair, prompts, cut = prepare(base)
     _tell_what_is_replayed(pair, progress)
+    _tell_what_is_not_captured(cfgs, pair, progress)
     with logs_in(output_dir / LOGS_FOLDER):
         runners = [build_runner(cfg, pair, stop_rules(cfg, pair)) for cfg in cfgs]
     if base.get("record"):
@@ -320,6 +323,18 @@ def _tell_what_is_replayed(pair: ModelPair, progress: Progress) -> None:
         about = {k: v for k, v in pair.conditions().items() if isinstance(v, str) and k != "replay"}
         told = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
         progress.note(f"model=replay plays what was recorded: {told}")
+
+
+def _tell_what_is_not_captured(
+    cfgs: Sequence[Mapping[str, Any]], pair: ModelPair, progress: Progress
+) -> None:
+    """Where faster passes were asked for and cannot be had."""
+    told: dict[str, list[str]] = {}
+    for cfg in cfgs:
+        for limit in limits(cfg, getattr(pair, "device", "cpu")):
+            told.setdefault(limit, []).append(cfg["strategy"]["name"])
+    for limit, names in told.items():
+        progress.note(f"{', '.join(names)}: {limit}")
 
 
 def _write_record(

@@ -1,0 +1,55 @@
+"""Faster passes that were asked for and cannot be had are named, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.cli.composing import compose_config
+from specdec.engine import run_job
+from specdec.models.uncaptured import limits
+
+SHARES = ["executor=pipeline", "executor.target_degree=2", "executor.transport=distributed"]
+
+
+@pytest.mark.parametrize(
+    "overrides, device, told",
+    [
+        ([], "cuda", []),  # nothing was asked for
+        (["model.graphs=auto"], "cpu", []),  # auto captures nothing here
+        (["model.graphs=cuda"], "cuda", []),
+        (["model.graphs=auto", *SHARES], "cuda:1", ["executor.target_degree=2"]),
+        (["model.compile=true", *SHARES], "cpu", ["model.compile=true: not used for shares"]),
+        (["model.kernels=triton", *SHARES[:2], "clock=simulated"], "cuda", []),  # one process
+        (["model.graphs=replay", "serving=paged"], "cpu", ["serving.kv_tokens="]),
+        (["model.kernels=triton", "serving=paged"], "cuda", []),  # fused modules hold there
+        (["model.graphs=cuda", "serving=paged", *SHARES], "cuda", ["shares", "paged caches"]),
+        (["model.graphs=cuda", "strategy=hf_generate"], "cuda", ["transformers' own generate"]),
+    ],
+)
+def test_what_has_no_effect_is_named(overrides, device, told):
+    config = compose_config(["model=random", *overrides]).values
+    found = limits(config, device)
+    assert len(found) == len(told)
+    assert all(words in limit for words, limit in zip(told, found, strict=True))
+
+
+def test_a_run_says_so(tmp_path):
+    """Once, before it decodes."""
+    notes: list[str] = []
+
+    class Heard:
+        def phase(self, label, total):
+            """Not of interest."""
+
+        def advance(self, count=1, detail=""):
+            """Not of interest."""
+
+        def note(self, text):
+            notes.append(text)
+
+    words = ["strategy=ar", "model=random", "model.graphs=replay", "serving=paged"]
+    words += ["data=stdlib", "data.limit=1", "max_new_tokens=2", "logger=none"]
+    config = compose_config([*words]).values
+    run_job(config, tmp_path, Heard())
+    assert len(notes) == 1
+    assert notes[0].startswith("ar: model.graphs=replay: not used for the target")
