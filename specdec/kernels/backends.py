@@ -133,8 +133,10 @@ def flash_attention(
         causal=False,
         return_softmax_lse=True,
     )
-    # An empty prefix has no weight, whatever sign its infinite log-sum-exp is given.
-    prefix_lse = torch.where(seen.lengths[0] > 0, prefix_lse, -torch.inf)
+    # An empty prefix has no weight, whatever its sums and its infinite log-sum-exp are given as.
+    held = seen.lengths[0] > 0
+    prefix_lse = torch.where(held, prefix_lse, -torch.inf)
+    prefix = torch.where(held, prefix, 0.0)
     columns = seen.lengths[0] + torch.arange(seen.visible.shape[1], device=key.device)
     columns = columns.clamp(max=key.shape[2] - 1)
     keys, values = key.index_select(2, columns), value.index_select(2, columns)

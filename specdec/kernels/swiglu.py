@@ -3,6 +3,8 @@
 SwiftSpec 3.3: each thread block computes the same tile of both products, so that the input is read
 once and the gate never leaves the chip. The norm's factor of a row is a scalar, so it is applied
 after the product, and its sum of squares is taken from the tiles that the product reads anyway.
+Not so in float16, where what the norm has not yet made small may overflow: there the rows are read
+once more, before.
 
 Letters: R rows, E hidden size, F or N outputs.
 """
@@ -22,9 +24,28 @@ _MAX_MATRICES = 3
 
 # fmt: off
 @triton.jit
+def _scale(  # type: ignore[no-untyped-def]
+    hidden, rows, in_rows, num_in, hidden_row, eps,
+    BLOCK_ROWS: tl.constexpr, BLOCK_IN: tl.constexpr,
+):
+    # fmt: on
+    """float32[BLOCK_ROWS]: the norm's factor of each row."""
+    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    for begin in range(0, num_in, BLOCK_IN):
+        columns = begin + tl.arange(0, BLOCK_IN)
+        loaded = in_rows[:, None] & (columns < num_in)[None, :]
+        at_hidden = hidden + rows[:, None] * hidden_row + columns[None, :]
+        x = tl.load(at_hidden, mask=loaded, other=0.0).to(tl.float32)
+        squares += tl.sum(x * x, 1)
+    return tl.rsqrt(squares / num_in + eps)
+
+
+# fmt: off
+@triton.jit
 def _gated(  # type: ignore[no-untyped-def]
     hidden, norm, gate, up, output, num_rows, num_out, num_in, hidden_row, eps,
-    NORM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    NORM: tl.constexpr, EARLY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
 ):
     # fmt: on
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -33,13 +54,16 @@ def _gated(  # type: ignore[no-untyped-def]
     gated = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     linear = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    early = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+    if EARLY:
+        early = _scale(hidden, rows, in_rows, num_in, hidden_row, eps, BLOCK_ROWS, BLOCK_IN)
     for begin in range(0, num_in, BLOCK_IN):
         columns = begin + tl.arange(0, BLOCK_IN)
         in_columns = columns < num_in
         at_hidden = hidden + rows[:, None] * hidden_row + columns[None, :]
         x = tl.load(at_hidden, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
         if NORM:
-            exact = x.to(tl.float32)
+            exact = x.to(tl.float32) * early[:, None]
             squares += tl.sum(exact * exact, 1)
             factor = tl.load(norm + columns, mask=in_columns, other=0.0).to(tl.float32)
             x = (exact * factor[None, :]).to(x.dtype)
@@ -49,7 +73,7 @@ def _gated(  # type: ignore[no-untyped-def]
         gated += tl.dot(x, tl.trans(w), input_precision="ieee")
         w = tl.load(up + offsets, mask=loaded, other=0.0)
         linear += tl.dot(x, tl.trans(w), input_precision="ieee")
-    if NORM:
+    if NORM and not EARLY:
         scale = tl.rsqrt(squares / num_in + eps)
         gated *= scale[:, None]
         linear *= scale[:, None]
@@ -64,8 +88,8 @@ def _gated(  # type: ignore[no-untyped-def]
 @triton.jit
 def _normed(  # type: ignore[no-untyped-def]
     hidden, norm, first, second, third, output, num_rows, num_in, hidden_row, eps, out_1, out_2,
-    out_3, blocks_1, blocks_2, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    out_3, blocks_1, blocks_2, EARLY: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):
     # fmt: on
     # Which matrix this block's outputs are of, and where they begin among all outputs.
@@ -82,19 +106,23 @@ def _normed(  # type: ignore[no-untyped-def]
     in_rows, in_outs = rows < num_rows, outs < num_out
     result = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    early = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+    if EARLY:
+        early = _scale(hidden, rows, in_rows, num_in, hidden_row, eps, BLOCK_ROWS, BLOCK_IN)
     for begin in range(0, num_in, BLOCK_IN):
         columns = begin + tl.arange(0, BLOCK_IN)
         in_columns = columns < num_in
         at_hidden = hidden + rows[:, None] * hidden_row + columns[None, :]
         x = tl.load(at_hidden, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
-        exact = x.to(tl.float32)
+        exact = x.to(tl.float32) * early[:, None]
         squares += tl.sum(exact * exact, 1)
         factor = tl.load(norm + columns, mask=in_columns, other=0.0).to(tl.float32)
         offsets = outs[:, None].to(tl.int64) * num_in + columns[None, :]
         w = tl.load(matrix + offsets, mask=in_outs[:, None] & in_columns[None, :], other=0.0)
         x = (exact * factor[None, :]).to(x.dtype)
         result += tl.dot(x, tl.trans(w), input_precision="ieee")
-    result *= tl.rsqrt(squares / num_in + eps)[:, None]
+    if not EARLY:
+        result *= tl.rsqrt(squares / num_in + eps)[:, None]
     at_output = output + rows[:, None] * (out_1 + out_2 + out_3) + base + outs[None, :]
     tl.store(
         at_output, result.to(output.dtype.element_ty), mask=in_rows[:, None] & in_outs[None, :]
@@ -135,6 +163,7 @@ def swiglu(
         hidden.stride(0),
         eps,
         NORM=norm is not None,
+        EARLY=norm is not None and hidden.dtype == torch.float16,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=_BLOCK_OUT,
         BLOCK_IN=_BLOCK_IN,
@@ -169,6 +198,7 @@ def norm_projection(
         eps,
         *sizes,
         *blocks[:2],
+        EARLY=hidden.dtype == torch.float16,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=_BLOCK_OUT,
         BLOCK_IN=_BLOCK_IN,

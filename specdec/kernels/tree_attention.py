@@ -15,11 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK_KEYS = 64
+_KEY_BYTES = 16384  # of a block of keys; with its values, three times (pipelining), 96 KiB at most
+_MAX_BLOCK_KEYS = 64
 _MAX_BLOCK_ROWS = 64
+_MAX_SUMS = 8192  # of a block, in registers: rows times head size
 _MIN_DOT = 16  # smallest side of a product on tensor cores
 _BLOCKS_PER_PROCESSOR = 2
-_INTERPRETED_SPLITS = 3
+_INTERPRETED_SPLITS = 4
 _LOG2_E = 1.4426950408889634
 
 
@@ -45,8 +47,9 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     first, end = tl.load(lengths).to(tl.int32), tl.load(lengths + 1).to(tl.int32)
     share = tl.cdiv(tl.cdiv(end, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
     start = split * share
+    wide = group.to(tl.int64)  # a million slots of many heads lie beyond 32 bits
     result, top, total = _scan(
-        q, key + group * key_head, value + group * value_head, key_slot, value_slot,
+        q, key + wide * key_head, value + wide * value_head, key_slot, value_slot,
         visible + rows * visible_row, inside, first, start, tl.minimum(end, start + share), scale,
         DIM, BLOCK_DIM, BLOCK_ROWS, BLOCK_KEYS,
     )  # fmt: skip
@@ -179,16 +182,19 @@ class TreeAttention:
 
         Returns:
             [1, H, R, D], the storage in the order R, H, D.
+
+        Raises:
+            ValueError: for another layout.
         """
+        if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (query, key, value, visible)):
+            raise ValueError("an operand is not contiguous in its last dimension")
         heads, num_rows, dim = query.shape[1:]
         groups, capacity = key.shape[1:3]
         per_group = heads // groups
-        block_rows = min(
-            _MAX_BLOCK_ROWS, max(_MIN_DOT, triton.next_power_of_2(num_rows * per_group))
-        )
+        block_rows, block_keys, block_dim = _block(num_rows * per_group, dim, query.element_size())
         blocks = triton.cdiv(num_rows * per_group, block_rows)
-        block_dim = max(_MIN_DOT, triton.next_power_of_2(dim))
-        splits = self._splits or _splits(query.device, groups * blocks, capacity)
+        most = triton.cdiv(capacity, block_keys)
+        splits = self._splits or _splits(query.device, groups * blocks, most)
         scale = dim**-0.5 if scaling is None else scaling
         output = torch.empty(num_rows, heads, dim, dtype=query.dtype, device=query.device)
         shape = (blocks * groups, splits, block_rows, block_dim)
@@ -207,7 +213,7 @@ class TreeAttention:
             DIM=dim,
             BLOCK_DIM=block_dim,
             BLOCK_ROWS=block_rows,
-            BLOCK_KEYS=_BLOCK_KEYS,
+            BLOCK_KEYS=block_keys,
             SPLITS=splits,
         )
         return output.transpose(0, 1)[None]
@@ -226,10 +232,23 @@ class TreeAttention:
         return self._scratch[shape]
 
 
-def _splits(device: torch.device, items: int, capacity: int) -> int:
-    """Splits that fill the device, but no more than there are blocks of keys."""
-    most = triton.cdiv(capacity, _BLOCK_KEYS)
-    if device.type != "cuda":
-        return min(most, _INTERPRETED_SPLITS)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(most, triton.cdiv(_BLOCKS_PER_PROCESSOR * processors, items)))
+def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows, keys and head size of a block that fits a processor's registers and shared memory."""
+    block_dim = max(_MIN_DOT, triton.next_power_of_2(dim))
+    most_rows = min(_MAX_BLOCK_ROWS, max(_MIN_DOT, _MAX_SUMS // block_dim))
+    rows = min(most_rows, max(_MIN_DOT, triton.next_power_of_2(num_items)))
+    keys = min(_MAX_BLOCK_KEYS, max(_MIN_DOT, _KEY_BYTES // (block_dim * itemsize)))
+    return rows, keys, block_dim
+
+
+def _splits(device: torch.device, items: int, most: int) -> int:
+    """Splits that fill the device, but no more than there are blocks of keys.
+
+    A power of two: each number is a kernel to compile and scratch memory to keep, and a context
+    that grows token by token comes past all of them.
+    """
+    wanted = _INTERPRETED_SPLITS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * processors, items)
+    return 1 << (max(1, min(most, wanted)).bit_length() - 1)

@@ -281,6 +281,9 @@ def captured(launch: Callable[[], Computed], pool: Any) -> Callable[[], Computed
 
     It runs twice before, on a side stream, as capturing needs: libraries and compilers set
     themselves up in their first calls. What it writes is the same each time.
+
+    Graphs of one pool overwrite each other's intermediate results, and through them each other's
+    outputs: what a replay gave must be copied before the next one (``StaticPasses.run``).
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -27,10 +27,13 @@ _HALF = ("query", "key", "value", "output", "hidden", "norm", "gate", "up")
 _ODD = ("num_rows", "num_out", "scale", "eps")
 
 
-def compile_kernel(kernel: Any, **constants: int) -> str:
-    """Machine code of a kernel in bfloat16 for compute capability 9.0; its PTX."""
+_LEAST_SHARED = 99 * 1024  # bytes of a block on the smallest devices since capability 8.0
+
+
+def compile_kernel(kernel: Any, dtype: str = "bf16", **constants: int) -> str:
+    """Machine code of a kernel for compute capability 9.0; its PTX."""
     names = kernel.arg_names
-    types = dict.fromkeys((*_HALF, "first", "second", "third"), "*bf16") | _TYPES
+    types = dict.fromkeys((*_HALF, "first", "second", "third"), f"*{dtype}") | _TYPES
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     even = [["tt.divisibility", 16]]
@@ -40,6 +43,7 @@ def compile_kernel(kernel: Any, **constants: int) -> str:
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=hints)
     done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert len(done.asm["cubin"]) > 0
+    assert done.metadata.shared <= _LEAST_SHARED, f"{done.metadata.shared} bytes are too many"
     return str(done.asm["ptx"])
 
 
@@ -47,6 +51,7 @@ def main() -> None:
     """All kernels, as the 1B and 8B shapes launch them."""
     blocks = {"BLOCK_ROWS": 16, "BLOCK_OUT": 32, "BLOCK_IN": 64}
     attention = {"HEADS": 32, "PER_GROUP": 4, "BLOCK_KEYS": 64, "BLOCK_ROWS": 32}
+    wide = attention | {"BLOCK_KEYS": 32}
     found = {
         "tree attention, split": compile_kernel(
             tree_attention._tree_attention, **attention, DIM=128, BLOCK_DIM=128, SPLITS=16
@@ -54,9 +59,14 @@ def main() -> None:
         "tree attention, whole": compile_kernel(
             tree_attention._tree_attention, **attention, DIM=64, BLOCK_DIM=64, SPLITS=1
         ),
-        "swiglu": compile_kernel(swiglu._gated, **blocks, NORM=0),
-        "norm + swiglu": compile_kernel(swiglu._gated, **blocks, NORM=1),
-        "norm + projections": compile_kernel(swiglu._normed, **blocks),
+        "swiglu": compile_kernel(swiglu._gated, **blocks, NORM=0, EARLY=0),
+        "norm + swiglu": compile_kernel(swiglu._gated, **blocks, NORM=1, EARLY=0),
+        "norm + projections": compile_kernel(swiglu._normed, **blocks, EARLY=0),
+        "tree attention, heads of 256": compile_kernel(
+            tree_attention._tree_attention, **wide, DIM=256, BLOCK_DIM=256, SPLITS=16
+        ),
+        "norm + swiglu, float16": compile_kernel(swiglu._gated, "fp16", **blocks, NORM=1, EARLY=1),
+        "norm + projections, float16": compile_kernel(swiglu._normed, "fp16", **blocks, EARLY=1),
     }
     for name, ptx in found.items():
         assert "mma" in ptx, f"{name} does not use tensor cores"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from specdec.kernels import reference
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 swiglu_module = pytest.importorskip("specdec.kernels.swiglu")
 swiglu, norm_projection = swiglu_module.swiglu, swiglu_module.norm_projection
-TreeAttention = pytest.importorskip("specdec.kernels.tree_attention").TreeAttention
+attention_module = pytest.importorskip("specdec.kernels.tree_attention")
+TreeAttention, splits_of = attention_module.TreeAttention, attention_module._splits
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # A hundred roundings of 6e-8 on values of about one.
@@ -76,6 +79,53 @@ def test_tree_attention_reads_strides_and_scaling():
     assert (found - expected).abs().max() < CLOSE
 
 
+def test_rows_without_a_prefix_that_see_nothing_are_zero():
+    """Every split of such a row is empty, some of the others' are: no part may become NaN."""
+    query, key, value, visible = _attention_problem(
+        heads=4, groups=2, dim=16, rows=6, first=0, end=131, capacity=400, columns=140
+    )
+    visible[1] = visible[4] = False
+    visible[2, :130] = False
+    lengths = torch.tensor([0, 131], device=DEVICE)
+    for splits in (1, 2, 16):  # of the last most lie beyond the end
+        kernel = TreeAttention(splits=splits)
+        found = kernel(query, key, value, lengths=lengths, visible=visible.to(torch.uint8))
+        expected = reference.tree_attention(query, key, value, first=0, end=131, visible=visible)
+        assert (found - expected).abs().max() < CLOSE
+        assert (found[:, :, [1, 4]] == 0).all()
+
+
+@pytest.mark.parametrize("dim", [96, 200, 256])
+def test_wide_heads_take_smaller_blocks(dim):
+    """Fewer keys and rows at a time: what a block holds must fit a processor's memory."""
+    query, key, value, visible = _attention_problem(
+        heads=8, groups=2, dim=dim, rows=11, first=40, end=62, capacity=70, columns=24
+    )
+    lengths = torch.tensor([40, 62], device=DEVICE)
+    found = TreeAttention()(query, key, value, lengths=lengths, visible=visible.to(torch.uint8))
+    expected = reference.tree_attention(query, key, value, first=40, end=62, visible=visible)
+    assert (found - expected).abs().max() < CLOSE
+
+
+def test_a_growing_context_needs_few_kinds_of_launches(monkeypatch):
+    """Each number of splits is a compilation and scratch memory of its own."""
+    device = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    found = [splits_of(torch.device("cuda"), 8, blocks) for blocks in range(1, 260)]
+    assert sorted(set(found)) == [1, 2, 4, 8, 16, 32]  # 32 x 8 heads on 132 processors
+    assert all(splits <= blocks for blocks, splits in enumerate(found, 1))
+    assert splits_of(torch.device("cuda"), 1000, 260) == 1
+
+
+def test_another_layout_is_refused():
+    query, key, value, visible = _attention_problem(
+        heads=2, groups=1, dim=16, rows=3, first=4, end=7, capacity=9, columns=3
+    )
+    lengths = torch.tensor([4, 7], device=DEVICE)
+    with pytest.raises(ValueError, match="not contiguous in its last"):
+        TreeAttention()(query, key.mT.contiguous().mT, value, lengths=lengths, visible=visible)
+
+
 def test_tree_attention_needs_its_mask():
     """The control: another mask gives other values."""
     query, key, value, visible = _attention_problem(
@@ -100,6 +150,21 @@ def test_swiglu(size, normed):
     found = swiglu(hidden, gate, up, norm=norm, eps=1e-3)
     assert (found - reference.swiglu(given, gate, up)).abs().max() < CLOSE
     assert (found - reference.swiglu(given, up, gate)).abs().max() > 0.05  # not symmetric
+
+
+def test_large_activations_do_not_overflow_in_float16():
+    """A row of 3e4, which is in range, times a norm's weight of 4, which is not."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = (torch.randn(3, 48, generator=generator).sign() * 3e4).to(DEVICE)
+    norm = torch.full((48,), 4.0, device=DEVICE)
+    gate, up = (torch.randn(2, 20, 48, generator=generator) * 0.1).to(DEVICE)
+    given = torch.rms_norm(hidden, norm.shape, norm, 1e-5)
+    half = [tensor.half() for tensor in (hidden, gate, up, norm)]
+    for found, expected in (
+        (swiglu(*half[:3], norm=half[3], eps=1e-5), reference.swiglu(given, gate, up)),
+        (norm_projection(half[0], half[3], half[1:3], 1e-5), given @ torch.cat([gate, up]).T),
+    ):
+        assert (found.float() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize("outs", [(50,), (33, 32), (64, 17, 16)])
