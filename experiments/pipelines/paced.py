@@ -1,18 +1,21 @@
 """Pipelines on real ranks and a paced clock, held against the simulator's times.
 
     python -m experiments.pipelines.paced [--strategies specpipe specinfer ar] [--scale 2]
-        [--prompts 4] [--tokens 64] [--sampling t06] [--out outputs/paced]
+        [--prompts 4] [--tokens 64] [--samplings t06] [--words WORD ...] [--out outputs/paced]
+    python -m experiments.pipelines.paced --strategies ppsd --words clock.profile=ppsd_vicuna7b_exit
 
-Each strategy runs twice on 8 stages and profile specpipe_8x3090: simulated in one process, paced on
-9 ranks. Tokens, hits and steps must be the same; prints how far the times are apart, and the share
-of paced work that took longer than its time. A row takes its TBT x tokens x scale; nothing else
-should run on the machine meanwhile.
+Each strategy runs twice on 8 stages and profile specpipe_8x3090 (unless the words of a
+configuration say otherwise): simulated in one process, paced on 9 ranks. Tokens, hits and steps
+must be the same; prints how far the times are apart, and the share of paced work that took longer
+than its time. A row takes its TBT x tokens x scale; nothing else should run on the machine
+meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +40,23 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=2.0)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--sampling", default="t06")
+    parser.add_argument("--samplings", nargs="+", default=["t06"])
+    parser.add_argument("--words", nargs="+", default=[], help="such as clock.profile=NAME")
     parser.add_argument("--out", type=Path, default=Path("outputs/paced"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}")
-    common = ("data=humaneval", f"sampling={args.sampling}", *size, *PIPELINE, "threads=1")
+    common = ("data=humaneval", *size, *PIPELINE, "threads=1", *args.words)
     print(
         f"paced against simulated; 9 ranks, clock.scale={args.scale:g}, {args.prompts} prompts x"
-        f" {args.tokens} tokens, sampling={args.sampling}"
+        f" {args.tokens} tokens {' '.join(args.words)}"
     )
-    for name in args.strategies:
-        words = (f"strategy={name}", *common, f"clock.scale={args.scale}")
+    for name, sampling in product(args.strategies, args.samplings):
+        chosen = (f"strategy={name}", f"sampling={sampling}")
+        words = (*chosen, *common, f"clock.scale={args.scale}")
         found = {kind: run(kind, words) for kind in KINDS}
-        write_json(args.out / f"{name}-{args.sampling}.json", found)
-        report(name, args.scale, **found)
+        write_json(args.out / f"{name}-{sampling}.json", found)
+        report(f"{name} {sampling}", args.scale, **found)
 
 
 def run(kind: str, words: Sequence[str]) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def report(name: str, scale: float, simulated: dict[str, Any], paced: dict[str, 
     different = [key for key in SAME if simulated[key] != paced[key]]
     told = f"DIFFER in {', '.join(different)}" if different else "same tokens, hits, steps, rows"
     print(
-        f"{'ok  ' if holds and not different else 'MISS'} {name:10} TBT / scale: simulated"
+        f"{'ok  ' if holds and not different else 'MISS'} {name:16} TBT / scale: simulated"
         f" {tbt[0]:.1f} ms, paced {tbt[1]:.1f} ms ({off:+.1%}; bar: 10 %), overruns {share:.2%}"
         f" (bar: 2 %), loop_share {paced['loop_share']:.1%}; {told}",
         flush=True,
