@@ -1,0 +1,82 @@
+"""`specdec verify` of every early-exit preset, with stages as large as the exit and smaller ones.
+
+    python -m experiments.ppsd.verified [--transports in_process distributed] [--models random tiny]
+        [--strategies eesd eesd_ts ppsd ppsd_tree] [--sampling t06] [--out outputs/ppsd_verified]
+
+One `specdec verify` per line, with its exit status (0: lossless). Each checks greedy output and
+sampled output with --sampling; both models have 24 layers. Over ranks go those that are pipelines.
+Ends with status 0 if all of them did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from time import perf_counter
+
+from specdec.cli.main import main as specdec
+
+MODELS = {
+    "random": ("model=random", "model.num_layers=24", "model.exit_head=transformer"),
+    "tiny": ("model=tiny",),
+}
+LAYOUTS = ((2, 12), (3, 9), (4, 6), (8, 3), (8, 6))
+"""Stages and the layers before the exit; in the last of them a draft passes two stages."""
+
+TINY_HEADS = {12: ("model.exit_head=norm",), 9: ("model.exit_heads=null",)}
+"""What ships: a norm head at 12, and none at 9, where the head is untrained."""
+
+LOCAL = ("eesd", "eesd_ts")
+
+
+def main() -> int:
+    """Runs the grid; returns an exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    kinds, presets = ("in_process", "distributed"), (*LOCAL, "ppsd", "ppsd_tree")
+    parser.add_argument("--transports", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--strategies", nargs="+", choices=presets, default=list(presets))
+    parser.add_argument("--sampling", default="t06")
+    parser.add_argument("--out", type=Path, default=Path("outputs/ppsd_verified"))
+    args = parser.parse_args()
+    statuses = []
+    for transport in args.transports:
+        for words in grid(args.strategies, args.models, transport):
+            statuses.append(verify((*words, f"sampling={args.sampling}"), args.out))
+    print(f"{statuses.count(0)} of {len(statuses)} certified lossless")
+    return int(any(statuses))
+
+
+def grid(
+    strategies: Sequence[str], models: Sequence[str], transport: str
+) -> Iterator[tuple[str, ...]]:
+    """Words of `specdec verify`, one run after the other."""
+    for strategy in strategies:
+        if transport == "distributed" and strategy in LOCAL:
+            continue
+        over = () if strategy in LOCAL else (f"executor.transport={transport}",)
+        for model in models:
+            for stages, layer in LAYOUTS:
+                heads = TINY_HEADS.get(layer, ()) if model == "tiny" else ()
+                exit_at = (f"executor.stages={stages}", f"model.exit_layer={layer}")
+                yield f"strategy={strategy}", *MODELS[model], *exit_at, *heads, *over
+
+
+def verify(words: Sequence[str], out: Path) -> int:
+    """One certificate, kept in a folder of its own; prints a line and returns the exit status."""
+    folder = out / "-".join(word.rpartition("=")[2] for word in words)
+    began, told = perf_counter(), StringIO()
+    with redirect_stdout(told):
+        status = specdec(["verify", *words, f"output_dir={folder}"])
+    print(f"exit {status}  {perf_counter() - began:5.0f} s  {' '.join(words)}", flush=True)
+    if status:
+        print(told.getvalue(), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
