@@ -16,7 +16,7 @@ class Span:
 
     Attributes:
         rank: whose.
-        kind: stage, draft, head, prune or transfer.
+        kind: a value of ``Work``.
         start_s: when it began, on the clock that wrote it down.
         seconds: how long it took on that clock.
         tokens: rows that it was about.

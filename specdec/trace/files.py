@@ -19,6 +19,7 @@ PHASES: Mapping[str, str] = {
     Work.STAGE: "compute",
     Work.DRAFT: "compute",
     Work.HEAD: "compute",
+    Work.EXIT: "compute",
     Work.PRUNE: "prune",
     Work.TRANSFER: "transmit",
 }
@@ -110,7 +111,7 @@ def _event(span: Span, fed: Mapping[int, Mapping[str, Any]], stage: int) -> dict
     args: dict[str, Any] = {"step": span.step, "tokens": span.tokens}
     if span.work_s:
         args["work_ms"] = round(span.work_s * 1e3, 4)
-    if span.kind in (Work.STAGE, Work.HEAD):
+    if span.kind in (Work.STAGE, Work.HEAD, Work.EXIT):
         # A batch moves on by one stage per step, so its age tells its stage.
         level = span.step - (stage - 1)
         args["level"] = level
