@@ -68,6 +68,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "vocab_size": lambda: pair.vocab_size,
         "pair": pair.synthetic,
         "katz": pair.katz,
+        "load_heads": lambda: bench.medusa_heads,
         "sample": lambda: verifier.needs.draft_probs,
         "front": lambda: bench.exit_front(stages) if stages and stages.after_drafting else None,
     }

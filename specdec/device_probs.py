@@ -67,6 +67,14 @@ def on_host(probs: Probs) -> _Array:
     return np.asarray(probs)
 
 
+def taken(probs: Probs, rows: npt.NDArray[np.int64]) -> Probs:
+    """The rows that ``rows``, int64[W], names, each as often as it is named."""
+    if not isinstance(probs, DeviceProbs):
+        return probs[rows]
+    at = torch.from_numpy(rows).to(probs.rows.device)
+    return DeviceProbs(probs.rows[at], probs.best[at])
+
+
 def joined(parts: Sequence[Probs]) -> Probs:
     """The rows of all parts, in order; on the device if all are."""
     there = [part for part in parts if isinstance(part, DeviceProbs)]

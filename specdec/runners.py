@@ -20,7 +20,7 @@ from specdec.policies import Chain, FixedWidth
 from specdec.sampling import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
 from specdec.serving.booking import RunBook
-from specdec.sources import EarlyExitSource
+from specdec.sources import EarlyExitSource, MedusaSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
@@ -142,6 +142,8 @@ class PartsRunner:
             kv_budget_tokens=self.parts.serving.kv_tokens,
         )
         totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
+        if isinstance(self.parts.source, MedusaSource):
+            totals.draft_bytes = self.parts.source.head_bytes
         if isinstance(self.parts.source, EarlyExitSource):
             drafts_first = not self.parts.source.needs.exits
             totals.draft_bytes = self._pair.exit_bytes(with_layers=drafts_first)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.device_probs import Probs, joined, on_host
+from specdec.hidden import PromptHidden
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -64,7 +65,7 @@ class Needs:
         draft_probs: the draft's whole distribution per expanded node, with candidates sampled from
             it instead of taken from the top.
         target_draws: the target's own keyed draws (allowed under ``match`` only).
-        hidden_layers: target layers whose hidden states ``Output`` must carry.
+        hidden_layers: target layers, from 0, whose output ``Output`` must carry for every row.
         exits: candidates per node that ``Output.exits`` must carry; 0 for none. Such a source
             answers for a node only after the target has computed the exit layer on it.
     """
@@ -246,7 +247,7 @@ class Answers:
         node_ids: int64[A].
         tokens: int64[A], the target's own next token after each node, by its keyed draw.
         probs: float64[A, V], processed target distributions; only where declared as needed.
-        hidden: layer -> tensor[A, E]; only where declared as needed.
+        hidden: layer -> tensor[A, E] in the target's dtype on its device; only where needed.
     """
 
     request: int
@@ -280,11 +281,13 @@ class Output:
         answers: per request that was answered in this step.
         exits: proposals for nodes that reached the exit layer in this step; with stages smaller
             than the exit's depth they come from a later stage than the first.
+        prompts: hidden states of prefill chunks that left the target; only where needed.
     """
 
     step: int
     answers: tuple[Answers, ...] = ()
     exits: tuple[Exits, ...] = ()
+    prompts: tuple[PromptHidden, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,24 +26,24 @@ from specdec.executors.distributed import DistributedExecutor, Ranks
 from specdec.executors.exit_building import (
     build_early_exit,
     build_front,
-    check_exits,
     exit_plan,
 )
+from specdec.executors.hidden import refuse_hidden
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import paged, split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
+from specdec.models.medusa import MedusaHeads
 from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.policies import StagedTree, Static
-from specdec.policies.staged import cheap_source
 from specdec.randomness import KeyedDraws
+from specdec.refusals import check
 from specdec.scheduler import FifoScheduler
 from specdec.serving.rules import ServingRules
 from specdec.sources.combined import joined_needs
 from specdec.state import DecodeState, RequestState
-from specdec.types import Commit, Lossless, Needs
+from specdec.types import Commit, Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +156,14 @@ class Workbench:
             )
         return self._draft.runner
 
+    def medusa_heads(self, num_heads: int) -> MedusaHeads:
+        """Heads on the target's last hidden state, for ``MedusaSource``.
+
+        Raises:
+            UserError: the pair has no hidden states, or not so many trained heads.
+        """
+        return self.pair.medusa_heads(num_heads, self.meter)
+
     def release(self) -> None:
         """Gives back ranks that share a draft, where no executor has taken them over."""
         if self._draft is not None:
@@ -226,9 +234,15 @@ class Workbench:
             return self._distributed(needs, stages, ranks, serving)
         blocks = serving.num_blocks, serving.block_tokens
         answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
+        hidden = tuple(layer for layer in needs.hidden_layers if 0 <= layer < pair.num_layers)
         if stages is None:
-            whole = paged(pair.stage(0, pair.num_layers, self.meter), *blocks)
-            return LocalExecutor(stage=whole, answerer=answerer, clock=self.clock)
+            all_layers = pair.stage(0, pair.num_layers, self.meter, capture_layers=hidden)
+            return LocalExecutor(
+                stage=paged(all_layers, *blocks),
+                answerer=answerer,
+                clock=self.clock,
+                hidden_layers=hidden,
+            )
         exit_layer = pair.exit_layer if needs.exits else None
         bounds = self._bounds(stages, exit_layer)
         self._refuse_in_process()
@@ -238,14 +252,27 @@ class Workbench:
         for first, last in pairwise(ends):
             layers = (bounds[first][0], bounds[last - 1][1])
             has_exit = exit_layer is not None and layers[0] < exit_layer <= layers[1]
-            make = pair.exit_stage if has_exit else pair.stage
-            slices.append(paged(make(*layers, self.meter), *blocks))
+            here = tuple(layer for layer in hidden if layers[0] <= layer < layers[1])
+            slices.append(
+                paged(
+                    pair.exit_stage(*layers, self.meter)
+                    if has_exit
+                    else pair.stage(*layers, self.meter, capture_layers=here),
+                    *blocks,
+                )
+            )
         reader = None
         if needs.exits:
             reader = ExitReader(
                 num_candidates=needs.exits, draws=self.draws, sample=needs.draft_probs
             )
-        return PipelineExecutor(stages=slices, answerer=answerer, clock=self.clock, exits=reader)
+        return PipelineExecutor(
+            stages=slices,
+            answerer=answerer,
+            clock=self.clock,
+            exits=reader,
+            hidden_layers=() if needs.exits else hidden,
+        )
 
     def exit_front(self, stages: StageLayout) -> ExitFront:
         """The layers before the exit, with the head, for ``EarlyExitSource`` and its executor.
@@ -266,6 +293,7 @@ class Workbench:
                 f"executor.groups={list(stages.groups)} with clock=paced: a profile prices a whole"
                 " stage, not its devices; leave groups null"
             )
+        refuse_hidden(needs)
         exit_layer = self.pair.exit_layer if needs.exits else None
         bounds = self._bounds(stages, exit_layer)
         parts = plan_ranks(bounds, stages.devices, stages.degree)
@@ -335,56 +363,3 @@ def _num_ranks(stages: StageLayout, *, shares_draft: bool) -> int:
     """Ranks besides rank 0: the target's devices, and those that only the draft has."""
     alone = stages.draft_degree - 1 if shares_draft and not stages.shared else 0
     return stages.num_devices + alone
-
-
-def check(parts: Parts, target_vocab: int) -> None:
-    """Refuses parts that cannot work together, with the reason and the remedy.
-
-    Raises:
-        UserError: see the messages.
-    """
-    source, policy, verifier = parts.source, parts.policy, parts.verifier
-    names = {k: type(getattr(parts, k)).__name__ for k in ("source", "policy", "verifier")}
-    if isinstance(policy, StagedTree):
-        try:
-            cheap_source(source)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-    hidden = getattr(policy, "draft_overlap", "none") == "full"
-    if hidden and parts.clock.kind is not ClockKind.SIMULATED:
-        raise UserError(
-            "policy.draft_overlap=full is a limit that no machine reaches, for clock=simulated"
-            " only; use policy.draft_overlap=rule or none"
-        )
-    if verifier.needs.draft_probs and policy.value_dependent:
-        who, remedy = names["policy"], "a policy that takes candidates in sampling order"
-        remedy += " (policy=chain, policy=static)"
-        if isinstance(policy, Static):  # only drafting ahead looks at values there
-            who, remedy = f"{who} with policy.draft_overlap=rule", "policy.draft_overlap=none"
-        raise UserError(
-            f"{who} chooses among a node's candidates by their probability, which would bias"
-            f" {names['verifier']}; use verifier=match, or {remedy}"
-        )
-    if verifier.needs.draft_probs and not getattr(source, "gives_probs", False):
-        raise UserError(
-            f"{names['verifier']} needs the distribution that candidates were sampled from, which"
-            f" {names['source']} does not give; use verifier=match or source=draft_model"
-        )
-    if source.needs.target_draws and verifier.lossless is not Lossless.TOKEN:
-        raise UserError(
-            f"{names['source']} reads the target's own draws, which is lossless under"
-            f" verifier=match only, not under {names['verifier']}; use verifier=match or"
-            " source.guess_draw=false"
-        )
-    check_exits(source, policy, parts.executor)
-    missing = set(source.needs.hidden_layers) - set(parts.executor.hidden_layers)
-    if missing:
-        raise UserError(
-            f"{names['source']} needs hidden states of target layers {sorted(missing)}, which"
-            f" {type(parts.executor).__name__} does not deliver; choose another source or executor"
-        )
-    if source.vocab_size is not None and source.vocab_size != target_vocab:
-        raise UserError(
-            f"the source proposes from a vocabulary of {source.vocab_size} tokens, the target has"
-            f" {target_vocab}; use a draft trained with the target's tokenizer (model.draft)"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -123,10 +123,12 @@ class InFlight:
         batch: the rows that are still alive.
         hidden: [sum of rows, E] output of the stage that it left; None before the first stage and
             where stages compute nothing.
+        captured: layer -> [sum of rows, E] after it, of layers on the stages behind.
     """
 
     batch: Batch
     hidden: torch.Tensor | None = None
+    captured: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def prune(self, commits: Mapping[int, Commit], closed: frozenset[int] = frozenset()) -> None:
         """Drops rows that a commit did not keep and all rows of closed requests.
@@ -145,7 +147,9 @@ class InFlight:
         if self.hidden is not None:
             mask = np.concatenate(keep) if keep else np.zeros(0, np.bool_)
             if not mask.all():
-                self.hidden = self.hidden[torch.from_numpy(mask)]
+                rows = torch.from_numpy(mask)
+                self.hidden = self.hidden[rows]
+                self.captured = {layer: held[rows] for layer, held in self.captured.items()}
         self.batch = replace(
             self.batch,
             trees=tuple(tree for tree in trees if len(tree.node_ids)),

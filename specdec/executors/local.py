@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answering import Answerer
+from specdec.executors.hidden import with_hidden
 from specdec.executors.stage import Stage
 from specdec.types import Batch, Commit, ExecutorCounters, Output
 
@@ -19,19 +20,28 @@ class LocalExecutor:
 
     Attributes:
         counters: passes and rows so far (an empty batch costs none).
+        hidden_layers: layers whose hidden states its outputs carry.
     """
 
     latency = 1
-    hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, *, stage: Stage, answerer: Answerer, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        stage: Stage,
+        answerer: Answerer,
+        clock: Clock,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
         """Composes the executor.
 
         Args:
             stage: the whole target.
             answerer: turns its logits into answers.
             clock: charged one stage and one head per pass.
+            hidden_layers: that ``stage`` captures.
         """
+        self.hidden_layers = hidden_layers
         self._stage = stage
         self._answerer = answerer
         self._clock = clock
@@ -64,7 +74,8 @@ class LocalExecutor:
         self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
         answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
         self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
-        return Output(step=batch.step, answers=answers)
+        output = Output(step=batch.step, answers=answers)
+        return with_hidden(output, batch, out.captured) if self.hidden_layers else output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Prunes the cache."""

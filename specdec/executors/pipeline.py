@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from specdec.clocks import Clock
 from specdec.executors.answering import Answerer
 from specdec.executors.exits import ExitReader, ExitStage
+from specdec.executors.hidden import with_hidden
 from specdec.executors.layout import InFlight, Submitted
 from specdec.executors.stage import Stage
 from specdec.executors.times import StepTimes
@@ -30,9 +31,9 @@ class PipelineExecutor:
         latency: N, the number of stages.
         counters: batches and rows that entered the first stage.
         stage_rows: rows computed per stage (pruned rows are not computed further on).
+        hidden_layers: layers whose hidden states its outputs carry; they travel with their rows
+            from the stage that has them to the last one.
     """
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class PipelineExecutor:
         answerer: Answerer,
         clock: Clock,
         exits: ExitReader | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> None:
         """Composes the pipeline.
 
@@ -49,7 +51,9 @@ class PipelineExecutor:
             answerer: turns the last stage's logits into answers.
             clock: charged per stage and step for compute, pruning and transfer.
             exits: turns the logits of the stage with the exit head into proposals (PPSD Alg. 1).
+            hidden_layers: that the stages capture.
         """
+        self.hidden_layers = hidden_layers
         self._exits = exits
         at = [i for i, stage in enumerate(stages) if isinstance(stage, ExitStage)]
         self._exit_at = at[0] if at else -1
@@ -98,12 +102,16 @@ class PipelineExecutor:
             self.stage_rows[i] += slot.batch.num_tokens
             out = stage.run(slot.batch, slot.hidden)
             slot.hidden = out.hidden
+            slot.captured |= out.captured
             if i == len(self._stages) - 1 and slot.batch.trees:
                 answers = self._answerer.answer(slot.batch, out.logits)
             if self._exits is not None and out.exit_logits is not None:
                 exits = self._exits.read(slot.batch, out.exit_logits)
         self._times.finish()
-        return Output(step=self._step, answers=answers, exits=exits)
+        output, last = Output(step=self._step, answers=answers, exits=exits), self._slots[-1]
+        if last is None or not self.hidden_layers:
+            return output
+        return with_hidden(output, last.batch, last.captured)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Prunes, then moves what survives on to the next stage, and ends the step."""

@@ -62,14 +62,19 @@ def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
             f" 'heads=[{{kind: {kind}, layer: {layer}}}]'`, choose model.exit_layer and"
             " model.exit_head from those, or take an untrained head with model.exit_heads=null"
         )
-    with safe_open(path, framework="pt") as file:
-        about = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    about, tensors = read_tensors(path)
     if (about.get("kind"), about.get("layer")) != (kind, str(layer)):
         raise UserError(
             f"{path.name} says that it is {about.get('kind')}-{about.get('layer')}; name it so"
         )
     return HeadWeights(kind, layer, tensors)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """What a head's file says about it, and its weights by name."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return file.metadata() or {}, tensors
 
 
 def own_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:

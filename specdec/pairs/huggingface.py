@@ -18,6 +18,7 @@ from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, final_norm, head_model, own_head
+from specdec.models.medusa import MedusaHeads, Weights, own_medusa
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.randomness import KeyedDraws
 from specdec.sampling import TargetSampler
@@ -211,6 +212,15 @@ class HuggingFacePair:
             return head
         layers = self.weight_bytes[0] * self.num_layers / (self.num_layers + self.head_cost)
         return head + round(layers * self.exit_layer / self.num_layers)
+
+    def medusa_heads(self, num_heads: int, meter: Meter) -> MedusaHeads:
+        """Heads on the target's last hidden state."""
+        weights = self.medusa_weights(num_heads)
+        return MedusaHeads(target=self.target, heads=weights, meter=meter)
+
+    def medusa_weights(self, num_heads: int) -> list[Weights]:
+        """Their weights: untrained ones."""
+        return own_medusa(num_heads)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
         """A model with the weights of (at least) layers ``first`` .. ``last`` of the target."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from specdec.executors.exits import ExitStage
 from specdec.executors.stage import Stage
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
+from specdec.models.medusa import MedusaHeads
 from specdec.randomness import KeyedDraws
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import HiddenPair
@@ -49,8 +51,10 @@ class ModelPair(Protocol):
         """Bytes of the target's and of the draft's weights."""
         ...
 
-    def stage(self, first: int, last: int, meter: Meter) -> Stage:
-        """A slice of the target's layers."""
+    def stage(
+        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+    ) -> Stage:
+        """A slice of the target's layers, some of which hand out what they compute."""
         ...
 
     @property
@@ -64,6 +68,10 @@ class ModelPair(Protocol):
 
     def exit_bytes(self, *, with_layers: bool) -> int:
         """Bytes of weights that a pass of the exit head reads, with or without those before it."""
+        ...
+
+    def medusa_heads(self, num_heads: int, meter: Meter) -> MedusaHeads:
+        """Heads on the target's last hidden state."""
         ...
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer: ...
@@ -97,3 +105,10 @@ class NoExit:
     def exit_bytes(self, *, with_layers: bool) -> int:
         """Refused, as ``exit_layer``."""
         return self.exit_layer
+
+    def medusa_heads(self, num_heads: int, meter: Meter) -> MedusaHeads:
+        """Refused, as ``exit_layer``."""
+        raise UserError(
+            "source=medusa reads the target's hidden states, which this model does not have; use"
+            " model=tiny, model=hf or model=random"
+        )

@@ -15,6 +15,7 @@ from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
 from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, read_head
 from specdec.models.loading import end_tokens, load_stage, weight_bytes
+from specdec.models.medusa import Weights, read_medusa
 from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.pairs.huggingface import HuggingFacePair, head_cost
 from specdec.sources.katz import KatzModel
@@ -123,6 +124,12 @@ class PretrainedPair(HuggingFacePair):
         if self._heads is None:
             return super().head_weights()
         return read_head(self._heads, self._exit[1], self.exit_layer)
+
+    def medusa_weights(self, num_heads: int) -> list[Weights]:
+        """Medusa heads from their files; untrained ones where no folder is given."""
+        if self._heads is None:
+            return super().medusa_weights(num_heads)
+        return read_medusa(self._heads, self.num_layers, num_heads)
 
     @property
     def num_layers(self) -> int:

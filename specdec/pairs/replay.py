@@ -241,7 +241,9 @@ class ReplayModels(NoExit):
         )
         return {**known, "replay": note, "record": record}
 
-    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+    def stage(
+        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+    ) -> Stage:
         """A stage that computes nothing."""
         return NullStage()
 

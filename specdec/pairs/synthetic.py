@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from specdec.errors import UserError
@@ -35,7 +36,9 @@ class SyntheticModels(NoExit):
         """Tokens of the synthetic vocabulary."""
         return self._pair.vocab_size
 
-    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+    def stage(
+        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+    ) -> Stage:
         """A stage that computes nothing."""
         return NullStage()
 

@@ -22,6 +22,7 @@ from specdec.executors.stage import ModelStage
 from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner, RunnerOutput
+from specdec.models.medusa import MedusaHeads
 from specdec.randomness import KeyedDraws
 from specdec.sampling import TargetSampler
 from specdec.sources.katz import KatzModel
@@ -95,6 +96,11 @@ class TablePair:
         """None: tables are not read as weights are."""
         return 0
 
+    def medusa_heads(self, num_heads: int, meter: Meter) -> MedusaHeads:
+        """Heads that guess as the draft's table would, so many tokens on."""
+        heads = TableHeads(table=self.draft_table, num_heads=num_heads, layer=self.num_layers - 1)
+        return cast("MedusaHeads", heads)
+
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's table."""
         return ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
@@ -120,6 +126,22 @@ class TablePair:
         raise UserError(
             "source=synthetic proposes for model=synthetic only; choose source=draft_model"
         )
+
+
+class TableHeads:
+    """Powers of a table in the place of ``MedusaHeads``: the law of the token after so many."""
+
+    head_bytes = 0
+
+    def __init__(self, *, table: torch.Tensor, num_heads: int, layer: int) -> None:
+        """Computes the laws from the table [V, V]."""
+        self.num_heads, self.layer, self.vocab_size = num_heads, layer, len(table)
+        step = table.softmax(dim=1)
+        self._laws = [torch.linalg.matrix_power(step, k + 1).log() for k in range(num_heads + 1)]
+
+    def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, V] of head ``number`` for hidden states [R, 1], which are tokens."""
+        return self._laws[number][hidden[:, 0].to(torch.int64)]
 
 
 class TableRunner:

@@ -4,6 +4,7 @@ from specdec.sources.draft_model import DraftModelSource
 from specdec.sources.early_exit import EarlyExitSource
 from specdec.sources.katz import KatzModel
 from specdec.sources.lookup import PromptLookupSource
+from specdec.sources.medusa import MedusaSource
 from specdec.sources.mixture import MixtureSource
 from specdec.sources.ngram import NGramSource
 from specdec.sources.null import NullSource
@@ -15,6 +16,7 @@ __all__ = [
     "DraftModelSource",
     "EarlyExitSource",
     "KatzModel",
+    "MedusaSource",
     "MixtureSource",
     "NGramSource",
     "NullSource",

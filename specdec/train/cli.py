@@ -20,6 +20,7 @@ RECIPES: dict[str, Callable[..., None]] = {
     "ngram": draft.sample_ngram,
     "exit_head": exit_recipe.train_exit_heads,
     "bundled_heads": exit_recipe.train_exit_heads,
+    "medusa_heads": exit_recipe.train_exit_heads,
     "card": card.make_card,
 }
 

@@ -16,6 +16,7 @@ from strategies import (
     best_first,
     eesd,
     leviathan2023,
+    medusa,
     pipedec,
     ppsd,
     specinfer,
@@ -42,6 +43,7 @@ BUILDERS = {
     "eesd": eesd.build,
     "eesd_ts": lambda bench: eesd.build(bench, max_gamma=10),
     "ppsd": ppsd.build,
+    "medusa": medusa.build,
     "ppsd_tree": lambda bench: ppsd.build(bench, width=4, children=4),
 }
 

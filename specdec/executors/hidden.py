@@ -1,0 +1,51 @@
+"""Hidden states that leave an executor with its answers, and the refusal where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from specdec.errors import UserError
+from specdec.executors.layout import row_items
+from specdec.hidden import PromptHidden
+from specdec.types import Batch, Needs, Output
+
+
+def with_hidden(output: Output, batch: Batch, captured: Mapping[int, torch.Tensor]) -> Output:
+    """The output of a batch that has passed the target, with the hidden states of its rows.
+
+    Args:
+        output: one ``Answers`` per request with tree rows, in the order of ``batch.trees``.
+        batch: what was answered.
+        captured: layer -> [sum of rows, E] in packing order.
+    """
+    answers = {found.request: found for found in output.answers}
+    prompts, start = [], 0
+    for item in row_items(batch):
+        middle, stop = start + len(item.prefill_tokens), start + item.num_rows
+        if item.prefill is not None:
+            layers = {layer: hidden[start:middle] for layer, hidden in captured.items()}
+            prompts.append(
+                PromptHidden(request=item.request, start=item.prefill.start, layers=layers)
+            )
+        if item.tree is not None:
+            rows = {layer: hidden[middle:stop] for layer, hidden in captured.items()}
+            answers[item.request] = replace(answers[item.request], hidden=rows)
+        start = stop
+    return replace(output, answers=tuple(answers.values()), prompts=tuple(prompts))
+
+
+def refuse_hidden(needs: Needs) -> None:
+    """Refuses hidden states of stages in processes of their own.
+
+    Raises:
+        UserError: if a part needs hidden states.
+    """
+    if needs.hidden_layers:
+        raise UserError(
+            f"a part needs hidden states of target layers {list(needs.hidden_layers)} (source="
+            "medusa does), which ranks do not send: use executor.transport=in_process, or"
+            " executor=local"
+        )

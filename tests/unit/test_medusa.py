@@ -1,0 +1,466 @@
+"""Hidden states through the channel, and the heads that read them (Medusa, 2401.10774, 2.1).
+
+Shape letters: T tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import specdec.assets
+from specdec.cli.composing import compose_config
+from specdec.clocks import CONTROLLER, Work
+from specdec.compose import compose
+from specdec.errors import UserError
+from specdec.executors import hidden as delivering
+from specdec.executors.layout import InFlight
+from specdec.interfaces import TreePolicy
+from specdec.metrics.meter import Meter
+from specdec.models.medusa import MedusaHeads, read_medusa
+from specdec.pairs import PretrainedPair, build_pair
+from specdec.policies import BestFirst, Chain, FixedWidth, Static
+from specdec.sampling import SamplingParams
+from specdec.sources import EarlyExitSource, MedusaSource, RandomSource
+from specdec.state import DecodeState, StopRules
+from specdec.testing import Case, Oracle, RandomPair, TablePair, decode_cases, decode_steps
+from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
+from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.types import Candidates, Needs, Nodes, Output
+from specdec.verifiers import MatchVerifier, RejectionVerifier
+from specdec.verify.laws import (
+    FALSE_ALARM,
+    OPPOSED_TABLE,
+    TARGET_TABLE,
+    chi_square,
+    pair_counts,
+    pair_laws,
+)
+from specdec.workbench import Parts, Workbench
+from strategies import medusa
+
+LAYERS, WIDTH, VOCAB, HEADS = 4, 16, 24, 3
+WARM = SamplingParams(temperature=0.7)
+HISTORY = SamplingParams(temperature=0.9, no_repeat_ngram=2)
+TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
+
+
+def own_heads(scale: float = 0.1) -> list[dict[str, torch.Tensor]]:
+    """Weights that differ from head to head, so that no head can stand for another."""
+    generator = torch.Generator().manual_seed(4)
+    return [
+        {"block.weight": scale * torch.randn(WIDTH, WIDTH, generator=generator)}
+        for _ in range(HEADS)
+    ]
+
+
+class Pair(RandomPair):
+    """A random pair whose Medusa heads differ."""
+
+    def __init__(self) -> None:
+        sizes = {"hidden_size": WIDTH, "num_heads": 2, "vocab_size": VOCAB, "max_positions": 64}
+        super().__init__(num_layers=LAYERS, seed=3, logit_scale=3.0, exit_layer=2, **sizes)
+
+    def medusa_weights(self, num_heads: int) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
+        return own_heads()[:num_heads]
+
+
+@pytest.fixture(scope="module")
+def models() -> Pair:
+    return Pair()
+
+
+def cases(num: int = 4, tokens: int = 12) -> list[Case]:
+    """Prompts of 1 (no prefill at all), 5, 9, ... tokens, under all transforms."""
+    stop = StopRules(max_new_tokens=tokens)
+    rules = [WARM, SamplingParams(), HISTORY]
+    return [Case(5 + i, "", tuple(range(2, 3 + 4 * i)), rules[i % 3], stop) for i in range(num)]
+
+
+def states(models: RandomPair, tokens: np.ndarray) -> dict[int, torch.Tensor]:
+    """layer -> [T, E] after it, by hooks on transformers' own model over the whole sequence."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(layer: int) -> Callable[..., None]:
+        def hook(_module: object, _args: object, out: object) -> None:
+            found[layer] = (out[0] if isinstance(out, tuple) else out)[0]  # type: ignore[index]
+
+        return hook
+
+    hooks = [
+        layer.register_forward_hook(note(i)) for i, layer in enumerate(models.target.model.layers)
+    ]
+    with torch.inference_mode():
+        models.target(torch.tensor(tokens[None]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def steps(parts: Parts, state: DecodeState) -> None:
+    """Decodes all cases, two at a time, prompts in chunks of 3."""
+    for _ in decode_steps(parts, cases(), {}, batch_size=2, prefill_chunk=3, state=state):
+        pass
+
+
+# ---------------------------------------------------------------------- the channel
+
+
+def check_delivery(models: Pair, parts: Parts) -> tuple[int, int]:
+    """Holds every hidden state that leaves the executor against a fresh forward.
+
+    Returns:
+        Tree rows and prompt rows compared.
+    """
+    state, collect = parts.new_state(), parts.executor.collect
+    layers, compared = parts.executor.hidden_layers, [0, 0]
+
+    def same(given: torch.Tensor, fresh: torch.Tensor) -> None:
+        assert given.shape == fresh.shape
+        assert (given - fresh).abs().max() < TOLERANCE
+
+    def checked() -> Output:
+        output = collect()
+        for answers in output.answers:
+            request = state.requests[answers.request]
+            assert set(answers.hidden) == set(layers)
+            for row, slot in enumerate(request.tree.slots(answers.node_ids).tolist()):
+                fresh = states(models, request.path_tokens(slot))
+                for layer in layers:
+                    same(answers.hidden[layer][row], fresh[layer][-1])
+                compared[0] += 1
+        for chunk in output.prompts:
+            prompt = state.requests[chunk.request].tokens
+            fresh = states(models, prompt[: chunk.last_position + 1])
+            for layer in layers:
+                same(chunk.layers[layer], fresh[layer][chunk.start :])
+            compared[1] += chunk.last_position + 1 - chunk.start
+        return output
+
+    parts.executor.collect = checked  # type: ignore[method-assign]
+    steps(parts, state)
+    return compared[0], compared[1]
+
+
+def reading(models: Pair, policy: TreePolicy, stages: int | None) -> Parts:
+    """Random guesses, and two layers that somebody needs: one inside, and the last."""
+    source = RandomSource(vocab_size=VOCAB, seed=1)
+    source.needs = Needs(hidden_layers=(0, LAYERS - 1))
+    return Workbench(models, seed=2).parts(
+        source=source, policy=policy, verifier=MatchVerifier(), stages=stages
+    )
+
+
+def levels() -> FixedWidth:
+    """Several levels in flight at a time, which are pruned there."""
+    return FixedWidth(width=12, children=12, levels_per_step=1, depth=None)
+
+
+class TestDelivery:
+    @pytest.mark.parametrize("stages", [None, 1, 3])
+    def test_every_row_has_the_hidden_state_of_its_path(
+        self, models: Pair, stages: int | None
+    ) -> None:
+        policy = Static(branching=[3, 2]) if stages is None else levels()
+        tree_rows, prompt_rows = check_delivery(models, reading(models, policy, stages))
+        assert tree_rows > 150 if stages is None else tree_rows >= 48  # whole trees, or roots
+        assert prompt_rows == sum(len(case.prompt) - 1 for case in cases())
+
+    def test_shifted_rows_show(self, models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Control: rows that belong to their neighbours."""
+        right = delivering.with_hidden
+
+        def shifted(output, batch, captured):  # type: ignore[no-untyped-def]
+            return right(output, batch, {i: rows.roll(1, 0) for i, rows in captured.items()})
+
+        monkeypatch.setattr("specdec.executors.local.with_hidden", shifted)
+        with pytest.raises(AssertionError):
+            check_delivery(models, reading(models, Static(branching=[3, 2]), None))
+
+    def test_rows_that_are_not_pruned_in_flight_show(
+        self, models: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Control: captured rows that stay where their nodes were pruned."""
+        right = InFlight.prune
+
+        def unpruned(self, *args):  # type: ignore[no-untyped-def]
+            before = dict(self.captured)
+            right(self, *args)
+            self.captured = before
+
+        monkeypatch.setattr(InFlight, "prune", unpruned)
+        with pytest.raises(AssertionError):
+            check_delivery(models, reading(models, levels(), 3))
+
+
+# ---------------------------------------------------------------------- the source
+
+
+def check_candidates(models: Pair, parts: Parts, k: int = 3) -> list[int]:
+    """Holds every answer of the source against Medusa's formula on a fresh forward.
+
+    The hidden state is that of the last committed token before the root; the head is the depth's.
+
+    Returns:
+        Nodes that had candidates, by depth.
+    """
+    state, expand = parts.new_state(), parts.source.expand
+    norm, matrix = models.target.model.norm, models.target.get_output_embeddings()
+    seen = [0] * (HEADS + 1)
+
+    def checked(state: DecodeState, nodes: Nodes, asked: int) -> Candidates:
+        found = expand(state, nodes, k)
+        row = 0
+        for request_id, ids in nodes.items:
+            request = state.requests[request_id]
+            for slot in request.tree.slots(ids).tolist():
+                depth = int(request.tree.depths[slot])
+                count = int(found.counts[row])
+                if depth >= HEADS or not request.prefix_len:
+                    assert count == 0
+                elif not count:  # in a pipeline the prompt is still under way
+                    assert parts.executor.latency > 1
+                    assert not request.output
+                elif request.sampling is not HISTORY:
+                    before = request.tokens[: request.prefix_len]
+                    h = norm(states(models, before)[LAYERS - 1][-1])
+                    h = (
+                        torch.nn.functional.silu(own_heads()[depth]["block.weight"].double() @ h)
+                        + h
+                    )
+                    warm = request.sampling.temperature or 1.0
+                    expected = (matrix(h) / warm).log_softmax(-1).sort(descending=True)
+                    assert found.tokens[row].tolist() == expected.indices[:k].tolist()
+                    given = torch.from_numpy(found.logprobs[row])
+                    assert torch.allclose(given, expected.values[:k], atol=1e-6)
+                seen[depth] += count > 0
+                row += 1
+        return found
+
+    parts.source.expand = checked  # type: ignore[method-assign]
+    with torch.inference_mode():
+        steps(parts, state)
+    return seen
+
+
+def built(models: Pair, policy: TreePolicy, stages: int | None = None) -> Parts:
+    bench = Workbench(models, seed=2)
+    source = MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=HEADS)
+    return bench.parts(source=source, policy=policy, verifier=MatchVerifier(), stages=stages)
+
+
+POLICIES: dict[str, tuple[Callable[[], TreePolicy], int | None]] = {
+    "static": (lambda: Static(branching=[3, 2, 1]), None),
+    "deeper than there are heads": (lambda: Chain(gamma=HEADS + 2), None),
+    "best first": (lambda: BestFirst(bs=8, w=3, d=3, min_mass=0.0, min_prob=0.0), None),
+    "static over stages": (lambda: Static(branching=[3, 2, 1]), 3),
+    "levels over stages": (
+        lambda: FixedWidth(width=4, children=3, levels_per_step=1, depth=None),
+        2,
+    ),
+}
+
+
+class TestCandidates:
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_they_are_the_papers_heads_on_the_last_committed_state(
+        self, models: Pair, name: str
+    ) -> None:
+        policy, stages = POLICIES[name]
+        seen = check_candidates(models, built(models, policy(), stages))
+        assert all(count > 10 for count in seen[: 2 if stages == 2 else HEADS])
+        assert seen[HEADS] == 0
+
+    def test_an_older_hidden_state_shows(
+        self, models: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Control: reading the old root's hidden state instead of the last accepted node's."""
+        right = MedusaSource.commit
+
+        def stale(self, commits, output):  # type: ignore[no-untyped-def]
+            right(self, [replace(c, retired_ids=c.retired_ids[:1]) for c in commits], output)
+
+        monkeypatch.setattr(MedusaSource, "commit", stale)
+        with pytest.raises(AssertionError):
+            check_candidates(models, built(models, Static(branching=[3, 2, 1])))
+
+    def test_a_head_runs_once_per_hidden_state(self, models: Pair) -> None:
+        """Every node of a depth has the same candidates: wider trees cost no more passes."""
+        charged: list[int] = []
+
+        def passes(branching: list[int]) -> int:
+            bench = Workbench(models, seed=2)
+            charge = bench.clock.charge
+            charged.clear()
+
+            def noted(rank: int, kind: Work, rows: int) -> None:
+                charged.append(rows) if (rank, kind) == (CONTROLLER, Work.HEAD) else None
+                charge(rank, kind, rows)
+
+            source = MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=2)
+            parts = bench.parts(
+                source=source, policy=Static(branching=branching), verifier=MatchVerifier()
+            )
+            bench.clock.charge = noted  # type: ignore[method-assign]
+            found = decode_cases(parts, cases(2)[1:], prefill_chunk=3)
+            target = parts.executor.counters.passes
+            assert len(charged) == source.counters.passes + target + 2  # chunks of a prompt of 5
+            assert len(found[6].output) == 12
+            return source.counters.passes - 2 * target
+
+        assert -3 <= passes([1, 1]) <= 0  # two heads per tree; the last ones are cut short
+        assert -3 <= passes([5, 4]) <= 0
+
+
+# ---------------------------------------------------------------------- whole strategies
+
+
+def least_p_value(num: int = 300) -> float:
+    """Least p-value of neighbouring tokens under rejection, on tables that disagree.
+
+    Head k guesses by the k-th power of the draft's table. The prompt has two tokens, so the first
+    tree has a hidden state already.
+    """
+    bench = Workbench(TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE), seed=1)
+    parts = medusa.build(bench, heads=2, branching=(3, 2), verifier=RejectionVerifier())
+    stop, rule = StopRules(max_new_tokens=3), SamplingParams(temperature=1.0)
+    found = decode_cases(
+        parts, [Case(i, "", (1, 0), rule, stop) for i in range(num)], batch_size=150
+    )
+    assert sum(decoded.accepted for decoded in found.values()) > num // 4
+    tokens = np.array([found[i].output for i in range(num)])
+    table = torch.tensor(TARGET_TABLE, dtype=torch.float64).softmax(dim=1).numpy()
+    laws = pair_laws(table, 0, tokens.shape[1])
+    counts = pair_counts(tokens, len(table))
+    return min(chi_square(*both) for both in zip(counts, laws, strict=True))
+
+
+class TestLossless:
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_equals_plain_decoding(self, models: Pair, name: str) -> None:
+        policy, stages = POLICIES[name]
+        parts = built(models, policy(), stages)
+        oracle = Oracle(models.target, seed=2)
+        found = decode_cases(parts, cases(), batch_size=2, prefill_chunk=3)
+        for case in cases():
+            expected = oracle.decode(
+                prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
+            )
+            assert found[case.id].output == expected.output
+        assert sum(decoded.accepted for decoded in found.values()) >= 5
+
+    def test_sampled_candidates_keep_the_law(self) -> None:
+        assert least_p_value() > FALSE_ALARM
+
+    def test_another_law_than_the_sampled_one_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Control: the test of rejection needs the distribution that was sampled from."""
+        right = MedusaSource._proposed
+
+        def other(self, *args):  # type: ignore[no-untyped-def]
+            found = right(self, *args)
+            return replace(found, probs=np.roll(found.probs, 1, axis=1))
+
+        monkeypatch.setattr(MedusaSource, "_proposed", other)
+        assert least_p_value() < FALSE_ALARM
+
+
+# ---------------------------------------------------------------------- weights, refusals
+
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden=32,
+    feed_forward=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=48,
+    max_positions=64,
+)
+SPECS = [
+    HeadSpec(kind=HeadKind.MEDUSA, layer=2, offset=1),
+    HeadSpec(kind=HeadKind.MEDUSA, layer=2, offset=2, own_output=False),
+]
+
+
+def pretrained(folder: Path, heads: Path | None) -> PretrainedPair:
+    return PretrainedPair(
+        target=str(folder),
+        draft=None,
+        ngram=None,
+        dtype="float32",
+        device="cpu",
+        attention="auto",
+        exit_heads=None if heads is None else str(heads),
+    )
+
+
+class TestWeights:
+    def test_saved_heads_compute_what_was_trained(self, tmp_path: Path) -> None:
+        """Trained here, run there: the same logits within bfloat16 of the file."""
+        generator = torch.Generator().manual_seed(1)
+        save_hf(LanguageModel(SHAPE, generator=generator), tmp_path / "target")
+        target = load_hf(tmp_path / "target")  # as rounded in the file
+        heads = ExitHeads(target, SPECS)
+        with torch.no_grad():
+            for weight in heads.parameters():
+                weight += 0.3 * torch.randn(weight.shape, generator=generator)
+        save_heads(heads, tmp_path / "heads")
+        pair = pretrained(tmp_path / "target", tmp_path / "heads")
+        loaded = pair.medusa_heads(2, Meter())
+        assert (loaded.layer, loaded.num_heads, loaded.vocab_size) == (1, 2, 48)
+        stream = torch.randn(1, 5, SHAPE.hidden, generator=generator)
+        for number, head in enumerate(heads, start=1):
+            expected = head.logits(target, stream)[0]
+            assert expected.std() > 0.1
+            assert torch.allclose(loaded.logits(number, stream[0]), expected, atol=0.05)
+        with pytest.raises(UserError, match=r"no medusa-2-3.*source\.heads=2"):
+            pair.medusa_heads(3, Meter())
+        (tmp_path / "heads" / "medusa-2-1.safetensors").rename(
+            tmp_path / "heads" / "medusa-2-3.safetensors"
+        )
+        with pytest.raises(UserError, match="no medusa-2-1"):
+            pair.medusa_heads(1, Meter())
+        untrained = pretrained(tmp_path / "target", None).medusa_heads(2, Meter())
+        own = target.logits(stream)[0]  # they begin as the target's own head
+        assert torch.allclose(untrained.logits(2, stream[0]), own, atol=1e-3)
+
+    def test_weights_of_another_target_are_refused(self, models: Pair) -> None:
+        wrong = [{"block.weight": torch.zeros(WIDTH + 1, WIDTH + 1)}]
+        with pytest.raises(UserError, match="specdec train medusa_heads"):
+            MedusaHeads(target=models.target, heads=wrong, meter=Meter())
+
+    def test_those_that_ship_fit_the_bundled_target(self) -> None:
+        """Four heads of at most 6 MB together."""
+        folder = Path(next(iter(specdec.assets.__path__))) / "tiny" / "heads"
+        assert len(read_medusa(folder, 24, 4)) == 4
+        files = list(folder.glob("medusa-*.safetensors"))
+        assert sum(path.stat().st_size for path in files) <= 6_000_000
+
+
+class TestRefusals:
+    def test_what_does_not_go_together_says_why(self, models: Pair) -> None:
+        bench = Workbench(models)
+        with pytest.raises(ValueError, match=r"source\.heads=0"):
+            MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=0)
+        with pytest.raises(UserError, match="model=random"):
+            medusa.build(Workbench(build_pair({"kind": "synthetic"})))
+        late = EarlyExitSource(front=None, vocab_size=VOCAB)
+        late.needs = replace(late.needs, hidden_layers=(1,))
+        with pytest.raises(UserError, match="does not deliver"):
+            bench.parts(source=late, policy=levels(), verifier=MatchVerifier(), stages=2)
+        far = RandomSource(vocab_size=VOCAB)
+        far.needs = Needs(hidden_layers=(LAYERS,))
+        with pytest.raises(UserError, match=rf"layers \[{LAYERS}\]"):
+            bench.parts(source=far, policy=levels(), verifier=MatchVerifier(), stages=2)
+
+    def test_ranks_do_not_send_them(self, models: Pair) -> None:
+        words = ["strategy=medusa", "model=random", "executor=pipeline", "executor.stages=2"]
+        cfg = compose_config([*words, "executor.transport=distributed"]).values
+        with pytest.raises(UserError, match="ranks do not send"):
+            compose(cfg, models)
