@@ -15,8 +15,8 @@ from specdec.sources import MedusaSource
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
 
-BRANCHING = (4, 3, 2, 1)
-"""Candidates of each head, first to last."""
+BRANCHING = (9, 2, 1, 1)
+"""Candidates of each head, first to last: 63 nodes and the root."""
 
 
 def build(

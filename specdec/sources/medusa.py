@@ -8,6 +8,10 @@ candidates from head q - t, whatever its parent is: all nodes of a depth have th
 Cartesian product of section 2.1.2). A commit moves t to the last retired node; nodes that were
 asked before keep the candidates of the older hidden state.
 
+In a pipeline a prompt's hidden state leaves the last stage after its first root was submitted,
+alone then. Where candidates are sampled (rejection) the first root always goes alone, so that the
+output is the same on every executor.
+
 Shape letters: W nodes, K candidates, V vocabulary, E hidden size.
 """
 
@@ -117,7 +121,8 @@ class MedusaSource:
         """Takes the hidden states of prompts and of the last retired nodes."""
         (layer,) = self.needs.hidden_layers
         for chunk in output.prompts:
-            if chunk.last_position == self._prompt_ends.get(chunk.request):
+            at_end = chunk.last_position == self._prompt_ends.get(chunk.request)
+            if at_end and not self.gives_probs:
                 hidden = chunk.layers[layer][-1].clone()  # the rest of the pass may go
                 self._last[chunk.request] = _Last(chunk.last_position, hidden)
         answers = {found.request: found for found in output.answers}

@@ -70,7 +70,8 @@ class StagedSource:
                 A call for more than ever before makes what is computed count as unknown.
 
         Raises:
-            ValueError: for sizes below 1 or vocabularies that differ.
+            ValueError: for sizes below 1, vocabularies that differ, or a source that reads the
+                target's hidden states, which come by the real trees' node ids.
         """
         sizes = {"guess_width": guess_width, "guess_depth": guess_depth, "guess_rows": guess_rows}
         for key, value in sizes.items():
@@ -87,6 +88,11 @@ class StagedSource:
         self.gives_probs: bool = getattr(draft, "gives_probs", False)
         self.vocab_size = draft.vocab_size
         self.needs = joined_needs([draft.needs, cheap.needs])
+        if self.needs.hidden_layers:
+            raise ValueError(
+                "a staged source works in trees of its own, whose nodes no executor knows, so"
+                " it cannot hold one that reads hidden states (source=medusa): use source=mixture"
+            )
         self.counters = SourceCounters()
         self._draft = draft
         self._cheap = RememberingSource(source=cheap)

@@ -20,13 +20,19 @@ from specdec.compose import compose
 from specdec.errors import UserError
 from specdec.executors import hidden as delivering
 from specdec.executors.layout import InFlight
-from specdec.interfaces import TreePolicy
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.metrics.meter import Meter
 from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import PretrainedPair, build_pair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling import SamplingParams
-from specdec.sources import EarlyExitSource, MedusaSource, RandomSource
+from specdec.sources import (
+    EarlyExitSource,
+    MedusaSource,
+    MixtureSource,
+    RandomSource,
+    StagedSource,
+)
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, Oracle, RandomPair, TablePair, decode_cases, decode_steps
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
@@ -248,9 +254,17 @@ def check_candidates(models: Pair, parts: Parts, k: int = 3) -> list[int]:
     return seen
 
 
-def built(models: Pair, policy: TreePolicy, stages: int | None = None) -> Parts:
+def head_source(bench: Workbench) -> MedusaSource:
+    return MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=HEADS)
+
+
+def built(
+    models: Pair, policy: TreePolicy, stages: int | None = None, *, mixed: bool = False
+) -> Parts:
     bench = Workbench(models, seed=2)
-    source = MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=HEADS)
+    source: TokenSource = head_source(bench)
+    if mixed:
+        source = MixtureSource(sources=[source, RandomSource(vocab_size=VOCAB)], confident=None)
     return bench.parts(source=source, policy=policy, verifier=MatchVerifier(), stages=stages)
 
 
@@ -344,7 +358,7 @@ class TestLossless:
     @pytest.mark.parametrize("name", POLICIES)
     def test_equals_plain_decoding(self, models: Pair, name: str) -> None:
         policy, stages = POLICIES[name]
-        parts = built(models, policy(), stages)
+        parts = built(models, policy(), stages, mixed=name == "best first")
         oracle = Oracle(models.target, seed=2)
         found = decode_cases(parts, cases(), batch_size=2, prefill_chunk=3)
         for case in cases():
@@ -450,6 +464,8 @@ class TestRefusals:
             MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=0)
         with pytest.raises(UserError, match="model=random"):
             medusa.build(Workbench(build_pair({"kind": "synthetic"})))
+        with pytest.raises(ValueError, match="source=mixture"):
+            StagedSource(draft=head_source(bench), cheap=RandomSource(vocab_size=VOCAB))
         late = EarlyExitSource(front=None, vocab_size=VOCAB)
         late.needs = replace(late.needs, hidden_layers=(1,))
         with pytest.raises(UserError, match="does not deliver"):
