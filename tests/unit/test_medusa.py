@@ -1,7 +1,4 @@
-"""Hidden states through the channel, and the heads that read them (Medusa, 2401.10774, 2.1).
-
-Shape letters: T tokens, E hidden size, V vocabulary.
-"""
+"""Medusa heads (arXiv 2401.10774, 2.1): what they read, what they propose, what is refused."""
 
 from __future__ import annotations
 
@@ -12,14 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from heads import (
+    HEADS,
+    HISTORY,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    Pair,
+    cases,
+    levels,
+    own_heads,
+    states,
+    steps,
+)
 
 import specdec.assets
 from specdec.cli.composing import compose_config
 from specdec.clocks import CONTROLLER, Work
 from specdec.compose import compose
 from specdec.errors import UserError
-from specdec.executors import hidden as delivering
-from specdec.executors.layout import InFlight
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.metrics.meter import Meter
 from specdec.models.medusa import MedusaHeads, read_medusa
@@ -34,10 +42,10 @@ from specdec.sources import (
     StagedSource,
 )
 from specdec.state import DecodeState, StopRules
-from specdec.testing import Case, Oracle, RandomPair, TablePair, decode_cases, decode_steps
+from specdec.testing import Case, Oracle, TablePair, decode_cases
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
-from specdec.types import Candidates, Needs, Nodes, Output
+from specdec.types import Candidates, Needs, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from specdec.verify.laws import (
     FALSE_ALARM,
@@ -50,158 +58,10 @@ from specdec.verify.laws import (
 from specdec.workbench import Parts, Workbench
 from strategies import medusa
 
-LAYERS, WIDTH, VOCAB, HEADS = 4, 16, 24, 3
-WARM = SamplingParams(temperature=0.7)
-HISTORY = SamplingParams(temperature=0.9, no_repeat_ngram=2)
-TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
-
-
-def own_heads(scale: float = 0.1) -> list[dict[str, torch.Tensor]]:
-    """Weights that differ from head to head, so that no head can stand for another."""
-    generator = torch.Generator().manual_seed(4)
-    return [
-        {"block.weight": scale * torch.randn(WIDTH, WIDTH, generator=generator)}
-        for _ in range(HEADS)
-    ]
-
-
-class Pair(RandomPair):
-    """A random pair whose Medusa heads differ."""
-
-    def __init__(self) -> None:
-        sizes = {"hidden_size": WIDTH, "num_heads": 2, "vocab_size": VOCAB, "max_positions": 64}
-        super().__init__(num_layers=LAYERS, seed=3, logit_scale=3.0, exit_layer=2, **sizes)
-
-    def medusa_weights(self, num_heads: int) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
-        return own_heads()[:num_heads]
-
 
 @pytest.fixture(scope="module")
 def models() -> Pair:
     return Pair()
-
-
-def cases(num: int = 4, tokens: int = 12) -> list[Case]:
-    """Prompts of 1 (no prefill at all), 5, 9, ... tokens, under all transforms."""
-    stop = StopRules(max_new_tokens=tokens)
-    rules = [WARM, SamplingParams(), HISTORY]
-    return [Case(5 + i, "", tuple(range(2, 3 + 4 * i)), rules[i % 3], stop) for i in range(num)]
-
-
-def states(models: RandomPair, tokens: np.ndarray) -> dict[int, torch.Tensor]:
-    """layer -> [T, E] after it, by hooks on transformers' own model over the whole sequence."""
-    found: dict[int, torch.Tensor] = {}
-
-    def note(layer: int) -> Callable[..., None]:
-        def hook(_module: object, _args: object, out: object) -> None:
-            found[layer] = (out[0] if isinstance(out, tuple) else out)[0]  # type: ignore[index]
-
-        return hook
-
-    hooks = [
-        layer.register_forward_hook(note(i)) for i, layer in enumerate(models.target.model.layers)
-    ]
-    with torch.inference_mode():
-        models.target(torch.tensor(tokens[None]))
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def steps(parts: Parts, state: DecodeState) -> None:
-    """Decodes all cases, two at a time, prompts in chunks of 3."""
-    for _ in decode_steps(parts, cases(), {}, batch_size=2, prefill_chunk=3, state=state):
-        pass
-
-
-# ---------------------------------------------------------------------- the channel
-
-
-def check_delivery(models: Pair, parts: Parts) -> tuple[int, int]:
-    """Holds every hidden state that leaves the executor against a fresh forward.
-
-    Returns:
-        Tree rows and prompt rows compared.
-    """
-    state, collect = parts.new_state(), parts.executor.collect
-    layers, compared = parts.executor.hidden_layers, [0, 0]
-
-    def same(given: torch.Tensor, fresh: torch.Tensor) -> None:
-        assert given.shape == fresh.shape
-        assert (given - fresh).abs().max() < TOLERANCE
-
-    def checked() -> Output:
-        output = collect()
-        for answers in output.answers:
-            request = state.requests[answers.request]
-            assert set(answers.hidden) == set(layers)
-            for row, slot in enumerate(request.tree.slots(answers.node_ids).tolist()):
-                fresh = states(models, request.path_tokens(slot))
-                for layer in layers:
-                    same(answers.hidden[layer][row], fresh[layer][-1])
-                compared[0] += 1
-        for chunk in output.prompts:
-            prompt = state.requests[chunk.request].tokens
-            fresh = states(models, prompt[: chunk.last_position + 1])
-            for layer in layers:
-                same(chunk.layers[layer], fresh[layer][chunk.start :])
-            compared[1] += chunk.last_position + 1 - chunk.start
-        return output
-
-    parts.executor.collect = checked  # type: ignore[method-assign]
-    steps(parts, state)
-    return compared[0], compared[1]
-
-
-def reading(models: Pair, policy: TreePolicy, stages: int | None) -> Parts:
-    """Random guesses, and two layers that somebody needs: one inside, and the last."""
-    source = RandomSource(vocab_size=VOCAB, seed=1)
-    source.needs = Needs(hidden_layers=(0, LAYERS - 1))
-    return Workbench(models, seed=2).parts(
-        source=source, policy=policy, verifier=MatchVerifier(), stages=stages
-    )
-
-
-def levels() -> FixedWidth:
-    """Several levels in flight at a time, which are pruned there."""
-    return FixedWidth(width=12, children=12, levels_per_step=1, depth=None)
-
-
-class TestDelivery:
-    @pytest.mark.parametrize("stages", [None, 1, 3])
-    def test_every_row_has_the_hidden_state_of_its_path(
-        self, models: Pair, stages: int | None
-    ) -> None:
-        policy = Static(branching=[3, 2]) if stages is None else levels()
-        tree_rows, prompt_rows = check_delivery(models, reading(models, policy, stages))
-        assert tree_rows > 150 if stages is None else tree_rows >= 48  # whole trees, or roots
-        assert prompt_rows == sum(len(case.prompt) - 1 for case in cases())
-
-    def test_shifted_rows_show(self, models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Control: rows that belong to their neighbours."""
-        right = delivering.with_hidden
-
-        def shifted(output, batch, captured):  # type: ignore[no-untyped-def]
-            return right(output, batch, {i: rows.roll(1, 0) for i, rows in captured.items()})
-
-        monkeypatch.setattr("specdec.executors.local.with_hidden", shifted)
-        with pytest.raises(AssertionError):
-            check_delivery(models, reading(models, Static(branching=[3, 2]), None))
-
-    def test_rows_that_are_not_pruned_in_flight_show(
-        self, models: Pair, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Control: captured rows that stay where their nodes were pruned."""
-        right = InFlight.prune
-
-        def unpruned(self, *args):  # type: ignore[no-untyped-def]
-            before = dict(self.captured)
-            right(self, *args)
-            self.captured = before
-
-        monkeypatch.setattr(InFlight, "prune", unpruned)
-        with pytest.raises(AssertionError):
-            check_delivery(models, reading(models, levels(), 3))
 
 
 # ---------------------------------------------------------------------- the source
