@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
+from shutil import which
 
 import torch
 
@@ -41,11 +43,25 @@ def flash_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def compile_problem(device: torch.device | str) -> str | None:
+    """Why torch.compile cannot generate code for ``device``; None where it can."""
+    if torch.device(device).type == "cuda":
+        missing = find_spec("triton") is None
+        return "torch.compile needs Triton on CUDA devices: pip install triton" if missing else None
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if which(compiler) is None:
+        return (
+            f"torch.compile needs a C++ compiler, and there is no {compiler}: install one, or name"
+            " yours in the environment variable CXX"
+        )
+    return None
+
+
 def require(problem: str | None, asked: str) -> None:
     """Refuses what cannot run here.
 
     Args:
-        problem: what ``triton_problem`` or ``flash_problem`` said.
+        problem: what a function above said.
         asked: the setting, as the user wrote it.
 
     Raises:

@@ -40,8 +40,8 @@ def prepare(
     """The forward to be called; ``model``, a runner's own copy, gets its fused modules.
 
     Raises:
-        UserError: for an unknown choice, kernels that cannot run here, or a family without fused
-            modules.
+        UserError: for an unknown choice, kernels or a compiler that cannot run here, or a family
+            without fused modules.
     """
     if execution.kernels not in KERNELS:
         raise UserError(
@@ -54,6 +54,7 @@ def prepare(
         fuse(model)
     if not execution.compile:
         return model
+    support.require(support.compile_problem(device), "model.compile=true")
     model.set_attn_implementation(OPAQUE)
     # Row counts vary between passes that are not captured; captured ones have few shapes each.
     compiled: Callable[..., Any] = torch.compile(model, dynamic=None)

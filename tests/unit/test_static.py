@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec.errors import UserError
+from specdec.kernels import support
 from specdec.metrics.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
@@ -139,6 +140,7 @@ def test_compiled_passes(monkeypatch):
     """torch.compile goes around the attention; tracing it is slow, generating code slower still."""
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *a, **k: compiled(*a, backend="eager", **k))
+    monkeypatch.setattr(support, "compile_problem", lambda device: None)
     model = random_model("llama", dtype="float64", num_layers=1)
     plain = _runner(model, Execution())
     found = []
@@ -146,6 +148,30 @@ def test_compiled_passes(monkeypatch):
         rows = _tree(runner, runner.new_cache(8), prefix=9, nodes=4)
         found.append(runner.forward([rows]).logits)
     assert (found[0] - found[1]).abs().max() < 1e-12
+
+
+@pytest.mark.slow
+def test_compiled_passes_by_the_default_backend():
+    """Generated code takes another sine and cosine, in float32 as the family has them."""
+    problem = support.compile_problem("cpu")
+    if problem is not None:
+        pytest.skip(problem)
+    model = random_model("llama", dtype="float64", num_layers=1)
+    found = []
+    for runner in (_runner(model, Execution()), _runner(model, Execution(compile=True))):
+        rows = _tree(runner, runner.new_cache(8), prefix=9, nodes=4)
+        found.append(runner.forward([rows]).logits)
+    assert found[0].abs().max() > 0.0
+    assert (found[0] - found[1]).abs().max() < 1e-5
+
+
+def test_compilation_without_a_compiler_is_refused_at_once(monkeypatch):
+    model = random_model("llama", num_layers=1)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"compile=true cannot run here.*no-such-compiler.*CXX"):
+        _runner(model, Execution(compile=True))
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    assert "pip install triton" in support.compile_problem("cuda")
 
 
 @pytest.mark.gpu
