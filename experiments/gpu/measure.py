@@ -4,13 +4,16 @@
 
 Copy bandwidth; latency of a pass against the number of nodes for Llama shapes with random weights;
 each kernel against its alternatives; whole strategies with replayed and with real acceptances.
-Writes gpu.json (every figure, device, versions) and gpu.md. ``--smoke`` runs all of it at tiny
+Writes gpu.json (every figure, device, versions) and gpu.md, anew after every part, so that what
+was measured stays whatever happens later. ``--smoke`` runs all of it at tiny
 shapes on any machine: it shows that the script works, and its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 
+from experiments.gpu.bars import LIMIT_S, verdicts
 from experiments.gpu.kernels import attention_rows, projection_rows, swiglu_rows
 from experiments.gpu.passes import pass_rows
 from experiments.gpu.shapes import FULL, LLAMA3_1B, LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET
@@ -43,8 +47,18 @@ def main(words: Sequence[str] | None = None) -> int:
     if not args.smoke and not torch.cuda.is_available():
         print("no CUDA device: only --smoke runs here", file=sys.stderr)
         return 2
+    if not args.smoke:  # a kernel that hangs cannot be caught
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    try:
+        return _run(args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _run(args: argparse.Namespace) -> int:
+    start = perf_counter()
     bench = make_bench(args)
-    found = {
+    found: dict[str, Any] = {
         "smoke": args.smoke,
         "note": SMOKE_NOTE if args.smoke else "",
         "device": device_name(bench),
@@ -56,11 +70,18 @@ def main(words: Sequence[str] | None = None) -> int:
             "repeats": bench.repeats,
             "timed": "CUDA events around replays" if bench.captured else "calls, no graphs",
         },
-        **measure(bench, smoke=args.smoke),
+        "copy_bandwidth_gb_per_s": None,
+        "problems": [],
     }
     found["provenance"] = provenance(command=["experiments.gpu.measure"], config=found["settings"])
-    write_json(args.out / "gpu.json", found)
-    write_text(args.out / "gpu.md", page(found))
+
+    def write() -> None:
+        found["wall_s"] = perf_counter() - start
+        found["bars"] = verdicts(found)
+        write_json(args.out / "gpu.json", found)
+        write_text(args.out / "gpu.md", page(found))
+
+    measure(bench, found, write, smoke=args.smoke)
     print(page(found))
     return 0
 
@@ -81,9 +102,17 @@ def make_bench(args: argparse.Namespace) -> Bench:
     )
 
 
-def measure(bench: Bench, *, smoke: bool) -> dict[str, Any]:
-    """All sections; one that fails is noted, and the others go on."""
+def measure(bench: Bench, found: dict[str, Any], write: Callable[[], None], *, smoke: bool) -> None:
+    """All sections, into ``found``; a part that fails is noted, and the others go on.
+
+    Args:
+        bench: where and how often.
+        found: gets rows by section, and "problems".
+        write: called after every part.
+        smoke: tiny shapes.
+    """
     bandwidth = copy_bandwidth(bench)
+    found["copy_bandwidth_gb_per_s"] = bandwidth / 1e9
     shapes = (SMOKE_TARGET,) if smoke else FULL
     contexts = (16,) if smoke else (500, 1000, 4000)
     stress = (24, 5) if smoke else (16000, 64)
@@ -118,27 +147,30 @@ def measure(bench: Bench, *, smoke: bool) -> dict[str, Any]:
             ),
         ],
     }
-    found: dict[str, Any] = {"copy_bandwidth_gb_per_s": bandwidth / 1e9, "problems": []}
+    found |= {name: [] for name in sections}
     for name in ("passes", "strategies", "kernels"):  # the figures that bars are about come first
-        found[name] = _section(bench, name, sections[name], found["problems"])
-    return found
+        for number, part in enumerate(sections[name]):
+            start = perf_counter()
+            problem = _part(bench, part, found[name])
+            if problem is not None:
+                found["problems"].append(f"{name}[{number}]: {problem}")
+            write()
+            print(f"{name}[{number}]: {perf_counter() - start:.0f} s", file=sys.stderr)
 
 
-def _section(bench: Bench, name: str, parts: list[Callable[[], Rows]], problems: list[str]) -> Rows:
-    rows: Rows = []
-    for number, part in enumerate(parts):
-        if bench.late():
-            problems.append(f"{name}[{number}]: no time left")
-            continue
-        start = perf_counter()
-        try:
-            rows += part()
-        except Exception as error:  # one section must not cost the others
-            problems.append(f"{name}[{number}]: {type(error).__name__}: {str(error)[:300]}")
+def _part(bench: Bench, part: Callable[[], Rows], rows: Rows) -> str | None:
+    """Adds a part's rows; what went wrong, if anything."""
+    if bench.late():
+        return "no time left"
+    try:
+        rows += part()
+    except Exception as error:  # one part must not cost the others
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    finally:
+        gc.collect()  # models that hold on to each other
         if bench.captured:
             torch.cuda.empty_cache()
-        print(f"{name}[{number}]: {perf_counter() - start:.0f} s", file=sys.stderr)
-    return rows
+    return None
 
 
 def device_name(bench: Bench) -> str:
@@ -147,6 +179,7 @@ def device_name(bench: Bench) -> str:
 
 
 TABLES = {
+    "bars": ["bar", "wanted", "found", "verdict"],
     "passes": [
         "shape", "context", "nodes", "ms", "over_one_node", "bandwidth_share", "attention",
         "graphs",
@@ -168,13 +201,13 @@ def page(found: dict[str, Any]) -> str:
     rate = found["copy_bandwidth_gb_per_s"]
     lines += [
         f"Device: {found['device']}; {settings}.",
-        f"Copy bandwidth (read + written): {rate:.1f} GB/s. Medians after warm-up.",
+        f"Copy bandwidth (read + written): {_cell(rate)} GB/s. Medians after warm-up.",
         "Strategies marked `replayed`: both models run in full with random weights, and a record",
         "says what is accepted; `net` is without what the replay itself takes.",
     ]
     for name, columns in TABLES.items():
         lines += ["", f"## {name}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-        for row in found[name]:
+        for row in found.get(name, []):
             lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
     if found["problems"]:
         lines += ["", "## Problems", "", *(f"- {problem}" for problem in found["problems"])]

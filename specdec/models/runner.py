@@ -6,9 +6,12 @@ Letters: R rows of one request, A rows whose logits are asked for, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -121,6 +124,8 @@ class ModelRunner:
         )
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
+        on_cuda = self.device.type == "cuda"  # Triton and graphs go to the current device
+        self._guard: Any = torch.cuda.device(self.device) if on_cuda else nullcontext()
         self._kernel = kernel_of(self._attention, self.device, self.dtype)
         embedding = model.get_input_embeddings()
         self._embedding_dim: int = embedding.embedding_dim
@@ -163,7 +168,7 @@ class ModelRunner:
         run = self._launched
         if self._static is not None and self._static.serves(rows):
             run = self._replayed
-        with torch.inference_mode():
+        with torch.inference_mode(), self._guard:
             # Masks and views of the cache are made in the timed part: transformers' own forward,
             # which baselines are timed by, makes them too.
             start = perf_counter()
@@ -252,7 +257,8 @@ class ModelRunner:
         return StaticPasses(
             spec=self.spec,
             graphs=graphs,
-            compute=self._compute,
+            # A reference back would keep weights and graphs until cycles are collected next.
+            compute=partial(ModelRunner._compute, proxy(self)),
             first_layer=self.first_layer,
             hidden_size=None if self.is_first else self.hidden_size,
             kernel=self._kernel,

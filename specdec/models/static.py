@@ -263,15 +263,17 @@ class StaticPasses:
     def _made(
         self, inputs: Inputs, arena: Arena, context: int, wants_logits: bool
     ) -> Callable[[], Computed]:
-        def launch() -> Computed:
+        compute, first_layer, kernel = self._compute, self._first_layer, self._kernel
+
+        def launch() -> Computed:  # without ``self``, which keeps it
             step = StaticStep(
                 inputs=inputs,
                 arena=arena,
                 context=context,
-                first_layer=self._first_layer,
-                kernel=self._kernel,
+                first_layer=first_layer,
+                kernel=kernel,
             )
-            return self._compute(step, inputs.tokens, inputs.positions, wants_logits)
+            return compute(step, inputs.tokens, inputs.positions, wants_logits)
 
         return captured(launch, self._pool) if self._captures else launch
 

@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from experiments.gpu import measure
+from experiments.gpu.bars import verdicts
 from experiments.gpu.measure import SMOKE_NOTE, TABLES, main
 from experiments.gpu.passes import NODE_COUNTS
 from experiments.gpu.shapes import LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET, random_llama
@@ -38,6 +40,62 @@ def test_smoke_run(tmp_path):
     assert lengths["ar"] == 1.0
     assert lengths["best_first"] > 1.2  # random weights alone would accept nothing
     assert all(set(columns) <= set(found[name][0]) for name, columns in TABLES.items())
+    assert all("does not count" in row["verdict"] for row in found["bars"])
+
+
+def test_what_was_measured_stays_when_a_later_part_fails(tmp_path, monkeypatch):
+    """And the files are written after every part: one that ends the process costs its own rows."""
+    written = []
+
+    def passes(bench, shape, *, context, bandwidth):
+        if context == 24:  # the stress rows, which come last
+            written.append(json.loads((tmp_path / "gpu.json").read_text())["passes"])
+            raise KeyboardInterrupt
+        return [{"shape": shape.name, "context": context, "nodes": 1, "bandwidth_share": 0.5}]
+
+    monkeypatch.setattr(measure, "pass_rows", passes)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--smoke", "--out", str(tmp_path)])
+    assert [row["bandwidth_share"] for row in written[0]] == [0.5]
+    assert "| smoke-target | 16 | 1 |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_verdicts():
+    """Each bar against made-up figures on either side of it; what is missing is not measured."""
+    assert {row["verdict"] for row in verdicts({})} == {"not measured"}
+    passes = [
+        {"shape": "llama3-8b", "context": 500, "nodes": n, "bandwidth_share": b, "over_one_node": o}
+        for n, b, o in ((1, 0.71, 1.0), (8, 0.7, 1.04), (32, 0.6, 1.2))
+    ]
+    passes.append({**passes[0], "context": 16000, "bandwidth_share": 0.1})
+    kernels = [
+        {"kernel": "tree attention", "context": 500, "side": side, "over_ours": over}
+        for side, over in (("triton (ours)", 1.0), ("sdpa, dense mask", 1.6), ("unfused", 0.3))
+    ]
+    kernels += [
+        {"kernel": "swiglu", "context": None, "side": side, "over_ours": over}
+        for side, over in (("triton (ours)", 1.0), ("torch, a", 1.3), ("torch, b", 0.9))
+    ]
+    about = {"pair": "llama3-8b/llama3-1b", "acceptances": "replayed"}
+    strategies = [
+        {**about, "strategy": "ar", "speedup": 1.0, "tokens_per_s_net": 150.0},
+        {**about, "strategy": "best_first", "speedup": 3.2, "overhead_share": 0.08},
+        {**about, "strategy": "staged", "skipped": "no text", "speedup": None},
+    ]
+    found = {"passes": passes, "kernels": kernels, "strategies": strategies, "wall_s": 400.0}
+    rows = verdicts({**found, "copy_bandwidth_gb_per_s": 3000.0, "smoke": False})
+    told = {row["bar"]: row["verdict"] for row in rows}
+    assert told["llama3-8b: share of the copy bandwidth, one-node pass"] == "met"
+    assert told["llama3-8b: 8 nodes over one"] == "met"
+    assert told["llama3-8b: 32 nodes over one"] == "missed"
+    assert told["llama3-1b: 8 nodes over one"] == "not measured"
+    assert told["llama3-8b: share of the copy bandwidth, `ar`"] == "met"  # 150 x 15 GB / 3 TB
+    assert told["tree attention at 500: sdpa, dense mask over ours"] == "met"
+    assert told["tree attention at 500: flex_attention over ours"] == "not measured"
+    assert told["fused SwiGLU: best alternative over ours"] == "missed"
+    assert told["replayed acceptances: best_first over `ar`"] == "met"
+    assert told["replayed acceptances: best_first, overhead share"] == "missed"
+    assert told["seconds of the script"] == "met"
 
 
 def test_bytes_of_a_pass_are_the_models():

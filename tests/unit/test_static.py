@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -120,6 +121,20 @@ def test_larger_passes_run_as_ever():
     assert len(last) == 1
     assert not static.static.serves([last])
     assert static.static.serves([_tree(static, static.new_cache(8), prefix=1, nodes=1)])
+
+
+def test_a_runner_that_is_gone_leaves_no_memory():
+    """Weights, arenas and graphs go at once, not when Python next looks for cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        runner = _runner(random_model("llama", num_layers=1))
+        runner.forward([_tree(runner, runner.new_cache(8), prefix=9, nodes=4)])
+        left = [weakref.ref(runner), weakref.ref(runner._model), weakref.ref(runner.static)]
+        del runner
+        assert [found() for found in left] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_refusals_name_the_remedy():
