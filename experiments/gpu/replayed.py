@@ -61,19 +61,19 @@ class ReplayedShapes:
         self.eos_ids = record.eos_ids
         self.weight_bytes = (num_bytes(target), num_bytes(draft))
         self._attention, self._execution = attention, execution
-        self._meter = Meter()
+        self.meter = Meter()
 
     def stage(self, first: int, last: int, meter: Meter) -> Stage:
         """The whole target."""
         assert (first, last) == (0, self.num_layers), "on one device"
-        self._meter = meter
+        self.meter = meter
         return ModelStage(runner=self._runner(self.target, "target", meter))
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples the target's logits, then answers from the record."""
         real = ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
         replayed = self.record.answerer(draws=draws, needs_probs=needs_probs)
-        return _Answerer(real, replayed, self._meter)
+        return _Answerer(real, replayed, self)
 
     def draft_runner(self, meter: Meter) -> ModelRunner:
         """The whole draft."""
@@ -100,8 +100,8 @@ class ReplayedShapes:
 class _Answerer:
     """Pays for the target's own answers and gives the record's."""
 
-    def __init__(self, real: Answerer, replayed: Answerer, meter: Meter) -> None:
-        self._real, self._replayed, self._meter = real, replayed, meter
+    def __init__(self, real: Answerer, replayed: Answerer, pair: ReplayedShapes) -> None:
+        self._real, self._replayed, self._pair = real, replayed, pair
 
     def open(self, request: AnsweredRequest) -> None:
         self._real.open(request)
@@ -109,7 +109,7 @@ class _Answerer:
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         self._real.answer(batch, logits)
-        with self._meter.model(REPLAY):
+        with self._pair.meter.model(REPLAY):  # the stage's, which is made after the answerer
             return self._replayed.answer(batch, None)
 
     def commit(self, commits: Sequence[Commit]) -> None:

@@ -145,25 +145,25 @@ def _measured(
         runner.run(prompts, lambda _: None)
         results: list[RequestResult] = []
         totals = runner.run(prompts, results.append)
-        replay_s = 0.0
-        if isinstance(runner, PartsRunner):
-            replay_s = runner.parts.meter.model_s.get(REPLAY, 0.0)
+        replay_s = totals.model_s.get(REPLAY, 0.0)
         runner.close()
     except (UserError, RuntimeError) as error:
         return {"skipped": " ".join(str(error).split())[:200]}
     found = summarise(results, totals)
     per_s = found["tokens_per_s"]
+    # Figures without what the replay itself takes, which no real run has.
     wall_s = sum(len(r.output) for r in results) / per_s if per_s else None
+    gross = wall_s / max(1e-9, wall_s - replay_s) if wall_s else 1.0
+    overhead = found["overhead_share"]
     return {
         "skipped": None,
         "tokens_per_s": per_s,
-        # Without what the replay itself takes, which no real run has.
-        "tokens_per_s_net": None if not wall_s else per_s * wall_s / max(1e-9, wall_s - replay_s),
+        "tokens_per_s_net": None if not wall_s else per_s * gross,
         "replay_ms": replay_s * 1e3,
         "target_passes": found["target_passes"],
         "draft_passes": found["draft_passes"],
         "acceptance_length": found["acceptance_length"],
-        "overhead_share": found["overhead_share"],
+        "overhead_share": None if overhead is None else overhead * gross,
         "relative_memory_traffic": found["relative_memory_traffic"],
         "loop_share": found["loop_share"],
         "new_tokens": found["new_tokens"],
