@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,11 @@ class Execution:
 
 
 PLAIN = Execution()
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes ``device`` the current one: Triton and graphs go there, whatever their operands."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def prepare(

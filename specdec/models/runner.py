@@ -6,7 +6,6 @@ Letters: R rows of one request, A rows whose logits are asked for, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -29,7 +28,7 @@ from specdec.cache import Rows, TreeCache
 from specdec.errors import UserError
 from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.metrics.meter import Meter
-from specdec.models.execution import PLAIN, Execution, prepare
+from specdec.models.execution import PLAIN, Execution, current, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, own_instance
 from specdec.models.static import Computed, Graphs, StaticPasses, resolve_graphs
@@ -124,8 +123,7 @@ class ModelRunner:
         )
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
-        on_cuda = self.device.type == "cuda"  # Triton and graphs go to the current device
-        self._guard: Any = torch.cuda.device(self.device) if on_cuda else nullcontext()
+        self._guard = current(self.device)
         self._kernel = kernel_of(self._attention, self.device, self.dtype)
         embedding = model.get_input_embeddings()
         self._embedding_dim: int = embedding.embedding_dim
