@@ -98,7 +98,7 @@ class Executor(Protocol):
     """A node submitted in step s is answered by the collect of step s + latency - 1."""
     counters: ExecutorCounters
     hidden_layers: tuple[int, ...]
-    """Layers whose hidden states it can deliver; a part that needs others is refused."""
+    """Layers whose hidden states its outputs carry; a part that needs others is refused."""
 
     def open(self, request: RequestState) -> None: ...
 
