@@ -7,6 +7,7 @@ followed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from experiments.pipelines.tables import SIMULATED, run_rows
-from experiments.reproduce.drafts import Draft, drafts, known_drafts, make_draft
+from experiments.reproduce.drafts import Draft, drafts, make_draft
 from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.intervals import hits_of, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
-from specdec.recording.record import read_record
+from specdec.recording.record import Record, read_record
 from specdec.sources.synthetic import SyntheticPair
 
 _LAW = ("weights", "top1", "decay", "miss")
@@ -106,16 +108,25 @@ def top_k(item: Item, lab: Lab) -> Findings:
     """
     found, config = Findings(), item.config
     ks = (1, 2, 4, 8, 16, 32)
-    table, series = [], {}
+    table: list[tuple[Any, ...]] = []
+    series = {}
     for draft in drafts(config["drafts"], item, lab, found):
-        shares, loops = _rank_shares(draft, ks)
-        kind = "formula" if loops is None else "measured"
-        table.append((draft.title, kind, *shares, loops))
-        series[draft.name.replace("_", " ")] = (ks, shares)
-        for claim, k in config["claims"].items():
-            if loops is not None:
-                found.add(claim, shares[ks.index(k)], "measured", draft.title, loops=loops)
-    columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share")
+        record = _record_of(draft)
+        if record is None:
+            cumulated = np.cumsum(SyntheticPair(**_law_of(draft.words)).rank_probabilities())
+            shares = [float(cumulated[k - 1]) for k in ks]
+            table.append((draft.title, "formula", *shares, None, None, None))
+        else:
+            shares = [record.top_share(k) for k in ks]
+            size = (len(record.requests), sum(r.num_output for r in record.requests))
+            loops = float(record.about.get("loop_share") or 0.0)
+            table.append((draft.title, "measured", *shares, loops, *size))
+            for claim, k in config["claims"].items():
+                counts = [(float((r.ranks < k).sum()), r.num_output) for r in record.requests]
+                value, ends = shares[ks.index(k)], interval(counts, share)
+                found.add(claim, value, "measured", draft.title, loops=loops, interval=ends)
+        series[draft.short] = (ks, shares)
+    columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share", "prompts", "tokens")
     found.tables.append(Table("Hit ratio of the draft's k best tokens", columns, tuple(table)))
     found.missing += list(config.get("times", ()))
     found.notes += list(config.get("notes", ()))
@@ -124,8 +135,8 @@ def top_k(item: Item, lab: Lab) -> Findings:
     for claim in item.stated.claims.values():
         if claim.id in config["claims"] and claim.low is not None and claim.high is not None:
             k = config["claims"][claim.id]
-            ax.plot([k, k], [claim.low, claim.high], lw=7, color="#e0b050", alpha=0.8, zorder=1)
-            ax.plot([k], [claim.high], marker="_", ms=9, color="#c9982e", zorder=1)
+            ax.plot([k, k], [claim.low, claim.high], lw=7, color="#e0b050", zorder=2)
+            ax.plot([k], [claim.high], marker="_", ms=9, color="#c9982e", zorder=2)
     ax.plot([], [], lw=7, color="#e0b050", label="stated for Llama 8B / 1B and 70B")
     doublings(ax, ks)
     tidy(
@@ -136,27 +147,20 @@ def top_k(item: Item, lab: Lab) -> Findings:
     return found
 
 
-def _rank_shares(draft: Draft, ks: Sequence[int]) -> tuple[list[float], float | None]:
-    """Cumulative rank shares of a record, with its loop share; of a law, with None."""
-    known = known_drafts().get(draft.name, {})
-    if any("synthetic" in word for word in known.get("words", ())):
-        law = SyntheticPair(**_law_of(known["words"]))
-        cumulated = np.cumsum(law.rank_probabilities())
-        return [float(cumulated[k - 1]) for k in ks], None
+def _record_of(draft: Draft) -> Record | None:
+    """The record that a draft plays; None for a law."""
+    if any(word == "model=synthetic" for word in draft.words):
+        return None
     path = next((w.partition("=")[2] for w in draft.words if w.startswith("model.record=")), "")
-    record = read_record(Path(path)) if path else _shipped()
-    ranks = np.concatenate([request.ranks for request in record.requests])
-    return [float((ranks < k).mean()) for k in ks], float(record.about.get("loop_share") or 0.0)
+    return read_record(Path(path)) if path else _shipped()
 
 
 def _law_of(words: Sequence[str]) -> dict[str, list[float]]:
-    import json
-
     split = (word.removeprefix("model.").partition("=") for word in words)
     return {key: json.loads(value) for key, _, value in split if key in _LAW}
 
 
-def _shipped() -> Any:
+def _shipped() -> Record:
     from importlib import resources
 
     with resources.as_file(resources.files("specdec.assets") / "records" / "humaneval.npz") as path:
@@ -189,8 +193,11 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
                 accuracy = s["accepted_per_pass"] / config["levels"]
             xs.append(accuracy)
             ys.append(run.tbt_ms)
-            table.append((name, easy, accuracy, run.tbt_ms, s["steps_per_token"]))
-    columns = ("tree", "share of easy positions", "accuracy", "TBT ms", "steps/token")
+            table.append((name, easy, accuracy, run.tbt_ms, s["steps_per_token"], s["loop_share"]))
+    columns = (
+        *("tree", "share of easy positions", "accuracy", "TBT ms", "steps/token"),
+        "loop_share",
+    )
     found.tables.append(Table("Simulated, synthetic drafts", columns, tuple(table)))
     shared = _shared_grid(*(xs for xs, _ in curves.values()))
     static, dynamic = (np.interp(shared, *map(np.asarray, c)) for c in curves.values())
@@ -234,9 +241,13 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         accuracy = {name: run.summary["hit_rate"] for name, run in dynamic.items()}
         still = {n: r.summary["accepted_per_pass"] / config["levels"] for n, r in static.items()}
         loops = next(iter(dynamic.values())).summary["loop_share"]
-        table += [(draft.title, n, a, loops) for n, a in {**accuracy, **still}.items()]
+        ends_of = {name: interval(hits_of(run.results), share) for name, run in dynamic.items()}
+        table += [
+            (draft.title, n, a, *ends_of.get(n, (None, None)), loops)
+            for n, a in {**accuracy, **still}.items()
+        ]
         ends = list(accuracy.values())
-        series[draft.name.replace("_", " ")] = (config["depths"], ends)
+        series[draft.short] = (config["depths"], ends)
         lost = 100 * (ends[0] - ends[-1])
         facts = {
             config["higher"]: (
@@ -259,7 +270,11 @@ def by_depth(item: Item, lab: Lab) -> Findings:
             for claim, (v, text) in facts.items()
         ]
     found.tables.append(
-        Table("Accuracy", ("draft", "tree", "accuracy", "loop_share"), tuple(table))
+        Table(
+            "Accuracy",
+            ("draft", "tree", "accuracy", "95 % from", "to", "loop_share"),
+            tuple(table),
+        )
     )
     made, (ax,) = figure(7.0, 4.0)
     lines(ax, series)

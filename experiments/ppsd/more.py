@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
 from statistics import median
 from typing import Any
 
 from experiments.ppsd.laws import alpha_of_speedup
-from experiments.ppsd.runs import add_others
+from experiments.ppsd.runs import add_runs, rival_runs
 from experiments.reproduce.drawing import bars, figure, legend, line_chart, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
@@ -15,11 +17,8 @@ from specdec.metrics.exit_laws import eq6_speedup
 
 
 def against_others(item: Item, lab: Lab) -> Findings:
-    """Table 2's cells against Table 1's, and its methods on the bundled target.
-
-    Keys: ``tokens_per_s`` (model -> row -> [XSum, GSM8K]), ``table1_gsm8k`` (of L-13B), ``runs``
-    (see ``runs.add_others``).
-    """
+    """Table 2's cells against Table 1's. Keys: ``tokens_per_s`` (model -> row -> [XSum, GSM8K]),
+    ``table1_gsm8k`` (of L-13B), ``runs`` (see ``rival_runs``)."""
     found, config = Findings(), item.config
     cells = config["tokens_per_s"]
     where = "ratio of stated tokens/s"
@@ -67,13 +66,14 @@ def against_others(item: Item, lab: Lab) -> Findings:
         "GSM8K over plain",
     )
     found.tables.append(Table("Stated cells", columns, rows))
+    rival_runs(item, lab, found, config["runs"])
     found.missing += list(config["absent"])
-    add_others(item, lab, found, config["runs"])
     return found
 
 
 def heads(item: Item, lab: Lab) -> Findings:
-    """Fig. 5 from stated cells. Keys: ``acceptance`` (model -> head -> per set, %), ``theory``."""
+    """Fig. 5 from stated cells. Keys: ``acceptance`` (model -> head -> per set, %), ``theory``,
+    ``runs`` (see ``add_runs``)."""
     found, config = Findings(), item.config
     by_head = config["acceptance"]
     lower = all(
@@ -91,6 +91,7 @@ def heads(item: Item, lab: Lab) -> Findings:
             claim="gsm8k", value=law, kind="formula", conditions=f"Eq. 6 at alpha {theory['alpha']}"
         ),
     ]
+    add_runs(item, lab, found, config["runs"])
     names = ("XSum", "GSM8K", "HumanEval")
     rows = tuple((m, head, *values) for m, pair in by_head.items() for head, values in pair.items())
     found.tables.append(Table("Stated acceptance, %", ("model", "head", *names), rows))
@@ -165,4 +166,37 @@ def cases(item: Item, lab: Lab) -> Findings:
         f"{mine['num_compared']} prompts compared, {mine['num_differing']} differ",
         loops=mine["loop_share"],
     )
+    return found
+
+
+def training(item: Item, lab: Lab) -> Findings:
+    """Table 4 and D.1: the recipe's defaults, and the heads that ship (no training here).
+
+    Claims: KIND_VALUE of Table 4 (``norm_batch``). Keys: ``absent``.
+    """
+    from specdec.train.exit_recipe import STATED
+    from specdec.train.exits import HeadKind
+
+    found, config = Findings(), item.config
+    where = "default of `specdec train exit_head`"
+    for claim in item.stated.claims:
+        kind, _, name = claim.partition("_")
+        if name:
+            found.add(claim, float(getattr(STATED[HeadKind(kind)], name)), "formula", where)
+    rows = []
+    heads = resources.files("specdec.assets") / "tiny" / "heads"
+    for path in sorted(heads.iterdir(), key=lambda path: path.name):
+        if path.name.startswith("measured-"):
+            for cell in json.loads(path.read_text(encoding="utf-8")):
+                size = (cell["prompts"], cell["tokens"], cell["loop_share"])
+                rows.append(
+                    (cell["head"], cell["data"], cell["sampling"], cell["outside"][0], *size)
+                )
+    columns = (
+        *("head", "data", "sampling", "top-1 agreement outside loops", "prompts", "tokens"),
+        "loop_share",
+    )
+    title = "Heads that ship (measured when they were trained; docs/early_exit.md)"
+    found.tables.append(Table(title, columns, tuple(rows)))
+    found.missing += list(config["absent"])
     return found

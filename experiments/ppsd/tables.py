@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from experiments.ppsd.laws import alpha_of_overall
-from experiments.ppsd.runs import add_runs
-from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
+from experiments.ppsd.runs import add_runs, draft_length_runs
+from experiments.reproduce.drawing import COLORS, band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
-from specdec.cli.tree import options
 from specdec.metrics.exit_laws import (
     eq4_speedup,
     eq5_acceptance,
@@ -58,10 +57,7 @@ def cells(item: Item, lab: Lab) -> Findings:
     )
     found.add(config["consistent"], not off, "formula", text)
     found.notes += list(config.get("notes", ()))
-    if "ppsd" in options("strategy", ()):
-        add_runs(item, lab, found, config["runs"])
-    else:
-        found.missing.append("preset ppsd: no run of the method itself")
+    add_runs(item, lab, found, config["runs"])
     found.figure = _cells_figure(item, table)
     return found
 
@@ -92,6 +88,7 @@ def _cells_figure(item: Item, table: Sequence[tuple[Any, ...]]) -> Any:
             lw=0,
             marker="os^Dv"[i % 5],
             ms=5,
+            color=COLORS[i],
             label=method,
         )
     top = 1.05 * max(max(c[6], c[8]) for c in table)
@@ -146,6 +143,7 @@ def exits(item: Item, lab: Lab) -> Findings:
         _best_exit(claim, spec, table) for claim, spec in config.get("best", {}).items()
     ]
     found.notes += list(config.get("notes", ()))
+    add_runs(item, lab, found, config["runs"])
     found.figure = _exits_figure(item, table)
     return found
 
@@ -160,6 +158,7 @@ def _exits_figure(item: Item, table: Sequence[tuple[Any, ...]]) -> Any:
             lw=0,
             marker="os^D"[i % 4],
             ms=5,
+            color=COLORS[i],
             label=", ".join(key),
         )
     top = 1.05 * max(max(r[6], r[8]) for r in table)
@@ -188,7 +187,8 @@ def _best_exit(claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
 
 
 def draft_lengths(item: Item, lab: Lab) -> Findings:
-    """Fig. 1 by Eq. 4 and 5. Keys: ``alphas``, ``layers``, ``exit_layer``, ``gammas``."""
+    """Fig. 1 by Eq. 4 and 5, and by runs. Keys: ``alphas``, ``layers``, ``exit_layer``, ``gammas``,
+    ``runs`` (see ``draft_length_runs``)."""
     found, config = Findings(), item.config
     gammas, layers, exit_layer = config["gammas"], config["layers"], config["exit_layer"]
     made, (left, right) = figure(9.5, 3.9, 2)
@@ -210,11 +210,19 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
         Measure(claim="falls", value=falls, kind="formula", conditions="Eq. 5"),
         Measure(claim="peaks", value=peaks, kind="formula", conditions=f"Eq. 4 peaks at {tops}"),
     ]
-    lines(left, rates)
-    lines(right, speeds)
-    tidy(left, x="draft length (tokens)", y="overall acceptance rate (computed)")
-    tidy(right, x="draft length (tokens)", y="speed-up of EESD (times, computed)")
+    run_rates, run_speeds = draft_length_runs(item, lab, found, config["runs"])
+    name = f"run, E = {config['runs']['exit_layer']} of 24"
+    lines(left, {**rates, name: run_rates})
+    lines(right, {**speeds, name: run_speeds})
+    tidy(left, x="draft length (tokens)", y="overall acceptance rate")
+    tidy(
+        right,
+        x="draft length (tokens)",
+        y="speed-up of EESD (times)",
+        title="alpha: computed; run: simulated",
+    )
     legend(left)
+    legend(right)
     found.figure = made
     return found
 
