@@ -23,6 +23,7 @@ from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.intervals import beside, interval, times_of
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from experiments.reproduce.pacing import add_paced
 from specdec.compose import build_profile
 from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt
 
@@ -63,39 +64,11 @@ def tbt(item: Item, lab: Lab) -> Findings:
     found.tables.append(Table("Simulated time between tokens", COLUMNS, tuple(table)))
     found.measures += computed(config)
     if lab.paced and "paced" in config:
-        _paced(config["paced"], lab, found)
+        add_paced(config["paced"], lab, found)
     found.figure = _tbt_figure(item, found, shown)
     found.missing += list(config.get("absent", ()))
     found.notes += list(config.get("notes", ()))
     return found
-
-
-def _paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
-    """Real processes held to the profile. Keys: ``words``, ``ratios`` (claim -> strategy)."""
-    compared = lab.compare(config["words"])
-    rows = {row["strategy"]: row for row in compared["rows"]}
-    table = tuple(
-        (
-            *(name, row["tbt_ms_mean"], row["speedup_wall"], row["speedup_wall_interval"]),
-            *(row["overrun_share"], row["hit_rate"], row["lossless"], row["loop_share"]),
-        )
-        for name, row in rows.items()
-    )
-    columns = (
-        *("row", "TBT ms", "over ar", "95 % interval", "overrun_share", "hit rate"),
-        *("tokens as ar", "loop_share"),
-    )
-    found.tables.append(Table("Paced: a process per stage, real messages", columns, table))
-    for claim, name in config["ratios"].items():
-        row = rows[name]
-        if not (row["paced_counts"] and rows["ar"]["paced_counts"]):
-            share = f"{100 * row['overrun_share']:.1f} %"
-            found.missing.append(f"paced {name}: {share} of its work overran its profile")
-            continue
-        interval = row["speedup_wall_interval"] or (None, None)
-        text = f"bundled pair, {config['on']}"
-        loops, value = row["loop_share"], row["speedup_wall"]
-        found.add(claim, value, "paced", text, loops=loops, interval=interval)
 
 
 def run_rows(
@@ -211,61 +184,59 @@ def _tbt_figure(
 def sampling_change(item: Item, lab: Lab) -> Findings:
     """What sampling costs: TBT at 0.6/0.9/80 against greedy, each over its own tokens.
 
-    Keys: ``common``, ``rows``, ``greedy``, ``stochastic`` (drafts), ``changes`` (claim -> row),
-    ``sentences`` (claim -> row whose increase must be below ``small`` per cent).
+    Keys: ``common``, ``rows``, ``greedy`` (drafts), ``stochastic`` (a draft), ``changes`` (claim ->
+    row), ``sentences`` (claim -> row whose increase must be below ``small`` per cent).
     """
     found, config = Findings(), item.config
-    pair = list(drafts([config["greedy"], config["stochastic"]], item, lab, found))
-    if len(pair) < 2:
-        return found
-    runs = [run_rows(lab, draft, config["common"], config["rows"]) for draft in pair]
+    runs = {
+        draft: run_rows(lab, draft, config["common"], config["rows"])
+        for draft in drafts([*config["greedy"], config["stochastic"]], item, lab, found)
+    }
     table = [
         row_of(draft, name, run, plain=next(iter(rows.values())))
-        for draft, rows in zip(pair, runs, strict=True)
+        for draft, rows in runs.items()
         for name, run in rows.items()
     ]
     found.tables.append(Table("Greedy and stochastic decoding", COLUMNS, tuple(table)))
-    found.measures += _changes(config, pair, runs)
-    made, (left, right) = figure(11.0, 4.2, 2)
-    shown = {
-        d.short: {n: r.tbt_ms for n, r in rows.items()} for d, rows in zip(pair, runs, strict=True)
-    }
+    found.measures += _changes(config, runs)
+    made, (left, *more) = figure(*((11.5, 4.4, 2) if config.get("changes") else (7.0, 4.2, 1)))
+    shown = {d.short: {n: r.tbt_ms for n, r in rows.items()} for d, rows in runs.items()}
     bars(left, shown)
     tidy(left, x="sampling", y="time between tokens (ms, simulated)", title=item.stated.title)
     legend(left)
-    if config.get("changes"):
-        claims_panel(right, item.stated.claims, found.measures)
-    else:
-        made.delaxes(right)
+    for ax in more:
+        claims_panel(ax, item.stated.claims, found.measures)
     found.figure = made
     found.notes += list(config.get("notes", ()))
     return found
 
 
 def _changes(
-    config: Mapping[str, Any], pair: Sequence[Draft], runs: Sequence[Mapping[str, Outcome]]
+    config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
 ) -> list[Measure]:
     """Per cent that sampling adds to a row's TBT, with its interval over prompts."""
     sentences, measures = config.get("sentences", {}), []
-    conditions = f"{pair[1].short} against {pair[0].short}, bundled pair, replayed"
+    by_name = {draft.name: draft for draft in runs}
+    pairs = [(by_name[name], by_name[config["stochastic"]]) for name in config["greedy"]]
     for claim, name in {**config.get("changes", {}), **sentences}.items():
-        greedy, sampled = (rows[name] for rows in runs)
-        change = 100.0 * (sampled.tbt_ms / greedy.tbt_ms - 1.0)
-        rows = beside(sampled.results, greedy.results, times_of)
-        low, high = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
-        is_sentence = claim in sentences
-        text = f"{conditions}; change {change:+.1f} %" if is_sentence else conditions
-        measures.append(
-            Measure(
-                claim=claim,
-                value=change < config["small"] if is_sentence else change,
-                kind="simulated",
-                conditions=text,
-                low=None if is_sentence else low,
-                high=None if is_sentence else high,
-                loop_share=sampled.summary["loop_share"],
+        for plain, stochastic in pairs:
+            greedy, sampled = runs[plain][name], runs[stochastic][name]
+            change = 100.0 * (sampled.tbt_ms / greedy.tbt_ms - 1.0)
+            rows = beside(sampled.results, greedy.results, times_of)
+            low, high = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
+            is_sentence = claim in sentences
+            text = f"bundled pair, replayed: {stochastic.short} against {plain.short}"
+            measures.append(
+                Measure(
+                    claim=claim,
+                    value=change < config["small"] if is_sentence else change,
+                    kind="simulated",
+                    conditions=f"{text}; change {change:+.1f} %" if is_sentence else text,
+                    low=None if is_sentence else low,
+                    high=None if is_sentence else high,
+                    loop_share=sampled.summary["loop_share"],
+                )
             )
-        )
     return measures
 
 
