@@ -113,7 +113,7 @@ def _pairs_note(best: tuple[Any, ...], swept: Sequence[tuple[Draft, Outcome, Out
 
 
 def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[Any, ...]]) -> Any:
-    made, (ax,) = figure(7.8, 4.8)
+    made, (ax,) = figure(7.8, 5.0)
     hits = [d.summary["hit_rate"] for _, d, _ in swept]
     ax.plot(
         hits,
@@ -131,7 +131,7 @@ def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[A
             marker="s^Dv*P"[i % 6],
             ms=7,
             color=COLORS[1 + i],
-            label=draft.title,
+            label=draft.short,
         )
     known = [(hit, length) for *_, hit, length in implied[1:] if hit is not None]
     if known:
@@ -157,7 +157,7 @@ def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[A
     tidy(
         ax,
         x="hit rate of the dynamic tree",
-        y="acceptance length of the static tree (tokens per pass)",
+        y="acceptance length of the static tree",
         title=item.stated.title,
     )
     legend(ax)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from experiments.reproduce.drawing import figure, legend, lines, tidy
+from experiments.reproduce.drawing import band, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
@@ -43,8 +43,9 @@ def layer_times(item: Item, lab: Lab) -> Findings:
         Measure(claim="rises", value=stage[-1] > stage[0], kind="measured", conditions=where),
         Measure(claim="steps", value=flat < 1.1, kind="measured", conditions=text),
     ]
-    made, (ax,) = figure(6.5, 3.8)
+    made, (ax,) = figure(6.5, 4.2)
     lines(ax, {"stage": (rows, stage), "draft": (rows, [ms[Work.DRAFT][n] for n in rows])})
+    band(ax, 1, config["flat_rows"], "flat in the paper (Fig. 9)", vertical=True)
     tidy(ax, x="rows per pass (tokens)", y="time (ms, measured)", title=item.stated.title)
     legend(ax)
     found.figure = made

@@ -295,7 +295,8 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
     )
     found.tables.append(Table("Latency per token", columns, tuple(table)))
     y = "PipeDec's formula against the simulator (per cent)"
-    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title)
+    met = (-5.0, 5.0, "met: within 5 %")
+    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)
     return found
 
 

@@ -300,7 +300,8 @@ def equations(item: Item, lab: Lab) -> Findings:
         Table("The equations (reconstructed) and the simulator", columns, (*table,))
     )
     y = "the equation against the simulator (per cent)"
-    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title)
+    met = (-5.0, 5.0, "met: within 5 %")
+    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)
     return found
 
 

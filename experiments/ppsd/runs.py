@@ -114,8 +114,12 @@ def _common(
     ]
 
 
-def add_runs(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]) -> None:
+def add_runs(
+    item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]
+) -> list[tuple[float, float]]:
     """PPSD on the bundled target: own acceptance, own speed-up, Eq. 6 beside it.
+
+    Returns (Eq. 6, speed-up) of each run.
 
     Keys: ``data`` (name -> overrides), ``pass_ms``, ``heads`` ([kind, exit layer]);
     ``claim`` (each run follows Eq. 6 within 5 per cent), ``best`` (claim -> [kind, exit that is
@@ -146,6 +150,7 @@ def add_runs(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]) -
     found.measures += [_best(claim, runs, *spec) for claim, spec in config.get("best", {}).items()]
     if "lower" in config:
         found.measures.append(_lower(config["lower"], runs))
+    return [(made.law, made.speedup[0]) for same in runs.values() for made in same]
 
 
 Runs = Mapping[tuple[str, int], Sequence[ExitRun]]

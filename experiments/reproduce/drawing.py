@@ -85,11 +85,18 @@ def lines(
 
 
 def line_chart(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str, y: str, title: str
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    title: str,
+    within: tuple[float, float, str] | None = None,
 ) -> Figure:
-    """A figure of one panel with a line per name."""
-    made, (ax,) = figure(6.8, 4.0)
+    """A figure of one panel with a line per name; ``within``: a band's ends and name."""
+    made, (ax,) = figure(6.8, 4.2)
     lines(ax, series)
+    if within is not None:
+        band(ax, *within)
     tidy(ax, x=x, y=y, title=title)
     legend(ax)
     return made
@@ -133,7 +140,7 @@ def bars(
                 rotation=upright,
             )
     ax.margins(y=0.1)
-    ax.set_xticks(range(len(groups)), [fill(name, 13) for name in groups], fontsize=7.5)
+    ax.set_xticks(range(len(groups)), [fill(name, 11) for name in groups], fontsize=7.5)
 
 
 def claims_figure(claims: Mapping[str, Claim], measures: Sequence[Measure], title: str) -> Figure:
