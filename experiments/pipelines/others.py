@@ -107,7 +107,7 @@ def batches(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``drafts``, ``rows`` (name -> overrides), ``batch_sizes``, ``ratios`` (claim
     -> [metric, row, other row]: the middle over batch sizes from ``from_batch`` on is held against
     the claim), ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes`` (claim
-    -> [metric, rows that end above, row]).
+    -> [metric, rows that end above, row]), ``batching`` (measured, see ``_batching``).
     """
     found, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -141,10 +141,25 @@ def batches(item: Item, lab: Lab) -> Findings:
     found.tables.append(
         Table("Simulated, all requests present at the start", columns, tuple(table))
     )
+    if "batching" in config:
+        _batching(config["batching"], lab, found)
     if curves:
         found.figure = _batch_figure(item, next(iter(curves.items())))
     found.notes += list(config.get("notes", ()))
     return found
+
+
+def _batching(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
+    """Time outside model calls over time inside, real models on this machine, in one batch.
+
+    Keys: ``claim``, ``words``.
+    """
+    run = lab.run(config["words"])
+    totals = run.totals
+    outside = totals.wall_s - totals.total_model_s - totals.wait_s
+    text = f"bundled pair, this CPU, batch of {run.config['batch_size']}, all but model calls"
+    loops = run.summary["loop_share"]
+    found.add(config["claim"], outside / totals.total_model_s, "measured", text, loops=loops)
 
 
 def _batch_measures(
