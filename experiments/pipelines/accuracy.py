@@ -259,33 +259,13 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         ends = list(accuracy.values())
         series[draft.short] = (config["depths"], ends)
         lost = 100 * (ends[0] - ends[-1])
-        facts = {
-            config["higher"]: (
-                min(ends) > max(still.values()),
-                f"{min(ends):.2f} at least, static {max(still.values()):.2f}",
-            ),
-            config["with_depth"]: (
-                lost < config["points"],
-                f"{lost:.1f} points lost from the shallowest to the deepest",
-            ),
-        }
-        found.measures += [
-            Measure(
-                claim=claim,
-                value=bool(v),
-                kind="simulated",
-                conditions=f"{draft.title}: {text}",
-                loop_share=loops,
-            )
-            for claim, (v, text) in facts.items()
-        ]
-    found.tables.append(
-        Table(
-            "Accuracy",
-            ("draft", "tree", "accuracy", "95 % from", "to", "loop_share"),
-            tuple(table),
-        )
-    )
+        text = f"{min(ends):.2f} at least, static {max(still.values()):.2f}"
+        higher = min(ends) > max(still.values())
+        found.add(config["higher"], higher, "simulated", f"{draft.title}: {text}", loops=loops)
+        text = f"{draft.title}: {lost:.1f} points lost from the shallowest to the deepest"
+        found.add(config["with_depth"], lost < config["points"], "simulated", text, loops=loops)
+    columns = ("draft", "tree", "accuracy", "95 % from", "to", "loop_share")
+    found.tables.append(Table("Accuracy", columns, tuple(table)))
     made, (ax,) = figure(7.0, 4.0)
     lines(ax, series)
     tidy(

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.ppsd.laws import alpha_of_speedup
 from experiments.ppsd.runs import add_runs, rival_runs
 from experiments.reproduce.drawing import bars, figure, legend, line_chart, tidy
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.metrics.exit_laws import eq6_speedup
@@ -31,26 +31,11 @@ def against_others(item: Item, lab: Lab) -> Findings:
     printed, first = cells["L-13B"]["ppsd"][1], config["table1_gsm8k"]
     medusa = cells["V-13B"]["medusa"][0] / cells["V-13B"]["plain"][0]
     over = min(rows["ppsd"][i] / rows["medusa"][i] for rows in cells.values() for i in (0, 1))
-    found.measures += [
-        Measure(
-            claim="over_ts",
-            value=least > 1,
-            kind="formula",
-            conditions=f"least {least:.2f}x stated",
-        ),
-        Measure(
-            claim="l13b_cell",
-            value=abs(printed / first - 1) < 0.01,
-            kind="formula",
-            conditions=f"Table 1 has {first} tokens/s there",
-        ),
-        Measure(
-            claim="medusa",
-            value=medusa,
-            kind="formula",
-            conditions="stated tokens/s over Table 1's autoregressive row",
-        ),
-    ]
+    found.add("over_ts", least > 1, "formula", f"least {least:.2f}x stated")
+    same = abs(printed / first - 1) < 0.01
+    found.add("l13b_cell", same, "formula", f"Table 1 has {first} tokens/s there")
+    where = "stated tokens/s over Table 1's autoregressive row"
+    found.add("medusa", medusa, "formula", where)
     found.add("over_medusa", over > 1, "formula", f"least {over:.2f}x stated")
     rows = tuple(
         (model, name, values[0], values[1], values[0] / by["plain"][0], values[1] / by["plain"][1])
@@ -58,11 +43,7 @@ def against_others(item: Item, lab: Lab) -> Findings:
         for name, values in by.items()
     )
     columns = (
-        "model",
-        "row",
-        "XSum tokens/s",
-        "GSM8K tokens/s",
-        "XSum over plain",
+        *("model", "row", "XSum tokens/s", "GSM8K tokens/s", "XSum over plain"),
         "GSM8K over plain",
     )
     found.tables.append(Table("Stated cells", columns, rows))
@@ -83,14 +64,8 @@ def heads(item: Item, lab: Lab) -> Findings:
     )
     theory = config["theory"]
     law = eq6_speedup(theory["alpha"], theory["exit_layer"], theory["layers"])
-    found.measures += [
-        Measure(
-            claim="lower", value=lower, kind="formula", conditions="stated cells of Tables 6, 7"
-        ),
-        Measure(
-            claim="gsm8k", value=law, kind="formula", conditions=f"Eq. 6 at alpha {theory['alpha']}"
-        ),
-    ]
+    found.add("lower", lower, "formula", "stated cells of Tables 6, 7")
+    found.add("gsm8k", law, "formula", f"Eq. 6 at alpha {theory['alpha']}")
     add_runs(item, lab, found, config["runs"])
     names = ("XSum", "GSM8K", "HumanEval")
     rows = tuple((m, head, *values) for m, pair in by_head.items() for head, values in pair.items())

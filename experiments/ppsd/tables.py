@@ -178,10 +178,8 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
     falls = all(all(b < a for a, b in pairwise(ys)) for _, ys in rates.values())
     peaks = all(0 < int(np.argmax(ys)) < len(ys) - 1 for _, ys in speeds.values())
     tops = ", ".join(f"{n}: gamma {gammas[int(np.argmax(ys))]}" for n, (_, ys) in speeds.items())
-    found.measures += [
-        Measure(claim="falls", value=falls, kind="formula", conditions="Eq. 5"),
-        Measure(claim="peaks", value=peaks, kind="formula", conditions=f"Eq. 4 peaks at {tops}"),
-    ]
+    found.add("falls", falls, "formula", "Eq. 5")
+    found.add("peaks", peaks, "formula", f"Eq. 4 peaks at {tops}")
     run_rates, run_speeds = draft_length_runs(item, lab, found, config["runs"])
     name = f"run, E = {config['runs']['exit_layer']} of 24"
     lines(left, {**rates, name: run_rates})
@@ -244,26 +242,11 @@ def equations(item: Item, lab: Lab) -> Findings:
         for a, e, g in product(config["alphas"], config["exits"], config["gammas"])
     ]
     alpha, exit_layer, gamma, lowest = min(grid, key=lambda row: row[3])
-    found.measures += [
-        Measure(
-            claim="perfect",
-            value=at_one,
-            kind="formula",
-            conditions=f"N = {layers}, E of {config['exits']}",
-        ),
-        Measure(
-            claim="nothing",
-            value=least >= 1.0,
-            kind="formula",
-            conditions=f"least {least:.3f}x at E = {worst}, N = {layers}: only where E divides N",
-        ),
-        Measure(
-            claim="better",
-            value=lowest > 1.0,
-            kind="formula",
-            conditions=f"least {lowest:.3f} at alpha {alpha}, E = {exit_layer}, gamma = {gamma}",
-        ),
-    ]
+    found.add("perfect", at_one, "formula", f"N = {layers}, E of {config['exits']}")
+    where = f"least {least:.3f}x at E = {worst}, N = {layers}: only where E divides N"
+    found.add("nothing", least >= 1.0, "formula", where)
+    where = f"least {lowest:.3f} at alpha {alpha}, E = {exit_layer}, gamma = {gamma}"
+    found.add("better", lowest > 1.0, "formula", where)
     columns = ("alpha", "E", "gamma", "Eq. 7")
     worst_rows = sorted(grid, key=lambda row: row[3])[:8]
     found.tables.append(Table("PPSD over EESD where it is least", columns, tuple(worst_rows)))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.reproduce.drawing import bars, claims_figure, figure, legend, tidy
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings, Table
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
@@ -148,63 +148,24 @@ def speed(item: Item, lab: Lab) -> Findings:
         result = compared(item, lab, sampling)
         rows = {r["strategy"]: r for r in result["rows"]}
         staged, single = rows["staged"], rows["speculative"]
-        for name, row in rows.items():
-            table.append(
-                (
-                    label,
-                    name,
-                    row["tokens_per_s"],
-                    row["speedup_wall"],
-                    row["speedup_theoretical"],
-                    row["lossless"],
-                    row["overhead_share"],
-                    row["loop_share"],
-                )
-            )
+        keys = ("tokens_per_s", "speedup_wall", "speedup_theoretical", "lossless")
+        keys = (*keys, "overhead_share", "rows_per_target_pass", "loop_share")
+        table += [(label, name, *(row[key] for key in keys)) for name, row in rows.items()]
         shown[label] = {name: row["tokens_per_s"] for name, row in rows.items()}
         over_plain, over_single = config["claims"][label]
-        ends = staged["speedup_wall_interval"] or (None, None)
         where = f"this CPU, bundled pair, {data_words()[0]}, {label}"
         loops = staged["loop_share"]
-        ratio = staged["tokens_per_s"] / single["tokens_per_s"]
-        results = {
-            name: [
-                r.result
-                for r in read_requests(result["folder"] / "requests.jsonl")
-                if r.strategy == name
-            ]
-            for name in ("staged", "speculative")
-        }
-        apart = speed_ratio_interval(results["staged"], results["speculative"]) or (None, None)
-        found.measures += [
-            Measure(
-                claim=over_plain,
-                value=staged["speedup_wall"],
-                kind="measured",
-                conditions=where,
-                low=ends[0],
-                high=ends[1],
-                loop_share=loops,
-            ),
-            Measure(
-                claim=over_single,
-                value=ratio,
-                kind="measured",
-                conditions=where,
-                low=apart[0],
-                high=apart[1],
-                loop_share=loops,
-            ),
-        ]
+        ends = staged["speedup_wall_interval"] or (None, None)
+        value = staged["speedup_wall"]
+        found.add(over_plain, value, "measured", where, loops=loops, interval=ends)
+        value = staged["tokens_per_s"] / single["tokens_per_s"]
+        runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
+        both = ([r for run in runs[n] for r in run.results] for n in ("staged", "speculative"))
+        ends = speed_ratio_interval(*both) or (None, None)
+        found.add(over_single, value, "measured", where, loops=loops, interval=ends)
     columns = (
-        "sampling",
-        "row",
-        "tokens/s",
-        "over ar",
-        "by counts",
-        "tokens as ar",
-        "overhead_share",
-        "loop_share",
+        *("sampling", "row", "tokens/s", "over ar", "by counts", "tokens as ar"),
+        *("overhead_share", "nodes/pass", "loop_share"),
     )
     found.tables.append(Table("Measured on this machine", columns, tuple(table)))
     found.missing += list(config.get("absent", ()))
