@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -106,6 +107,8 @@ class Decoder:
         )
         self._follower: _Follower | None = None
         self._on_step: OnStep | None = None
+        self._raised: BaseException | None = None  # by on_step
+        self._busy = self._broken = False
 
     def generate(
         self,
@@ -124,15 +127,17 @@ class Decoder:
             on_step: told of each step; returning False ends the request there.
 
         Raises:
-            UserError: an empty prompt, one that does not fit, text without a tokenizer.
+            UserError: an empty prompt, one that does not fit, text without a tokenizer; a decoder
+                that is decoding already, or that broke down within a step.
         """
         found = self._tokens(prompt, prompt_id, chat)
         results: list[RequestResult] = []
-        self._follower, self._on_step = _Follower(self.pair), on_step
-        try:
-            totals = self._runner.run([found], results.append)
-        finally:
-            self._follower = self._on_step = None
+        with self._decoding():
+            self._follower, self._on_step = _Follower(self.pair), on_step
+            with self._whole_steps():
+                totals = self._runner.run([found], results.append)
+        if self._raised is not None:
+            raise self._raised
         result = results[0]
         return Generation(
             text=result.text,
@@ -151,19 +156,20 @@ class Decoder:
         errors are those of ``generate``. One stream at a time.
         """
         found = self._tokens(prompt, prompt_id, chat)
-        state = self._runner.parts.new_state()
-        follower = _Follower(self.pair)
-        steps = self._runner.steps(state, [found], _ignore)
-        try:
-            for _ in steps:
-                step = follower.step(state.requests[found.id])
-                if step is not None:
-                    yield step
-        finally:
-            for request in state.requests.values():
-                request.cancel()
-            for _ in steps:  # one more turn, in which the parts close the request
-                pass
+        with self._decoding():
+            state = self._runner.parts.new_state()
+            follower = _Follower(self.pair)
+            steps = self._runner.steps(state, [found], _ignore)
+            try:
+                while self._has_step(steps):
+                    step = follower.step(state.requests[found.id])
+                    if step is not None:
+                        yield step
+            finally:
+                for request in state.requests.values():
+                    request.cancel()
+                while self._has_step(steps):  # one more turn, in which the parts close the request
+                    pass
 
     def close(self) -> None:
         """Releases models' memory of this decoder and ends its ranks."""
@@ -175,16 +181,54 @@ class Decoder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """One prompt at a time: parts would mix up two of the same id."""
+        self._busy, self._raised = True, None
+        try:
+            yield
+        finally:
+            self._busy = False
+            self._follower = self._on_step = None
+
+    @contextmanager
+    def _whole_steps(self) -> Iterator[None]:
+        """Notes where a step was not finished: rows in flight would answer the next prompt."""
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _has_step(self, steps: Iterator[object]) -> bool:
+        with self._whole_steps():
+            return next(steps, None) is not None
+
     def _tell(self, state: DecodeState) -> None:
-        """After each step of ``generate``."""
-        if self._on_step is None or self._follower is None:
-            return
+        """After each step of ``generate``; what the callback raises waits for the request's end."""
         for request in state.requests.values():
+            if self._on_step is None or self._follower is None:
+                return
             step = self._follower.step(request)
-            if step is not None and self._on_step(step) is False:
+            try:
+                if step is not None and self._on_step(step) is False:
+                    request.cancel()
+            except BaseException as error:  # raised by ``generate``, once the parts have closed it
+                self._raised, self._on_step = error, None
                 request.cancel()
 
     def _tokens(self, prompt: str | Sequence[int], prompt_id: int, chat: bool) -> TokenPrompt:
+        if self._broken:
+            raise UserError(
+                "an earlier call broke down or was interrupted within a step, and what it left in"
+                " flight may not be mixed with another prompt: close this decoder and make a new"
+                " one (pair=decoder.pair keeps the models)"
+            )
+        if self._busy:
+            raise UserError(
+                "this decoder is decoding another prompt: end or close that stream first, or make"
+                " a second decoder (pair=decoder.pair shares the models)"
+            )
         pair = self.pair
         if not isinstance(prompt, str):
             ids = list(prompt)

@@ -21,7 +21,8 @@ def decode(
     """Decodes every request of the scheduler, yielding each step's commits as they are decided.
 
     A *step* is one turn: one pipeline step, or one target pass where the latency is 1. The caller
-    may cancel requests (``RequestState.cancel``) or stop iterating between steps.
+    may cancel requests between steps (``RequestState.cancel``) and must iterate to the end: the
+    parts close a request in the turn after its last.
     """
     while scheduler.admit(state):
         batch = scheduler.merge(policy.select(state, source))

@@ -23,16 +23,18 @@ def check(parts: Parts, target_vocab: int) -> None:
     """
     source, policy, verifier = parts.source, parts.policy, parts.verifier
     names = {k: type(getattr(parts, k)).__name__ for k in ("source", "policy", "verifier")}
+    at = "policy"
     if isinstance(policy, StagedTree):
         try:
             cheap_source(source)
         except ValueError as error:
             raise UserError(str(error)) from error
-    hidden = getattr(policy, "draft_overlap", "none") == "full"
+        at = "policy.inner"
+    hidden = getattr(getattr(policy, "inner", policy), "draft_overlap", "none") == "full"
     if hidden and parts.clock.kind is not ClockKind.SIMULATED:
         raise UserError(
-            "policy.draft_overlap=full is a limit that no machine reaches, for clock=simulated"
-            " only; use policy.draft_overlap=rule or none"
+            f"{at}.draft_overlap=full is a limit that no machine reaches, for clock=simulated"
+            f" only; use {at}.draft_overlap=rule or none"
         )
     if verifier.needs.draft_probs and policy.value_dependent:
         who, remedy = names["policy"], "a policy that takes candidates in sampling order"

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
-
 from specdec.baselines import HFBaseline, HFOptions
 from specdec.compose import compose
 from specdec.errors import UserError
@@ -124,10 +122,9 @@ class PartsRunner:
                 book(result, found[-1])
             ledger.resume()
 
-        with torch.inference_mode():
-            for _ in self.steps(state, prompts, finished):
-                if self._on_step is not None:
-                    self._on_step(state)
+        for _ in self.steps(state, prompts, finished):
+            if self._on_step is not None:
+                self._on_step(state)
         if self.trace is not None:
             self.trace.end_run(ledger.ranks.reports)
         return RunTotals.merge(found) if found else self._new_totals()

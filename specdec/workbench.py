@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import ceil
 
 import numpy as np
+import torch
 
 from specdec.clocks import Clock, ClockKind, MeasuredClock
 from specdec.distributed.leading import DraftGroup
@@ -72,7 +73,11 @@ class Parts:
         prefill_chunk: int = 512,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> Iterator[list[Commit]]:
-        """The loop over ``requests``, step by step; arguments as for ``FifoScheduler``."""
+        """The loop over ``requests``, step by step; arguments as for ``FifoScheduler``.
+
+        Every step runs in inference mode, and the caller between two steps does not: tensors of
+        models and caches are of one kind, whoever drives the loop.
+        """
         scheduler = FifoScheduler(
             requests=requests,
             parts=(self.policy, self.source, self.executor),
@@ -81,7 +86,7 @@ class Parts:
             rules=self.serving,
             on_finish=on_finish,
         )
-        return decode(
+        steps = decode(
             state=state,
             scheduler=scheduler,
             policy=self.policy,
@@ -89,6 +94,16 @@ class Parts:
             verifier=self.verifier,
             executor=self.executor,
         )
+        return _inferred(steps)
+
+
+def _inferred(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
+    while True:
+        with torch.inference_mode():
+            commits = next(steps, None)
+        if commits is None:
+            return
+        yield commits
 
 
 class Workbench:

@@ -217,17 +217,16 @@ def decode_steps(
     state = parts.new_state() if state is None else state
     tokens = sum(case.stop.max_new_tokens + len(case.prompt) for case in cases)
     most = _STEPS_PER_TOKEN + (parts.executor.latency + 2) * tokens
-    with torch.inference_mode():
-        steps = parts.decode(
-            state,
-            [case.request() for case in cases],
-            batch_size=batch_size,
-            prefill_chunk=prefill_chunk,
-            on_finish=finished,
-        )
-        for commits in steps:
-            assert state.step <= most, f"no end after {state.step} steps for {tokens} tokens"
-            yield commits
+    steps = parts.decode(
+        state,
+        [case.request() for case in cases],
+        batch_size=batch_size,
+        prefill_chunk=prefill_chunk,
+        on_finish=finished,
+    )
+    for commits in steps:
+        assert state.step <= most, f"no end after {state.step} steps for {tokens} tokens"
+        yield commits
 
 
 def num_ranks(cfg: Mapping[str, Any]) -> int:

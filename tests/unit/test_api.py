@@ -57,6 +57,48 @@ def test_cancelling_leaves_nothing_behind(more: list[str]) -> None:
             assert again.metrics[name] == whole.metrics[name], name
 
 
+@pytest.mark.parametrize("more", [[], PIPELINE], ids=["local", "pipeline"])
+def test_an_error_of_the_callback_ends_its_request_only(more: list[str]) -> None:
+    """Rows left in flight once answered the next prompt, since both had the same id."""
+    with specdec.Decoder([*OVERRIDES, *more], pair=PAIR) as decoder:
+        whole = decoder.generate([4, 5, 6])
+
+        def fail(_step: specdec.Step) -> None:
+            raise ArithmeticError("told so")
+
+        with pytest.raises(ArithmeticError, match="told so"):
+            decoder.generate([1, 2, 3], on_step=fail)
+        assert decoder.generate([4, 5, 6]).tokens == whole.tokens
+
+
+def test_a_step_that_broke_down_and_a_stream_under_way_are_in_the_way() -> None:
+    with specdec.Decoder(OVERRIDES, pair=PAIR) as decoder:
+        stream = decoder.stream([1, 2, 3])
+        next(stream)
+        with pytest.raises(specdec.UserError, match="decoding another prompt"):
+            decoder.generate([1, 2, 3])
+        stream.close()  # type: ignore[attr-defined]
+        whole = decoder.generate([1, 2, 3])
+        with pytest.MonkeyPatch.context() as patch:
+            executor = decoder._runner.parts.executor
+            patch.setattr(executor, "collect", lambda: {}["interrupted"])
+            with pytest.raises(KeyError):
+                list(decoder.stream([1, 2, 3]))
+        with pytest.raises(specdec.UserError, match="make a new one"):
+            decoder.generate([1, 2, 3])
+    with specdec.Decoder(OVERRIDES, pair=decoder.pair) as another:
+        assert another.generate([1, 2, 3]).tokens == whole.tokens
+
+
+def test_streams_and_calls_may_alternate_on_a_cache_that_has_grown() -> None:
+    """A pool that grew within ``generate`` once could not be written to by ``stream``."""
+    paged = ["serving.kv_tokens=512", "serving.block_tokens=1", "model.num_layers=1"]
+    with specdec.Decoder([*OVERRIDES, *paged, "policy.bs=8"]) as decoder:
+        whole = decoder.generate([1, 2, 3] * 30)
+        steps = list(decoder.stream([1, 2, 3] * 30))
+    assert tuple(token for step in steps for token in step.tokens) == whole.tokens
+
+
 def test_streamed_text_is_whole_and_never_half_a_character() -> None:
     class Bytes:
         """Three tokens to a euro sign."""
