@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from specdec.cache import Rows
+from specdec.device_probs import to_device
 from specdec.kernels.backends import Kernel, Seen, attention_kernel
 from specdec.kv_storage import Pair
 
@@ -199,8 +200,8 @@ class _Part:
         if self._seen is None:
             rows, device = self.rows, like.device
             self._seen = Seen(
-                lengths=torch.tensor([rows.first_masked, rows.end], device=device),
-                visible=torch.from_numpy(np.ascontiguousarray(rows.visible, np.uint8)).to(device),
+                lengths=to_device(np.array([rows.first_masked, rows.end]), device),
+                visible=to_device(np.ascontiguousarray(rows.visible, np.uint8), device),
                 num_slots=rows.end,
                 dtype=like.dtype,
             )

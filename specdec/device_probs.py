@@ -25,6 +25,12 @@ def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array as a tensor; the host does not wait for what the device still has to do."""
+    # From pageable memory, which is staged before the call returns: nothing has to be kept.
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceProbs:
     """Normalised probabilities on a device.
@@ -71,7 +77,7 @@ def taken(probs: Probs, rows: npt.NDArray[np.int64]) -> Probs:
     """The rows that ``rows``, int64[W], names, each as often as it is named."""
     if not isinstance(probs, DeviceProbs):
         return probs[rows]
-    at = torch.from_numpy(rows).to(probs.rows.device)
+    at = to_device(rows, probs.rows.device)
     return DeviceProbs(probs.rows[at], probs.best[at])
 
 

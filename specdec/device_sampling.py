@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from specdec.device_probs import DeviceProbs, to_host
+from specdec.device_probs import DeviceProbs, to_device, to_host
 from specdec.filters import check_finite
 from specdec.types import FloatArray, IntArray
 
@@ -63,7 +63,7 @@ def sample(
     """
     vocab_size = logits.shape[1]
     step = max(1, _ENTRIES // vocab_size)
-    draws = torch.from_numpy(uniforms).to(logits.device)
+    draws = to_device(uniforms, logits.device)
     for width in (min(NUCLEUS, vocab_size), vocab_size):
         parts = []
         for rows, some in zip(logits.split(step), draws.split(step), strict=True):
@@ -103,7 +103,7 @@ class Weighted:
 
     def sample(self, uniforms: FloatArray) -> IntArray:
         """As ``Distribution.sample``; for rows whose cut was found."""
-        draws = torch.from_numpy(uniforms).to(self.weights.device)
+        draws = to_device(uniforms, self.weights.device)
         return _checked(to_host(self.draw(draws)), self.best[:, None])
 
     def probs(self) -> DeviceProbs:
@@ -255,7 +255,7 @@ def sample_candidates(
         ValueError: for rows with NaN, infinity or no allowed token.
     """
     rows = probs.rows
-    draws = torch.from_numpy(uniforms).to(rows.device)
+    draws = to_device(uniforms, rows.device)
     left, tokens, chances = rows, [], []
     for draw in range(k):
         drawn = inverse_cdf(left, draws[:, draw])[:, None]
@@ -295,7 +295,7 @@ def judge(
     device = target.device
     vocab_size = max(target.shape[1], draft.shape[1])
     target, draft = (pad(rows, (0, vocab_size - rows.shape[1])) for rows in (target, draft))
-    tokens, limits = (torch.from_numpy(array).to(device) for array in (children, tests))
+    tokens, limits = (to_device(array, device) for array in (children, tests))
     width = children.shape[1]
     accepted = torch.full((len(children),), width, device=device)
     for place in range(width):
@@ -310,7 +310,7 @@ def judge(
         rest = (target - draft).clamp(min=0.0)
         mass = _total(rest)
         target = torch.where(is_child & (mass > 0.0), rest / mass, target)
-    corrections = inverse_cdf(target, torch.from_numpy(draws).to(device))
+    corrections = inverse_cdf(target, to_device(draws, device))
     both = to_host(torch.stack([accepted, corrections]))
     return both[0], both[1]
 

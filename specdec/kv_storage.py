@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from specdec.device_probs import to_device
 from specdec.types import IntArray
 
 _FIRST_BLOCKS = 64  # of a new pool
@@ -119,7 +120,7 @@ class Contiguous:
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
         """One gather over all layers, then one write per run of neighbouring targets."""
-        index = torch.from_numpy(sources).to(self.tensor.device)
+        index = to_device(sources, self.tensor.device)
         gathered = self.tensor.index_select(3, index)
         cuts = np.flatnonzero(np.diff(targets) != 1) + 1
         starts = [0, *cuts.tolist(), len(targets)]
@@ -249,7 +250,7 @@ class Paged:
         """int64[n]: rows of the pool."""
         block, offset = np.divmod(slots, self._pool.block_tokens)
         rows = np.array(self._table, np.int64)[block] * self._pool.block_tokens + offset
-        return torch.from_numpy(rows).to(self._pool.rows.device)
+        return to_device(rows, self._pool.rows.device)
 
 
 class _Gathered:

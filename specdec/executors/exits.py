@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from specdec.cache import TreeCache
+from specdec.device_probs import to_device
 from specdec.executors.answering import AnsweredRequest
 from specdec.executors.layout import row_items, tree_row_index
 from specdec.executors.stage import ModelStage, Stage, StageOutput
@@ -60,7 +61,7 @@ class NormHead:
         """See ``ExitHead``."""
         if not wants_logits or not batch.trees:
             return None
-        rows = torch.from_numpy(tree_row_index(row_items(batch))).to(hidden.device)
+        rows = to_device(tree_row_index(row_items(batch)), hidden.device)
         with torch.inference_mode(), self._meter.model("exit"):
             logits: torch.Tensor = self._output(self._norm(hidden[rows]))
         return logits

@@ -25,6 +25,7 @@ from specdec.attention import (
     kernel_of,
 )
 from specdec.cache import Rows, TreeCache
+from specdec.device_probs import to_device
 from specdec.errors import UserError
 from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.metrics.meter import Meter
@@ -192,7 +193,7 @@ class ModelRunner:
             positions = np.concatenate([part.positions for part in rows])
         keep: int | torch.Tensor = 0
         if logits_rows is not None:
-            keep = torch.from_numpy(logits_rows).to(self.device)
+            keep = to_device(logits_rows, self.device)
         step = AttentionStep(
             rows=rows,
             first_layer=self.first_layer,
@@ -200,7 +201,7 @@ class ModelRunner:
             hidden=None if hidden is None else hidden.to(self.device)[None],
             kernel=self._kernel,
         )
-        ids, places = (torch.from_numpy(array).to(self.device) for array in (tokens, positions))
+        ids, places = (to_device(array, self.device) for array in (tokens, positions))
         return self._compute(step, ids, places, wants_logits, keep)
 
     def _replayed(
@@ -216,7 +217,9 @@ class ModelRunner:
         found = self._static.run(rows, received, wants_logits)
         if logits_rows is None or found.logits is None:
             return found
-        wanted = torch.from_numpy(logits_rows).to(self.device)
+        if np.array_equal(logits_rows, np.arange(len(found.logits))):
+            return found
+        wanted = to_device(logits_rows, self.device)
         return Computed(found.hidden, found.logits[wanted], found.captured)
 
     def _compute(

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec import device_sampling
-from specdec.device_probs import DeviceProbs, Probs, on_host
+from specdec.device_probs import DeviceProbs, Probs, on_host, to_device
 from specdec.distribution import inverse_cdf
 from specdec.randomness import KeyedDraws, Purpose
 from specdec.state import DecodeState
@@ -115,10 +115,10 @@ def _judged_there(
     device = probs.rows.device
     drafts = [_rows_on(tree.draft_probs[int(tree.ids[slot])], device) for slot in slots]
     if request.sampling.greedy:
-        own = torch.from_numpy(answered.answers.tokens[rows[slots]]).to(device)
+        own = to_device(answered.answers.tokens[rows[slots]], device)
         target = torch.zeros_like(probs.rows[: len(slots)]).scatter(1, own[:, None], 1.0)
     else:
-        target = probs.rows[torch.from_numpy(rows[slots]).to(device)]
+        target = probs.rows[to_device(rows[slots], device)]
     positions = tree.positions[slots] + 1
     tests = draws.uniform(request.id, positions[:, None], Purpose.ACCEPT, np.arange(width))
     corrections = draws.uniform(request.id, positions, Purpose.RESIDUAL)
