@@ -58,6 +58,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "latency": lambda: 1 if stages is None else stages.stages,
         "profile": lambda: getattr(clock, "profile", None),
     }
+    serving = ServingRules.of(cfg["serving"]) if "serving" in cfg else None
     policy = build_part(cfg["policy"], known, "policy")
     verifier = build_part(cfg["verifier"], {}, "verifier")
     runtime: dict[str, Callable[[], Any]] = {
@@ -80,7 +81,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
             verifier=verifier,
             stages=stages,
             ranks=ranks,
-            serving=ServingRules.of(cfg["serving"]) if "serving" in cfg else None,
+            serving=serving,
         )
     finally:
         bench.release()

@@ -47,9 +47,13 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
         if not word.startswith("-"):
             overrides.append(word)
         elif name == "--config-dir":
-            folder = Path(value if equals else next(rest, "")).expanduser()
-            if not folder.is_dir():
-                raise UserError(f"--config-dir {folder} is not a folder: name a configuration tree")
+            named = value if equals else next(rest, "")
+            folder = Path(named).expanduser()
+            if not named or not folder.is_dir():
+                raise UserError(
+                    f"--config-dir {named or 'without a name'} is not a folder: name a"
+                    " configuration tree"
+                )
             folders.append(folder)
             _make_importable(folder)
         elif name in ("--help", *flags) and not equals:

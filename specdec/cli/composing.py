@@ -47,6 +47,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create()
     for text in overrides:
         try:
+            if text.startswith("="):  # Hydra takes it for a group without a name
+                raise OverrideParseException(text, "no key")
             parsed += parser.parse_overrides([text])
         except (OverrideParseException, HydraException) as error:
             raise UserError(

@@ -13,6 +13,8 @@ from typing import Any
 from uuid import uuid4
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from specdec.cli.tree import flatten
 from specdec.errors import UserError
@@ -60,7 +62,13 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
         raise UserError(f"output_dir={folder} is a file: name a folder")
     stored = folder / CONFIG_FILE
     if stored.is_file():
-        found = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
+        try:
+            found = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
+        except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+            raise UserError(
+                f"output_dir={folder} has a {CONFIG_FILE} that cannot be read"
+                f" ({str(error).splitlines()[0]}): name another folder or delete that one"
+            ) from error
         if found != dict(config):
             raise UserError(
                 f"output_dir={folder} holds a run of another configuration"

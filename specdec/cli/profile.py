@@ -119,7 +119,7 @@ def profile_config(
         )
     config = {**job.config, "profiling": section}
     if section["use"] is not None:
-        config["use"] = load_profile(section["use"], extra)
+        config["use"] = load_profile(section["use"], extra, key="profiling.use")
     return config, job.output_dir
 
 

@@ -53,10 +53,25 @@ def _with_overrides(what: str, overrides: Sequence[str]) -> dict[str, object]:
         key = str(override.key_or_group)
         if key not in keys and not any(k.startswith(f"{key}.") for k in keys):
             raise UserError(f"train {what} has no key {key}: {did_you_mean(key, keys)}")
-        OmegaConf.update(config, key, override.value())
+        value, default = override.value(), keys.get(key)
+        if not _alike(value, default):
+            raise UserError(
+                f"train {what}: {key}={value!r} has the wrong type; its default is {default!r}"
+            )
+        OmegaConf.update(config, key, value)
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UserError(f"train {what}: {str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _alike(value: object, default: object) -> bool:
+    """Whether a value is of its default's kind; a default of null says nothing."""
+    if default is None or value is None:
+        return True
+    numbers = (int, float)
+    if type(default) in numbers:
+        return type(value) in numbers
+    return type(value) is type(default)

@@ -64,8 +64,6 @@ def _check_sets(request: Request) -> None:
         return
     if request.name != "mixed":
         raise UserError(f"data.sets is not used by data={request.name}, only by data=mixed")
-    for name in request.sets:
-        require_known(name)
     wrong = [name for name in request.sets if name not in ("stdlib", *SETS)]
     if wrong or len(set(request.sets)) != len(request.sets) or not request.sets:
         raise UserError(

@@ -31,7 +31,6 @@ class LocalExecutor:
         stage: Stage,
         answerer: Answerer,
         clock: Clock,
-        stages: int = 1,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
         """Composes the executor.
@@ -39,15 +38,13 @@ class LocalExecutor:
         Args:
             stage: the whole target.
             answerer: turns its logits into answers.
-            clock: charged per pass, for stages and one head.
-            stages: priced stages that the layers lie on, one after the other.
+            clock: charged one stage and one head per pass.
             hidden_layers: that ``stage`` captures.
         """
         self.hidden_layers = hidden_layers
         self._stage = stage
         self._answerer = answerer
         self._clock = clock
-        self._num_stages = stages
         self._batch: Batch | None = None
         self.counters = ExecutorCounters()
 
@@ -74,8 +71,7 @@ class LocalExecutor:
             return Output(step=batch.step)
         self._clock.start(CONTROLLER)
         out = self._stage.run(batch, None)
-        for _ in range(self._num_stages):
-            self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
+        self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
         answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
         self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
         output = Output(step=batch.step, answers=answers)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -56,11 +56,12 @@ def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
     path = folder / f"{kind}-{layer}.safetensors"
     if not path.is_file():
         there = sorted(p.stem for p in folder.glob("*.safetensors")) if folder.is_dir() else []
-        known = ", ".join(there) or "empty"
+        known = ", ".join(there) or "no heads there"
         raise UserError(
-            f"model.exit_heads has no {path.name} ({known}): train it with `specdec train exit_head"
-            f" 'heads=[{{kind: {kind}, layer: {layer}}}]'`, choose model.exit_layer and"
-            " model.exit_head from those, or take an untrained head with model.exit_heads=null"
+            f"model.exit_heads={folder.name} has no {path.name} ({known}): train it with"
+            f" `specdec train exit_head 'heads=[{{kind: {kind}, layer: {layer}}}]'`, choose"
+            " model.exit_layer and model.exit_head from those, or take an untrained head with"
+            " model.exit_heads=null"
         )
     about, tensors = read_tensors(path)
     if (about.get("kind"), about.get("layer")) != (kind, str(layer)):
@@ -71,10 +72,17 @@ def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """What a head's file says about it, and its weights by name."""
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return file.metadata() or {}, tensors
+    """What a head's file says about it, and its weights by name.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return file.metadata() or {}, tensors
+    except SafetensorError as error:
+        raise UserError(f"{path.name} of model.exit_heads is damaged: {error}") from error
 
 
 def own_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:

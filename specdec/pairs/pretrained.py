@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -75,9 +76,18 @@ class PretrainedPair(HuggingFacePair):
             exit_head=exit_head,
         )
         self._heads = None if exit_heads is None else Path(resolve(exit_heads))
+        if self._heads is not None and not self._heads.is_dir():
+            raise UserError(
+                f"model.exit_heads={exit_heads} is not a folder: name the one that holds the heads,"
+                " or take an untrained head with model.exit_heads=null"
+            )
         self._target_info = inspect_model(resolve(target))
         self._draft_info = None if draft is None else inspect_model(resolve(draft))
         self._ngram = None if ngram is None else Path(resolve(ngram))
+        if self._ngram is not None and not self._ngram.is_file():
+            raise UserError(
+                f"model.ngram={ngram}: no such file; give a safetensors file of samples"
+            )
         check_vocabularies(self._target_info, self._draft_info)
 
     @cached_property
@@ -218,10 +228,11 @@ def check_vocabularies(target: ModelInfo, draft: ModelInfo | None) -> None:
 
 @cache
 def _katz_from_file(path: Path, vocab_size: int) -> KatzModel:
-    if not path.is_file():
+    try:
+        tokens = load_file(path)["tokens"].astype("int64").ravel()
+        return KatzModel.from_tokens(tokens, order=3, vocab_size=vocab_size, separator=0)
+    except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(
-            f"model.ngram={path.name}: no such file; give a safetensors file of samples"
-        )
-    return KatzModel.from_tokens(
-        load_file(path)["tokens"].astype("int64"), order=3, vocab_size=vocab_size, separator=0
-    )
+            f"model.ngram={path.name} cannot be used ({type(error).__name__}: {error}); give a"
+            " safetensors file with a 1-d integer tensor `tokens`, as `specdec train ngram` writes"
+        ) from error

@@ -132,6 +132,10 @@ class RandomPair(HuggingFacePair):
 
 def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int) -> dict[str, Any]:
     """Shapes that target and draft share, half as many key/value heads where that is whole."""
+    if hidden_size % num_heads:
+        raise UserError(
+            f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
+        )
     return {
         "hidden_size": hidden_size,
         "num_heads": num_heads,

@@ -29,8 +29,9 @@ def arrival_times(
         UserError: a rate that is missing or of no use, or a file that cannot be used.
     """
     if (arrivals == POISSON) != (rate_per_s is not None):
+        rate = "null" if rate_per_s is None else rate_per_s
         raise UserError(
-            f"serving.arrivals={arrivals} with serving.rate_per_s={rate_per_s}: a rate goes with"
+            f"serving.arrivals={arrivals} with serving.rate_per_s={rate}: a rate goes with"
             " serving.arrivals=poisson, and with nothing else"
         )
     if arrivals == AT_ONCE:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import UserError
+from specdec.serving.arrivals import arrival_times
 from specdec.serving.blocks import BlockBudget
 from specdec.serving.feeding import Feeding
 
@@ -33,7 +34,12 @@ class ServingRules:
 
     @staticmethod
     def of(cfg: Mapping[str, Any]) -> ServingRules:
-        """From the section of a resolved configuration; its arrivals are read elsewhere."""
+        """From the section of a resolved configuration.
+
+        Raises:
+            UserError: arrivals that cannot be used; when they are is read where requests are made.
+        """
+        arrival_times(cfg["arrivals"], 0, rate_per_s=cfg["rate_per_s"])
         return ServingRules(
             feeding=Feeding(cfg["feeding"]),
             prefill_first=cfg["prefill"] == "first",

@@ -205,7 +205,7 @@ def test_arrivals(tmp_path: Any) -> None:
     path.write_text("0.5\nsoon\n")
     with pytest.raises(UserError, match="line 2 is 'soon'"):
         arrival_times(str(path), 1)
-    with pytest.raises(UserError, match=r"serving\.rate_per_s=None"):
+    with pytest.raises(UserError, match=r"serving\.rate_per_s=null"):
         arrival_times("poisson", 1)
 
 
