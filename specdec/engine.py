@@ -73,8 +73,6 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     _tell_what_is_not_captured([cfg], pair, progress)
     with logs_in(output_dir / LOGS_FOLDER):
         runner = build_runner(cfg, pair, stop_rules(cfg, pair))
-    if cfg.get("record"):
-        check_recordable(pair, runner.name, runner.claims)
     path = output_dir / "requests.jsonl"
     records = [r for r in read_requests(path) if r.totals is not None] if path.is_file() else []
     done = {record.result.id for record in records}
@@ -82,6 +80,8 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     results, totals = [r.result for r in records], [r.totals for r in records if r.totals]
     progress.phase(f"{runner.name}: decoding", len(todo))
     try:
+        if cfg.get("record"):
+            check_recordable(pair, runner.name, runner.claims)
         if todo and _on_wall_clock(cfg):
             _warm_up(runner, todo[0])
         with RequestWriter(path) as writer:
@@ -135,12 +135,15 @@ def compare_jobs(
     pair, prompts, cut = prepare(base)
     _tell_what_is_replayed(pair, progress)
     _tell_what_is_not_captured(cfgs, pair, progress)
-    with logs_in(output_dir / LOGS_FOLDER):
-        runners = [build_runner(cfg, pair, stop_rules(cfg, pair)) for cfg in cfgs]
-    if base.get("record"):
-        check_recordable(pair, runners[0].name, runners[0].claims)
-    runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {r.name: [] for r in runners}
+    runners: list[Runner] = []
+    runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {}
     try:
+        with logs_in(output_dir / LOGS_FOLDER):
+            for cfg in cfgs:
+                runners.append(build_runner(cfg, pair, stop_rules(cfg, pair)))
+                runs[runners[-1].name] = []
+        if base.get("record"):
+            check_recordable(pair, runners[0].name, runners[0].claims)
         if _on_wall_clock(base):
             progress.phase("warming up", len(runners))
             for runner in runners:
@@ -212,17 +215,17 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     data = cfg["data"]
     if isinstance(pair, ReplayModels):
         return pair, [TokenPrompt(*prompt) for prompt in pair.prompts()[: data["limit"]]], 0
-    tokenizer = pair.tokenizer
+    tokenizer, positions = pair.tokenizer, pair.max_positions
+    least = 1 if tokenizer is not None else _SYNTHETIC_PROMPT_TOKENS
+    room = None if positions is None else positions - int(cfg["max_new_tokens"])
+    if room is not None and room < least:
+        raise UserError(
+            f"max_new_tokens={cfg['max_new_tokens']} leaves no room for a prompt of {least} tokens"
+            f" in the model's {positions} positions; choose a smaller number"
+        )
     if tokenizer is None:
         return pair, _made_up_prompts(pair, data["limit"], int(cfg["seed"])), 0
     found = load_requested(Request.of(data), tokenizer=tokenizer)
-    positions = pair.max_positions
-    room = None if positions is None else positions - int(cfg["max_new_tokens"])
-    if room is not None and room < 1:
-        raise UserError(
-            f"max_new_tokens={cfg['max_new_tokens']} leaves no room for a prompt in the model's"
-            f" {positions} positions; choose a smaller number"
-        )
     limit = data.get("max_prompt_tokens")
     bounds = [b for b in (room, limit) if b is not None]
     prompts, cut = [], 0

@@ -188,6 +188,8 @@ class BlockPool:
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Frees blocks."""
+        if not blocks:
+            return
         assert not set(blocks) & set(self._free), f"blocks {blocks} are freed twice"
         self._free.extend(blocks)
 

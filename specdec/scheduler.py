@@ -46,7 +46,7 @@ class FifoScheduler:
             on_finish: called with each finished request, after every part has closed it.
 
         Raises:
-            ValueError: for a batch size or chunk below 1.
+            ValueError: for a batch size or chunk below 1, or two requests of one id.
             UserError: a request needs more blocks than the cache has.
         """
         if batch_size < 1 or prefill_chunk < 1:
@@ -56,6 +56,13 @@ class FifoScheduler:
         rules = ServingRules() if rules is None else rules
         policy, _, executor = parts
         self._waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
+        ids = [request.id for request in self._waiting]
+        if len(set(ids)) < len(ids):
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise ValueError(
+                f"two requests have the id {twice}, which keys their draws and their caches: give"
+                " each its own"
+            )
         self._parts = parts
         self._batch_size = batch_size
         self._prefill_chunk = prefill_chunk

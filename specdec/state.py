@@ -32,10 +32,13 @@ class StopRules:
     """When a request is complete.
 
     Attributes:
-        max_new_tokens: tokens to emit at most.
+        max_new_tokens: tokens to emit at most, 1 or more.
         eos_ids: tokens that end the request; they are emitted as the last one.
-        stop_strings: the request ends with the token that completes one of them.
+        stop_strings: the request ends with the token that completes one of them; none is empty.
         decode: token ids -> text; needed for ``stop_strings`` only.
+
+    Raises:
+        ValueError: for a limit below 1, an empty stop string, or stop strings without ``decode``.
     """
 
     max_new_tokens: int
@@ -44,6 +47,10 @@ class StopRules:
     decode: Callable[[Sequence[int]], str] | None = None
 
     def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if "" in self.stop_strings:
+            raise ValueError(f"stop_strings={self.stop_strings}: an empty text ends everything")
         if self.stop_strings and self.decode is None:
             raise ValueError(f"stop_strings={self.stop_strings} need decode, to see them in tokens")
 
@@ -234,6 +241,7 @@ class DecodeState:
         for request_id, ids in nodes.items:
             request = self.requests[request_id]
             slots = request.tree.slots(ids)
+            assert NO_NODE not in slots, f"nodes {ids} of request {request_id} left the tree"
             request.tree.submitted_at[slots] = self.step
             request.counters.proposed += int((slots > 0).sum())
 
@@ -247,7 +255,9 @@ class DecodeState:
         for request in self.requests.values():
             if request.id not in answered:
                 _count_idle(request)
-        self._silent_steps = 0 if verdicts or not self.requests else self._silent_steps + 1
+        live = self.requests.values()
+        at_work = bool(verdicts) or any(r.prefill_sent < r.num_prefill for r in live)
+        self._silent_steps = 0 if at_work or not live else self._silent_steps + 1
         if self._silent_steps > _MAX_SILENT_STEPS:
             raise RuntimeError(
                 f"no answer in {_MAX_SILENT_STEPS} steps: the policy submits nothing for requests"

@@ -68,6 +68,7 @@ class Needs:
         hidden_layers: target layers, from 0, whose output ``Output`` must carry for every row.
         exits: candidates per node that ``Output.exits`` must carry; 0 for none. Such a source
             answers for a node only after the target has computed the exit layer on it.
+        real_nodes: to be asked about nodes of the real trees only, whose ids the executor knows.
     """
 
     target_probs: bool = False
@@ -75,6 +76,7 @@ class Needs:
     target_draws: bool = False
     hidden_layers: tuple[int, ...] = ()
     exits: int = 0
+    real_nodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +135,10 @@ class Candidates:
 
     @staticmethod
     def joined(parts: Sequence[Candidates]) -> Candidates:
-        """Rows of all parts, in order; all of equal K, all with distributions or none."""
+        """Rows of all parts, in order; of equal K, all with distributions or none, no origins."""
         if len(parts) == 1:
             return parts[0]
+        assert all(part.origins is None for part in parts), "origins would be lost"
         probs = [part.probs for part in parts if part.probs is not None]
         return Candidates(
             tokens=np.concatenate([part.tokens for part in parts]),
@@ -167,9 +170,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRows:
-    """Tree nodes of one request on their way through the target.
-
-    Parents precede children, within the rows and over time.
+    """Tree nodes of one request on their way through the target, parents before children.
 
     Attributes:
         request: request id.
@@ -279,8 +280,7 @@ class Output:
     Attributes:
         step: step whose end this is.
         answers: per request that was answered in this step.
-        exits: proposals for nodes that reached the exit layer in this step; with stages smaller
-            than the exit's depth they come from a later stage than the first.
+        exits: proposals for nodes that reached the exit layer, on any stage, in this step.
         prompts: hidden states of prefill chunks that left the target; only where needed.
     """
 

@@ -54,7 +54,7 @@ class EarlyExitSource:
         """
         if candidates < 1:
             raise ValueError(f"source.candidates={candidates} must be at least 1")
-        self.needs = Needs(exits=0 if front is not None else candidates)
+        self.needs = Needs(exits=0 if front is not None else candidates, real_nodes=True)
         self.vocab_size: int | None = vocab_size
         self.gives_probs = sample
         self.counters = SourceCounters() if front is None else front.counters

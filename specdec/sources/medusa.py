@@ -85,7 +85,7 @@ class MedusaSource:
             raise ValueError(f"source.heads={heads} must be at least 1")
         self._heads = load_heads(heads)
         self._clock = clock
-        self.needs = Needs(hidden_layers=(self._heads.layer,))
+        self.needs = Needs(hidden_layers=(self._heads.layer,), real_nodes=True)
         self.vocab_size: int | None = self._heads.vocab_size
         self.gives_probs = sample
         self.counters = SourceCounters()

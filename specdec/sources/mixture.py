@@ -129,6 +129,7 @@ class MixtureSource:
         """Passed on to every source."""
         for source in self._sources:
             source.commit(commits, output)
+        tally(self.counters, (source.counters for source in self._sources))
 
     def close(self, request_id: int) -> None:
         """Passed on to every source."""
@@ -144,26 +145,23 @@ class MixtureSource:
         k: int,
     ) -> Candidates:
         """Candidates from the exact mixture; a node without any answer gets none."""
-        shares = [
-            w[:, None] * on_host(a.probs)
-            for w, a in zip(weights.T, answers, strict=True)
-            if a.probs is not None
-        ]
-        if not shares:
+        given = [i for i, answer in enumerate(answers) if answer.probs is not None]
+        if not given:
             return Candidates.empty(len(nodes))
+        shares = [weights[:, i, None] * on_host(answers[i].probs) for i in given]  # type: ignore[arg-type]
         probs = np.sum(shares, axis=0)
         total = probs.sum(axis=1, keepdims=True)
         uniform = np.full_like(probs, 1.0 / probs.shape[1])
         probs = np.where(total > 0.0, probs / np.where(total > 0.0, total, 1.0), uniform)
         drawn = sampled_candidates(state, nodes, probs, k)
         at = np.arange(len(probs))[:, None]
-        origins = np.stack([share[at, drawn.tokens] for share in shares]).argmax(axis=0)
+        largest = np.stack([share[at, drawn.tokens] for share in shares]).argmax(axis=0)
         return Candidates(
             tokens=drawn.tokens,
             logprobs=drawn.logprobs,
             counts=np.where(weights.any(axis=1), drawn.counts, 0),
             probs=probs,
-            origins=origins,
+            origins=np.array(given)[largest],
         )
 
 

@@ -70,8 +70,8 @@ class StagedSource:
                 A call for more than ever before makes what is computed count as unknown.
 
         Raises:
-            ValueError: for sizes below 1, vocabularies that differ, or a source that reads the
-                target's hidden states, which come by the real trees' node ids.
+            ValueError: for sizes below 1, vocabularies that differ, or a source that has to be
+                asked about nodes of the real trees.
         """
         sizes = {"guess_width": guess_width, "guess_depth": guess_depth, "guess_rows": guess_rows}
         for key, value in sizes.items():
@@ -88,10 +88,11 @@ class StagedSource:
         self.gives_probs: bool = getattr(draft, "gives_probs", False)
         self.vocab_size = draft.vocab_size
         self.needs = joined_needs([draft.needs, cheap.needs])
-        if self.needs.hidden_layers:
+        if self.needs.real_nodes:
             raise ValueError(
-                "a staged source works in trees of its own, whose nodes no executor knows, so"
-                " it cannot hold one that reads hidden states (source=medusa): use source=mixture"
+                "a staged source works in trees of its own, whose nodes no executor knows, so it"
+                " cannot hold one that reads the target's hidden states (source=medusa,"
+                " source=early_exit): use source=mixture"
             )
         self.counters = SourceCounters()
         self._draft = draft

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+import specdec.state as state_module
 from specdec.pairs import RandomPair
 from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, Static
 from specdec.sampling import SamplingParams
@@ -177,6 +178,23 @@ def test_an_empty_prompt_is_refused() -> None:
             stop=StopRules(max_new_tokens=1),
             sampling=T06,
         )
+
+
+def test_two_requests_of_one_id_are_refused() -> None:
+    """They shared their caches, and the first to end took the other's along."""
+    stop = StopRules(max_new_tokens=2)
+    twins = [
+        RequestState(request_id=4, prompt=np.array([1]), stop=stop, sampling=T06) for _ in range(2)
+    ]
+    bench = Workbench(RandomPair(num_layers=1))
+    parts = bench.parts(source=NullSource(), policy=RootOnly(), verifier=MatchVerifier())
+    with pytest.raises(ValueError, match="two requests have the id 4"):
+        parts.decode(parts.new_state(), twins, batch_size=2)
+
+
+def test_a_long_prefill_in_small_chunks_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "_MAX_SILENT_STEPS", 5)
+    assert len(outputs(serve("ar", Work({1: [1] * 20}, prefill_chunk=1)))[1]) > 0
 
 
 def test_a_policy_that_submits_nothing_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

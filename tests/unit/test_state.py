@@ -173,6 +173,19 @@ def test_an_empty_prompt_is_refused():
         )
 
 
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 4, "stop_strings": ("a", ""), "decode": str}, "empty text"),
+        ({"max_new_tokens": 4, "stop_strings": ("a",)}, "need decode"),
+    ],
+)
+def test_stop_rules_that_cannot_be_followed_are_refused(rules, message):
+    with pytest.raises(ValueError, match=message):
+        StopRules(**rules)
+
+
 def test_a_cancelled_request_keeps_its_first_reason():
     _, request = one_request(StopRules(max_new_tokens=1))
     request.emit(10, 0, 0.0)

@@ -105,6 +105,10 @@ def test_mixture_of_distributions_is_exact():
     state = make_state(seed=9)
     open_request(state, source, make_request(1, [3, 4, 3]))
     got = expand(state, source, {1: [0]}, 4)
+    silent = MixtureSource(sources=[NullSource(), one, two], weights=[9.0, 1.0, 2.0], sample=True)
+    behind = expand(state, silent, {1: [0]}, 4)
+    assert behind.tokens.tolist() == got.tokens.tolist()
+    assert (behind.origins == got.origins + 1).all(), "a source is named by its place among all"
     parts = [expand(state, s, {1: [0]}, 4).probs[0] for s in (one, two)]
     probs = parts[0] / 3 + 2 * parts[1] / 3
     assert got.probs is not None
@@ -122,6 +126,16 @@ def test_counters_are_sums():
     ask(source, 2)
     assert (source.counters.passes, source.counters.rows) == (2, 4)
     assert source.counters.by_level == {"fixed": 2}
+
+
+def test_what_a_source_counts_in_a_commit_is_counted():
+    """An exit head's passes are known when they come back, after the step's last expand."""
+    late = Fixed([(5, 0.6)])
+    late.commit = lambda commits, output: setattr(late.counters, "passes", 7)
+    source = MixtureSource(sources=[late, NullSource()])
+    ask(source, 2)
+    source.commit([], None)
+    assert source.counters.passes == 7
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,13 +12,16 @@ from specdec.policies import BestFirst, Chain, Static
 from specdec.sampling import SamplingParams
 from specdec.sources import (
     DraftModelSource,
+    EarlyExitSource,
     KatzModel,
+    MixtureSource,
     NGramSource,
     NullSource,
     PromptLookupSource,
     RandomSource,
     StagedSource,
 )
+from specdec.types import SourceCounters
 
 from .support import (
     VOCAB,
@@ -241,3 +246,12 @@ def test_bad_sizes_and_vocabularies_are_refused():
         StagedSource(draft=make_draft(), cheap=NullSource(), guess_depth=0)
     with pytest.raises(ValueError, match="vocabulary"):
         StagedSource(draft=make_draft(), cheap=RandomSource(vocab_size=VOCAB + 1))
+
+
+@pytest.mark.parametrize("front", [None, SimpleNamespace(counters=SourceCounters())])
+def test_a_source_in_the_executor_s_own_trees_cannot_be_staged(front):
+    """Its answers are known by the ids of the real trees, which scratch nodes do not have."""
+    exits = EarlyExitSource(front=front, vocab_size=VOCAB)
+    inside = MixtureSource(sources=[exits, NullSource()])
+    with pytest.raises(ValueError, match="source=mixture"):
+        StagedSource(draft=make_draft(), cheap=inside)
