@@ -145,10 +145,10 @@ class MixtureSource:
         k: int,
     ) -> Candidates:
         """Candidates from the exact mixture; a node without any answer gets none."""
-        given = [i for i, answer in enumerate(answers) if answer.probs is not None]
+        given = [(i, a.probs) for i, a in enumerate(answers) if a.probs is not None]
         if not given:
             return Candidates.empty(len(nodes))
-        shares = [weights[:, i, None] * on_host(answers[i].probs) for i in given]  # type: ignore[arg-type]
+        shares = [weights[:, i, None] * on_host(probs) for i, probs in given]
         probs = np.sum(shares, axis=0)
         total = probs.sum(axis=1, keepdims=True)
         uniform = np.full_like(probs, 1.0 / probs.shape[1])
@@ -161,7 +161,7 @@ class MixtureSource:
             logprobs=drawn.logprobs,
             counts=np.where(weights.any(axis=1), drawn.counts, 0),
             probs=probs,
-            origins=np.array(given)[largest],
+            origins=np.array([i for i, _ in given])[largest],
         )
 
 
