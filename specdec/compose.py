@@ -31,6 +31,7 @@ from specdec.executors.distributed import Ranks
 from specdec.executors.layout import StageLayout
 from specdec.metrics.meter import Meter
 from specdec.pairs import ModelPair, ReplayModels
+from specdec.refusals import check_choice
 from specdec.serving.rules import ServingRules
 from specdec.workbench import Parts, Workbench
 
@@ -61,6 +62,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     serving = ServingRules.of(cfg["serving"]) if "serving" in cfg else None
     policy = build_part(cfg["policy"], known, "policy")
     verifier = build_part(cfg["verifier"], {}, "verifier")
+    check_choice(policy, verifier, clock)  # before a source loads the draft
     runtime: dict[str, Callable[[], Any]] = {
         "runner": lambda: bench.draft_runner(stages, ranks),
         "clock": lambda: bench.clock,

@@ -39,7 +39,7 @@ from specdec.models import ModelRunner
 from specdec.models.medusa import MedusaHeads
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.randomness import KeyedDraws
-from specdec.refusals import check
+from specdec.refusals import check_choice, check_executor, check_source
 from specdec.scheduler import FifoScheduler
 from specdec.serving.rules import ServingRules
 from specdec.sources.combined import joined_needs
@@ -210,7 +210,10 @@ class Workbench:
         needs = joined_needs((verifier.needs, source.needs))
         serving = ServingRules() if serving is None else serving
         layout = StageLayout(stages=stages) if isinstance(stages, int) else stages
-        serving.budget(policy, 1 if layout is None else layout.stages)  # refused before ranks start
+        # Refused before the target is loaded and ranks start.
+        serving.budget(policy, 1 if layout is None else layout.stages)
+        check_choice(policy, verifier, self.clock)
+        check_source(source, policy, verifier, self.pair.vocab_size)
         parts = Parts(
             source=source,
             policy=policy,
@@ -222,7 +225,7 @@ class Workbench:
             serving=serving,
         )
         try:
-            check(parts, self.pair.vocab_size)
+            check_executor(source, policy, parts.executor)
         except UserError:
             parts.executor.shutdown()
             raise

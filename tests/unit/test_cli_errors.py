@@ -126,6 +126,7 @@ LATER = {
     "missing record": (["model=replay", "model.record=nowhere.npz"], "nowhere.npz"),
     "arrivals without a rate": (["serving.arrivals=poisson"], "serving.rate_per_s=null"),
     "arrivals that are no times": (["serving.arrivals=times.txt"], "'soon'"),
+    "parts that do not fit": (["verifier=rejection", "policy=best_first"], "verifier=match"),
 }
 """What only the parts can tell, when they are put together: models are named, not yet loaded."""
 
