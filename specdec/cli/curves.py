@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.cli.comparing import RESULT_FILE, Comparison, compose_comparison
 from specdec.cli.composing import compose_config, parse
-from specdec.cli.folders import as_yaml, claim, default_folder, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
 from specdec.cli.jobs import Job, run_job_of
 from specdec.cli.progress import reporting
 from specdec.cli.tree import PARTS
@@ -149,7 +149,7 @@ def _execute(composed: Curves, folder: Path) -> None:
             curve_jobs(rows, folder, composed.comparison.repeats, progress, cross=cross)
         print((folder / "comparison.md").read_text(encoding="utf-8"))
     except BaseException as error:
-        write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        write_failure(folder, error)
         raise
     write_status(folder, "ok")
     print(f"results in {folder}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.cli.arguments import read_arguments
 from specdec.cli.composing import compose_config
-from specdec.cli.folders import as_yaml, claim, default_folder, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
 from specdec.cli.jobs import checked_job
 from specdec.cli.profiles import load_profile
 from specdec.cli.progress import reporting
@@ -136,7 +136,7 @@ def execute(config: dict[str, Any], folder: Path) -> None:
         with reporting() as progress:
             found = (allocation_job if splits else profile_job)(config, folder, progress)
     except BaseException as error:
-        write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        write_failure(folder, error)
         raise
     write_status(folder, "ok")
     (print_splits if splits else print_profile)(found)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
 from specdec.cli.jobs import Job, run_job_of
 from specdec.cli.progress import reporting
 
@@ -70,7 +70,7 @@ def execute(job: Job, folder: Path | None) -> int:
             progress.phase(f"{job.name}: checking", len(CHECKS))
             report = certify(job.config, on_check=lambda c: progress.advance(detail=c.name))
     except BaseException as error:
-        write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        write_failure(folder, error)
         raise
     write_report(folder, report)
     write_status(folder, "ok")

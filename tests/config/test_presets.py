@@ -176,6 +176,17 @@ def test_every_option_says_what_it_is_and_every_key_has_a_comment() -> None:
                 assert told or not key or key.startswith("- "), f"{path.name}: {line}"
 
 
+def test_every_key_of_a_recipe_has_a_comment() -> None:
+    """But the shares of named streams and sizes of packages, which say what they are."""
+    for path in options("train").values():
+        section = ""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            key = line.partition(":")[0]
+            section = section if line.startswith((" ", "#")) else key
+            told = "#" in line or section in ("packages", "weights", "distill_weights")
+            assert told or not key or line.lstrip().startswith("- "), f"{path.name}: {line}"
+
+
 class TestCompare:
     def test_rows_are_what_run_would_compose(self) -> None:
         rows = compose_comparison(["strategies=[ar,specpipe,hf_generate]", RANDOM])
