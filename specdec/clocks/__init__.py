@@ -1,5 +1,6 @@
 """Time: one interface for wall clocks, paced ones and virtual ones."""
 
+from specdec.clocks.hiding import DraftTime
 from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, Work
 from specdec.clocks.profile import CostCurve, LatencyProfile
 from specdec.clocks.simulated import SimulatedClock
@@ -12,6 +13,7 @@ __all__ = [
     "ClockKind",
     "ClockReport",
     "CostCurve",
+    "DraftTime",
     "LatencyProfile",
     "MeasuredClock",
     "PacedClock",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from specdec.clocks.hiding import DraftTime
 from specdec.clocks.interface import CONTROLLER, ClockKind, Work
 from specdec.clocks.profile import LatencyProfile
 from specdec.clocks.timeline import Timeline
@@ -16,6 +17,7 @@ class SimulatedClock:
     Attributes:
         profile, scale: see ``__init__``.
         busy_s: rank -> seconds of charged work, for ``bubble_share``.
+        drafted: the controller's draft work, for ``draft_hidden_share``.
         timeline: every charge, where one was given.
     """
 
@@ -35,6 +37,7 @@ class SimulatedClock:
         self.scale = scale
         self.timeline = timeline
         self.busy_s: defaultdict[int, float] = defaultdict(float)
+        self.drafted = DraftTime()
         self._time: defaultdict[int, float] = defaultdict(float)
 
     def start(self, rank: int) -> None:
@@ -46,6 +49,10 @@ class SimulatedClock:
         if cost:
             if self.timeline is not None:
                 self.timeline.add(rank, kind.value, self._time[rank], cost, num_tokens)
+            if rank == CONTROLLER and kind is Work.DRAFT:
+                done = max((t for r, t in self._time.items() if r != CONTROLLER), default=0.0)
+                began = self._time[rank]
+                self.drafted.add(began_s=began, seconds=cost, target_done_s=done)
             self._time[rank] += cost
             self.busy_s[rank] += cost
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter, sleep, time
 
+from specdec.clocks.hiding import DraftTime
 from specdec.clocks.interface import CONTROLLER, ClockKind, Work
 from specdec.clocks.profile import LatencyProfile
 from specdec.clocks.timeline import ClockReport, Timeline
@@ -160,6 +161,7 @@ class PacedClock(_WallClock):
 
     Attributes:
         profile, scale, rank, timeline: see ``__init__``.
+        drafted: this rank's draft work, for ``draft_hidden_share``.
     """
 
     kind = ClockKind.PACED
@@ -188,6 +190,7 @@ class PacedClock(_WallClock):
         self._late = False  # whether the last piece was an overrun so far
         self._pieces = self._overruns = 0
         self._wait_s = 0.0
+        self.drafted = DraftTime()
         self._not_before = 0.0
         self._plans: defaultdict[int, float] = defaultdict(float)  # of other ranks
 
@@ -261,6 +264,9 @@ class PacedClock(_WallClock):
 
     def _note(self, kind: Work, num_tokens: int, began: float, ended: float, done: float) -> None:
         self._busy_s += ended - began
+        if kind is Work.DRAFT:
+            done_s = max(self._plans.values(), default=0.0)
+            self.drafted.add(began_s=began, seconds=ended - began, target_done_s=done_s)
         if self.timeline is not None:
             work_s = max(0.0, done - began)
             self.timeline.add(self.rank, kind.value, began, ended - began, num_tokens, work_s)

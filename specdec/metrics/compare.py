@@ -77,10 +77,11 @@ def theoretical_speedup(
     one, for serial runs: every target pass is taken to cost what ``ar`` needs per token, whatever
     its number of rows, and every draft pass its own mean, so
 
-        tokens t_ar / (target_passes t_ar + draft_passes t_draft).
+        tokens t_ar / (target_passes t_ar + draft_passes t_draft),
 
-    What the wall clock then loses is wider target passes and overhead. None for pipelines fed one
-    level per step without a profile, whose passes overlap.
+    drafting on the run's clock, less what passed beside the target, where that is known. What the
+    wall clock then loses is wider target passes and overhead. None for pipelines without a profile,
+    whose passes overlap.
 
     Args:
         totals, new_tokens: the strategy's run.
@@ -90,7 +91,10 @@ def theoretical_speedup(
         return (ar.theoretical_s / ar_new_tokens) / (totals.theoretical_s / new_tokens)
     if totals.latency != 1 or not ar_speed or not totals.target_passes:
         return None
-    draft_s = sum(s for name, s in totals.model_s.items() if name != "target")
+    if totals.draft_total_s is None or totals.draft_hidden_s is None:
+        draft_s = sum(s for name, s in totals.model_s.items() if name != "target")
+    else:  # seconds of models are the wall's, which such a clock does not count in
+        draft_s = totals.draft_total_s - totals.draft_hidden_s
     seconds = totals.target_passes / ar_speed + draft_s
     return new_tokens / ar_speed / seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from specdec.clocks import Clock, ClockReport
@@ -20,6 +20,8 @@ class RankCounts:
         busy_s: stage's rank -> seconds of work on the run's clock; None where nobody knows.
         pieces, overruns: of paced work, over all ranks; None on other clocks.
         bytes_sent: between ranks; None where all ranks are in one process.
+        draft_s, draft_hidden_s: the controller's draft work and what of it passed beside the
+            target's; None on a clock that does not know when the target is at work.
         reports: clocks of the ranks that are wall clocks, spans handed over.
     """
 
@@ -27,15 +29,22 @@ class RankCounts:
     pieces: int | None = None
     overruns: int | None = None
     bytes_sent: int | None = None
+    draft_s: float | None = None
+    draft_hidden_s: float | None = None
     reports: tuple[ClockReport, ...] = field(default=(), repr=False)
 
     @staticmethod
     def of(clock: Clock, executor: Executor) -> RankCounts:
         """Asks every rank; costs a message to each where they are processes."""
-        from specdec.clocks import ClockKind, ClockReport, SimulatedClock
+        from specdec.clocks import ClockKind, ClockReport, PacedClock, SimulatedClock
 
         if isinstance(clock, SimulatedClock):
-            return RankCounts(busy_s={r: s for r, s in clock.busy_s.items() if r > 0})
+            return RankCounts(
+                busy_s={r: s for r, s in clock.busy_s.items() if r > 0},
+                draft_s=clock.drafted.total_s,
+                draft_hidden_s=clock.drafted.hidden_s,
+            )
+        drafted = clock.drafted if isinstance(clock, PacedClock) else None
         ask = getattr(executor, "reports", None)
         found: list[dict[str, Any]] = [] if ask is None else ask()
         workers = [ClockReport.from_json(report["clock"]) for report in found]
@@ -47,6 +56,8 @@ class RankCounts:
             pieces=sum(r.pieces for r in reports) if paced else None,
             overruns=sum(r.overruns for r in reports) if paced else None,
             bytes_sent=sent if workers else None,
+            draft_s=None if drafted is None else drafted.total_s,
+            draft_hidden_s=None if drafted is None else drafted.hidden_s,
             reports=reports,
         )
 
@@ -58,7 +69,12 @@ class RankCounts:
         totals.paced_pieces = _since(self.pieces, before.pieces)
         totals.overruns = _since(self.overruns, before.overruns)
         totals.bytes_sent = _since(self.bytes_sent, before.bytes_sent)
+        totals.draft_total_s = _since(self.draft_s, before.draft_s)
+        totals.draft_hidden_s = _since(self.draft_hidden_s, before.draft_hidden_s)
 
 
-def _since(now: int | None, before: int | None) -> int | None:
+_Count = TypeVar("_Count", int, float)
+
+
+def _since(now: _Count | None, before: _Count | None) -> _Count | None:
     return None if now is None or before is None else now - before

@@ -119,10 +119,11 @@ class RunTotals:
             longer than the profile says; None on other clocks.
         stage_busy_s: rank -> seconds of work on the run's clock, stages only; None where unknown.
         draft_total_s, draft_hidden_s: draft seconds on the run's clock, and those of them that
-            passed while the target was busy.
+            passed while the target was busy; None on a clock that does not know when it is.
         early_exit: sizes that PPSD's laws need: layers, exit_layer, stages, width of a level, and
             gamma where drafts of that length are verified afterwards; None without an early exit.
-        theoretical_s: seconds that a latency profile gives for the run's counts.
+        theoretical_s: seconds that a latency profile gives for the run's counts, prefill included
+            (a simulated clock's own); None on clocks of another kind.
         bytes_sent: bytes that crossed between ranks.
         request_steps: sum over steps of the requests that were open.
         kv_token_steps: sum over steps of the tokens and nodes that the target held for them.

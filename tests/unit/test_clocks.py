@@ -303,6 +303,45 @@ def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
     assert RankCounts.of(simulated, executor).busy_s == {2: 0.01}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["simulated", "paced"])
+def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None:
+    """Three drafts of 4 ms in and behind 10 ms of a stage; the fourth has the controller alone."""
+    clock = SimulatedClock(PROFILE) if kind == "simulated" else PacedClock(PROFILE)
+    before = RankCounts.of(clock, object())  # type: ignore[arg-type]
+    clock.align(1, CONTROLLER)
+    clock.charge(1, Work.STAGE, 1)
+    clock.start(CONTROLLER)
+    for _ in range(3):
+        clock.charge(CONTROLLER, Work.DRAFT, 1)
+    clock.barrier([1])
+    clock.start(CONTROLLER)
+    clock.charge(CONTROLLER, Work.DRAFT, 1)
+    clock.charge(CONTROLLER, Work.HEAD, 1)
+    totals = RunTotals()
+    RankCounts.of(clock, object()).book(totals, before)  # type: ignore[arg-type]
+    assert totals.draft_total_s == pytest.approx(0.016)
+    assert totals.draft_hidden_s == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize(
+    ("policy", "executor", "share"),
+    [("chain", "local", 0.0), ("specpipe", "pipeline", 1.0)],
+)
+def test_serial_drafting_hides_nothing_and_levels_are_drafted_beside_longer_steps(
+    policy: str, executor: str, share: float
+) -> None:
+    values = config(Cell("draft_model", policy, "match", executor, "t06"))
+    prompts = [TokenPrompt(3, np.array([3, 1, 4])), TokenPrompt(9, np.array([2]))]
+    found, totals = run({**values, "clock": clock_section("simulated")}, prompts)
+    assert totals.draft_total_s == pytest.approx(1e-3 * totals.draft_passes)
+    row = summarise(found, totals)
+    assert row["draft_hidden_share"] == pytest.approx(share)
+    assert row["theoretical_s"] == row["clock_s"] > 0
+    found, totals = run({**values, "clock": {"kind": "measured"}}, prompts)
+    row = summarise(found, totals)
+    assert (row["draft_hidden_share"], row["theoretical_s"]) == (None, None)
+
+
 def test_one_process_cannot_pace_several_ranks() -> None:
     values = config(Cell("draft_model", "specpipe", "match", "pipeline", "greedy"))
     with pytest.raises(UserError, match="process per rank"):

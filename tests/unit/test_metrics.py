@@ -302,6 +302,10 @@ def test_theoretical_speedup_from_counts_and_from_a_profile() -> None:
     ar_speed = summarise(ar[0].results, ar[0].totals)["tokens_per_s"]
     row = comparison_row("x", mine, ar)
     assert row["speedup_theoretical"] == pytest.approx((40 / ar_speed) / (20 / ar_speed + 1.0))
+    # On a clock that is not the wall's, drafting counts by that clock, and what is hidden does not.
+    mine[0].totals.draft_total_s, mine[0].totals.draft_hidden_s = 0.5, 0.2
+    row = comparison_row("x", mine, ar)
+    assert row["speedup_theoretical"] == pytest.approx((40 / ar_speed) / (20 / ar_speed + 0.3))
     pipeline = [timed_run(0.1, latency=8)]
     assert comparison_row("x", pipeline, ar)["speedup_theoretical"] is None
     ar[0].totals.theoretical_s, pipeline[0].totals.theoretical_s = 8.0, 2.0
