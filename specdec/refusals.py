@@ -21,11 +21,12 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
     Raises:
         UserError: see the messages.
     """
-    hidden = getattr(policy, "draft_overlap", "none") == "full"
+    at = "policy.inner" if isinstance(policy, StagedTree) else "policy"
+    hidden = getattr(getattr(policy, "inner", policy), "draft_overlap", "none") == "full"
     if hidden and clock.kind is not ClockKind.SIMULATED:
         raise UserError(
-            "policy.draft_overlap=full is a limit that no machine reaches, for clock=simulated"
-            " only; use policy.draft_overlap=rule or none"
+            f"{at}.draft_overlap=full is a limit that no machine reaches, for clock=simulated"
+            f" only; use {at}.draft_overlap=rule or none"
         )
     if verifier.needs.draft_probs and policy.value_dependent:
         who, remedy = type(policy).__name__, "a policy that takes candidates in sampling order"

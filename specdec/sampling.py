@@ -275,6 +275,23 @@ class _AnswerableRequest(Protocol):
     def sampling(self) -> SamplingParams: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Nodes of one request that are to be answered.
+
+    Attributes:
+        request: id and sampling parameters.
+        node_ids: int64[A].
+        positions: int64[A], absolute positions of the nodes (their next tokens are at + 1).
+        histories: A sequences up to and including the node, where the parameters need them.
+    """
+
+    request: _AnswerableRequest
+    node_ids: IntArray
+    positions: IntArray
+    histories: Sequence[IntArray] | None = None
+
+
 class TargetSampler:
     """Turns the target's logits into answers, on the rank that has them."""
 
@@ -289,42 +306,56 @@ class TargetSampler:
         self._needs_probs = needs_probs
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
-    def answer(
-        self,
-        request: _AnswerableRequest,
-        node_ids: IntArray,
-        positions: IntArray,
-        logits: torch.Tensor,
-        histories: Sequence[IntArray] | None = None,
-    ) -> Answers:
+    def answer(self, asked: Sequence[Asked], logits: torch.Tensor) -> tuple[Answers, ...]:
         """The target's own next token after each node, by its keyed draw.
 
         Where probabilities are needed they are the processed distribution; for a greedy request
         the model's own at temperature 1, which lossy verifiers compare tokens by (the one-hot
-        distribution that greedy decoding follows is in the tokens already).
+        distribution that greedy decoding follows is in the tokens already). Requests that share
+        their parameters share a call, and from a device a copy.
 
         Args:
-            request: id and sampling parameters.
-            node_ids: int64[A].
-            positions: int64[A], absolute positions of the nodes (their next tokens are at + 1).
-            logits: [A, V].
-            histories: A sequences up to and including the node, where the parameters need them.
+            asked: one per request.
+            logits: [sum of A, V], in their order.
         """
-        params = request.sampling
+        if len({each.request.sampling for each in asked}) > 1:
+            sizes = [len(each.node_ids) for each in asked]
+            parts = zip(asked, logits.split(sizes), strict=True)
+            return tuple(answer for each, rows in parts for answer in self.answer([each], rows))
+        tokens, probs = self._sampled(asked, logits)
+        answers, start = [], 0
+        for each in asked:
+            rows = slice(start, start + len(each.node_ids))
+            answers.append(
+                Answers(
+                    request=each.request.id,
+                    node_ids=each.node_ids,
+                    tokens=tokens[rows],
+                    probs=None if probs is None else probs[rows],
+                )
+            )
+            start = rows.stop
+        return tuple(answers)
+
+    def _sampled(
+        self, asked: Sequence[Asked], logits: torch.Tensor
+    ) -> tuple[IntArray, Probs | None]:
+        """Tokens and, where needed, distributions of requests with the same parameters."""
+        params = asked[0].request.sampling
         transform = self._transforms.get(params)
         if transform is None:
             transform = self._transforms[params] = SamplingTransform(params)
-        if params.greedy:
-            uniforms = np.zeros(len(node_ids))
-        else:
-            uniforms = self._draws.uniform(request.id, positions + 1, Purpose.TARGET)
+        uniforms, histories = np.zeros(len(logits)), None
+        if not params.greedy:
+            uniforms = np.concatenate(
+                [self._draws.uniform(a.request.id, a.positions + 1, Purpose.TARGET) for a in asked]
+            )
+        if params.needs_history:
+            histories = [history for each in asked for history in each.histories or ()]
         if not self._needs_probs:
-            tokens = transform.sample(logits, uniforms, histories)
-            return Answers(request=request.id, node_ids=node_ids, tokens=tokens)
+            return transform.sample(logits, uniforms, histories), None
         if params.greedy:
             tokens = transform.sample(logits, uniforms, histories)
-            probs = transform.proposal_probs(logits, histories)
-        else:
-            distribution = transform.distribution(logits, histories)
-            tokens, probs = distribution.sample(uniforms), distribution.probs()
-        return Answers(request=request.id, node_ids=node_ids, tokens=tokens, probs=probs)
+            return tokens, transform.proposal_probs(logits, histories)
+        distribution = transform.distribution(logits, histories)
+        return distribution.sample(uniforms), distribution.probs()

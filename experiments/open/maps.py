@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.pipelines.tables import SIMULATED
 from experiments.reproduce.drafts import make_draft
-from experiments.reproduce.drawing import COLORS, figure
+from experiments.reproduce.drawing import COLORS, bars, figure, legend, tidy
 from experiments.reproduce.findings import Findings, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -64,20 +64,21 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
     found, config = Findings(), item.config
     draft = make_draft(config["draft"], item, lab)
     best: dict[Cell, dict[str, tuple[float, float]]] = {}
+    loops: float | None = None
     for transfer_ms in config["transfer_ms"]:
         for draft_ms in config["draft_ms"]:
             for devices in config["devices"]:
                 cell = (devices, draft_ms, transfer_ms)
-                best[cell] = _speeds(config, lab, draft.words, cell)
+                best[cell], loops = _speeds(config, lab, draft.words, cell)
     rows = []
     for (devices, draft_ms, transfer_ms), speeds in best.items():
         fastest = max(speeds, key=lambda name: speeds[name][0])
         thrifty = max(speeds, key=lambda name: speeds[name][1])
         each = (f"{speeds[name][0]:.1f}" for name in config["methods"])
-        rows.append((devices, draft_ms, transfer_ms, *each, fastest, thrifty))
+        rows.append((devices, draft_ms, transfer_ms, *each, fastest, thrifty, loops))
     columns = (
         *("stages", "draft ms", "transfer ms", *(f"{n}, tokens/s" for n in config["methods"])),
-        *("fastest", "most tokens/s per device"),
+        *("fastest", "most tokens/s per device", "loop_share"),
     )
     title = f"{draft.title}; target pass {config['target_ms']:g} ms"
     found.tables.append(Table(title, columns, tuple(rows)))
@@ -88,10 +89,10 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
 
 def _speeds(
     config: Mapping[str, Any], lab: Lab, draft: Sequence[str], cell: Cell
-) -> dict[str, tuple[float, float]]:
-    """method -> (tokens/s, tokens/s per device) of one cell."""
+) -> tuple[dict[str, tuple[float, float]], float | None]:
+    """method -> (tokens/s, tokens/s per device) of one cell, and the hits' loop_share."""
     devices, draft_ms, transfer_ms = cell
-    speeds = {}
+    speeds, loops = {}, None
     for name, method in config["methods"].items():
         used = 1 if method.get("local") else devices
         path = write_profile(
@@ -104,9 +105,9 @@ def _speeds(
         where = [] if method.get("local") else ["executor=pipeline", f"executor.stages={used}"]
         words = [*draft, SIMULATED, f"clock.profile={path}", *method["words"], *where]
         run: Outcome = lab.run(words)
-        speed = 1e3 / run.tbt_ms
+        speed, loops = 1e3 / run.tbt_ms, run.summary["loop_share"]
         speeds[name] = (speed, speed / (used + method.get("extra", 0)))
-    return speeds
+    return speeds, loops
 
 
 def _map_figure(
@@ -165,8 +166,6 @@ def staged_shape(item: Item, lab: Lab) -> Findings:
     )
     found.tables.append(Table("Counts of runs on the bundled pair (exact)", columns, tuple(rows)))
     made, (ax,) = figure(9.0, 4.2)
-    from experiments.reproduce.drawing import bars, legend, tidy
-
     bars(ax, best, form="{:.2f}")
     y = "relative memory traffic at the paper's sizes"
     tidy(ax, x="tree (children per level)", y=y, title=item.stated.title)

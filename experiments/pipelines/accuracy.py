@@ -7,6 +7,7 @@ followed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from experiments.pipelines.tables import SIMULATED, run_rows
-from experiments.reproduce.drafts import Draft, drafts, known_drafts, make_draft
+from experiments.reproduce.drafts import Draft, drafts, make_draft
 from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.intervals import hits_of, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
-from specdec.recording.record import read_record
+from specdec.recording.record import Record, read_record
 from specdec.sources.synthetic import SyntheticPair
 
 _LAW = ("weights", "top1", "decay", "miss")
@@ -106,16 +108,25 @@ def top_k(item: Item, lab: Lab) -> Findings:
     """
     found, config = Findings(), item.config
     ks = (1, 2, 4, 8, 16, 32)
-    table, series = [], {}
+    table: list[tuple[Any, ...]] = []
+    series = {}
     for draft in drafts(config["drafts"], item, lab, found):
-        shares, loops = _rank_shares(draft, ks)
-        kind = "formula" if loops is None else "measured"
-        table.append((draft.title, kind, *shares, loops))
-        series[draft.name.replace("_", " ")] = (ks, shares)
-        for claim, k in config["claims"].items():
-            if loops is not None:
-                found.add(claim, shares[ks.index(k)], "measured", draft.title, loops=loops)
-    columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share")
+        record = _record_of(draft)
+        if record is None:
+            cumulated = np.cumsum(SyntheticPair(**_law_of(draft.words)).rank_probabilities())
+            shares = [float(cumulated[k - 1]) for k in ks]
+            table.append((draft.title, "formula", *shares, None, None, None))
+        else:
+            shares = [record.top_share(k) for k in ks]
+            size = (len(record.requests), sum(r.num_output for r in record.requests))
+            loops = float(record.about.get("loop_share") or 0.0)
+            table.append((draft.title, "measured", *shares, loops, *size))
+            for claim, k in config["claims"].items():
+                counts = [(float((r.ranks < k).sum()), r.num_output) for r in record.requests]
+                value, ends = shares[ks.index(k)], interval(counts, share)
+                found.add(claim, value, "measured", draft.title, loops=loops, interval=ends)
+        series[draft.short] = (ks, shares)
+    columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share", "prompts", "tokens")
     found.tables.append(Table("Hit ratio of the draft's k best tokens", columns, tuple(table)))
     found.missing += list(config.get("times", ()))
     found.notes += list(config.get("notes", ()))
@@ -124,8 +135,8 @@ def top_k(item: Item, lab: Lab) -> Findings:
     for claim in item.stated.claims.values():
         if claim.id in config["claims"] and claim.low is not None and claim.high is not None:
             k = config["claims"][claim.id]
-            ax.plot([k, k], [claim.low, claim.high], lw=7, color="#e0b050", alpha=0.8, zorder=1)
-            ax.plot([k], [claim.high], marker="_", ms=9, color="#c9982e", zorder=1)
+            ax.plot([k, k], [claim.low, claim.high], lw=7, color="#e0b050", zorder=2)
+            ax.plot([k], [claim.high], marker="_", ms=9, color="#c9982e", zorder=2)
     ax.plot([], [], lw=7, color="#e0b050", label="stated for Llama 8B / 1B and 70B")
     doublings(ax, ks)
     tidy(
@@ -136,78 +147,84 @@ def top_k(item: Item, lab: Lab) -> Findings:
     return found
 
 
-def _rank_shares(draft: Draft, ks: Sequence[int]) -> tuple[list[float], float | None]:
-    """Cumulative rank shares of a record, with its loop share; of a law, with None."""
-    known = known_drafts().get(draft.name, {})
-    if any("synthetic" in word for word in known.get("words", ())):
-        law = SyntheticPair(**_law_of(known["words"]))
-        cumulated = np.cumsum(law.rank_probabilities())
-        return [float(cumulated[k - 1]) for k in ks], None
+def _record_of(draft: Draft) -> Record | None:
+    """The record that a draft plays; None for a law."""
+    if any(word == "model=synthetic" for word in draft.words):
+        return None
     path = next((w.partition("=")[2] for w in draft.words if w.startswith("model.record=")), "")
-    record = read_record(Path(path)) if path else _shipped()
-    ranks = np.concatenate([request.ranks for request in record.requests])
-    return [float((ranks < k).mean()) for k in ks], float(record.about.get("loop_share") or 0.0)
+    return read_record(Path(path)) if path else _shipped()
 
 
 def _law_of(words: Sequence[str]) -> dict[str, list[float]]:
-    import json
-
     split = (word.removeprefix("model.").partition("=") for word in words)
     return {key: json.loads(value) for key, _, value in split if key in _LAW}
 
 
-def _shipped() -> Any:
+def _shipped() -> Record:
     from importlib import resources
 
     with resources.as_file(resources.files("specdec.assets") / "records" / "humaneval.npz") as path:
         return read_record(path)
 
 
-def quality_words(easy: float) -> list[str]:
-    """A synthetic draft of rising quality: ``easy``, the share of positions it is sure of."""
-    rest = (1.0 - easy) / 2
-    return ["model=synthetic", f"model.weights=[{easy},{rest:.3f},{rest:.3f}]", "ignore_eos=true"]
+def quality_words(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
+    """A synthetic draft of rising quality.
+
+    Args:
+        easy: share of the positions it is sure of.
+        fair: share of those between sure and unsure; half of the rest by default.
+        sure: chance that it is right where it is sure.
+    """
+    fair = (1.0 - easy) / 2 if fair is None else fair
+    weights = f"[{easy},{fair:.3f},{1.0 - easy - fair:.3f}]"
+    law = [f"model.weights={weights}", f"model.top1=[{sure},0.6,0.3]"]
+    return ["model=synthetic", *law, "ignore_eos=true"]
 
 
 def static_or_dynamic(item: Item, lab: Lab) -> Findings:
-    """Accuracy against TBT for drafts of rising quality, static tree and dynamic tree.
+    """Accuracy against TBT for drafts of rising quality, static trees and the dynamic tree.
 
-    Keys: ``common``, ``static``, ``dynamic`` (overrides), ``levels`` (of the static tree),
-    ``easy_static`` and ``easy_dynamic`` (shares of easy positions), ``claim``.
+    Keys: ``common``, ``static`` (name -> overrides), ``dynamic`` (overrides), ``levels`` (of the
+    static tree), ``drafts_static`` and ``drafts_dynamic`` (see ``quality_words``),
+    ``claim`` (for each static tree).
     """
     found, config = Findings(), item.config
     size = make_draft("law_1b", item, lab).words[-2:]
     curves: dict[str, tuple[list[float], list[float]]] = {}
     table = []
-    for name, words in (("static", config["static"]), ("dynamic", config["dynamic"])):
-        xs, ys = curves.setdefault(f"{name} tree", ([], []))
-        for easy in config[f"easy_{name}"]:
-            run = lab.run([*quality_words(easy), *size, SIMULATED, *config["common"], *words])
+    rows = {**config["static"], "dynamic tree": config["dynamic"]}
+    for name, words in rows.items():
+        xs, ys = curves.setdefault(name, ([], []))
+        is_static = name in config["static"]
+        for quality in config["drafts_static" if is_static else "drafts_dynamic"]:
+            draft = quality_words(*quality)
+            run = lab.run([*draft, *size, SIMULATED, *config["common"], *words])
             s = run.summary
-            accuracy = s["hit_rate"]
-            if accuracy is None:
-                accuracy = s["accepted_per_pass"] / config["levels"]
+            accuracy = s["accepted_per_pass"] / config["levels"] if is_static else s["hit_rate"]
             xs.append(accuracy)
             ys.append(run.tbt_ms)
-            table.append((name, easy, accuracy, run.tbt_ms, s["steps_per_token"]))
-    columns = ("tree", "share of easy positions", "accuracy", "TBT ms", "steps/token")
+            cells = (accuracy, run.tbt_ms, s["steps_per_token"], s["loop_share"])
+            table.append((name, *quality, *cells))
+    columns = (
+        *("tree", "sure positions", "fair positions", "right where sure", "accuracy", "TBT ms"),
+        *("steps/token", "loop_share"),
+    )
     found.tables.append(Table("Simulated, synthetic drafts", columns, tuple(table)))
-    shared = _shared_grid(*(xs for xs, _ in curves.values()))
-    static, dynamic = (np.interp(shared, *map(np.asarray, c)) for c in curves.values())
-    lower = bool(len(shared)) and bool((dynamic < static).all())
-    where = (
-        f"accuracies {shared[0]:.2f} to {shared[-1]:.2f}" if len(shared) else "no shared accuracy"
-    )
-    found.add(config["claim"], lower, "simulated", where)
-    made, (ax,) = figure(7.0, 4.2)
+    dynamic = curves["dynamic tree"]
+    for name in config["static"]:
+        shared = _shared_grid(curves[name][0], dynamic[0])
+        other, ours = (np.interp(shared, *map(np.asarray, c)) for c in (curves[name], dynamic))
+        lower = bool(len(shared)) and bool((ours < other).all())
+        where = f"{name}: no shared accuracy"
+        if len(shared):
+            ratio = ours / other
+            where = f"{name}, accuracies {shared[0]:.2f} to {shared[-1]:.2f}: the dynamic tree's"
+            where += f" TBT is {ratio.min():.2f} to {ratio.max():.2f} of it"
+        found.add(config["claim"], lower, "simulated", where)
+    made, (ax,) = figure(7.0, 4.6)
     lines(ax, curves)
-    title = "equal drafts, rising quality"
-    tidy(
-        ax,
-        x="accuracy (share of levels with the right token)",
-        y="TBT (ms, simulated)",
-        title=title,
-    )
+    y, x = "TBT (ms, simulated)", "accuracy (share of levels with the right token)"
+    tidy(ax, x=x, y=y, title="synthetic drafts of rising quality")
     legend(ax)
     found.figure = made
     found.notes += list(config.get("notes", ()))
@@ -234,33 +251,21 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         accuracy = {name: run.summary["hit_rate"] for name, run in dynamic.items()}
         still = {n: r.summary["accepted_per_pass"] / config["levels"] for n, r in static.items()}
         loops = next(iter(dynamic.values())).summary["loop_share"]
-        table += [(draft.title, n, a, loops) for n, a in {**accuracy, **still}.items()]
-        ends = list(accuracy.values())
-        series[draft.name.replace("_", " ")] = (config["depths"], ends)
-        lost = 100 * (ends[0] - ends[-1])
-        facts = {
-            config["higher"]: (
-                min(ends) > max(still.values()),
-                f"{min(ends):.2f} at least, static {max(still.values()):.2f}",
-            ),
-            config["with_depth"]: (
-                lost < config["points"],
-                f"{lost:.1f} points lost from the shallowest to the deepest",
-            ),
-        }
-        found.measures += [
-            Measure(
-                claim=claim,
-                value=bool(v),
-                kind="simulated",
-                conditions=f"{draft.title}: {text}",
-                loop_share=loops,
-            )
-            for claim, (v, text) in facts.items()
+        ends_of = {name: interval(hits_of(run.results), share) for name, run in dynamic.items()}
+        table += [
+            (draft.title, n, a, *ends_of.get(n, (None, None)), loops)
+            for n, a in {**accuracy, **still}.items()
         ]
-    found.tables.append(
-        Table("Accuracy", ("draft", "tree", "accuracy", "loop_share"), tuple(table))
-    )
+        ends = list(accuracy.values())
+        series[draft.short] = (config["depths"], ends)
+        lost = 100 * (ends[0] - ends[-1])
+        text = f"{min(ends):.2f} at least, static {max(still.values()):.2f}"
+        higher = min(ends) > max(still.values())
+        found.add(config["higher"], higher, "simulated", f"{draft.title}: {text}", loops=loops)
+        text = f"{draft.title}: {lost:.1f} points lost from the shallowest to the deepest"
+        found.add(config["with_depth"], lost < config["points"], "simulated", text, loops=loops)
+    columns = ("draft", "tree", "accuracy", "95 % from", "to", "loop_share")
+    found.tables.append(Table("Accuracy", columns, tuple(table)))
     made, (ax,) = figure(7.0, 4.0)
     lines(ax, series)
     tidy(

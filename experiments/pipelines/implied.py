@@ -11,8 +11,9 @@ from experiments.pipelines.accuracy import quality_words
 from experiments.pipelines.tables import run_rows
 from experiments.pipelines.theory import needed_acceptance_length
 from experiments.reproduce.drafts import Draft, drafts, make_draft
-from experiments.reproduce.drawing import figure, legend, tidy
+from experiments.reproduce.drawing import COLORS, figure, legend, tidy
 from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.intervals import hits_of, interval, lengths_of, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.compose import build_profile
@@ -37,7 +38,7 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
     found, config = Findings(), item.config
     size = make_draft("law_1b", item, lab).words[-2:]
     sweep = [
-        Draft(f"easy {e}", f"synthetic, {e:.0%} easy", (*quality_words(e), *size))
+        Draft(f"easy {e}", f"synthetic, {e:.0%} easy", f"{e:.0%}", (*quality_words(e), *size))
         for e in config["easy"]
     ]
     points = []
@@ -62,11 +63,12 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
     found.tables.append(Table("What would have to be true", _NEEDED, tuple(implied)))
     found.tables.append(Table("What drafts have", _HAD, tuple(_had(*point) for point in points)))
     for draft, d, s in points[: len(points) - len(sweep)]:
-        for claim, value in (
-            (config["hit"], d.summary["hit_rate"]),
-            (config["length"], s.summary["acceptance_length"]),
+        for claim, value, counts in (
+            (config["hit"], d.summary["hit_rate"], hits_of(d.results)),
+            (config["length"], s.summary["acceptance_length"], lengths_of(s.results)),
         ):
-            found.add(claim, value, "simulated", draft.title, loops=d.summary["loop_share"])
+            ends, loops = interval(counts, share), d.summary["loop_share"]
+            found.add(claim, value, "simulated", draft.title, loops=loops, interval=ends)
     found.notes.append(_pairs_note(implied[0], swept))
     found.figure = _pairs_figure(item, points, swept, implied)
     return found
@@ -111,13 +113,14 @@ def _pairs_note(best: tuple[Any, ...], swept: Sequence[tuple[Draft, Outcome, Out
 
 
 def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[Any, ...]]) -> Any:
-    made, (ax,) = figure(7.8, 4.8)
+    made, (ax,) = figure(7.8, 5.0)
     hits = [d.summary["hit_rate"] for _, d, _ in swept]
     ax.plot(
         hits,
         [s.summary["acceptance_length"] for _, _, s in swept],
         marker="o",
         ms=3,
+        color=COLORS[0],
         label="synthetic drafts of rising quality",
     )
     for i, (draft, d, s) in enumerate(points[: len(points) - len(swept)]):
@@ -127,7 +130,8 @@ def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[A
             lw=0,
             marker="s^Dv*P"[i % 6],
             ms=7,
-            label=draft.title,
+            color=COLORS[1 + i],
+            label=draft.short,
         )
     known = [(hit, length) for *_, hit, length in implied[1:] if hit is not None]
     if known:
@@ -153,7 +157,7 @@ def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[A
     tidy(
         ax,
         x="hit rate of the dynamic tree",
-        y="acceptance length of the static tree (tokens per pass)",
+        y="acceptance length of the static tree",
         title=item.stated.title,
     )
     legend(ax)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from experiments.reproduce.drawing import figure, legend, lines, tidy
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.drawing import band, figure, legend, lines, tidy
+from experiments.reproduce.findings import Findings, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.clocks import Work
@@ -39,12 +39,11 @@ def layer_times(item: Item, lab: Lab) -> Findings:
     flat = ms[Work.STAGE][config["flat_rows"]] / ms[Work.STAGE][8]
     where = f"this CPU, 1/{config['stages']} of the bundled target"
     text = f"{where}; {config['flat_rows']} rows take {flat:.2f} of the time of 8"
-    found.measures += [
-        Measure(claim="rises", value=stage[-1] > stage[0], kind="measured", conditions=where),
-        Measure(claim="steps", value=flat < 1.1, kind="measured", conditions=text),
-    ]
-    made, (ax,) = figure(6.5, 3.8)
+    found.add("rises", stage[-1] > stage[0], "measured", where)
+    found.add("steps", flat < 1.1, "measured", text)
+    made, (ax,) = figure(6.5, 4.2)
     lines(ax, {"stage": (rows, stage), "draft": (rows, [ms[Work.DRAFT][n] for n in rows])})
+    band(ax, 1, config["flat_rows"], "flat in the paper (Fig. 9)", vertical=True)
     tidy(ax, x="rows per pass (tokens)", y="time (ms, measured)", title=item.stated.title)
     legend(ax)
     found.figure = made

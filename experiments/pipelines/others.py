@@ -1,59 +1,29 @@
-"""Tables of pipelines besides their TBT: timelines, memory, features, batches, latency formulas."""
+"""Tables of pipelines besides their TBT: memory, features, batches, latency formulas."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from experiments.pipelines.tables import SIMULATED, run_rows
 from experiments.reproduce.drafts import Draft, drafts
-from experiments.reproduce.drawing import doublings, figure, legend, line_chart, lines, tidy
+from experiments.reproduce.drawing import (
+    band,
+    doublings,
+    figure,
+    legend,
+    line_chart,
+    lines,
+    tidy,
+)
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
-from experiments.reproduce.lab import Lab, Outcome
+from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from specdec.clocks import Work
 from specdec.compose import build_profile
+from specdec.profiling.equations import StepTimes, pipedec_latency
 
 _MIB, _GIB = 2**20, 2**30
-
-
-def timeline(item: Item, lab: Lab) -> Findings:
-    """One request's timeline, and where a stage's time goes (SpecPipe Fig. 12).
-
-    Keys: ``common``, ``draft``, claims ``flush``, ``compute``, ``prune``.
-    """
-    from specdec.trace.timeline import timeline_png
-
-    found, config = Findings(), item.config
-    for draft in drafts([config["draft"]], item, lab, found):
-        folder = lab.traced([*draft.words, "data.limit=1", SIMULATED, *config["common"]])
-        trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        spent: dict[str, float] = {}
-        prunes = []
-        for event in trace["traceEvents"]:
-            if event["ph"] == "X" and event["name"] != "draft":
-                spent[event["cat"]] = spent.get(event["cat"], 0.0) + event["dur"]
-                if event["cat"] == "prune":
-                    prunes.append(event["dur"] / 1e3)
-        busy = {kind: us for kind, us in spent.items() if kind != "wait"}
-        share = busy.get("compute", 0.0) / sum(busy.values())
-        loops = summary["loop_share"]
-        flushes = summary["flush_steps"]
-        for claim, value, text in (
-            ("flush", flushes > 0, f"{flushes} flush steps in {summary['steps']}"),
-            ("compute", share > 0.5, f"{100 * share:.0f} % of the stages' busy time"),
-            ("prune", max(prunes, default=0.0), "pinned by the profile"),
-        ):
-            conditions = f"{draft.title}, one prompt; {text}"
-            found.add(claim, value, "simulated", conditions, loops=loops)
-        rows = tuple((kind, us / 1e3, us / sum(busy.values())) for kind, us in busy.items())
-        found.tables.append(
-            Table("Time of all stages", ("phase", "ms", "share of busy time"), rows)
-        )
-        found.figure = timeline_png(trace, title=f"{item.id}, simulated, {draft.title}")
-    return found
 
 
 def memory(item: Item, lab: Lab) -> Findings:
@@ -137,7 +107,7 @@ def batches(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``drafts``, ``rows`` (name -> overrides), ``batch_sizes``, ``ratios`` (claim
     -> [metric, row, other row]: the middle over batch sizes from ``from_batch`` on is held against
     the claim), ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes`` (claim
-    -> [metric, rows that end above, row]).
+    -> [metric, rows that end above, row]), ``batching`` (measured, see ``_batching``).
     """
     found, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -171,10 +141,25 @@ def batches(item: Item, lab: Lab) -> Findings:
     found.tables.append(
         Table("Simulated, all requests present at the start", columns, tuple(table))
     )
+    if "batching" in config:
+        _batching(config["batching"], lab, found)
     if curves:
-        found.figure = _batch_figure(item, next(iter(curves.items())), config["batch_sizes"])
+        found.figure = _batch_figure(item, next(iter(curves.items())))
     found.notes += list(config.get("notes", ()))
     return found
+
+
+def _batching(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
+    """Time outside model calls over time inside, real models on this machine, in one batch.
+
+    Keys: ``claim``, ``words``.
+    """
+    run = lab.run(config["words"])
+    totals = run.totals
+    outside = totals.wall_s - totals.total_model_s - totals.wait_s
+    text = f"bundled pair, this CPU, batch of {run.config['batch_size']}, all but model calls"
+    loops = run.summary["loop_share"]
+    found.add(config["claim"], outside / totals.total_model_s, "measured", text, loops=loops)
 
 
 def _batch_measures(
@@ -186,18 +171,22 @@ def _batch_measures(
     measures = []
     sizes = list(config["batch_sizes"])
     loops = next(iter(next(iter(rows.values())).values())).summary["loop_share"]
-    for claim, (metric, mine, other) in config.get("ratios", {}).items():
-        later = [size for size in sizes if size >= config.get("from_batch", 1)]
-        found = [value(mine, size, metric) / value(other, size, metric) for size in later]
+    for claim, ratios in _batch_ratios(config, rows).items():
+        later = {size: r for size, r in ratios.items() if size >= config.get("from_batch", 1)}
+        size = sorted(later, key=lambda size: later[size])[len(later) // 2]
+        metric, mine, other = config["ratios"][claim]
+        low, high = None, None
         if metric.startswith("tbt"):
-            found = [1 / ratio for ratio in found]
+            _, low, high = speed_ratio(rows[mine][size], rows[other][size])
+        spread = f"{min(later.values()):.2f} to {max(later.values()):.2f} over batches of"
         measures.append(
             Measure(
                 claim=claim,
-                value=sorted(found)[len(found) // 2],
+                value=later[size],
                 kind="simulated",
-                conditions=f"{draft.title}; {min(found):.2f} to {max(found):.2f} over batches of"
-                f" {later[0]} to {later[-1]}",
+                conditions=f"{draft.title}; batch {size}; {spread} {min(later)} to {max(later)}",
+                low=low,
+                high=high,
                 loop_share=loops,
             )
         )
@@ -228,11 +217,24 @@ def _batch_measures(
     return measures
 
 
-def _batch_figure(
-    item: Item, found: tuple[str, Mapping[str, Mapping[int, Outcome]]], sizes: Sequence[int]
-) -> Any:
+def _batch_ratios(
+    config: Mapping[str, Any], rows: Mapping[str, Mapping[int, Outcome]]
+) -> dict[str, dict[int, float]]:
+    """claim -> batch size -> how far one row is ahead of another (of times: the inverse)."""
+    found: dict[str, dict[int, float]] = {}
+    for claim, (metric, mine, other) in config.get("ratios", {}).items():
+        for size in config["batch_sizes"]:
+            one, two = (float(rows[name][size].summary[metric]) for name in (mine, other))
+            ratio = two / one if metric.startswith("tbt") else one / two
+            found.setdefault(claim, {})[size] = ratio
+    return found
+
+
+def _batch_figure(item: Item, found: tuple[str, Mapping[str, Mapping[int, Outcome]]]) -> Any:
     title, rows = found
-    made, (left, right) = figure(10.5, 4.2, 2)
+    sizes = item.config["batch_sizes"]
+    ratios = _batch_ratios(item.config, rows)
+    made, (left, right, *more) = figure(10.5 + 3.5 * bool(ratios), 4.6, 2 + bool(ratios))
     by_size = {
         name: (sizes, [runs[size].summary["tbt_ms_p99"] for size in sizes])
         for name, runs in rows.items()
@@ -256,6 +258,14 @@ def _batch_figure(
     tidy(
         right, x="batch size (requests)", y="p99 time between tokens (ms, simulated)", title=item.id
     )
+    for ax in more:
+        claims = item.stated.claims
+        lines(ax, {claims[c].text: (sizes, list(by.values())) for c, by in ratios.items()})
+        for claim in (claims[c] for c in ratios):
+            band(ax, *claim.ends, f"stated: {claim.text.split(', ')[-1]}, {claim.stated}")
+        doublings(ax, sizes)
+        tidy(ax, x="batch size (requests)", y="ratio (times, simulated)")
+        legend(ax)
     legend(left)
     return made
 
@@ -284,7 +294,7 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
                 found_ms = (laws[key], run.tbt_ms, off[key][-1])
                 table.append((draft.title, key, stages, *found_ms, hit, share))
         loops = table[-1][-1]
-        series[draft.name.replace("_", " ")] = (config["stages"], off["pipedec"])
+        series[draft.short] = (config["stages"], off["pipedec"])
         for key, errors in off.items():
             worst = max(errors, key=abs)
             found.add(
@@ -300,15 +310,16 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
     )
     found.tables.append(Table("Latency per token", columns, tuple(table)))
     y = "PipeDec's formula against the simulator (per cent)"
-    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title)
+    met = (-5.0, 5.0, "met: within 5 %")
+    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)
     return found
 
 
 def _latency_laws(run: Outcome, stages: int, width: int) -> dict[str, float]:
     """Milliseconds per token by the formulas, from a run's profile."""
     profile = build_profile(run.config["clock"])
-    one, full = (profile.ms(Work.STAGE, num) + profile.ms(Work.TRANSFER, num) for num in (1, width))
-    return {"pp": stages * one, "pipedec": max(profile.ms(Work.DRAFT, 1), full)}
+    one, full = (StepTimes.of(profile, width=num, stages=stages) for num in (1, width))
+    return {"pp": stages * (one.compute + one.transfer), "pipedec": pipedec_latency(full)}
 
 
 def small_model(item: Item, lab: Lab) -> Findings:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.pipelines.theory import steps_by_equation_2
+from experiments.pipelines.theory import decode_counts
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import (
     bars,
-    below,
     claims_panel,
     figure,
     legend,
@@ -21,8 +20,12 @@ from experiments.reproduce.drawing import (
     tidy,
 )
 from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.intervals import beside, interval, times_of
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from experiments.reproduce.pacing import add_paced
+from specdec.compose import build_profile
+from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt
 
 SIMULATED = "clock=simulated"
 COLUMNS = (
@@ -52,48 +55,20 @@ def tbt(item: Item, lab: Lab) -> Findings:
         table += [
             row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()
         ]
-        shown[draft.name.replace("_", "\n")] = {name: run.tbt_ms for name, run in runs.items()}
+        shown[draft.short] = {name: run.tbt_ms for name, run in runs.items()}
         found.measures += _ratios(config, draft, runs)
         found.measures += _chain_ratios(config, draft, runs, chains)
-    for name, runs in chains.items():
-        for draft, run in runs:
-            shown.setdefault("traced\nchains", {})[f"{name}, {draft.name}"] = run.tbt_ms
+    for traced in chains.values():
+        for draft, run in traced:
+            shown.setdefault("traced chains", {})[draft.short] = run.tbt_ms
     found.tables.append(Table("Simulated time between tokens", COLUMNS, tuple(table)))
     found.measures += computed(config)
     if lab.paced and "paced" in config:
-        _paced(config["paced"], lab, found)
+        add_paced(config["paced"], lab, found)
     found.figure = _tbt_figure(item, found, shown)
     found.missing += list(config.get("absent", ()))
     found.notes += list(config.get("notes", ()))
     return found
-
-
-def _paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
-    """Real processes held to the profile. Keys: ``words``, ``ratios`` (claim -> strategy)."""
-    compared = lab.compare(config["words"])
-    rows = {row["strategy"]: row for row in compared["rows"]}
-    table = tuple(
-        (
-            *(name, row["tbt_ms_mean"], row["speedup_wall"], row["speedup_wall_interval"]),
-            *(row["overrun_share"], row["hit_rate"], row["lossless"], row["loop_share"]),
-        )
-        for name, row in rows.items()
-    )
-    columns = (
-        *("row", "TBT ms", "over ar", "95 % interval", "overrun_share", "hit rate"),
-        *("tokens as ar", "loop_share"),
-    )
-    found.tables.append(Table("Paced: a process per stage, real messages", columns, table))
-    for claim, name in config["ratios"].items():
-        row = rows[name]
-        if not (row["paced_counts"] and rows["ar"]["paced_counts"]):
-            share = f"{100 * row['overrun_share']:.1f} %"
-            found.missing.append(f"paced {name}: {share} of its work overran its profile")
-            continue
-        interval = row["speedup_wall_interval"] or (None, None)
-        text = f"bundled pair, {config['on']}"
-        loops, value = row["loop_share"], row["speedup_wall"]
-        found.add(claim, value, "paced", text, loops=loops, interval=interval)
 
 
 def run_rows(
@@ -197,10 +172,9 @@ def _tbt_figure(
 ) -> Any:
     made, (left, right) = figure(13.5, 6.0, 2)
     bars(left, shown, form="{:.0f}")
-    tidy(
-        left, x="draft", y="time between tokens (ms)", title="simulated; the paper's where it says"
-    )
-    below(left, 3)
+    title = "simulated" + ("; group 'paper': stated" if "paper" in shown else "")
+    tidy(left, x="draft", y="time between tokens (ms)", title=title)
+    legend(left)
     same = [m for m in found.measures if "other side" not in m.conditions]
     claims_panel(right, item.stated.claims, same or found.measures, unit="x")
     made.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
@@ -210,44 +184,60 @@ def _tbt_figure(
 def sampling_change(item: Item, lab: Lab) -> Findings:
     """What sampling costs: TBT at 0.6/0.9/80 against greedy, each over its own tokens.
 
-    Keys: ``common``, ``rows``, ``greedy``, ``stochastic`` (drafts), ``changes`` (claim -> row),
-    ``sentences`` (claim -> row whose increase must be below ``small`` per cent).
+    Keys: ``common``, ``rows``, ``greedy`` (drafts), ``stochastic`` (a draft), ``changes`` (claim ->
+    row), ``sentences`` (claim -> row whose increase must be below ``small`` per cent).
     """
     found, config = Findings(), item.config
-    pair = list(drafts([config["greedy"], config["stochastic"]], item, lab, found))
-    if len(pair) < 2:
-        return found
-    runs = [run_rows(lab, draft, config["common"], config["rows"]) for draft in pair]
+    runs = {
+        draft: run_rows(lab, draft, config["common"], config["rows"])
+        for draft in drafts([*config["greedy"], config["stochastic"]], item, lab, found)
+    }
     table = [
         row_of(draft, name, run, plain=next(iter(rows.values())))
-        for draft, rows in zip(pair, runs, strict=True)
+        for draft, rows in runs.items()
         for name, run in rows.items()
     ]
     found.tables.append(Table("Greedy and stochastic decoding", COLUMNS, tuple(table)))
-    conditions = f"{pair[0].title} against {config['stochastic']}"
-    for claim, name in {**config.get("changes", {}), **config.get("sentences", {})}.items():
-        greedy, sampled = (rows[name] for rows in runs)
-        change = 100.0 * (sampled.tbt_ms / greedy.tbt_ms - 1.0)
-        is_sentence = claim in config.get("sentences", {})
-        loops = sampled.summary["loop_share"]
-        found.add(
-            claim,
-            change < config["small"] if is_sentence else change,
-            "simulated",
-            f"{conditions}; change {change:+.1f} %" if is_sentence else conditions,
-            loops=loops,
-        )
-    made, (ax,) = figure(7.0, 3.8)
-    shown = {
-        d.name.replace("_", " "): {n: r.tbt_ms for n, r in rows.items()}
-        for d, rows in zip(pair, runs, strict=True)
-    }
-    bars(ax, shown)
-    tidy(ax, x="sampling", y="time between tokens (ms, simulated)", title=item.stated.title)
-    legend(ax, loc="best")
+    found.measures += _changes(config, runs)
+    made, (left, *more) = figure(*((11.5, 4.4, 2) if config.get("changes") else (7.0, 4.2, 1)))
+    shown = {d.short: {n: r.tbt_ms for n, r in rows.items()} for d, rows in runs.items()}
+    bars(left, shown)
+    tidy(left, x="sampling", y="time between tokens (ms, simulated)", title=item.stated.title)
+    legend(left)
+    for ax in more:
+        claims_panel(ax, item.stated.claims, found.measures)
     found.figure = made
     found.notes += list(config.get("notes", ()))
     return found
+
+
+def _changes(
+    config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
+) -> list[Measure]:
+    """Per cent that sampling adds to a row's TBT, with its interval over prompts."""
+    sentences, measures = config.get("sentences", {}), []
+    by_name = {draft.name: draft for draft in runs}
+    pairs = [(by_name[name], by_name[config["stochastic"]]) for name in config["greedy"]]
+    for claim, name in {**config.get("changes", {}), **sentences}.items():
+        for plain, stochastic in pairs:
+            greedy, sampled = runs[plain][name], runs[stochastic][name]
+            change = 100.0 * (sampled.tbt_ms / greedy.tbt_ms - 1.0)
+            rows = beside(sampled.results, greedy.results, times_of)
+            low, high = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
+            is_sentence = claim in sentences
+            text = f"bundled pair, replayed: {stochastic.short} against {plain.short}"
+            measures.append(
+                Measure(
+                    claim=claim,
+                    value=change < config["small"] if is_sentence else change,
+                    kind="simulated",
+                    conditions=f"{text}; change {change:+.1f} %" if is_sentence else text,
+                    low=None if is_sentence else low,
+                    high=None if is_sentence else high,
+                    loop_share=sampled.summary["loop_share"],
+                )
+            )
+    return measures
 
 
 def levels(item: Item, lab: Lab) -> Findings:
@@ -262,7 +252,7 @@ def levels(item: Item, lab: Lab) -> Findings:
         runs = run_rows(lab, draft, config["common"], config["rows"])
         names = list(runs)
         table += [row_of(draft, name, runs[name], plain=runs[names[0]]) for name in names]
-        shown[draft.name.replace("_", "\n")] = {name: runs[name].tbt_ms for name in names}
+        shown[draft.short] = {name: runs[name].tbt_ms for name in names}
         one, *more = (runs[name].tbt_ms for name in names)
         found.add(
             config["worse"],
@@ -282,51 +272,53 @@ def levels(item: Item, lab: Lab) -> Findings:
 
 
 def equations(item: Item, lab: Lab) -> Findings:
-    """Eq. 2's steps per token at the simulated hit rate, beside the simulated steps.
+    """Eq. 1 and 2 at the simulated hit rate, beside the simulated times and steps.
 
-    Keys: ``common``, ``drafts``, ``stages``, ``row``, ``claim`` (the worst error in per cent).
+    Keys: ``common``, ``drafts``, ``stages``, ``width``, ``row``; claims ``eq1`` and ``eq2`` (the
+    equation is within 5 per cent at every number of stages).
     """
     found, config = Findings(), item.config
-    table = []
+    table: list[tuple[Any, ...]] = []
     series: dict[str, tuple[list[float], list[float]]] = {}
     for draft in drafts(config["drafts"], item, lab, found):
-        for stages in config["stages"]:
-            words = [*config["row"], f"executor.stages={stages}"]
-            run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
-            hit, steps = run.summary["hit_rate"], run.summary["steps_per_token"]
-            law = steps_by_equation_2(hit, stages)
-            counts = run.summary
-            refills = counts["refill_steps"] / counts["new_tokens"]
-            flushes = counts["flush_steps"] / counts["new_tokens"]
-            error = 100.0 * (law / steps - 1.0)
-            table.append(
-                (
-                    draft.title,
-                    stages,
-                    hit,
-                    steps,
-                    law,
-                    error,
-                    flushes,
-                    refills,
-                    counts["loop_share"],
-                )
-            )
-            xs, ys = series.setdefault(draft.name.replace("_", " "), ([], []))
-            xs.append(float(stages))
-            ys.append(error)
-        found.add(
-            config["claim"],
-            any(abs(row[5]) > 5.0 for row in table if row[0] == draft.title),
-            "simulated",
-            draft.title,
-            loops=counts["loop_share"],
-        )
+        rows = [_equations_row(config, lab, draft, stages) for stages in config["stages"]]
+        table += rows
+        loops = rows[0][-1]
+        for claim, column in (("eq1", 6), ("eq2", 9)):
+            worst = max((row[column] for row in rows), key=abs)
+            text = f"{draft.title}; {worst:+.1f} % off at most"
+            found.add(claim, abs(worst) <= 5.0, "simulated", text, loops=loops)
+        for name, column in (("Eq. 1", 6), ("Eq. 2", 9)):
+            xs = [float(row[1]) for row in rows]
+            series[f"{name}, {draft.short}"] = (xs, [row[column] for row in rows])
     columns = (
-        *("draft", "stages", "hit rate", "steps/token", "Eq. 2", "Eq. 2 off, %"),
-        *("flush steps/token", "refill steps/token", "loop_share"),
+        *("draft", "stages", "hit rate", "prompts", "TBT ms", "Eq. 1 ms", "Eq. 1 off, %"),
+        *("steps/token", "Eq. 2", "Eq. 2 off, %", "flush steps/token", "refill steps/token"),
+        "loop_share",
     )
-    found.tables.append(Table("Eq. 2 (reconstructed) against the simulator", columns, tuple(table)))
-    y = "Eq. 2 against the simulator (per cent)"
-    found.figure = line_chart(series, x="stages", y=y, title="steps per token")
+    found.tables.append(
+        Table("The equations (reconstructed) and the simulator", columns, (*table,))
+    )
+    y = "the equation against the simulator (per cent)"
+    met = (-5.0, 5.0, "met: within 5 %")
+    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)
     return found
+
+
+def _equations_row(
+    config: Mapping[str, Any], lab: Lab, draft: Draft, stages: int
+) -> tuple[Any, ...]:
+    words = [*config["row"], f"executor.stages={stages}"]
+    run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+    s, tokens = run.summary, run.summary["new_tokens"]
+    counts = decode_counts(run.results, run.totals)  # without the steps that fill the pipeline
+    found = counts.steps / counts.tokens
+    profile = build_profile(run.config["clock"])
+    times = StepTimes.of(profile, width=config["width"], stages=stages)
+    ms, steps = eq1_tbt(times.stages, s["hit_rate"]), eq2_tbt(1.0, stages, s["hit_rate"])
+    return (
+        *(draft.title, stages, s["hit_rate"], s["num_prompts"]),
+        *(run.tbt_ms, ms, 100.0 * (ms / run.tbt_ms - 1.0)),
+        *(found, steps, 100.0 * (steps / found - 1.0)),
+        *(s["flush_steps"] / tokens, s["refill_steps"] / tokens, s["loop_share"]),
+    )

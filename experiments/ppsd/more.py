@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
 from statistics import median
 from typing import Any
 
 from experiments.ppsd.laws import alpha_of_speedup
-from experiments.ppsd.runs import add_others
+from experiments.ppsd.runs import add_runs, rival_runs
 from experiments.reproduce.drawing import bars, figure, legend, line_chart, tidy
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.metrics.exit_laws import eq6_speedup
 
 
 def against_others(item: Item, lab: Lab) -> Findings:
-    """Table 2's cells against Table 1's, and its methods on the bundled target.
-
-    Keys: ``tokens_per_s`` (model -> row -> [XSum, GSM8K]), ``table1_gsm8k`` (of L-13B), ``runs``
-    (see ``runs.add_others``).
-    """
+    """Table 2's cells against Table 1's. Keys: ``tokens_per_s`` (model -> row -> [XSum, GSM8K]),
+    ``table1_gsm8k`` (of L-13B), ``runs`` (see ``rival_runs``)."""
     found, config = Findings(), item.config
     cells = config["tokens_per_s"]
     where = "ratio of stated tokens/s"
@@ -32,26 +31,11 @@ def against_others(item: Item, lab: Lab) -> Findings:
     printed, first = cells["L-13B"]["ppsd"][1], config["table1_gsm8k"]
     medusa = cells["V-13B"]["medusa"][0] / cells["V-13B"]["plain"][0]
     over = min(rows["ppsd"][i] / rows["medusa"][i] for rows in cells.values() for i in (0, 1))
-    found.measures += [
-        Measure(
-            claim="over_ts",
-            value=least > 1,
-            kind="formula",
-            conditions=f"least {least:.2f}x stated",
-        ),
-        Measure(
-            claim="l13b_cell",
-            value=abs(printed / first - 1) < 0.01,
-            kind="formula",
-            conditions=f"Table 1 has {first} tokens/s there",
-        ),
-        Measure(
-            claim="medusa",
-            value=medusa,
-            kind="formula",
-            conditions="stated tokens/s over Table 1's autoregressive row",
-        ),
-    ]
+    found.add("over_ts", least > 1, "formula", f"least {least:.2f}x stated")
+    same = abs(printed / first - 1) < 0.01
+    found.add("l13b_cell", same, "formula", f"Table 1 has {first} tokens/s there")
+    where = "stated tokens/s over Table 1's autoregressive row"
+    found.add("medusa", medusa, "formula", where)
     found.add("over_medusa", over > 1, "formula", f"least {over:.2f}x stated")
     rows = tuple(
         (model, name, values[0], values[1], values[0] / by["plain"][0], values[1] / by["plain"][1])
@@ -59,21 +43,18 @@ def against_others(item: Item, lab: Lab) -> Findings:
         for name, values in by.items()
     )
     columns = (
-        "model",
-        "row",
-        "XSum tokens/s",
-        "GSM8K tokens/s",
-        "XSum over plain",
+        *("model", "row", "XSum tokens/s", "GSM8K tokens/s", "XSum over plain"),
         "GSM8K over plain",
     )
     found.tables.append(Table("Stated cells", columns, rows))
+    rival_runs(item, lab, found, config["runs"])
     found.missing += list(config["absent"])
-    add_others(item, lab, found, config["runs"])
     return found
 
 
 def heads(item: Item, lab: Lab) -> Findings:
-    """Fig. 5 from stated cells. Keys: ``acceptance`` (model -> head -> per set, %), ``theory``."""
+    """Fig. 5 from stated cells. Keys: ``acceptance`` (model -> head -> per set, %), ``theory``,
+    ``runs`` (see ``add_runs``)."""
     found, config = Findings(), item.config
     by_head = config["acceptance"]
     lower = all(
@@ -83,14 +64,9 @@ def heads(item: Item, lab: Lab) -> Findings:
     )
     theory = config["theory"]
     law = eq6_speedup(theory["alpha"], theory["exit_layer"], theory["layers"])
-    found.measures += [
-        Measure(
-            claim="lower", value=lower, kind="formula", conditions="stated cells of Tables 6, 7"
-        ),
-        Measure(
-            claim="gsm8k", value=law, kind="formula", conditions=f"Eq. 6 at alpha {theory['alpha']}"
-        ),
-    ]
+    found.add("lower", lower, "formula", "stated cells of Tables 6, 7")
+    found.add("gsm8k", law, "formula", f"Eq. 6 at alpha {theory['alpha']}")
+    add_runs(item, lab, found, config["runs"])
     names = ("XSum", "GSM8K", "HumanEval")
     rows = tuple((m, head, *values) for m, pair in by_head.items() for head, values in pair.items())
     found.tables.append(Table("Stated acceptance, %", ("model", "head", *names), rows))
@@ -165,4 +141,37 @@ def cases(item: Item, lab: Lab) -> Findings:
         f"{mine['num_compared']} prompts compared, {mine['num_differing']} differ",
         loops=mine["loop_share"],
     )
+    return found
+
+
+def training(item: Item, lab: Lab) -> Findings:
+    """Table 4 and D.1: the recipe's defaults, and the heads that ship (no training here).
+
+    Claims: KIND_VALUE of Table 4 (``norm_batch``). Keys: ``absent``.
+    """
+    from specdec.train.exit_recipe import STATED
+    from specdec.train.exits import HeadKind
+
+    found, config = Findings(), item.config
+    where = "default of `specdec train exit_head`"
+    for claim in item.stated.claims:
+        kind, _, name = claim.partition("_")
+        if name:
+            found.add(claim, float(getattr(STATED[HeadKind(kind)], name)), "formula", where)
+    rows = []
+    heads = resources.files("specdec.assets") / "tiny" / "heads"
+    for path in sorted(heads.iterdir(), key=lambda path: path.name):
+        if path.name.startswith("measured-"):
+            for cell in json.loads(path.read_text(encoding="utf-8")):
+                size = (cell["prompts"], cell["tokens"], cell["loop_share"])
+                rows.append(
+                    (cell["head"], cell["data"], cell["sampling"], cell["outside"][0], *size)
+                )
+    columns = (
+        *("head", "data", "sampling", "top-1 agreement outside loops", "prompts", "tokens"),
+        "loop_share",
+    )
+    title = "Heads that ship (measured when they were trained; docs/early_exit.md)"
+    found.tables.append(Table(title, columns, tuple(rows)))
+    found.missing += list(config["absent"])
     return found

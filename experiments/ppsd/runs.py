@@ -1,30 +1,33 @@
-"""Runs of the early-exit presets on the bundled target, held against PPSD's laws."""
+"""Runs of the early-exit presets on the bundled target, held against PPSD's laws and tables.
+
+All are simulated: values of the bundled target, times of an even profile on which transfers and
+exit heads cost nothing, as in Eq. 3 to 7.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from experiments.open.maps import write_profile
 from experiments.pipelines.tables import SIMULATED
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from specdec.metrics.exit_laws import eq5_acceptance
 
 _LAYERS = 24  # of the bundled target
-_STAGES = 8
-_EXIT = ("model.exit_layer=3", "model.exit_head=transformer")  # N / 8, as in Table 2
-_OTHERS: Mapping[str, tuple[str, ...]] = {
-    "medusa": ("strategy=medusa", "executor=pipeline"),
-    "eesd_ts": ("strategy=eesd_ts", *_EXIT),
-    "ppsd": ("strategy=ppsd", *_EXIT),
-}
+_STAGES = 8  # of Table 2's runs
 
 
 @dataclass(frozen=True, slots=True)
 class ExitRun:
-    """PPSD and plain decoding on one pipeline.
+    """An early-exit strategy and plain decoding on one pipeline.
 
     Attributes:
         exit_layer, stages: where drafts leave, and how many stages.
@@ -47,9 +50,24 @@ class ExitRun:
         return float(self.run.summary["acceptance_rate_verified"])
 
     @property
+    def alpha_interval(self) -> Interval:
+        """Of ``alpha``, over prompts."""
+        by_level, rows = self.run.totals.level_per_step, []
+        for counters in (result.counters for result in self.run.results):
+            accepted = counters.hits if by_level else counters.accepted
+            rows.append((accepted, counters.verified + (accepted if by_level else 0)))
+        return interval(rows, share)
+
+    @property
     def law(self) -> float:
-        """Eq. 6 at the run's own alpha."""
+        """Eq. 4 or 6 at the run's own alpha."""
         return float(self.run.summary["speedup_law"])
+
+    @property
+    def loops(self) -> float | None:
+        """loop_share of the run."""
+        found: float | None = self.run.summary["loop_share"]
+        return found
 
 
 def exit_run(
@@ -60,8 +78,10 @@ def exit_run(
     pass_ms: float,
     transfer_ms: float = 0.0,
     words: Sequence[str] = (),
+    head: str | None = None,
+    strategy: Sequence[str] = ("strategy=ppsd",),
 ) -> ExitRun:
-    """PPSD on ceil(layers / exit_layer) even stages, simulated, real values of the bundled target.
+    """One strategy on ceil(layers / exit_layer) even stages, and plain decoding there.
 
     Args:
         item: its size says how many prompts and tokens.
@@ -70,90 +90,177 @@ def exit_run(
         pass_ms: a whole target pass.
         transfer_ms: between two stages.
         words: further overrides of both, e.g. data and sampling.
+        head: its kind; None for a transformer head where there is one.
+        strategy: overrides that choose it.
     """
     stages = -(-_LAYERS // exit_layer)
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
     profile = write_profile(
         lab.folder, target_ms=pass_ms, stages=stages, draft_ms=0.0, transfer_ms=transfer_ms
     )
-    common = [
+    common = _common(item, lab, stages, profile, words)
+    plain = lab.run(["strategy=ar", "executor=pipeline", *common])
+    head = head or ("norm" if exit_layer == _LAYERS // 2 else "transformer")
+    chosen = [f"model.exit_layer={exit_layer}", f"model.exit_head={head}"]
+    return ExitRun(exit_layer, stages, plain, lab.run([*strategy, *common, *chosen]))
+
+
+def _common(
+    item: Item, lab: Lab, stages: int, profile: Path | str, words: Sequence[str]
+) -> list[str]:
+    prompts, tokens = item.size["quick" if lab.quick else "full"]
+    return [
         *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
         *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *words),
     ]
-    plain = lab.run(["strategy=ar", "executor=pipeline", *common])
-    head = "norm" if exit_layer == _LAYERS // 2 else "transformer"
-    chosen = [f"model.exit_layer={exit_layer}", f"model.exit_head={head}"]
-    run = lab.run(["strategy=ppsd", *common, *chosen])
-    return ExitRun(exit_layer, stages, plain, run)
 
 
-def add_runs(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]) -> None:
-    """Table 1's method on the bundled target: own acceptance, own speed-up, Eq. 6 beside it.
+def add_runs(
+    item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]
+) -> list[tuple[float, float]]:
+    """PPSD on the bundled target: own acceptance, own speed-up, Eq. 6 beside it.
 
-    Keys: ``claim``, ``exits``, ``data`` (name -> overrides), ``pass_ms``.
+    Returns (Eq. 6, speed-up) of each run.
+
+    Keys: ``data`` (name -> overrides), ``pass_ms``, ``heads`` ([kind, exit layer]);
+    ``claim`` (each run follows Eq. 6 within 5 per cent), ``best`` (claim -> [kind, exit that is
+    fastest]), ``lower`` (norm heads are accepted less often at equal exits).
     """
     rows = []
+    runs: dict[tuple[str, int], list[ExitRun]] = {}
     for name, words in config["data"].items():
-        for exit_layer in config["exits"]:
-            made = exit_run(item, lab, exit_layer, pass_ms=config["pass_ms"], words=words)
+        for kind, layer in config["heads"]:
+            made = exit_run(item, lab, layer, pass_ms=config["pass_ms"], words=words, head=kind)
+            runs.setdefault((kind, layer), []).append(made)
             ratio, low, high = made.speedup
-            loops = made.run.summary["loop_share"]
-            share = f"{exit_layer}/{_LAYERS}"
-            rows.append(
-                (name, share, made.alpha, ratio, low, high, made.law, ratio / made.law, loops)
-            )
-            text = f"bundled target, {name}, E = {share}: {ratio:.2f}x, Eq. 6 {made.law:.2f}x"
-            off = abs(ratio / made.law - 1)
-            found.add(config["claim"], off <= 0.05, "simulated", text, loops=loops)
+            off = ratio / made.law
+            law = (ratio, low, high, made.law, off, made.loops)
+            exit_share = f"{layer}/{_LAYERS}"
+            rows.append((name, kind, exit_share, made.alpha, *made.alpha_interval, *law))
+            if "claim" in config:
+                text = f"bundled target, {name}, {kind} head, E = {exit_share}: {ratio:.2f}x, Eq. 6"
+                text += f" {made.law:.2f}x"
+                held = abs(off - 1) <= 0.05
+                found.add(config["claim"], held, "simulated", text, loops=made.loops)
     columns = (
-        *("data", "E / N", "alpha", "speed-up", "95 % from", "to", "Eq. 6", "run / law"),
-        "loop_share",
+        *("data", "head", "E / N", "alpha", "95 % from", "to", "speed-up", "95 % from", "to"),
+        *("Eq. 6", "run / law", "loop_share"),
     )
     title = "PPSD on the bundled target, transfers and heads at no cost (simulated)"
     found.tables.append(Table(title, columns, tuple(rows)))
+    found.measures += [_best(claim, runs, *spec) for claim, spec in config.get("best", {}).items()]
+    if "lower" in config:
+        found.measures.append(_lower(config["lower"], runs))
+    return [(made.law, made.speedup[0]) for same in runs.values() for made in same]
 
 
-def add_others(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]) -> None:
+Runs = Mapping[tuple[str, int], Sequence[ExitRun]]
+
+
+def _best(claim: str, runs: Runs, kind: str, wanted: int) -> Measure:
+    """Whether one exit has the highest mean speed-up of its kind of head."""
+    means = {
+        layer: fmean(made.speedup[0] for made in found)
+        for (name, layer), found in runs.items()
+        if name == kind
+    }
+    best = max(means, key=lambda layer: means[layer])
+    text = "bundled target, " + ", ".join(f"E={e}/24: {m:.2f}x" for e, m in means.items())
+    loops = runs[kind, best][0].loops
+    return Measure(
+        claim=claim, value=best == wanted, kind="simulated", conditions=text, loop_share=loops
+    )
+
+
+def _lower(claim: str, runs: Runs) -> Measure:
+    pairs = {
+        layer: (found, runs["transformer", layer])
+        for (kind, layer), found in runs.items()
+        if kind == "norm" and ("transformer", layer) in runs
+    }
+    alphas = {
+        layer: tuple(fmean(made.alpha for made in side) for side in sides)
+        for layer, sides in pairs.items()
+    }
+    text = ", ".join(f"E={e}/24: {a:.2f} against {b:.2f}" for e, (a, b) in alphas.items())
+    return Measure(
+        claim=claim,
+        value=all(a < b for a, b in alphas.values()),
+        kind="simulated",
+        conditions=f"bundled target, {text}",
+        loop_share=next(iter(pairs.values()))[0][0].loops,
+    )
+
+
+Curve = tuple[list[float], list[float]]
+
+
+def draft_length_runs(
+    item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]
+) -> tuple[Curve, Curve]:
+    """EESD over draft lengths; returns its acceptance and its speed-up.
+
+    Keys: ``data`` (overrides), ``pass_ms``, ``exit_layer``, ``gammas``; claims ``falls``,
+    ``peaks``.
+    """
+    rows, gammas = [], [int(gamma) for gamma in config["gammas"]]
+    for gamma in gammas:
+        strategy = ["strategy=eesd", "executor=early_exit", f"policy.gamma={gamma}"]
+        size = {"pass_ms": config["pass_ms"], "words": config["data"]}
+        made = exit_run(item, lab, config["exit_layer"], strategy=strategy, **size)
+        ratio, low, high = made.speedup
+        overall = float(made.run.summary["acceptance_rate"])
+        law = eq5_acceptance(made.alpha, gamma)
+        rows.append((gamma, made.alpha, overall, law, ratio, low, high, made.law, made.loops))
+    columns = (
+        *("draft length", "alpha", "overall acceptance", "Eq. 5", "speed-up", "95 % from", "to"),
+        *("Eq. 4", "loop_share"),
+    )
+    title = f"EESD on the bundled target, E = {config['exit_layer']} of {_LAYERS} (simulated)"
+    found.tables.append(Table(title, columns, tuple(rows)))
+    rates, speeds = [row[2] for row in rows], [row[4] for row in rows]
+    top = speeds.index(max(speeds))
+    falls = all(b < a for a, b in pairwise(rates))
+    peak = f"peak of {speeds[top]:.2f}x at a draft length of {gammas[top]}"
+    for claim, value, text in (
+        ("falls", falls, f"{rates[0]:.2f} to {rates[-1]:.2f}"),
+        ("peaks", 0 < top < len(speeds) - 1, peak),
+    ):
+        loops = rows[0][-1]
+        found.add(claim, value, "simulated", f"EESD, bundled target; {text}", loops=loops)
+    xs = [float(gamma) for gamma in gammas]
+    return (xs, rates), (xs, speeds)
+
+
+def rival_runs(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]) -> None:
     """Table 2's methods on the bundled target and its heads: 8 stages for every row (simulated).
 
-    The whole tree of Medusa goes through the pipeline at once. Keys: ``claim``, ``data`` (name ->
-    overrides), ``pass_ms``, ``paid`` (a profile that prices heads and output matrices).
+    The whole tree of Medusa goes through the pipeline at once. Keys: ``rows`` (name -> overrides),
+    ``data`` (name -> overrides), ``pass_ms``, ``paid`` (a profile that prices heads and output
+    matrices), ``faster`` (claim -> [row, other]).
     """
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
     free = write_profile(
         lab.folder, target_ms=config["pass_ms"], stages=_STAGES, draft_ms=0.0, transfer_ms=0.0
     )
-    rows = []
-    for name, words in config["data"].items():
-        for label, profile in (("heads at no cost", free), ("heads paid", config["paid"])):
-            common = [
-                *(
-                    "model=tiny",
-                    SIMULATED,
-                    f"clock.profile={profile}",
-                    f"executor.stages={_STAGES}",
-                ),
-                *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *words),
-            ]
-            plain = lab.run(["strategy=ar", "executor=pipeline", *common])
-            ratios = {}
-            for method, chosen in _OTHERS.items():
-                run = lab.run([*chosen, *common])
-                ratios[method], low, high = speed_ratio(run, plain)
-                summary = run.summary
-                per_answer = summary["new_tokens"] / summary["answers"]
-                alpha, loops = summary["acceptance_rate_verified"], summary["loop_share"]
-                rows.append(
-                    (name, label, method, alpha, per_answer, ratios[method], low, high, loops)
-                )
-            text = f"bundled target, {name}, {label}: " + ", ".join(
-                f"{method} {ratio:.2f}x" for method, ratio in ratios.items()
-            )
-            faster = ratios["ppsd"] > ratios["medusa"]
-            found.add(config["claim"], faster, "simulated", text, loops=loops)
+    profiles = {"heads at no cost": free, "heads paid": config["paid"]}
+    table = []
+    for (name, words), (label, profile) in product(config["data"].items(), profiles.items()):
+        common = _common(item, lab, _STAGES, profile, words)
+        plain = lab.run(["strategy=ar", "executor=pipeline", *common])
+        runs = {row: lab.run([*chosen, *common]) for row, chosen in config["rows"].items()}
+        for row, run in runs.items():
+            s = run.summary
+            per_answer = s["new_tokens"] / s["answers"]
+            cells = (s["acceptance_rate_verified"], per_answer, *speed_ratio(run, plain))
+            table.append((name, label, row, *cells, s["loop_share"]))
+        for claim, (mine, other) in config["faster"].items():
+            ratio, low, high = speed_ratio(runs[mine], runs[other])
+            ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+            text = f"bundled target, {name}, {label}: {ratio:.2f}x{ends}"
+            loops = runs[mine].summary["loop_share"]
+            found.add(claim, ratio > 1.0, "simulated", text, loops=loops)
     columns = (
-        *("data", "profile", "method", "accepted / judged", "tokens per answer", "speed-up"),
+        *("data", "profile", "row", "accepted / judged", "tokens per answer", "speed-up"),
         *("95 % from", "to", "loop_share"),
     )
     title = f"On the bundled target, {_STAGES} stages for every row (simulated)"
-    found.tables.append(Table(title, columns, tuple(rows)))
+    found.tables.append(Table(title, columns, tuple(table)))

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from experiments.ppsd.laws import alpha_of_overall
-from experiments.ppsd.runs import add_runs
-from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
+from experiments.ppsd.runs import add_runs, draft_length_runs
+from experiments.reproduce.drawing import COLORS, band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
-from specdec.cli.tree import options
 from specdec.metrics.exit_laws import (
     eq4_speedup,
     eq5_acceptance,
@@ -58,11 +57,10 @@ def cells(item: Item, lab: Lab) -> Findings:
     )
     found.add(config["consistent"], not off, "formula", text)
     found.notes += list(config.get("notes", ()))
-    if "ppsd" in options("strategy", ()):
-        add_runs(item, lab, found, config["runs"])
-    else:
-        found.missing.append("preset ppsd: no run of the method itself")
-    found.figure = _cells_figure(item, table)
+    stated: dict[str, list[tuple[float, float]]] = {}
+    for cell in table:
+        stated.setdefault(str(cell[1]).split(",")[0], []).append((cell[8], cell[6]))
+    found.figure = _law_figure(item, stated, add_runs(item, lab, found, config["runs"]))
     return found
 
 
@@ -81,27 +79,21 @@ def _cells(row: Sequence[Any], plain: Mapping[str, Sequence[float]]) -> list[tup
     return made
 
 
-def _cells_figure(item: Item, table: Sequence[tuple[Any, ...]]) -> Any:
-    made, (ax,) = figure(6.2, 4.6)
-    methods = list(dict.fromkeys(str(cell[1]).split(",")[0] for cell in table))
-    for i, method in enumerate(methods):
-        mine = [cell for cell in table if str(cell[1]).startswith(method)]
-        ax.plot(
-            [c[8] for c in mine],
-            [c[6] for c in mine],
-            lw=0,
-            marker="os^Dv"[i % 5],
-            ms=5,
-            label=method,
-        )
-    top = 1.05 * max(max(c[6], c[8]) for c in table)
-    ax.plot([0, top], [0, top], color="#444444", ls="--", lw=0.9, label="stated = law")
-    tidy(
-        ax,
-        x="speed-up by Eq. 4 / Eq. 6 at the stated acceptance (times)",
-        y="stated speed-up (times)",
-        title=item.stated.title,
-    )
+Points = Sequence[tuple[float, float]]
+
+
+def _law_figure(item: Item, stated: Mapping[str, Points], runs: Points) -> Any:
+    """Speed-ups against the law's: stated cells by group, and our runs."""
+    made, (ax,) = figure(6.8, 5.0)
+    groups = {**stated, "bundled target, run (simulated)": runs}
+    for i, (name, points) in enumerate(groups.items()):
+        xs, ys = zip(*points, strict=True)
+        ax.plot(xs, ys, lw=0, marker="os^Dv"[i % 5], ms=5, color=COLORS[i], label=name)
+    ends = [value for points in groups.values() for point in points for value in point]
+    span = (0.95 * min(ends), 1.05 * max(ends))
+    ax.plot(span, span, color="#444444", ls="--", lw=0.9, label="as the law")
+    x = "speed-up by the law at the acceptance rate (times)"
+    tidy(ax, x=x, y="speed-up, stated or run (times)", title=item.stated.title)
     legend(ax)
     return made
 
@@ -146,32 +138,11 @@ def exits(item: Item, lab: Lab) -> Findings:
         _best_exit(claim, spec, table) for claim, spec in config.get("best", {}).items()
     ]
     found.notes += list(config.get("notes", ()))
-    found.figure = _exits_figure(item, table)
+    stated: dict[str, list[tuple[float, float]]] = {}
+    for row in table:
+        stated.setdefault(f"{row[0]}, {row[1]}", []).append((row[8], row[6]))
+    found.figure = _law_figure(item, stated, add_runs(item, lab, found, config["runs"]))
     return found
-
-
-def _exits_figure(item: Item, table: Sequence[tuple[Any, ...]]) -> Any:
-    made, (ax,) = figure(6.8, 4.2)
-    for i, key in enumerate(dict.fromkeys((row[0], row[1]) for row in table)):
-        mine = [row for row in table if (row[0], row[1]) == key]
-        ax.plot(
-            [r[8] for r in mine],
-            [r[6] for r in mine],
-            lw=0,
-            marker="os^D"[i % 4],
-            ms=5,
-            label=", ".join(key),
-        )
-    top = 1.05 * max(max(r[6], r[8]) for r in table)
-    ax.plot([1, top], [1, top], color="#444444", ls="--", lw=0.9, label="stated = law")
-    tidy(
-        ax,
-        x="speed-up by the law at the stated acceptance (times)",
-        y="stated speed-up (times)",
-        title=item.stated.title,
-    )
-    legend(ax)
-    return made
 
 
 def _best_exit(claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]) -> Measure:
@@ -188,7 +159,8 @@ def _best_exit(claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
 
 
 def draft_lengths(item: Item, lab: Lab) -> Findings:
-    """Fig. 1 by Eq. 4 and 5. Keys: ``alphas``, ``layers``, ``exit_layer``, ``gammas``."""
+    """Fig. 1 by Eq. 4 and 5, and by runs. Keys: ``alphas``, ``layers``, ``exit_layer``, ``gammas``,
+    ``runs`` (see ``draft_length_runs``)."""
     found, config = Findings(), item.config
     gammas, layers, exit_layer = config["gammas"], config["layers"], config["exit_layer"]
     made, (left, right) = figure(9.5, 3.9, 2)
@@ -206,15 +178,21 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
     falls = all(all(b < a for a, b in pairwise(ys)) for _, ys in rates.values())
     peaks = all(0 < int(np.argmax(ys)) < len(ys) - 1 for _, ys in speeds.values())
     tops = ", ".join(f"{n}: gamma {gammas[int(np.argmax(ys))]}" for n, (_, ys) in speeds.items())
-    found.measures += [
-        Measure(claim="falls", value=falls, kind="formula", conditions="Eq. 5"),
-        Measure(claim="peaks", value=peaks, kind="formula", conditions=f"Eq. 4 peaks at {tops}"),
-    ]
-    lines(left, rates)
-    lines(right, speeds)
-    tidy(left, x="draft length (tokens)", y="overall acceptance rate (computed)")
-    tidy(right, x="draft length (tokens)", y="speed-up of EESD (times, computed)")
+    found.add("falls", falls, "formula", "Eq. 5")
+    found.add("peaks", peaks, "formula", f"Eq. 4 peaks at {tops}")
+    run_rates, run_speeds = draft_length_runs(item, lab, found, config["runs"])
+    name = f"run, E = {config['runs']['exit_layer']} of 24"
+    lines(left, {**rates, name: run_rates})
+    lines(right, {**speeds, name: run_speeds})
+    tidy(left, x="draft length (tokens)", y="overall acceptance rate")
+    tidy(
+        right,
+        x="draft length (tokens)",
+        y="speed-up of EESD (times)",
+        title="alpha: by the laws; run: simulated",
+    )
     legend(left)
+    legend(right)
     found.figure = made
     return found
 
@@ -264,26 +242,11 @@ def equations(item: Item, lab: Lab) -> Findings:
         for a, e, g in product(config["alphas"], config["exits"], config["gammas"])
     ]
     alpha, exit_layer, gamma, lowest = min(grid, key=lambda row: row[3])
-    found.measures += [
-        Measure(
-            claim="perfect",
-            value=at_one,
-            kind="formula",
-            conditions=f"N = {layers}, E of {config['exits']}",
-        ),
-        Measure(
-            claim="nothing",
-            value=least >= 1.0,
-            kind="formula",
-            conditions=f"least {least:.3f}x at E = {worst}, N = {layers}: only where E divides N",
-        ),
-        Measure(
-            claim="better",
-            value=lowest > 1.0,
-            kind="formula",
-            conditions=f"least {lowest:.3f} at alpha {alpha}, E = {exit_layer}, gamma = {gamma}",
-        ),
-    ]
+    found.add("perfect", at_one, "formula", f"N = {layers}, E of {config['exits']}")
+    where = f"least {least:.3f}x at E = {worst}, N = {layers}: only where E divides N"
+    found.add("nothing", least >= 1.0, "formula", where)
+    where = f"least {lowest:.3f} at alpha {alpha}, E = {exit_layer}, gamma = {gamma}"
+    found.add("better", lowest > 1.0, "formula", where)
     columns = ("alpha", "E", "gamma", "Eq. 7")
     worst_rows = sorted(grid, key=lambda row: row[3])[:8]
     found.tables.append(Table("PPSD over EESD where it is least", columns, tuple(worst_rows)))

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from experiments.reproduce.findings import MISSING, Findings, of_claim, verdict
@@ -111,19 +111,21 @@ def _run_all(
     )
     # Once, at the start: results may be written into the repository, which makes it look changed.
     facts = provenance(command=["specdec", "reproduce", *words], config={})
-    began, failed = perf_counter(), []
+    began, cpu_began, failed = perf_counter(), process_time(), []
     for number, item in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] {item.id}: {item.stated.title}", flush=True)
-        start = perf_counter()
+        start, cpu_start = perf_counter(), process_time()
         findings, error = _findings(item, lab)
         if error:
             failed.append(item.id)
-        seconds = perf_counter() - start
-        write_item(item, findings, out, conditions_of(item, quick, seconds, facts))
+        seconds, cpu_seconds = perf_counter() - start, process_time() - cpu_start
+        conditions = conditions_of(item, quick, (seconds, cpu_seconds), facts)
+        write_item(item, findings, out, conditions)
         for line in summary_lines(item, findings):
             print(f"  {line}")
-        print(f"  {seconds:.1f} s", flush=True)
-    print(f"{len(chosen)} tables and figures in {perf_counter() - began:.0f} s, under {out}")
+        print(f"  {seconds:.1f} s ({cpu_seconds:.1f} s of CPU)", flush=True)
+    spent = f"{perf_counter() - began:.0f} s ({process_time() - cpu_began:.0f} s of CPU)"
+    print(f"{len(chosen)} tables and figures in {spent}, under {out}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -152,9 +154,12 @@ def _findings(item: Item, lab: Any) -> tuple[Findings, bool]:
 
 
 def conditions_of(
-    item: Item, quick: bool, seconds: float, facts: Mapping[str, Any]
+    item: Item, quick: bool, seconds: tuple[float, float], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Where the figures come from: revision, command, kind of machine, size."""
+    """Where the figures come from: revision, command, kind of machine, size, time.
+
+    ``seconds`` are those of the wall and of the CPU, runs that were there already left out.
+    """
     git, machine = facts["git"], facts["hardware"]
     revision = "unknown"
     if git:
@@ -166,7 +171,8 @@ def conditions_of(
         "command": " ".join(facts["command"]),
         "machine": f"{machine['machine']}, {machine['cores']} cores, torch with 1 thread",
         "time": facts["time"],
-        "seconds": round(seconds, 1),
+        "seconds": round(seconds[0], 1),
+        "cpu_seconds": round(seconds[1], 1),
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from experiments.reproduce.findings import Findings
-from experiments.reproduce.items import Item
+from experiments.reproduce.items import SIZE, Item
 from experiments.reproduce.lab import Lab
 from specdec.errors import UserError
 
@@ -24,11 +24,13 @@ class Draft:
     Attributes:
         name: in ``drafts.yaml``.
         title: as printed.
+        short: the same in pictures.
         words: overrides that choose model, prompts and length.
     """
 
     name: str
     title: str
+    short: str
     words: tuple[str, ...]
 
 
@@ -52,7 +54,8 @@ def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> It
             findings.missing.append(f"{known_drafts()[name]['title']}: {error}")
     if lab.own_record is not None:
         words = ("model=replay", f"model.record={lab.own_record}", *size_words(item, lab))
-        yield Draft(name="own", title=f"own record {lab.own_record.name}, replayed", words=words)
+        title = f"own record {lab.own_record.name}, replayed"
+        yield Draft(name="own", title=title, short="own record", words=words)
 
 
 def make_draft(name: str, item: Item, lab: Lab) -> Draft:
@@ -64,7 +67,7 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
     found = known_drafts()[name]
     size = size_words(item, lab)
     if "record" in found:
-        path = lab.record([*found["record"], *size])
+        path = lab.record([*found["record"], *_record_size(item, lab)])
         words: tuple[str, ...] = ("model=replay", f"model.record={path}", *size)
     elif "trace" in found:
         file, method = found["trace"]
@@ -72,12 +75,19 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
         words = ("model=replay", f"model.record={path}", f"model.method={method}", *size)
     else:
         words = (*found["words"], *size)
-    return Draft(name=name, title=found["title"], words=words)
+    return Draft(name=name, title=found["title"], short=found["short"], words=words)
 
 
 def size_words(item: Item, lab: Lab) -> tuple[str, str]:
     """How many prompts and tokens."""
     prompts, tokens = item.size["quick" if lab.quick else "full"]
+    return f"data.limit={prompts}", f"max_new_tokens={tokens}"
+
+
+def _record_size(item: Item, lab: Lab) -> tuple[str, str]:
+    """As ``size_words``, at least the size that most items have: they share one record."""
+    kind = "quick" if lab.quick else "full"
+    prompts, tokens = map(max, zip(item.size[kind], SIZE[kind], strict=True))
     return f"data.limit={prompts}", f"max_new_tokens={tokens}"
 
 

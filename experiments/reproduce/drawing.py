@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from experiments.reproduce.findings import Measure
 from experiments.reproduce.stated import Claim
@@ -38,20 +39,30 @@ def tidy(ax: Axes, *, x: str, y: str, title: str = "") -> None:
         ax.set_title(title, fontsize=9)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-    ax.grid(color="#e2e2e2", lw=0.6, zorder=0)
+    ax.set_axisbelow(True)
+    ax.grid(color="#e2e2e2", lw=0.6)
     ax.tick_params(labelsize=8)
 
 
-def legend(ax: Axes, **where: Any) -> None:
-    """A legend in small letters."""
-    ax.legend(fontsize=7.5, frameon=False, **where)
-
-
-def below(ax: Axes, columns: int = 1) -> None:
-    """A legend under the panel, away from what is drawn."""
-    drop = -56.0 / (ax.get_window_extent().height or 1.0)
-    anchor = (0.5, min(drop, -0.1))
-    ax.legend(fontsize=7.5, frameon=False, loc="upper center", bbox_to_anchor=anchor, ncols=columns)
+def legend(ax: Axes) -> None:
+    """A legend under the panel, below the axis label, in as many columns as fit."""
+    made = ax.figure
+    names = ax.get_legend_handles_labels()[1]
+    inches = made.get_figure(root=True).get_figwidth() / len(made.axes)
+    longest = max((len(line) for name in names for line in name.split("\n")), default=1)
+    columns = max(1, min(len(names), int(inches / (0.55 + 0.062 * longest))))
+    lines_of_ticks = 1 + max((t.get_text().count("\n") for t in ax.get_xticklabels()), default=0)
+    points = 26.0 + 9.5 * lines_of_ticks
+    under = ax.transAxes + ScaledTranslation(0.0, -points / 72.0, made.dpi_scale_trans)
+    ax.legend(
+        fontsize=7.5,
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+        bbox_transform=under,
+        borderaxespad=0.0,
+        ncols=columns,
+    )
 
 
 def doublings(ax: Axes, values: Sequence[float]) -> None:
@@ -74,11 +85,18 @@ def lines(
 
 
 def line_chart(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str, y: str, title: str
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    title: str,
+    within: tuple[float, float, str] | None = None,
 ) -> Figure:
-    """A figure of one panel with a line per name."""
-    made, (ax,) = figure(6.8, 4.0)
+    """A figure of one panel with a line per name; ``within``: a band's ends and name."""
+    made, (ax,) = figure(6.8, 4.2)
     lines(ax, series)
+    if within is not None:
+        band(ax, *within)
     tidy(ax, x=x, y=y, title=title)
     legend(ax)
     return made
@@ -97,38 +115,38 @@ def band(ax: Axes, low: float, high: float, label: str, *, vertical: bool = Fals
 def bars(
     ax: Axes, groups: Mapping[str, Mapping[str, float | None]], *, form: str = "{:.1f}"
 ) -> None:
-    """Grouped bars: group -> series -> value; None leaves a gap."""
+    """Grouped bars: group -> series -> value; a series that a group lacks takes no room in it."""
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
-    width = 0.8 / max(1, len(names))
+    found = [{n: v for n, v in values.items() if v is not None} for values in groups.values()]
+    most = max((len(values) for values in found), default=1)
+    width = 0.84 / max(1, most)
+    upright = 90 if most * len(found) > 24 else 0
     for i, name in enumerate(names):
-        xs = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
-        ys = [values.get(name) for values in groups.values()]
-        drawn = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
-        ax.bar(
-            [x for x, _ in drawn],
-            [y for _, y in drawn],
-            width * 0.92,
-            color=COLORS[i % len(COLORS)],
-            label=name,
-            zorder=2,
-        )
+        drawn = []
+        for group, values in enumerate(found):
+            if name in values:
+                place = list(values).index(name)
+                drawn.append((group + (place - (len(values) - 1) / 2) * width, values[name]))
+        xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
+        ax.bar(xs, ys, width * 0.92, color=COLORS[i % len(COLORS)], label=name, zorder=2)
         for x, y in drawn:
             ax.annotate(
                 form.format(y),
                 (x, y),
-                (0, 1.5),
+                (0, 2),
                 textcoords="offset points",
                 ha="center",
                 fontsize=6,
+                rotation=upright,
             )
-    ax.set_xticks(range(len(groups)), list(groups), fontsize=7.5)
+    ax.margins(y=0.1)
+    ax.set_xticks(range(len(groups)), [fill(name, 11) for name in groups], fontsize=7.5)
 
 
 def claims_figure(claims: Mapping[str, Claim], measures: Sequence[Measure], title: str) -> Figure:
     """Numbers of ours, with their intervals, over the stated ranges: one row per claim."""
     numeric = [c for c in claims.values() if c.low is not None]
-    conditions = {f"{m.conditions} ({m.kind})" for m in measures}
-    made, (ax,) = figure(8.5, 1.7 + 0.5 * len(numeric) + 0.17 * len(conditions))
+    made, (ax,) = figure(8.5, 1.7 + 0.5 * len(numeric) + 0.17 * len({_where(m) for m in measures}))
     claims_panel(ax, claims, measures)
     ax.set_title(title, fontsize=9)
     return made
@@ -143,29 +161,33 @@ def claims_panel(
     numeric = [c for c in numeric if unit in (None, c.unit)]
     shown = {c.id for c in numeric}
     measures = [m for m in measures if m.claim in shown]
-    conditions = list(dict.fromkeys(f"{m.conditions} ({m.kind})" for m in measures))
+    conditions = list(dict.fromkeys(_where(m) for m in measures))
     for row, claim in enumerate(numeric):
         low, high = claim.ends
         ax.plot([low, high], [row, row], lw=11, color=_BAND, solid_capstyle="butt", zorder=1)
         if low == high:
             ax.plot([low], [row], marker="|", ms=14, mew=2.2, color="#c9982e", zorder=1)
-        for measure in measures:
-            if measure.claim == claim.id:
-                index = conditions.index(f"{measure.conditions} ({measure.kind})")
-                _point(ax, measure, row, index, len(conditions))
+        mine = [measure for measure in measures if measure.claim == claim.id]
+        for i, measure in enumerate(mine):
+            color = COLORS[conditions.index(_where(measure)) % len(COLORS)]
+            _point(ax, measure, row + (i - (len(mine) - 1) / 2) * 0.7 / len(mine), color)
     ax.plot([], [], lw=9, color=_BAND, label="the paper's range or value")
     for i, name in enumerate(conditions):
-        ax.plot([], [], marker="o", ms=4, lw=0, color=COLORS[i % len(COLORS)], label=fill(name, 76))
+        ax.plot([], [], marker="o", ms=4, lw=0, color=COLORS[i % len(COLORS)], label=fill(name, 70))
     ax.set_yticks(range(len(numeric)), [fill(c.text, 34) for c in numeric])
     ax.set_ylim(len(numeric) - 0.5, -0.5)
     units = {_UNITS.get(c.unit, c.unit) for c in numeric}
     tidy(ax, x=", ".join(sorted(units)) or "value", y="")
-    below(ax)
+    legend(ax)
 
 
-def _point(ax: Axes, measure: Measure, row: int, index: int, count: int) -> None:
-    y = row + (index - (count - 1) / 2) * 0.6 / max(1, count)
-    color = COLORS[index % len(COLORS)]
+def _where(measure: Measure) -> str:
+    """What a point is of; the arithmetic behind a formula stays in the table."""
+    text = measure.conditions.split(": ")[0] if measure.kind == "formula" else measure.conditions
+    return f"{text} ({measure.kind})"
+
+
+def _point(ax: Axes, measure: Measure, y: float, color: str) -> None:
     if measure.low is not None and measure.high is not None:
         ax.plot([measure.low, measure.high], [y, y], lw=1.2, color=color, zorder=3)
     ax.plot([float(measure.value)], [y], marker="o", ms=4, lw=0, color=color, zorder=4)

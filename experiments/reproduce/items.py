@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from experiments.reproduce.lab import Lab
 
 _NOT_FOR_BUILDERS = ("builder", "needs", "size", "missing")
-_SIZE = {"quick": [8, 48], "full": [32, 128]}
+SIZE = {"quick": (8, 48), "full": (32, 128)}
+"""Prompts and tokens of items that name no size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ def _item(paper: Paper, name: str, stated: Stated, path: Path) -> Item:
         raise UserError(f"{paper.name}/{name} has stated values and no config: write {path.name}")
     with path.open(encoding="utf-8") as stream:
         found = yaml.safe_load(stream)
-    size = {**_SIZE, **found.get("size", {})}
+    size = {**SIZE, **found.get("size", {})}
     return Item(
         paper=paper,
         name=name,

@@ -93,6 +93,8 @@ def cell(value: Any) -> str:
         return " to ".join(cell(part) for part in value)
     if isinstance(value, float):
         size = abs(value)
+        if 0.0 < size < 0.001:
+            return f"{value:.2g}"
         digits = 1 if size >= 100 else 2 if size >= 1 else 3
         return f"{value:.{digits}f}"
     return str(value)

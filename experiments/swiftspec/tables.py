@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
 from experiments.pipelines.tables import SIMULATED
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import drafts
-from experiments.reproduce.drawing import bars, claims_panel, doublings, figure, legend, lines, tidy
+from experiments.reproduce.drawing import (
+    band,
+    bars,
+    claims_panel,
+    doublings,
+    figure,
+    legend,
+    lines,
+    tidy,
+)
 from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.intervals import Interval, accepted_of, beside, interval
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 
@@ -45,7 +56,7 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         }
         rows = {**sides["parallel"], **sides["serial"]}
         table += [_row(draft.title, name, run) for name, run in rows.items()]
-        shown[draft.name.replace("_", "\n")] = {n: 1e3 / run.tbt_ms for n, run in rows.items()}
+        shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in rows.items()}
         best, base = (min(sides[s].values(), key=lambda run: run.tbt_ms) for s in sides)
         ratio, low, high = speed_ratio(best, base)
         share = best.summary["loop_share"]
@@ -56,7 +67,10 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         for claim in config.get("speedup", ()):
             found.add(claim, ratio, "simulated", draft.title, loops=share, interval=(low, high))
         if "loss" in config:
-            found.add(config["loss"], 100 * (1 - kept), "simulated", draft.title, loops=share)
+            rows_of = beside(first.results, other.results, accepted_of)
+            ends = interval(rows_of, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
+            lost = 100 * (1 - kept)
+            found.add(config["loss"], lost, "simulated", draft.title, loops=share, interval=ends)
     if ratios and "speedup_mean" in config:
         found.add(
             config["speedup_mean"],
@@ -73,7 +87,7 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     bars(left, shown, form="{:.0f}")
     tidy(left, x="draft", y="tokens per second (simulated)", title=item.stated.title)
     legend(left)
-    claims_panel(right, item.stated.claims, found.measures)
+    claims_panel(right, item.stated.claims, found.measures, unit="x")
     found.figure = made
     return found
 
@@ -99,19 +113,20 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
     drawn: dict[str, dict[str, tuple[list[float], list[float]]]] = {"bs": {}, "w": {}}
     for draft in drafts(config["drafts"], item, lab, found):
         for key, fixed in (("bs", "w"), ("w", "bs")):
-            sizes, found_lengths = config[key], []
+            sizes, found_lengths, runs = config[key], [], {}
             for size in sizes:
                 words = [f"policy.{key}={size}", f"policy.{fixed}={config[f'at_{fixed}']}"]
                 run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+                runs[size] = run
                 found_lengths.append(run.summary["accepted_per_pass"])
                 table.append((draft.title, key, size, found_lengths[-1], run.summary["loop_share"]))
-            drawn[key][draft.name.replace("_", " ")] = (sizes, found_lengths)
-            found.measures += _saturation(
-                config, key, sizes, found_lengths, draft.title, table[-1][-1]
-            )
+            drawn[key][draft.short] = (sizes, found_lengths)
+            found.measures += _saturation(config, key, runs, draft.title)
     names = (("target's batch size bs (nodes)", "bs"), ("draft's batch size w (leaves)", "w"))
     for ax, (x, key) in zip(axes, names, strict=True):
         lines(ax, drawn[key])
+        knee = config["target" if key == "bs" else "draft"][1]
+        band(ax, knee, knee, f"stated: saturates at {knee}", vertical=True)
         doublings(ax, config[key])
         tidy(ax, x=x, y="accepted tokens per target pass (simulated)", title=item.stated.title)
         legend(ax)
@@ -122,29 +137,43 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
     return found
 
 
-def _saturation(
-    config: Any, key: str, sizes: list[int], lengths: list[float], title: str, loops: float | None
-) -> list[Measure]:
+def _saturation(config: Any, key: str, runs: Mapping[int, Outcome], title: str) -> list[Measure]:
+    """Whether the largest size gains little on the stated one; of bs also the stated gain."""
     claim, knee = config["target" if key == "bs" else "draft"]
-    at = dict(zip(sizes, lengths, strict=True))
-    gain = 100 * (at[sizes[-1]] / at[knee] - 1)
-    text = f"{title}; {knee} to {sizes[-1]}: {gain:+.1f} %"
+    text, value, ends = _gain(runs, knee, max(runs))
+    loops = runs[knee].summary["loop_share"]
     measures = [
         Measure(
             claim=claim,
-            value=gain < config["small"],
+            value=value < config["small"],
             kind="simulated",
-            conditions=text,
+            conditions=f"{title}; {text}: {value:+.1f} %",
             loop_share=loops,
         )
     ]
     if key == "bs":
         name, low, high = config["gain"]
-        value = 100 * (at[high] / at[low] - 1)
+        _, value, ends = _gain(runs, low, high)
         measures.append(
-            Measure(claim=name, value=value, kind="simulated", conditions=title, loop_share=loops)
+            Measure(
+                claim=name,
+                value=value,
+                kind="simulated",
+                conditions=title,
+                low=ends[0],
+                high=ends[1],
+                loop_share=loops,
+            )
         )
     return measures
+
+
+def _gain(runs: Mapping[int, Outcome], low: int, high: int) -> tuple[str, float, Interval]:
+    """Accepted tokens per pass that the larger size gains, per cent, with its interval."""
+    less, more = (runs[size].summary["accepted_per_pass"] for size in (low, high))
+    rows = beside(runs[high].results, runs[low].results, accepted_of)
+    ends = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
+    return f"{low} to {high}", 100.0 * (more / less - 1.0), ends
 
 
 def choices(item: Item, lab: Lab) -> Findings:
@@ -162,14 +191,18 @@ def choices(item: Item, lab: Lab) -> Findings:
             for name, words in config["rows"].items()
         }
         table += [_row(draft.title, name, run) for name, run in runs.items()]
-        shown[draft.name.replace("_", "\n")] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}
+        shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}
         best = min(runs, key=lambda name: runs[name].tbt_ms)
         for claim, allowed in config["best"].items():
+            rival = min(allowed, key=lambda name: runs[name].tbt_ms)
+            lead, low, high = speed_ratio(runs[best], runs[rival])
+            ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+            ahead = "" if best in allowed else f", {lead:.2f}x{ends} of {rival}"
             found.add(
                 claim,
                 best in allowed,
                 "simulated",
-                f"{draft.title}; best: {best}",
+                f"{draft.title}; best: {best}{ahead}",
                 loops=runs[best].summary["loop_share"],
             )
     found.tables.append(Table("Simulated decoding", _COLUMNS, tuple(table)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specdec.histories import PathBook
-from specdec.sampling import SamplingParams, TargetSampler
+from specdec.sampling import Asked, SamplingParams, TargetSampler
 from specdec.types import Answers, Batch, Commit, IntArray
 
 if TYPE_CHECKING:
@@ -66,21 +66,15 @@ class ModelAnswerer:
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """Samples every tree row of the batch."""
         assert logits is not None, "the last stage owes logits"
-        answers, start = [], 0
+        asked = []
         for rows in batch.trees:
             request = self._requests[rows.request]
             histories = None
             if request.sampling.needs_history:
                 self._paths.observe(rows)
                 histories = self._paths.histories(rows.request, rows.node_ids)
-            stop = start + len(rows.node_ids)
-            answers.append(
-                self._sampler.answer(
-                    request, rows.node_ids, rows.positions, logits[start:stop], histories
-                )
-            )
-            start = stop
-        return tuple(answers)
+            asked.append(Asked(request, rows.node_ids, rows.positions, histories))
+        return self._sampler.answer(asked, logits) if asked else ()
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories."""

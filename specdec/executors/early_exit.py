@@ -21,7 +21,8 @@ from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answering import Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.layout import row_items
-from specdec.executors.stage import Stage
+from specdec.executors.local import LocalExecutor
+from specdec.executors.stage import Stage, StageOutput
 from specdec.state import batch_of
 from specdec.types import (
     NO_NODE,
@@ -29,10 +30,8 @@ from specdec.types import (
     BoolArray,
     Commit,
     CommitKind,
-    ExecutorCounters,
     IntArray,
     Nodes,
-    Output,
     SourceCounters,
 )
 
@@ -65,10 +64,10 @@ class ExitFront:
         self._logits: dict[int, dict[int, torch.Tensor]] = {}
         self.counters = SourceCounters()
 
-    def open(self, request: RequestState) -> None:
-        """Allocates the request's caches."""
-        self._stage.open(request.id, request.num_prompt + request.stop.max_new_tokens)
-        self._hidden[request.id], self._logits[request.id] = {}, {}
+    def open(self, request_id: int, max_len: int) -> None:
+        """Makes room for a request of at most ``max_len`` tokens."""
+        self._stage.open(request_id, max_len)
+        self._hidden[request_id], self._logits[request_id] = {}, {}
 
     def logits(self, state: DecodeState, nodes: Nodes) -> tuple[BoolArray, list[torch.Tensor]]:
         """Exit logits of nodes, in one packed pass over those that have not been computed.
@@ -171,15 +170,41 @@ class ExitFront:
         return prompts
 
 
-class EarlyExitExecutor:
-    """Verifies what the front has drafted, with the layers from the exit on; latency 1.
+class FrontedStage:
+    """The whole target: what the front has computed, then the layers from the exit on."""
 
-    Attributes:
-        counters: passes and rows so far (an empty batch costs none).
-    """
+    def __init__(self, *, front: ExitFront, rest: Stage) -> None:
+        """Composes the two.
 
-    latency = 1
-    hidden_layers: tuple[int, ...] = ()
+        Args:
+            front: shared with the source.
+            rest: layers E .. N - 1.
+        """
+        self._parts = (front, rest)
+
+    def open(self, request_id: int, max_len: int) -> None:
+        """Makes room for a request in both parts."""
+        for part in self._parts:
+            part.open(request_id, max_len)
+
+    def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+        """Runs the batch through the layers that it has not passed."""
+        front, rest = self._parts
+        return rest.run(batch, front.hidden(batch))
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Prunes both parts' caches."""
+        for part in self._parts:
+            part.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        """Frees both parts' caches."""
+        for part in self._parts:
+            part.close(request_id)
+
+
+class EarlyExitExecutor(LocalExecutor):
+    """Verifies what the front has drafted, with the layers from the exit on; latency 1."""
 
     def __init__(
         self, *, front: ExitFront, rest: Stage, answerer: Answerer, clock: Clock, stages: int
@@ -187,62 +212,11 @@ class EarlyExitExecutor:
         """Composes the executor.
 
         Args:
-            front: shared with the source.
+            front: shared with the source; it charges the clock for its own passes.
             rest: layers E .. N - 1.
             answerer: turns their logits into answers.
             clock: charged per pass.
             stages: priced stages that the rest lies on, one after the other.
         """
-        self._front = front
-        self._rest = rest
-        self._answerer = answerer
-        self._clock = clock
-        self._stages = stages
-        self._batch: Batch | None = None
-        self.counters = ExecutorCounters()
-
-    def open(self, request: RequestState) -> None:
-        """Allocates the request's caches, the front's included."""
-        self._front.open(request)
-        self._rest.open(request.id, request.num_prompt + request.stop.max_new_tokens)
-        self._answerer.open(request)
-
-    def submit(self, batch: Batch) -> None:
-        """Takes the batch; the pass itself runs in ``collect``."""
-        self._batch = batch
-        if batch.num_tokens:
-            self.counters.count(batch)
-
-    def ready(self) -> bool:
-        """Always: draft and verification share one device."""
-        return True
-
-    def collect(self) -> Output:
-        """Runs the batch through the layers that it has not passed."""
-        batch, clock = self._batch, self._clock
-        assert batch is not None, "submit comes before collect"
-        if not batch.num_tokens:
-            return Output(step=batch.step)
-        hidden = self._front.hidden(batch)
-        clock.start(CONTROLLER)
-        out = self._rest.run(batch, hidden)
-        for _ in range(self._stages):
-            clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
-        answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
-        clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
-        return Output(step=batch.step, answers=answers)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes both parts' caches."""
-        self._front.commit(commits)
-        self._rest.commit(commits)
-        self._answerer.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        """Frees the request's caches."""
-        self._front.close(request_id)
-        self._rest.close(request_id)
-        self._answerer.close(request_id)
-
-    def shutdown(self) -> None:
-        """Nothing to release."""
+        stage = FrontedStage(front=front, rest=rest)
+        super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

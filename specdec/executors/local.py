@@ -31,6 +31,7 @@ class LocalExecutor:
         stage: Stage,
         answerer: Answerer,
         clock: Clock,
+        stages: int = 1,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
         """Composes the executor.
@@ -38,13 +39,15 @@ class LocalExecutor:
         Args:
             stage: the whole target.
             answerer: turns its logits into answers.
-            clock: charged one stage and one head per pass.
+            clock: charged per pass, for stages and one head.
+            stages: priced stages that the layers lie on, one after the other.
             hidden_layers: that ``stage`` captures.
         """
         self.hidden_layers = hidden_layers
         self._stage = stage
         self._answerer = answerer
         self._clock = clock
+        self._num_stages = stages
         self._batch: Batch | None = None
         self.counters = ExecutorCounters()
 
@@ -71,7 +74,8 @@ class LocalExecutor:
             return Output(step=batch.step)
         self._clock.start(CONTROLLER)
         out = self._stage.run(batch, None)
-        self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
+        for _ in range(self._num_stages):
+            self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
         answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
         self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
         output = Output(step=batch.step, answers=answers)

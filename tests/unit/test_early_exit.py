@@ -301,7 +301,7 @@ class TestHeads:
         front = bench.exit_front(StageLayout(stages=2, after_drafting=True))
         case = cases(1)[0]
         request = case.request()
-        front.open(request)
+        front.open(request.id, request.num_prompt + request.stop.max_new_tokens)
         parts = eesd.build(bench, gamma=1)
         state = parts.new_state()
         state.requests[request.id] = request

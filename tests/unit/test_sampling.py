@@ -19,7 +19,13 @@ from transformers import (
 from specdec.distribution import Distribution, inverse_cdf
 from specdec.processors import repeated_ngrams
 from specdec.randomness import KeyedDraws, Purpose
-from specdec.sampling import SamplingParams, SamplingTransform, TargetSampler, sample_candidates
+from specdec.sampling import (
+    Asked,
+    SamplingParams,
+    SamplingTransform,
+    TargetSampler,
+    sample_candidates,
+)
 
 LARGEST_DRAW = 1.0 - 2.0**-53
 
@@ -341,7 +347,7 @@ def test_answers_use_the_draw_of_the_position_after_the_node(given):
     draws = KeyedDraws(seed=9)
     for needs_probs in (False, True):
         sampler = TargetSampler(draws=draws, needs_probs=needs_probs)
-        answers = sampler.answer(request, node_ids, positions, logits)
+        (answers,) = sampler.answer([Asked(request, node_ids, positions)], logits)
         for i, position in enumerate(positions):
             uniform = draws.uniform(42, np.array([position + 1]), Purpose.TARGET)
             token = SamplingTransform(params).sample(logits[i : i + 1], uniform)
@@ -351,3 +357,27 @@ def test_answers_use_the_draw_of_the_position_after_the_node(given):
         np.testing.assert_allclose(answers.probs, logits.softmax(1).numpy(), atol=1e-14)
     else:
         np.testing.assert_array_equal(answers.probs, SamplingTransform(params).probs(logits))
+
+
+@pytest.mark.parametrize("needs_probs", [False, True])
+def test_requests_that_share_a_call_are_answered_as_alone(needs_probs):
+    """Bit for bit, whether they share their parameters and with them the call, or do not."""
+    logits = logits_of("plain", rows=7, vocab=300)
+    hot, cold = SamplingParams(temperature=0.9, top_p=0.9), SamplingParams(no_repeat_ngram=2)
+    rng = np.random.default_rng(0)
+    for kinds in ([hot] * 3, [cold] * 3, [hot, cold, hot]):
+        sampler, start = TargetSampler(draws=KeyedDraws(seed=3), needs_probs=needs_probs), 0
+        asked = []
+        for i, (params, num) in enumerate(zip(kinds, (2, 4, 1), strict=True)):
+            histories = random_histories(rng, num, alphabet=300)
+            request = SimpleNamespace(id=i, sampling=params)
+            asked.append(Asked(request, np.arange(num) + start, np.arange(num) + 9, histories))
+            start += num
+        together = sampler.answer(asked, logits)
+        assert [answers.request for answers in together] == [0, 1, 2]
+        for each, answers in zip(asked, together, strict=True):
+            (alone,) = sampler.answer([each], logits[each.node_ids])
+            np.testing.assert_array_equal(answers.tokens, alone.tokens)
+            np.testing.assert_array_equal(answers.node_ids, each.node_ids)
+            if needs_probs:
+                np.testing.assert_array_equal(answers.probs, alone.probs)

@@ -1,0 +1,148 @@
+"""The schedule of a pipeline from its trace: SpecPipe's Fig. 12 and Algorithm 1."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from experiments.pipelines.tables import SIMULATED
+from experiments.reproduce.drafts import Draft, drafts
+from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab
+
+Event = Mapping[str, Any]
+_ENDS_US = 1e-3  # rounding of written times
+
+
+def timeline(item: Item, lab: Lab) -> Findings:
+    """One request's timeline, and where a stage's time goes (SpecPipe Fig. 12).
+
+    Keys: ``common``, ``draft``, claims ``aligned``, ``flush``, ``compute``, ``prune``.
+    """
+    from specdec.trace.timeline import timeline_png
+
+    found, config = Findings(), item.config
+    for draft in drafts([config["draft"]], item, lab, found):
+        trace, summary = _traced(config, lab, draft)
+        spent: dict[str, float] = {}
+        prunes = []
+        for event in _events(trace):
+            spent[event["cat"]] = spent.get(event["cat"], 0.0) + event["dur"]
+            if event["cat"] == "prune":
+                prunes.append(event["dur"] / 1e3)
+        busy = {kind: us for kind, us in spent.items() if kind != "wait"}
+        share = busy.get("compute", 0.0) / sum(busy.values())
+        loops = summary["loop_share"]
+        flushes = summary["flush_steps"]
+        aligned, num_steps = _aligned(_by_step(trace))
+        for claim, value, text in (
+            ("aligned", aligned == num_steps, f"{aligned} of {num_steps} steps"),
+            ("flush", flushes > 0, f"{flushes} flush steps in {summary['steps']}"),
+            ("compute", share > 0.5, f"{100 * share:.0f} % of the stages' busy time"),
+            ("prune", max(prunes, default=0.0), "pinned by the profile"),
+        ):
+            conditions = f"{draft.title}, one prompt; {text}"
+            found.add(claim, value, "simulated", conditions, loops=loops)
+        rows = tuple((kind, us / 1e3, us / sum(busy.values()), loops) for kind, us in busy.items())
+        columns = ("phase", "ms", "share of busy time", "loop_share")
+        found.tables.append(Table("Time of all stages", columns, rows))
+        found.figure = timeline_png(trace, title=f"{item.id}, simulated, {draft.title}")
+    return found
+
+
+def algorithm(item: Item, lab: Lab) -> Findings:
+    """SpecPipe's Algorithm 1 line by line, as a run's trace shows it.
+
+    Keys: ``common``, ``draft``, ``compare`` (overrides of a comparison with plain decoding on real
+    models); claims ``output``, ``stages``, ``token``, ``prune``, ``forward``.
+    """
+    found, config = Findings(), item.config
+    prompts, tokens = item.size["quick" if lab.quick else "full"]
+    words = [*config["compare"], f"data.limit={prompts}", f"max_new_tokens={tokens}"]
+    row = next(r for r in lab.compare(words)["rows"] if r["strategy"] == "specpipe")
+    text = f"bundled pair, {row['num_compared']} prompts, {row['num_differing']} differ"
+    found.add("output", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
+    rows = []
+    for draft in drafts([config["draft"]], item, lab, found):
+        trace, summary = _traced(config, lab, draft)
+        facts = _facts(_by_step(trace), summary)
+        for claim, (held, of, what) in facts.items():
+            where = f"{draft.title}, one prompt; {held} of {of} {what}"
+            loops = summary["loop_share"]
+            found.add(claim, held == of > 0, "simulated", where, loops=loops)
+            rows.append((item.stated.claims[claim].text, held, of, what, loops))
+    columns = ("line", "held", "of", "counted", "loop_share")
+    found.tables.append(Table("Algorithm 1 in a trace", columns, tuple(rows)))
+    found.notes += list(config.get("notes", ()))
+    return found
+
+
+def _facts(
+    steps: Mapping[int, Sequence[Event]], summary: Mapping[str, Any]
+) -> dict[str, tuple[int, int, str]]:
+    """claim -> (how often it held, of how many, what was counted)."""
+    work = {step: _rows(events, "compute") for step, events in steps.items()}
+    pruned = {step: _rows(events, "prune") for step, events in steps.items()}
+    last = max(max(rows, default=0) for rows in work.values())
+    answered = [step for step, rows in work.items() if last in rows]
+    all_prune = [step for step, ranks in pruned.items() if len(ranks) == last]
+    some_prune = [step for step, ranks in pruned.items() if ranks]
+    moves = [
+        (rows[rank], work[step + 1][rank + 1])
+        for step, rows in work.items()
+        for rank in rows
+        if step in pruned and pruned[step] and rank + 1 in work.get(step + 1, {})
+    ]
+    shrunk = sum(after <= before for before, after in moves)
+    return {
+        "stages": (*_aligned(steps), "steps in which all stages work at the same time"),
+        "token": (
+            min(len(answered), summary["answers"]),
+            max(len(answered), summary["answers"]),
+            "passes of the last stage, one token each",
+        ),
+        "prune": (len(all_prune), len(some_prune), "prunings by every stage at once"),
+        "forward": (shrunk, len(moves), "levels that moved on after a pruning, none larger"),
+    }
+
+
+def _traced(
+    config: Mapping[str, Any], lab: Lab, draft: Draft
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = lab.traced([*draft.words, "data.limit=1", SIMULATED, *config["common"]])
+    names = ("trace.json", "summary.json")
+    trace, summary = (json.loads((folder / n).read_text(encoding="utf-8")) for n in names)
+    return trace, summary
+
+
+def _events(trace: Mapping[str, Any]) -> list[Event]:
+    """What the stages did, the draft left out."""
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    return [event for event in events if event["tid"] > 0]
+
+
+def _by_step(trace: Mapping[str, Any]) -> dict[int, list[Event]]:
+    """step -> events of the stages; steps of the prompt are left out."""
+    found: dict[int, list[Event]] = {}
+    for event in _events(trace):
+        if event["cat"] != "wait" and not event["args"].get("prefill"):
+            found.setdefault(event["args"]["step"], []).append(event)
+    return dict(sorted(found.items()))
+
+
+def _rows(events: Sequence[Event], kind: str) -> dict[int, int]:
+    """rank -> rows of its work of one kind."""
+    return {e["tid"]: e["args"].get("tokens", 0) for e in events if e["cat"] == kind}
+
+
+def _aligned(steps: Mapping[int, Sequence[Event]]) -> tuple[int, int]:
+    """Steps that begin after the step before has ended on every stage, of how many."""
+    spans = [
+        (min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events))
+        for events in steps.values()
+    ]
+    held = sum(start >= end - _ENDS_US for (_, end), (start, _) in pairwise(spans))
+    return held, len(spans) - 1

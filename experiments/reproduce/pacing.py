@@ -1,0 +1,53 @@
+"""The paced column: real processes held to a latency profile, a rank per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.lab import Lab
+from specdec.metrics.compare import speed_ratio_interval
+from specdec.report import read_requests
+
+
+def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
+    """Runs ``paced`` of an item's config: strategies interleaved on the same prompts.
+
+    A row whose work overran its profile too often does not count, and is missing.
+
+    Args:
+        config: ``words`` (overrides of ``specdec compare``), ``on`` (conditions in words),
+            ``ratios`` (claim -> [slow, fast], two strategies).
+        lab: where it runs.
+        found: gets a table and measures.
+    """
+    compared = lab.compare(config["words"])
+    rows = {row["strategy"]: row for row in compared["rows"]}
+    first = next(iter(rows.values()))
+    table = tuple(
+        (
+            *(name, row["tbt_ms_mean"], first["tbt_ms_mean"] / row["tbt_ms_mean"]),
+            *(row["overrun_share"], row["hit_rate"], row["acceptance_length"]),
+            *(row["num_differing"] == 0, row["loop_share"], row["num_prompts"], row["repeats"]),
+        )
+        for name, row in rows.items()
+    )
+    columns = (
+        *("row", "TBT ms (scaled)", f"over {first['strategy']}", "overrun_share", "hit rate"),
+        *("accept length", "tokens as the first row", "loop_share", "prompts", "repeats"),
+    )
+    found.tables.append(Table("Paced: a process per stage, real messages", columns, table))
+    records = read_requests(compared["folder"] / "requests.jsonl")
+    for claim, (slow, fast) in config["ratios"].items():
+        overrun = [name for name in (slow, fast) if not rows[name]["paced_counts"]]
+        for name in overrun:
+            share = f"{100 * rows[name]['overrun_share']:.1f} %"
+            found.missing.append(f"paced {name}: {share} of its work overran its profile")
+        if overrun:
+            continue
+        mine, other = ([r.result for r in records if r.strategy == n] for n in (fast, slow))
+        ends = speed_ratio_interval(mine, other) or (None, None)
+        value = rows[slow]["tbt_ms_mean"] / rows[fast]["tbt_ms_mean"]
+        loops, text = rows[fast]["loop_share"], f"bundled pair, {config['on']}"
+        found.add(claim, value, "paced", text, loops=loops, interval=ends)

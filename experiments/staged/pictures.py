@@ -1,0 +1,150 @@
+"""Staged's roofline (Fig. 1) and its text coloured by model (Fig. 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.reproduce.drawing import figure, legend, tidy
+from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab
+from experiments.staged.tables import compared
+from specdec.report import read_requests
+
+
+def roofline(item: Item, lab: Lab) -> Findings:
+    """Fig. 1: arithmetic on the stated speeds. Keys: ``parameters``, ``bytes``, ``tokens_per_s``,
+    ``peak_flops``, ``peak_bytes``, ``traffic`` (label -> relative traffic)."""
+    found, config = Findings(), item.config
+    flops = 2.0 * config["parameters"] * config["tokens_per_s"]
+    moved = config["parameters"] * config["bytes"] * config["tokens_per_s"]
+    where = "arithmetic: 2 operations and 2 bytes per parameter and token"
+    found.measures += [
+        Measure(claim="intensity", value=flops / moved, kind="formula", conditions=where),
+        Measure(
+            claim="utilisation",
+            value=100 * flops / config["peak_flops"],
+            kind="formula",
+            conditions=f"{where}; {config['peak_flops'] / 1e12:.0f} TFLOP/s",
+        ),
+    ]
+    points = {"baseline": 1.0, **config["traffic"]}
+    rows = tuple((n, 1.0 / t, 100 * moved / config["peak_bytes"]) for n, t in points.items())
+    found.tables.append(
+        Table(
+            "Operations per byte of weights",
+            ("row", "FLOP/byte", "bandwidth used by the baseline, %"),
+            rows,
+        )
+    )
+    made, (ax,) = figure(6.5, 4.0)
+    xs = np.logspace(-1, 3, 60)
+    roof = np.minimum(xs * config["peak_bytes"], config["peak_flops"]) / 1e12
+    ax.plot(xs, roof, color="#4a4a4a", lw=1.4, label="RTX 4090 (public figures)")
+    for i, (name, part) in enumerate(points.items()):
+        speed_of = config["speeds"][name] * 2.0 * config["parameters"] / 1e12
+        ax.plot([1.0 / part], [speed_of], lw=0, marker="os^Dv"[i], ms=7, label=f"{name}, stated")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    tidy(
+        ax,
+        x="arithmetic intensity (FLOP per byte)",
+        y="useful TFLOP/s (computed)",
+        title=item.stated.title,
+    )
+    legend(ax)
+    found.figure = made
+    return found
+
+
+def origins(item: Item, lab: Lab) -> Findings:
+    """Fig. 3: a text by which model could have given each token.
+
+    A token counts for the n-gram model when it is among its ``guesses`` best after the two tokens
+    before it; else for the draft when the target accepted it from the tree; else for the target.
+    """
+    found, config = Findings(), item.config
+    pair = lab.models()
+    katz = pair.katz()
+    result = compared(item, lab, config["sampling"])
+    records = [
+        r for r in read_requests(result["folder"] / "requests.jsonl") if r.strategy == "staged"
+    ]
+    names = ("n-gram", "draft", "target")
+    counts = {"white space": dict.fromkeys(names, 0), "other": dict.fromkeys(names, 0)}
+    shown: list[tuple[str, str]] = []
+    longest = max(range(len(records)), key=lambda i: len(records[i].result.output))
+    for number, record in enumerate(records):
+        output = np.asarray(record.result.output)
+        width = katz.order - 1
+        windows = [output[i - width : i] for i in range(width, len(output))]
+        if not windows:
+            continue
+        best, _ = katz.top(np.stack(windows), config["guesses"])
+        for i, guesses in zip(range(width, len(output)), best, strict=True):
+            drafted = record.result.origins[i] >= 0
+            origin = "n-gram" if output[i] in guesses else "draft" if drafted else "target"
+            text = str(pair.tokenizer.decode([int(output[i])]))
+            counts["other" if text.strip() else "white space"][origin] += 1
+            if number == longest:
+                shown.append((text, origin))
+    loops = next(r["loop_share"] for r in result["rows"] if r["strategy"] == "staged")
+    shares = {
+        kind: {n: c / max(1, sum(found_.values())) for n, c in found_.items()}
+        for kind, found_ in counts.items()
+    }
+    rows = tuple(
+        (kind, *(shares[kind][n] for n in names), sum(counts[kind].values()), loops)
+        for kind in counts
+    )
+    columns = ("tokens", *names, "count", "loop_share")
+    found.tables.append(Table("Share of tokens by origin", columns, rows))
+    value = shares["white space"]["n-gram"]
+    found.add(
+        "white_space",
+        value > shares["other"]["n-gram"],
+        "measured",
+        (
+            f"{100 * value:.0f} % of white space,"
+            f" {100 * shares['other']['n-gram']:.0f} % of the rest"
+        ),
+        loops=loops,
+    )
+    found.figure = _coloured(shown, item.stated.title)
+    return found
+
+
+def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
+    """Text with a coloured ground per token, in a grid of letters."""
+    colors = {"n-gram": "#bfe3bf", "draft": "#c6d8f0", "target": "#f3c1c1"}
+    columns, row, column, widest = 84, 0, 0, 0
+    num_lines = sum(1 + len(part) // columns for part in "".join(t for t, _ in shown).split("\n"))
+    made, (ax,) = figure(8.6, 1.8 + 0.18 * num_lines)
+    for text, origin in shown:
+        for letter in text.replace("\t", "    "):
+            if letter == "\n" or column >= columns:
+                row, column = row + 1, 0
+            mark = "." if letter == " " else letter
+            if letter != "\n":
+                ax.add_patch(_square(column, row, colors[origin]))
+                ax.text(
+                    column + 0.5, row + 0.7, mark, fontsize=6.5, family="monospace", ha="center"
+                )
+                column += 1
+                widest = max(widest, column)
+    for origin, color in colors.items():
+        ax.plot([], [], marker="s", lw=0, ms=8, color=color, label=origin)
+    ax.set_xlim(0, max(40, widest))
+    ax.set_ylim(row + 1, 0)
+    tidy(ax, x="letters of a line (a dot: a space)", y="lines", title=title)
+    legend(ax)
+    return made
+
+
+def _square(column: int, row: int, color: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((column, row), 1, 1, color=color, lw=0)

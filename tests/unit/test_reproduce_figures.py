@@ -1,0 +1,123 @@
+"""Intervals, schedules and pictures of ``specdec reproduce``, on made-up results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from experiments.pipelines.schedule import _facts
+from experiments.reproduce import drawing
+from experiments.reproduce.findings import Measure
+from experiments.reproduce.intervals import beside, hits_of, interval, share
+from experiments.reproduce.stated import Claim
+from specdec.metrics import RequestResult
+from specdec.state import RequestCounters
+
+
+def test_an_interval_spans_what_prompts_differ_by() -> None:
+    """Equal prompts give a point, one prompt none; where they differ the pooled value is inside."""
+    low, high = interval([(3, 4)] * 5, share)
+    assert low == high == 0.75
+    assert interval([(3, 4)], share) == (None, None)
+    rows = [(1, 10), (9, 10), (5, 10), (6, 10), (2, 10)]
+    low, high = interval(rows, share)
+    assert low is not None
+    assert high is not None
+    assert 0.1 < low < 23 / 50 < high < 0.9
+
+
+def result(request_id: int, hits: int) -> RequestResult:
+    counters = RequestCounters(answers=10, hits=hits, misses=10 - hits)
+    return RequestResult(
+        id=request_id,
+        num_prompt=1,
+        output=(),
+        origins=(),
+        finish_reason="length",
+        text="",
+        emitted_s=(),
+        arrival_s=0.0,
+        admitted_s=0.0,
+        counters=counters,
+    )
+
+
+def test_runs_are_paired_by_prompt_not_by_place() -> None:
+    left = [result(2, 3), result(7, 8)]
+    right = [result(7, 1), result(9, 5), result(2, 6)]
+    assert beside(left, right, hits_of) == [(3, 10, 6, 10), (8, 10, 1, 10)]
+
+
+def step(number: int, rows: dict[int, int], *, prune: bool = True) -> list[dict[str, Any]]:
+    """A step of 10 us: every rank works from 10 * number on, then prunes."""
+    events = [
+        {"tid": rank, "cat": "compute", "ts": 10.0 * number, "dur": 8.0, "args": {"tokens": num}}
+        for rank, num in rows.items()
+    ]
+    ranks = (1, 2) if prune else ()
+    return events + [
+        {"tid": rank, "cat": "prune", "ts": 10.0 * number + 8, "dur": 2.0, "args": {"tokens": 9}}
+        for rank in ranks
+    ]
+
+
+def test_a_schedule_is_held_against_every_line() -> None:
+    """Two stages: the second gets what survived; each defect is seen by its own line alone."""
+    good = {0: step(0, {1: 4, 2: 1}), 1: step(1, {1: 4, 2: 2}), 2: step(2, {1: 4, 2: 4})}
+    summary = {"answers": 3}
+
+    def counts(steps: dict[int, list[dict[str, Any]]], answers: int = 3) -> dict[str, bool]:
+        found = _facts(steps, {"answers": answers})
+        return {claim: held == of for claim, (held, of, _) in found.items()}
+
+    assert all(counts(good).values())
+    assert _facts(good, summary)["forward"][1] == 2
+    grown = {**good, 2: step(2, {1: 4, 2: 5})}
+    assert counts(grown) == {"stages": True, "token": True, "prune": True, "forward": False}
+    assert not counts(good, answers=4)["token"]
+    late = {**good, 1: [{**event, "ts": event["ts"] + 5} for event in good[1]]}
+    assert not counts(late)["stages"]
+    one_rank = {**good, 1: [e for e in good[1] if (e["tid"], e["cat"]) != (2, "prune")]}
+    assert not counts(one_rank)["prune"]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("two words of one draft", "another long name")])
+def test_a_legend_covers_neither_axis_label_nor_panel(names: tuple[str, ...]) -> None:
+    made, (ax, _) = drawing.figure(9.0, 4.0, 2)
+    drawing.bars(ax, {name: {"plain": 1.0, "pipeline": 2.5, "tree": None} for name in names})
+    drawing.tidy(ax, x="draft", y="time (ms)")
+    drawing.legend(ax)
+    drawing.as_png(made)
+    assert ax.get_legend().get_window_extent().y1 <= ax.xaxis.label.get_window_extent().y0
+    assert ax.get_legend().get_window_extent().y0 >= 0.0, "inside the picture"
+    assert len(ax.patches) == 4, "a series that a group lacks has no bar"
+
+
+def test_points_of_a_claim_lie_in_its_own_row() -> None:
+    claims = {
+        name: Claim(
+            id=name,
+            text=name,
+            low=1.0,
+            high=2.0,
+            sentence="",
+            unit=unit,
+            section="1",
+            mark="original",
+            within=0.05,
+        )
+        for name, unit in (("a", "x"), ("b", "x"), ("c", "ms"))
+    }
+    measures = [
+        Measure(claim=claim, value=1.5, kind="simulated", conditions=f"draft {i}")
+        for claim in claims
+        for i in range(6)
+    ]
+    made, (ax,) = drawing.figure(8.0, 4.0)
+    drawing.claims_panel(ax, claims, measures, unit="x")
+    drawing.as_png(made)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["a", "b"]
+    dots = [line.get_ydata()[0] for line in ax.lines if list(line.get_xdata()) == [1.5]]
+    assert len(dots) == 12
+    assert all(abs(y - row) < 0.5 for y, row in zip(dots, [0] * 6 + [1] * 6, strict=True))
