@@ -286,6 +286,9 @@ def captured(launch: Callable[[], Computed], pool: Any) -> Callable[[], Computed
 
     Graphs of one pool overwrite each other's intermediate results, and through them each other's
     outputs: what a replay gave must be copied before the next one (``StaticPasses.run``).
+
+    Raises:
+        UserError: for a forward that cannot be captured.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -294,8 +297,14 @@ def captured(launch: Callable[[], Computed], pool: Any) -> Callable[[], Computed
             launch()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        outputs = launch()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = launch()
+    except RuntimeError as error:
+        raise UserError(
+            f"model.graphs=cuda cannot capture a pass of this model ({str(error).splitlines()[0]}):"
+            " its forward may wait for the device, or memory is short; use model.graphs=off"
+        ) from error
 
     def replay() -> Computed:
         graph.replay()

@@ -93,14 +93,15 @@ def counted() -> Iterator[Copies]:
 
 @cache
 def chosen() -> tuple[Cell, ...]:
-    """Every source with every verifier, every verifier with every sampling."""
+    """Every source with every verifier, and every sampling."""
     cells = [
         cell
         for cell in all_cells()
-        if cell.policy in ("chain", "static") and cell.executor in ("local", "early_exit")
+        if cell.policy == "static"  # composing all cells would take longer than decoding some
+        and cell.executor == ("early_exit" if cell.source == "early_exit" else "local")
         if composed(cell).kind is not Kind.REFUSED
     ]
-    return tuple(cover(cells, lambda c: {(c.source, c.verifier), (c.sampling, c.verifier)}))
+    return tuple(cover(cells, lambda c: {(c.source, c.verifier), c.sampling}))
 
 
 @pytest.mark.usefixtures("there")
@@ -114,7 +115,7 @@ def test_tokens_are_the_hosts(cell: Cell) -> None:
 
 
 @pytest.mark.usefixtures("there")
-@pytest.mark.parametrize("sampling_name", ["greedy", "t06", "t08", "no_repeat4"])
+@pytest.mark.parametrize("sampling_name", ["greedy", "t06"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_few_numbers_come_back(strategy: str, sampling_name: str) -> None:
     """Of an answered row its token, of a judged node two integers, of a draft's row its candidates.

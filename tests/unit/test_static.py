@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from specdec.metrics.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.models.static import COLUMN_COUNTS, ROW_COUNTS
+from specdec.models.static import COLUMN_COUNTS, ROW_COUNTS, captured
 
 REPLAY = Execution(graphs="replay")
 
@@ -135,6 +136,56 @@ def test_a_runner_that_is_gone_leaves_no_memory():
         assert [found() for found in left] == [None] * 3
     finally:
         gc.enable()
+
+
+class FakeCuda:
+    """Stands for the graphs of ``torch.cuda``: it notes the order of events."""
+
+    def __init__(self, monkeypatch, *, fails=False):
+        self.events: list[str] = []
+        self._fails = fails
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", self._capture)
+
+    def wait_stream(self, stream):
+        self.events.append("wait")
+
+    def replay(self):
+        self.events.append("replay")
+
+    @contextmanager
+    def _capture(self, graph, pool):
+        self.events.append(f"capture in {pool}")
+        yield
+        if self._fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        self.events.append("captured")
+
+
+def test_a_pass_is_captured_once_and_then_replayed(monkeypatch):
+    """Two launches to warm up on a side stream, one that is captured, and none after."""
+    cuda = FakeCuda(monkeypatch)
+    outputs = object()
+
+    def launch():
+        cuda.events.append("launch")
+        return outputs
+
+    replay = captured(launch, "pool")
+    warm_up = ["wait", "launch", "launch", "wait"]
+    assert cuda.events == [*warm_up, "capture in pool", "launch", "captured"]
+    assert replay() is outputs
+    assert replay() is outputs
+    assert cuda.events[-3:] == ["captured", "replay", "replay"]
+
+
+def test_a_pass_that_cannot_be_captured_is_refused(monkeypatch):
+    FakeCuda(monkeypatch, fails=True)
+    with pytest.raises(UserError, match=r"cannot capture.*not permitted when.*\): .*graphs=off"):
+        captured(object, "pool")
 
 
 def test_refusals_name_the_remedy():
