@@ -51,7 +51,7 @@ class HFOptions:
 class Detokenizer(Protocol):
     """What is needed of a tokenizer here."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids."""
         ...
 
@@ -255,7 +255,7 @@ class HFBaseline:
         output = decided[:length]
         text = ""
         if self._tokenizer is not None:
-            text = self._tokenizer.decode(output, skip_special_tokens=True)
+            text = self._tokenizer.decode(output)
         return RequestResult(
             id=prompt_id,
             num_prompt=num_prompt,

@@ -111,16 +111,18 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
     ``accepted_per_pass``: without it. Cut tokens are in neither. With one request at a time an
     answer is a target pass. Both None for one level per step, where an answer emits one token.
     ``acceptance_rate``: accepted / proposed draft tokens; ``acceptance_rate_verified``: accepted /
-    candidates that the target judged. One level per step, a hit is the acceptance; a verifier's
-    ``num_verified`` leaves out the child that was hit there, so it is added.
+    candidates that the target judged. Where levels are in flight a hit is an accepted draft token
+    as well, whose own answer is still to come; a verifier's ``num_verified`` leaves out the child
+    that was hit, so it is added.
     ``hit_rate``: answers whose token was in the tree; None where the whole tree is answered.
     """
     counters = [result.counters for result in results]
     answers = sum(c.answers for c in counters)
     hits = sum(c.hits for c in counters)
     proposed = sum(c.proposed for c in counters)
-    accepted = hits if totals.level_per_step else sum(c.accepted for c in counters)
-    verified = sum(c.verified for c in counters) + (hits if totals.level_per_step else 0)
+    in_flight = 0 if totals.whole_tree else hits
+    accepted = sum(c.accepted for c in counters) + in_flight
+    verified = sum(c.verified for c in counters) + in_flight
     # A cut removes the token after the path first, then accepted tokens from the path's end.
     accepted_emitted = sum(c.accepted - max(0, c.cut_tokens - 1) for c in counters)
     emitted = sum(len(result.output) for result in results)

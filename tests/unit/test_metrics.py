@@ -149,6 +149,18 @@ def test_one_level_per_step_counts_hits_as_acceptance() -> None:
     assert found["clock"] == "simulated"
 
 
+def test_a_hit_in_flight_is_an_accepted_draft_token_at_any_number_of_levels() -> None:
+    """A whole tree that was answered has nothing in flight: there a hit was proposed by nobody."""
+    result = make_result([[1, 2, 3], [4], [5, 6]], proposed=12)
+    result.counters.hits, result.counters.misses = 2, 1
+    judged = result.counters.verified
+    found = summarise([result], RunTotals(latency=4, whole_tree=False))
+    assert (found["accepted_tokens"], found["wasted_nodes"]) == (3 + 2, 12 - 5)
+    assert found["acceptance_rate_verified"] == 5 / (judged + 2)
+    assert found["accepted_per_pass"] == 3 / 3
+    assert summarise([result], RunTotals())["accepted_tokens"] == 3
+
+
 @pytest.mark.parametrize(
     "broken",
     [
