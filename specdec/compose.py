@@ -73,6 +73,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "katz": pair.katz,
         "load_heads": lambda: bench.medusa_heads,
         "sample": lambda: verifier.needs.draft_probs,
+        "places": lambda: bench.exit_places(stages),
         "front": lambda: bench.exit_front(stages) if stages and stages.after_drafting else None,
     }
     try:

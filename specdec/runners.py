@@ -18,7 +18,7 @@ from specdec.policies import Chain, FixedWidth
 from specdec.sampling import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
 from specdec.serving.booking import RunBook
-from specdec.sources import EarlyExitSource, MedusaSource
+from specdec.sources import EarlyExitSource, MedusaSource, MultiExitSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
@@ -141,7 +141,7 @@ class PartsRunner:
         totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
         if isinstance(self.parts.source, MedusaSource):
             totals.draft_bytes = self.parts.source.head_bytes
-        if isinstance(self.parts.source, EarlyExitSource):
+        if isinstance(self.parts.source, EarlyExitSource | MultiExitSource):
             drafts_first = not self.parts.source.needs.exits
             totals.draft_bytes = self._pair.exit_bytes(with_layers=drafts_first)
             totals.early_exit = _exit_sizes(self.parts, self._pair)
@@ -203,6 +203,8 @@ class PartsRunner:
 
 def _exit_sizes(parts: Parts, pair: ModelPair) -> dict[str, int] | None:
     """What PPSD's laws need to know of a strategy; None where none of them fits it."""
+    if isinstance(parts.source, MultiExitSource):
+        return None  # a token's exit differs, so no single E stands in a law
     sizes = {"layers": pair.num_layers, "exit_layer": pair.exit_layer}
     policy = parts.policy
     if isinstance(policy, FixedWidth) and not policy.serial and parts.executor.latency > 1:

@@ -33,9 +33,8 @@ NO_NODE = -1
 class Lossless(StrEnum):
     """What a verifier promises about the output.
 
-    ``TOKEN``: equal to plain autoregressive decoding with the same seed, token for token.
-    ``DISTRIBUTION``: every token is distributed as under the target model.
-    ``LOSSY``: neither; labelled wherever results are printed.
+    ``TOKEN``: equal to plain decoding with the same seed, token for token. ``DISTRIBUTION``: every
+    token is distributed as under the target. ``LOSSY``: neither; labelled wherever it is printed.
     """
 
     TOKEN = "token"  # noqa: S105 - a label, not a secret
@@ -66,8 +65,8 @@ class Needs:
             it instead of taken from the top.
         target_draws: the target's own keyed draws (allowed under ``match`` only).
         hidden_layers: target layers, from 0, whose output ``Output`` must carry for every row.
-        exits: candidates per node that ``Output.exits`` must carry; 0 for none. Such a source
-            answers for a node only after the target has computed the exit layer on it.
+        exits: candidates per node that ``Output.exits`` must carry, after the exit; 0 for none.
+        further_exits: layers of exits beside the model's own (``model.exit_layer``), deeper ones.
         real_nodes: to be asked about nodes of the real trees only, whose ids the executor knows.
     """
 
@@ -76,6 +75,7 @@ class Needs:
     target_draws: bool = False
     hidden_layers: tuple[int, ...] = ()
     exits: int = 0
+    further_exits: tuple[int, ...] = ()
     real_nodes: bool = False
 
 
@@ -159,8 +159,7 @@ class Candidates:
         full.counts[mask] = self.counts
         probs = origins = None
         if self.probs is not None:
-            vocab_size = self.probs.shape[1]
-            probs = np.full((num_nodes, vocab_size), 1.0 / vocab_size)
+            probs = np.full((num_nodes, self.probs.shape[1]), 1.0 / self.probs.shape[1])
             probs[mask] = on_host(self.probs)
         if self.origins is not None:
             origins = np.zeros(full.tokens.shape, np.int64)
@@ -266,11 +265,13 @@ class Exits:
         request: request id.
         node_ids: int64[W], nodes that have passed the exit layer.
         candidates: rows in their order.
+        layer: layers of the target before the exit; 0 where the model has only one.
     """
 
     request: int
     node_ids: IntArray
     candidates: Candidates
+    layer: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,8 +300,7 @@ class Verdict:
         accepted_ids: int64[D], answered nodes below the root that are accepted, a path from it.
         next_token: the token after that path: correction, bonus or, in a level-per-step pipeline,
             the answer itself.
-        num_verified: candidates that the target judged (accepted ones and the rejected children of
-            the last judged node), for ``acceptance_rate_verified``.
+        num_verified: candidates that the target judged: accepted, or children of the last node.
     """
 
     request: int

@@ -10,8 +10,9 @@ parts = bench.parts(
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import ceil
 
@@ -25,6 +26,7 @@ from specdec.errors import UserError
 from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
 from specdec.executors.distributed import DistributedExecutor, Ranks
 from specdec.executors.exit_building import (
+    ExitPlaces,
     build_early_exit,
     build_front,
     exit_plan,
@@ -261,20 +263,20 @@ class Workbench:
                 clock=self.clock,
                 hidden_layers=hidden,
             )
-        exit_layer = pair.exit_layer if needs.exits else None
-        bounds = self._bounds(stages, exit_layer)
+        exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
+        bounds = self._bounds(stages, exits[0] if exits else None)
         self._refuse_in_process()
         # The devices of a stage are one slice here; a profile prices the whole stage.
         ends = [0, *np.cumsum(stages.devices).tolist()]
         slices: list[Stage] = []
         for first, last in pairwise(ends):
             layers = (bounds[first][0], bounds[last - 1][1])
-            has_exit = exit_layer is not None and layers[0] < exit_layer <= layers[1]
+            inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
             here = tuple(layer for layer in hidden if layers[0] <= layer < layers[1])
             slices.append(
                 paged(
-                    pair.exit_stage(*layers, self.meter)
-                    if has_exit
+                    pair.exit_stage(*layers, self.meter, inside)
+                    if inside
                     else pair.stage(*layers, self.meter, capture_layers=here),
                     *blocks,
                 )
@@ -292,16 +294,24 @@ class Workbench:
             hidden_layers=() if needs.exits else hidden,
         )
 
-    def exit_front(self, stages: StageLayout) -> ExitFront:
-        """The layers before the exit, with the head, for ``EarlyExitSource`` and its executor.
+    def exit_front(self, stages: StageLayout, layers: Sequence[int] = ()) -> ExitFront:
+        """The layers before the last exit, with the heads, for a source and its executor.
 
-        Raises:
-            UserError: the model has no exit, or fewer layers than stages.
+        Args:
+            stages: that a profile prices.
+            layers: before each exit; the model's own only where omitted.
         """
         if self._front is None:
+            layers = layers or (self.pair.exit_layer,)
             bounds = self._bounds(stages, self.pair.exit_layer)
-            self._front = build_front(self.pair, bounds, self.meter, self.clock)
+            self._front = build_front(self.pair, layers, bounds, self.meter, self.clock)
         return self._front
+
+    def exit_places(self, stages: StageLayout | None) -> ExitPlaces:
+        """Where the target may exit, for ``MultiExitSource``; ``stages`` as for ``parts``."""
+        if stages is None or not stages.after_drafting:
+            return ExitPlaces(self.pair)
+        return ExitPlaces(self.pair, partial(self.exit_front, stages))
 
     def _distributed(
         self, needs: Needs, stages: StageLayout, ranks: Ranks, serving: ServingRules

@@ -1,35 +1,56 @@
 """PPSD and EESD on a simulated cluster of 8 stages, held against PPSD's Eq. 4 and 6.
 
-    python -m experiments.ppsd.bars [--parts ppsd eesd tree] [--data humaneval gsm8k xsum]
+    python -m experiments.ppsd.bars [--parts ppsd multi eesd tree] [--data humaneval gsm8k xsum]
         [--prompts 16] [--tokens 128] [--samplings t06 greedy] [--out outputs/ppsd]
+        [--results experiments/ppsd/results]
 
 ppsd: `ppsd` against `ar` where all stages cost the same (uniform_30ms), beside Eq. 6 at the run's
 own alpha, and where the exit's stage pays for the exit head and its output layer
-(ppsd_vicuna7b_exit). eesd: acceptance and speed-up against draft lengths 1 .. 10 (the paper's Fig.
+(ppsd_vicuna7b_exit). multi: an exit chosen per token (`ppsd_multi`, B.3) against each of its exits
+alone. eesd: acceptance and speed-up against draft lengths 1 .. 10 (the paper's Fig.
 1), beside Eq. 4 and 5. tree: `ppsd_tree` against `ppsd` on a profile in which tokens cost
-(specpipe_8x3090). All rows of a part share stages and their times. Prints tables and writes them to
---out/bars.md; rows that are in --out are not run again.
+(specpipe_8x3090). All rows of a part share stages and their times.
+
+Where a step takes as long whatever it computes, all prompts are decoded at a time: a request's
+times are those that it has alone, but for the last round of `eesd`, in which others may still
+draft. On ppsd_vicuna7b_exit that holds for `ppsd`, whose exit stage works in every step; `ar` is
+run alone. Prompts longer than the context lose their first tokens, and are counted.
+
+Prints tables; writes them, bars.csv and fig1.png to --results. Runs are kept in --out and not done
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 
 from experiments.pipelines.running import Bench, Row
+from specdec.cli.jobs import run_job_of
+from specdec.engine import prepare
 from specdec.metrics.exit_laws import eq5_acceptance
+from specdec.report.provenance import provenance
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 STAGES = 8
 EXIT = "model.exit_layer=3"
 PIPELINE = ("executor=pipeline", f"executor.stages={STAGES}", EXIT)
+TOGETHER = "batch_size=16"
 AR = Row("ar", ("strategy=ar", *PIPELINE))
 PPSD = Row("ppsd", ("strategy=ppsd", *PIPELINE))
+LATE = Row("ppsd, exit at 6", ("strategy=ppsd", *PIPELINE, "model.exit_layer=6"))
+MULTI = Row("ppsd_multi, exits at 3 and 6", ("strategy=ppsd_multi", *PIPELINE))
 TREE = Row("ppsd_tree", ("strategy=ppsd_tree", *PIPELINE))
 GAMMAS = range(1, 11)
 UNIFORM = "clock.profile=uniform_30ms"
@@ -40,9 +61,20 @@ BAR = 0.95
 
 @dataclass(slots=True)
 class Report:
-    """Lines for the terminal and the file alike."""
+    """Lines for the terminal and the file alike; figures for the table of all parts.
+
+    Attributes:
+        lines: Markdown.
+        figures: part, data set, sampling, row, name and value of each figure.
+    """
 
     lines: list[str] = field(default_factory=list)
+    figures: list[tuple[str, str, str, str, str, float]] = field(default_factory=list)
+    where: tuple[str, str, str] = ("", "", "")
+
+    def keep(self, row: str, **values: float) -> None:
+        """Keeps a row's figures."""
+        self.figures += [(*self.where, row, name, value) for name, value in values.items()]
 
     def say(self, line: str) -> None:
         """Prints and keeps a line."""
@@ -62,63 +94,143 @@ Part = Callable[[Bench, str, Report], None]
 def main() -> None:
     """Runs the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts: dict[str, Part] = {"ppsd": ppsd, "eesd": eesd, "tree": tree}
+    parts: dict[str, Part] = {"ppsd": ppsd, "multi": multi, "eesd": eesd, "tree": tree}
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument("--data", nargs="+", default=["humaneval", "gsm8k", "xsum"])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--samplings", nargs="+", default=["t06", "greedy"])
     parser.add_argument("--out", type=Path, default=Path("outputs/ppsd"))
+    parser.add_argument("--results", type=Path, default=Path("outputs/ppsd"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     report = Report()
-    report.say(f"Simulated time; {args.prompts} prompts x {args.tokens} tokens, {STAGES} stages.\n")
-    for data in args.data:
-        size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}")
-        bench = Bench(common=(f"data={data}", *size), out=args.out / data)
+    report.say("# PPSD and EESD against Eq. 4-6, simulated\n")
+    report.say(f"At most {args.prompts} prompts x {args.tokens} tokens, {STAGES} stages.\n")
+    for part in args.parts:
         for sampling in args.samplings:
-            for part in args.parts:
+            for data in args.data:
+                size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}")
+                common = (f"data={data}", "data.truncation=left", *size)
+                bench = Bench(common=common, out=args.out / data)
+                _, prompts, cut = prepare(run_job_of(["strategy=ar", *common]).config)
+                report.where = part, data, sampling
                 report.say(f"## {part}: {data}, {sampling}\n")
+                report.say(f"{len(prompts)} prompts, {cut} of them cut.\n")
                 parts[part](bench, sampling, report)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "bars.md").write_text("\n".join(report.lines) + "\n", encoding="utf-8")
+    write(args.results, report)
+
+
+def write(folder: Path, report: Report) -> None:
+    """bars.md with its provenance, bars.csv, and the figure where there is one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = provenance(command=["experiments.ppsd.bars", *sys.argv[1:]], config={})
+    versions, git = facts["versions"], facts["git"]
+    report.say(f"- command: {' '.join(facts['command'])}")
+    report.say(f"- revision: {git.get('revision', git) if git else 'unknown'}")
+    report.say(f"- time: {facts['time']}; torch {versions.get('torch')}, simulated clock")
+    (folder / "bars.md").write_text("\n".join(report.lines) + "\n", encoding="utf-8")
+    with open(folder / "bars.csv", "w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["part", "data", "sampling", "row", "figure", "value"])
+        rows.writerows([*row[:-1], f"{row[-1]:.4f}"] for row in report.figures)
+    if any(row[0] == "eesd" for row in report.figures):
+        draw(folder / "fig1.png", report)
+
+
+def draw(path: Path, report: Report) -> None:
+    """The paper's Fig. 1: acceptance and speed-up against the draft length."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+    series: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for part, data, sampling, _, name, value in report.figures:
+        if part == "eesd":
+            series.setdefault((data, sampling), {}).setdefault(name, []).append(value)
+    for number, ((data, sampling), found) in enumerate(series.items()):
+        look = {"color": f"C{number}", "label": f"{data}, {sampling}"}
+        axes[0].plot(GAMMAS, found["accepted"], marker="o", ms=3, **look)
+        axes[0].plot(GAMMAS, found["eq5"], ls=":", lw=1, color=look["color"])
+        axes[1].plot(GAMMAS, found["speedup"], marker="o", ms=3, **look)
+    axes[0].set(xlabel="draft length", ylabel="accepted / proposed", ylim=(0, 1))
+    axes[0].set_title("EESD: acceptance (dotted: Eq. 5)", fontsize=9)
+    axes[1].axhline(1.0, color="grey", lw=0.8)
+    axes[1].set(xlabel="draft length", ylabel="speed-up over plain decoding")
+    axes[1].set_title("EESD: simulated speed-up, E = N/8", fontsize=9)
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def ppsd(bench: Bench, sampling: str, report: Report) -> None:
     """Measured speed-up over Eq. 6 on both profiles."""
     rows = []
+    drawn = f"sampling={sampling}"
+    outputs = bench.run(AR, UNIFORM, drawn, TOGETHER)["outputs"]
     for profile in (UNIFORM, EXIT_PAID):
-        extra = (profile, f"sampling={sampling}")
-        plain, ours = bench.run(AR, *extra), bench.run(PPSD, *extra)
-        measured = speedup(ours, plain)
+        one = ("data.limit=1", "max_new_tokens=32")  # a plain token takes as long as any other
+        alone, ours = bench.run(AR, profile, drawn, *one), bench.run(PPSD, profile, drawn, TOGETHER)
+        measured = speedup(ours, alone)
         ratio = measured / ours["speedup_law"]
         held = "" if profile != UNIFORM else ("holds" if ratio >= BAR else "MISSED")
         alpha = ours["acceptance_rate_verified"]
+        name = profile.removeprefix("clock.profile=")
+        loops = ours["loop_share"]
+        report.keep(
+            name, alpha=alpha, eq6=ours["speedup_law"], speedup=measured, ratio=ratio, loops=loops
+        )
         rows.append(
             [
-                profile.removeprefix("clock.profile="),
+                name,
                 f"{alpha:.3f}",
                 f"{ours['speedup_law']:.3f}",
                 f"{measured:.3f}",
                 f"{ratio:.3f}",
                 held,
-                f"{100 * ours['loop_share']:.0f} %",
-                "yes" if ours["outputs"] == plain["outputs"] else "NO",
+                f"{100 * loops:.0f} %",
+                same_tokens(ours["outputs"], outputs),
             ]
         )
-    heads = ["profile", "alpha", "Eq. 6", "simulated", "ratio", f"bar {BAR}", "loops", "as ar"]
+    heads = ["profile", "alpha", "Eq. 6", "simulated", "ratio", f"bar {BAR}", "loops"]
+    report.table([*heads, "as ar"], rows)
+
+
+def multi(bench: Bench, sampling: str, report: Report) -> None:
+    """Whether an exit per token beats each exit alone, where a step takes as long anyway."""
+    extra = (UNIFORM, f"sampling={sampling}", TOGETHER)
+    plain, rows = bench.run(AR, *extra), []
+    alone = bench.run(AR, UNIFORM, f"sampling={sampling}", "data.limit=1", "max_new_tokens=32")
+    for row in (PPSD, LATE, MULTI):
+        found = bench.run(row, *extra)
+        measured, alpha = speedup(found, alone), found["acceptance_rate_verified"]
+        report.keep(row.name, alpha=alpha, speedup=measured, loops=found["loop_share"])
+        same = same_tokens(found["outputs"], plain["outputs"])
+        loops = f"{100 * found['loop_share']:.0f} %"
+        steps = f"{found['steps_per_token']:.2f}"
+        rows.append([row.name, f"{alpha:.3f}", steps, f"{measured:.3f}", loops, same])
+    heads = ["strategy", "alpha", "shared steps per token", "simulated", "loops", "as ar"]
     report.table(heads, rows)
 
 
 def eesd(bench: Bench, sampling: str, report: Report) -> None:
     """Fig. 1: overall acceptance falls with the draft length, speed-up rises and falls."""
-    extra = (UNIFORM, f"sampling={sampling}")
-    plain, rows, rates = bench.run(AR, *extra), [], []
+    extra = (UNIFORM, f"sampling={sampling}", TOGETHER)
+    plain = bench.run(AR, UNIFORM, f"sampling={sampling}", "data.limit=1", "max_new_tokens=32")
+    rows: list[list[str]] = []
+    rates: list[float] = []
     for gamma in GAMMAS:
         words = ("strategy=eesd", "executor=early_exit", f"executor.stages={STAGES}", EXIT)
         found = bench.run(Row(f"eesd {gamma}", (*words, f"policy.gamma={gamma}")), *extra)
         alpha = found["acceptance_rate_verified"]
         rates.append(found["acceptance_rate"])
+        report.keep(
+            str(gamma),
+            alpha=alpha,
+            accepted=rates[-1],
+            eq5=eq5_acceptance(alpha, gamma),
+            speedup=speedup(found, plain),
+            eq4=found["speedup_law"],
+            loops=found["loop_share"],
+        )
         rows.append(
             [
                 str(gamma),
@@ -138,9 +250,10 @@ def eesd(bench: Bench, sampling: str, report: Report) -> None:
 def tree(bench: Bench, sampling: str, report: Report) -> None:
     """Whether a level of candidates is worth its tokens."""
     extra = (TOKENS_COST, f"sampling={sampling}")
-    plain, rows = bench.run(AR, *extra), []
+    plain, rows = bench.run(AR, *extra, "data.limit=1", "max_new_tokens=32"), []
     for row in (PPSD, TREE):
         found = bench.run(row, *extra)
+        report.keep(row.name, hit_rate=found["hit_rate"], speedup=speedup(found, plain))
         rows.append(
             [
                 row.name,
@@ -151,6 +264,11 @@ def tree(bench: Bench, sampling: str, report: Report) -> None:
             ]
         )
     report.table(["strategy", "hit rate", "tokens per step", "TBT ms", "of ar"], rows)
+
+
+def same_tokens(ours: list[list[int]], plain: list[list[int]]) -> str:
+    """Whether two runs gave the same outputs, in whatever order their requests ended."""
+    return "yes" if sorted(ours) == sorted(plain) else "NO"
 
 
 def speedup(found: dict[str, Any], plain: dict[str, Any]) -> float:

@@ -179,8 +179,8 @@ class StageSession:
             self._edges.release_rows()
         proposed = None
         if self._exits is not None and batch.trees:
-            assert out.exit_logits is not None, "the exit's stage owes its logits"
-            proposed = exits_reply(self._exits.read(batch, out.exit_logits))
+            (logits,) = out.exit_logits.values()  # of the one exit that ranks send
+            proposed = exits_reply(self._exits.read(batch, logits))
         clock.charge(rank, Work.STAGE, num_rows)
         self.rows += num_rows
         if proposed is not None:
@@ -269,6 +269,10 @@ def _slice(
 
     if part.peers and isinstance(pair, HuggingFacePair):
         assert join is not None, "ranks that share layers are connected"
-        make = pair.exit_stage if has_exit else pair.stage
-        return make(*part.layers, meter, join(part.peers))
-    return (pair.exit_stage if has_exit else pair.stage)(*part.layers, meter)
+        group = join(part.peers)
+        if has_exit:
+            return pair.exit_stage(*part.layers, meter, (pair.exit_layer,), group)
+        return pair.stage(*part.layers, meter, group)
+    if has_exit:
+        return pair.exit_stage(*part.layers, meter, (pair.exit_layer,))
+    return pair.stage(*part.layers, meter)

@@ -1,14 +1,14 @@
-"""The stage that has the exit layer: a slice of the target with an exit head beside it (PPSD 4.1).
+"""The stages with exits: slices of the target with exit heads beside them (PPSD 4.1, B.3).
 
-The head sees every row that its stage computes, prompts included, so a head that has keys and
-values of its own (a transformer head) is never behind its stage: both follow the same commits.
+A head sees every row that its stage computes, prompts included, so a head that has keys and values
+of its own (a transformer head) is never behind its stage: both follow the same commits.
 
 Shape letters: R rows of a batch, W tree rows among them, E hidden size, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -89,42 +89,53 @@ class TransformerHead:
 
 
 class ExitStage:
-    """A stage whose layers end at, or contain, the exit layer, with the head."""
+    """A stage in which the target may exit early, once or more often, with the heads."""
 
-    def __init__(self, *, body: ModelStage, head: ExitHead, layer: int) -> None:
-        """Composes the two.
+    def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead]) -> None:
+        """Composes them.
 
         Args:
-            body: the layers; it captures layer ``layer`` - 1.
-            head: reads the hidden states after it.
-            layer: layers of the target before the exit, PPSD's E.
+            body: the layers; it captures layer E - 1 for each exit.
+            heads: layers of the target before an exit, PPSD's E -> what reads the hidden states
+                there.
         """
         self.body = body
-        self._head = head
-        self._captured = layer - 1
+        self._heads = dict(sorted(heads.items()))
+
+    @property
+    def num_exits(self) -> int:
+        """Heads in the stage."""
+        return len(self._heads)
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Makes room for a request in both caches."""
+        """Makes room for a request in all caches."""
         self.body.open(request_id, max_len)
-        self._head.open(request_id, max_len)
+        for head in self._heads.values():
+            head.open(request_id, max_len)
 
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_exits: bool = True
     ) -> StageOutput:
-        """Computes the layers, then the head on the same rows."""
+        """Computes the layers, then the heads on the same rows."""
         out = self.body.run(batch, hidden)
-        exits = self._head.run(batch, out.captured[self._captured], wants_logits=wants_exits)
+        exits = {}
+        for layer, head in self._heads.items():
+            logits = head.run(batch, out.captured[layer - 1], wants_logits=wants_exits)
+            if logits is not None:
+                exits[layer] = logits
         return StageOutput(hidden=out.hidden, logits=out.logits, exit_logits=exits)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to both caches."""
+        """Applies commits to all caches."""
         self.body.commit(commits)
-        self._head.commit(commits)
+        for head in self._heads.values():
+            head.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Frees both caches."""
+        """Frees all caches."""
         self.body.close(request_id)
-        self._head.close(request_id)
+        for head in self._heads.values():
+            head.close(request_id)
 
     def cache(self, request_id: int) -> TreeCache:
         """The layers' cache of a request."""
@@ -139,7 +150,7 @@ def layers_of(stage: Stage) -> ModelStage | None:
 
 
 class ExitReader:
-    """Turns exit logits into candidates on the rank that has the exit layer.
+    """Turns exit logits into candidates on the rank that has the exit layers.
 
     It needs no tree: where the sampling transform looks at histories, they are rebuilt from the
     rows that came by, as on the answering rank.
@@ -167,8 +178,14 @@ class ExitReader:
         if params.needs_history:
             self._paths.open(request.id, np.asarray(request.tokens))
 
-    def read(self, batch: Batch, logits: torch.Tensor) -> tuple[Exits, ...]:
-        """Candidates of every tree row; logits: [W, V] in the order of ``batch.trees``."""
+    def read(self, batch: Batch, logits: torch.Tensor, layer: int = 0) -> tuple[Exits, ...]:
+        """Candidates of every tree row at the exit after ``layer`` layers.
+
+        Args:
+            batch: the rows.
+            logits: [W, V] in the order of ``batch.trees``.
+            layer: see ``Exits``.
+        """
         found, start = [], 0
         for rows in batch.trees:
             transform = self._requests[rows.request]
@@ -186,7 +203,14 @@ class ExitReader:
                 request_id=rows.request,
                 positions=rows.positions,
             )
-            found.append(Exits(request=rows.request, node_ids=rows.node_ids, candidates=candidates))
+            found.append(
+                Exits(
+                    request=rows.request,
+                    node_ids=rows.node_ids,
+                    candidates=candidates,
+                    layer=layer,
+                )
+            )
             start = stop
         return tuple(found)
 

@@ -50,13 +50,14 @@ class PipelineExecutor:
             stages: first to last.
             answerer: turns the last stage's logits into answers.
             clock: charged per stage and step for compute, pruning and transfer.
-            exits: turns the logits of the stage with the exit head into proposals (PPSD Alg. 1).
+            exits: turns the logits of exit heads into proposals (PPSD Alg. 1).
             hidden_layers: that the stages capture.
         """
         self.hidden_layers = hidden_layers
         self._exits = exits
-        at = [i for i, stage in enumerate(stages) if isinstance(stage, ExitStage)]
-        self._exit_at = at[0] if at else -1
+        self._exits_at = [
+            (i, stage.num_exits) for i, stage in enumerate(stages) if isinstance(stage, ExitStage)
+        ]
         self._stages = list(stages)
         self._answerer = answerer
         self._times = StepTimes(clock, len(self._stages))
@@ -85,8 +86,10 @@ class PipelineExecutor:
             self._submitted.add(batch)
         last = self._slots[-1]
         self._times.compute(self._rows(), 0 if last is None else last.batch.num_nodes)
-        if self._exit_at >= 0 and (at_exit := self._slots[self._exit_at]) is not None:
-            self._times.exit(self._exit_at, at_exit.batch.num_nodes)
+        for stage, num_exits in self._exits_at:
+            if (at_exit := self._slots[stage]) is not None:
+                for _ in range(num_exits):
+                    self._times.exit(stage, at_exit.batch.num_nodes)
 
     def ready(self) -> bool:
         """Whether every stage has finished from the controller's point of view."""
@@ -105,8 +108,9 @@ class PipelineExecutor:
             slot.captured |= out.captured
             if i == len(self._stages) - 1 and slot.batch.trees:
                 answers = self._answerer.answer(slot.batch, out.logits)
-            if self._exits is not None and out.exit_logits is not None:
-                exits = self._exits.read(slot.batch, out.exit_logits)
+            if self._exits is not None:
+                for layer, logits in out.exit_logits.items():
+                    exits += self._exits.read(slot.batch, logits, layer)
         self._times.finish()
         output, last = Output(step=self._step, answers=answers, exits=exits), self._slots[-1]
         if last is None or not self.hidden_layers:

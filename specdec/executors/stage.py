@@ -31,13 +31,13 @@ class StageOutput:
         hidden: [rows, E] for the next stage; None where nothing is computed.
         logits: [tree rows, V] in the order of ``batch.trees``; last stage only.
         captured: layer (from 0) -> [rows, E] after it, of the layers that the stage was asked for.
-        exit_logits: [tree rows, V] of an exit head; only of the stage that has it.
+        exit_logits: layers before an exit -> [tree rows, V] of its head, of the exits in the stage.
     """
 
     hidden: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    exit_logits: torch.Tensor | None = None
+    exit_logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Stage(Protocol):

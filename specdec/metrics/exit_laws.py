@@ -86,6 +86,27 @@ def pipeline_speedup(alpha: float, exit_layer: int, num_layers: int, num_stages:
     return shallow_stages_speedup(alpha, exit_layer, num_layers, num_stages)
 
 
+def ppsd_saving(alpha: float, exit_layer: int, num_layers: int) -> float:
+    """Layers' time that a draft token of an exit is expected to save in a pipeline: alpha (N - E).
+
+    What Eq. 6 says of one token: it takes E if it is accepted and N if it is not, where plain
+    decoding takes N. A later exit costs more only where its token is right: a wrong one is found
+    out at the same time.
+    """
+    _check(alpha)
+    return alpha * (num_layers - exit_layer)
+
+
+def eesd_saving(alpha: float, reach: float, exit_layer: int, num_layers: int) -> float:
+    """The same where drafts are verified afterwards: reach alpha N - E.
+
+    In Eq. 4 a draft token costs E whatever comes of it, and one that is accepted saves a target
+    pass of N. ``reach`` is the chance that all draft tokens before it are accepted.
+    """
+    _check(alpha)
+    return reach * alpha * num_layers - exit_layer
+
+
 def _check(alpha: float) -> None:
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"alpha={alpha} must be a probability")

@@ -165,21 +165,35 @@ class HuggingFacePair:
         return layer
 
     def exit_stage(
-        self, first: int, last: int, meter: Meter, group: Collective | None = None
+        self,
+        first: int,
+        last: int,
+        meter: Meter,
+        exits: Sequence[int],
+        group: Collective | None = None,
     ) -> ExitStage:
-        """Layers ``first`` .. ``last``, the exit layer one of them, with the exit head.
+        """Layers ``first`` .. ``last`` with the heads of the exits among them (or after the last).
 
-        Of a ``group`` that shares the layers, one rank has the whole head.
+        Of a ``group`` that shares the layers, one rank has the whole heads.
+
+        Args:
+            first, last: layers of the slice.
+            meter: of the run.
+            exits: layers before each exit.
+            group: ranks that share the layers.
         """
-        layer = self.exit_layer
-        assert first < layer <= last, f"exit layer {layer} is not in {first} .. {last}"
-        body = self.stage(first, last, meter, group, (layer - 1,))
-        like = self.part(layer - 1, layer)  # a rank loads little of it: what modules look like
-        return ExitStage(body=body, head=self.exit_head(meter, like), layer=layer)
+        outside = [layer for layer in exits if not first < layer <= last]
+        assert not outside, f"exits {outside} are not in {first} .. {last}"
+        body = self.stage(first, last, meter, group, [layer - 1 for layer in exits])
+        heads = {}
+        for layer in exits:
+            like = self.part(layer - 1, layer)  # a rank loads little of it: what modules look like
+            heads[layer] = self.exit_head(meter, like, layer)
+        return ExitStage(body=body, heads=heads)
 
-    def exit_head(self, meter: Meter, target: PreTrainedModel) -> ExitHead:
-        """The exit head, in modules of ``target``'s kind."""
-        weights = self.head_weights()
+    def exit_head(self, meter: Meter, target: PreTrainedModel, layer: int) -> ExitHead:
+        """The head of the exit after ``layer`` layers, in modules of ``target``'s kind."""
+        weights = self.head_weights(layer)
         if "output.weight" not in weights.tensors:  # the target's own, which a rank may lack
             last = self.part(self.num_layers - 1, self.num_layers)
             output = last.get_output_embeddings().weight
@@ -199,15 +213,14 @@ class HuggingFacePair:
         )
         return TransformerHead(stage=ModelStage(runner=runner))
 
-    def head_weights(self) -> HeadWeights:
-        """The exit head's weights: untrained ones, the target's own."""
-        source = self.part(self.exit_layer, self.num_layers)
-        return own_head(source, self._exit[1], self.exit_layer)
+    def head_weights(self, layer: int) -> HeadWeights:
+        """Weights of the exit after ``layer`` layers: untrained ones, the target's own."""
+        return own_head(self.part(layer, self.num_layers), self._exit[1], layer)
 
     def exit_bytes(self, *, with_layers: bool) -> int:
         """Bytes of weights that a pass of the exit head reads, with or without those before it."""
         size = torch.finfo(getattr(torch, self.dtype)).bits // 8
-        head = self.head_weights().num_parameters * size
+        head = self.head_weights(self.exit_layer).num_parameters * size
         if not with_layers:
             return head
         layers = self.weight_bytes[0] * self.num_layers / (self.num_layers + self.head_cost)

@@ -62,8 +62,8 @@ class ModelPair(Protocol):
         """Layers before the early exit; UserError where there is none."""
         ...
 
-    def exit_stage(self, first: int, last: int, meter: Meter) -> ExitStage:
-        """A slice of the target's layers that has the early exit."""
+    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
+        """A slice of the target's layers with early exits; ``exits``: layers before each."""
         ...
 
     def exit_bytes(self, *, with_layers: bool) -> int:
@@ -98,7 +98,7 @@ class NoExit:
             " use model=tiny, model=hf or model=random"
         )
 
-    def exit_stage(self, first: int, last: int, meter: Meter) -> ExitStage:
+    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
         """Refused, as ``exit_layer``."""
         raise AssertionError(self.exit_layer)
 

@@ -129,11 +129,11 @@ class PretrainedPair(HuggingFacePair):
             info, 0, info.num_layers, dtype=self.dtype, device=self.device, group=group
         )
 
-    def head_weights(self) -> HeadWeights:
+    def head_weights(self, layer: int) -> HeadWeights:
         """The exit head from its file; an untrained one where no folder is given."""
         if self._heads is None:
-            return super().head_weights()
-        return read_head(self._heads, self._exit[1], self.exit_layer)
+            return super().head_weights(layer)
+        return read_head(self._heads, self._exit[1], layer)
 
     def medusa_weights(self, num_heads: int) -> list[Weights]:
         """Medusa heads from their files; untrained ones where no folder is given."""

@@ -83,14 +83,14 @@ class TablePair:
         )
         return ModelStage(runner=cast("ModelRunner", runner))
 
-    def exit_stage(self, first: int, last: int, meter: Meter) -> ExitStage:
-        """A slice with the draft's table as its exit head."""
-        head = TableRunner(table=self.draft_table, name="exit", first=self.exit_layer)
-        return ExitStage(
-            body=self.stage(first, last, meter, (self.exit_layer - 1,)),
-            head=TransformerHead(stage=ModelStage(runner=cast("ModelRunner", head))),
-            layer=self.exit_layer,
-        )
+    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
+        """A slice with the draft's table as the head of each exit."""
+        heads = {}
+        for layer in exits:
+            runner = TableRunner(table=self.draft_table, name="exit", first=layer)
+            heads[layer] = TransformerHead(stage=ModelStage(runner=cast("ModelRunner", runner)))
+        captured = [layer - 1 for layer in exits]
+        return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 
     def exit_bytes(self, *, with_layers: bool) -> int:
         """None: tables are not read as weights are."""

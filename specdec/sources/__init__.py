@@ -6,6 +6,7 @@ from specdec.sources.katz import KatzModel
 from specdec.sources.lookup import PromptLookupSource
 from specdec.sources.medusa import MedusaSource
 from specdec.sources.mixture import MixtureSource
+from specdec.sources.multi_exit import MultiExitSource
 from specdec.sources.ngram import NGramSource
 from specdec.sources.null import NullSource
 from specdec.sources.random import RandomSource
@@ -18,6 +19,7 @@ __all__ = [
     "KatzModel",
     "MedusaSource",
     "MixtureSource",
+    "MultiExitSource",
     "NGramSource",
     "NullSource",
     "PromptLookupSource",

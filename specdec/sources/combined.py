@@ -16,6 +16,7 @@ def joined_needs(needs: Iterable[Needs]) -> Needs:
         target_draws=any(n.target_draws for n in every),
         hidden_layers=tuple(sorted({layer for n in every for layer in n.hidden_layers})),
         exits=max((n.exits for n in every), default=0),
+        further_exits=tuple(sorted({layer for n in every for layer in n.further_exits})),
         real_nodes=any(n.real_nodes for n in every),
     )
 

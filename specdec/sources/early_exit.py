@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.sampling import SamplingTransform
 from specdec.sources.remembering import AnswerBook
 from specdec.sources.sampled import candidates_of
 from specdec.types import Candidates, Commit, Needs, Nodes, Output, SourceCounters
@@ -60,41 +60,16 @@ class EarlyExitSource:
         self.counters = SourceCounters() if front is None else front.counters
         self._front = front
         self._book = AnswerBook()
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
     def open(self, request: RequestState) -> None:
         """Starts a request; caches are the executor's."""
         self._book.open(request.id)
-        self._transforms.setdefault(request.sampling, SamplingTransform(request.sampling))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Candidates of nodes that have passed the exit; count 0 for the others."""
         if self._front is None:
             return self._book.recall(nodes, k)
-        known, logits = self._front.logits(state, nodes)
-        parts, start = [], 0
-        for request_id, ids in nodes.where(known).items:
-            request = state.requests[request_id]
-            slots = request.tree.slots(ids)
-            transform = self._transforms[request.sampling]
-            histories = None
-            if transform.params.needs_history:
-                histories = [request.path_tokens(slot) for slot in slots.tolist()]
-            parts.append(
-                candidates_of(
-                    transform,
-                    torch.stack(logits[start : start + len(ids)]),
-                    k,
-                    histories,
-                    draws=state.draws if self.gives_probs else None,
-                    request_id=request_id,
-                    positions=request.tree.positions[slots],
-                )
-            )
-            start += len(ids)
-        if not parts:
-            return Candidates.empty(len(nodes))
-        return Candidates.joined(parts).spread(known)
+        return read_front(self._front, state, nodes, k, sample=self.gives_probs)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Takes what has arrived, and forgets what left the trees."""
@@ -107,3 +82,44 @@ class EarlyExitSource:
     def close(self, request_id: int) -> None:
         """Forgets a request."""
         self._book.close(request_id)
+
+
+def read_front(
+    front: ExitFront, state: DecodeState, nodes: Nodes, k: int, *, at: int = 0, sample: bool
+) -> Candidates:
+    """Candidates of an exit that is computed when it is asked for.
+
+    Args:
+        front: the target's first layers.
+        state: the forest.
+        nodes: W nodes.
+        k: candidates per node at most.
+        at: number of the exit.
+        sample: sample candidates, and give the distribution.
+
+    Returns:
+        W rows; count 0 for nodes that the front gives no logits for.
+    """
+    known, logits = front.logits(state, nodes, at)
+    parts, start = [], 0
+    for request_id, ids in nodes.where(known).items:
+        request = state.requests[request_id]
+        slots = request.tree.slots(ids)
+        transform = SamplingTransform(request.sampling)
+        histories = None
+        if transform.params.needs_history:
+            histories = [request.path_tokens(slot) for slot in slots.tolist()]
+        found = candidates_of(
+            transform,
+            torch.stack(logits[start : start + len(ids)]),
+            k,
+            histories,
+            draws=state.draws if sample else None,
+            request_id=request_id,
+            positions=request.tree.positions[slots],
+        )
+        parts.append(found)
+        start += len(ids)
+    if not parts:
+        return Candidates.empty(len(nodes))
+    return Candidates.joined(parts).spread(known)

@@ -34,6 +34,7 @@ _MIN_LAYERS = 3
 _LOGIT_STEP = 1.0
 _UNSURE, _SURE = 4.0, 8.0  # standard deviations of 3 and 6: sampled tokens are accepted, too
 _NO_FLOAT64 = ("triton", "flash")  # kinds of attention that only ``numerics`` can check
+_EXITS = (".EarlyExitSource", ".MultiExitSource")
 _STEPS_PER_TOKEN = 64  # more than any strategy takes per token and stage
 
 
@@ -277,7 +278,9 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     if small["clock"]["kind"] == "paced":  # equal in what it decides, but it sleeps
         small["clock"] = {"kind": "measured"}
     asked = cfg["model"]
-    exits = _shrink_exit(small["executor"], asked) if _has_exit(cfg.get("source")) else {}
+    exits: dict[str, Any] = {}
+    if _has_exit(small.get("source")):
+        exits = _shrink_exit(small["executor"], small["source"], asked)
     devices = _shrink(small["executor"])
     device = str(asked.get("device", "cpu"))
     if device == "auto":
@@ -299,21 +302,26 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _has_exit(source: Any) -> bool:
+def _has_exit(
+    source: Any, kinds: tuple[str, ...] = (".EarlyExitSource", ".MultiExitSource")
+) -> bool:
     """Whether an early-exit source is among the parts of a source's section."""
     if isinstance(source, list):
-        return any(map(_has_exit, source))
+        return any(_has_exit(part, kinds) for part in source)
     if not isinstance(source, Mapping):
         return False
-    found = str(source.get("_target_", "")).endswith(".EarlyExitSource")
-    return found or any(map(_has_exit, source.values()))
+    found = str(source.get("_target_", "")).endswith(kinds)
+    return found or any(_has_exit(part, kinds) for part in source.values())
 
 
-def _shrink_exit(executor: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of a small model whose exit lies on the stages as the configured one's does.
+def _shrink_exit(
+    executor: dict[str, Any], source: dict[str, Any], model: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Sizes of a small model whose exits lie on the stages as the configured ones do.
 
-    Two layers per stage. The exit is at the end of a stage, or inside one, of the same number as in
-    the configuration, and the last stage is shorter where it is there.
+    Two layers per stage, four where there are several exits. An exit is at the end of a stage, or
+    inside one, of the same number as in the configuration, and the last stage is shorter where it
+    is there. Further exits that a small model has no room for are left out of it, but for one.
     """
     if "stages" not in executor or "exit_layer" not in model:
         return {}
@@ -323,12 +331,21 @@ def _shrink_exit(executor: dict[str, Any], model: Mapping[str, Any]) -> dict[str
     asked = int(executor["stages"] or fitting)
     stages = max(2, min(asked, MAX_RANKS if _on_ranks(executor) else MAX_STAGES))
     size = exit_layer if asked == fitting else layers / asked
-    exit_stage = max(1, min(stages - 1, round(exit_layer / size + 0.49)))
-    inside = asked != fitting and exit_layer % size != 0
+    depth = 4 if _has_exit(source, (".MultiExitSource",)) else 2
     executor["stages"] = stages
+    num_layers = depth * stages - (asked == fitting and layers % exit_layer != 0)
+
+    def small(layer: int, last: int) -> int:
+        stage = max(1, min(last, round(layer / size + 0.49)))
+        return depth * stage - (asked != fitting and layer % size != 0)
+
+    first = small(exit_layer, stages - 1)
+    if source.get("further_exits"):
+        further = {min(small(layer, stages), num_layers - 1) for layer in source["further_exits"]}
+        source["further_exits"] = sorted(layer for layer in further if layer > first) or None
     return {
-        "num_layers": 2 * stages - (asked == fitting and layers % exit_layer != 0),
-        "exit_layer": 2 * exit_stage - inside,
+        "num_layers": num_layers,
+        "exit_layer": first,
         "exit_head": str(model.get("exit_head", "norm")),
     }
 

@@ -1,0 +1,208 @@
+"""Proposals of several exits of the target, one chosen for each token (PPSD B.3).
+
+Shape letters: W nodes, K candidates, X exits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.device_probs import on_host
+from specdec.metrics.exit_laws import eesd_saving, ppsd_saving
+from specdec.sources.chances import ExitChances
+from specdec.sources.early_exit import read_front
+from specdec.sources.remembering import AnswerBook
+from specdec.types import (
+    BoolArray,
+    Candidates,
+    Commit,
+    CommitKind,
+    IntArray,
+    Needs,
+    Nodes,
+    Output,
+    SourceCounters,
+)
+
+if TYPE_CHECKING:
+    from specdec.executors.exit_building import ExitPlaces
+    from specdec.state import DecodeState, RequestState
+
+
+class MultiExitSource:
+    """Takes each token from the first exit beyond which no other promises more.
+
+    B.3 only names the idea; the rule is ours. An exit's *saving* is its expected acceptance
+    (``ExitChances``) weighed against its depth as Eq. 6 does in a pipeline (``ppsd_saving``) and as
+    Eq. 4 does where drafts are verified afterwards (``eesd_saving``). Exits are asked in order: one
+    answers unless a later one is expected to save more, given how sure this one is.
+
+    With ``executor=early_exit`` the later exit is computed only then, from where the node stands:
+    no layer is passed twice. With ``executor=pipeline`` all exits are read in passing, and to
+    decide for a later one is to feed nothing until it arrives.
+
+    The choice looks at distributions and at what the target has decided, never at sampled
+    candidates; where candidates are sampled (rejection verifiers) it does not learn either, so it
+    is a function of the tokens before it alone, and the verifier stays unbiased.
+
+    Attributes:
+        layers: of the target before each exit.
+        gives_probs: whether candidates are sampled and come with their whole distribution.
+        counters: passes and rows by exit, see ``EarlyExitSource``.
+    """
+
+    def __init__(
+        self,
+        *,
+        places: ExitPlaces,
+        vocab_size: int,
+        further_exits: Sequence[int] | None = None,
+        candidates: int = 16,
+        sample: bool = False,
+    ) -> None:
+        """Composes the source.
+
+        Args:
+            places: where the target may exit.
+            vocab_size: V of the target.
+            further_exits: layers before the exits beside the model's own; see ``ExitPlaces``.
+            candidates: tokens per node that a pipeline's exits hand out at most.
+            sample: sample candidates, and give the distribution (rejection verifiers).
+
+        Raises:
+            ValueError: for fewer than one candidate.
+            UserError: for exits that do not rise, or are not inside the target.
+        """
+        if candidates < 1:
+            raise ValueError(f"source.candidates={candidates} must be at least 1")
+        self.layers = places.layers(further_exits)
+        self._front = None if places.build is None else places.build(self.layers)
+        self._num_layers = places.pair.num_layers
+        self.needs = Needs(real_nodes=True)
+        self.counters = SourceCounters()
+        if self._front is None:
+            self.needs = Needs(exits=candidates, further_exits=self.layers[1:], real_nodes=True)
+        else:
+            self.counters = self._front.counters
+        self.vocab_size: int | None = vocab_size
+        self.gives_probs = sample
+        self._books = [AnswerBook() for _ in self.layers]
+        self._said: dict[int, dict[int, dict[int, tuple[int, float]]]] = {}
+        self._chances: dict[int, ExitChances] = {}
+
+    def open(self, request: RequestState) -> None:
+        """Starts a request; caches are the executor's."""
+        for book in self._books:
+            book.open(request.id)
+        self._said[request.id] = {}
+        self._chances[request.id] = ExitChances(len(self.layers))
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Candidates of the exit chosen for each node; count 0 while that has not arrived."""
+        left, rows = nodes, np.arange(len(nodes))
+        parts: list[Candidates] = []
+        placed: list[IntArray] = []
+        for at, book in enumerate(self._books):
+            if self._front is None:
+                answer = book.recall(left, k)
+            else:
+                answer = read_front(self._front, state, left, k, at=at, sample=self.gives_probs)
+                self._note(at, left, answer)
+            goes_on = self._goes_on(state, left, at)
+            taken = (answer.counts > 0) & ~goes_on
+            if taken.any():
+                parts.append(_rows(answer, np.flatnonzero(taken)))
+                placed.append(rows[taken])
+            left, rows = left.where(goes_on), rows[goes_on]
+            if not len(left):
+                break
+        if not parts:
+            return Candidates.empty(len(nodes))
+        order, mask = np.concatenate(placed), np.zeros(len(nodes), np.bool_)
+        mask[order] = True
+        return _rows(Candidates.joined(parts), np.argsort(order)).spread(mask)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Takes what has arrived, learns from what was decided, forgets what left the trees."""
+        for exits in output.exits:
+            at, nodes = self.layers.index(exits.layer), Nodes(((exits.request, exits.node_ids),))
+            self._books[at].keep(nodes, exits.candidates)
+            self._note(at, nodes, exits.candidates)
+            self.counters.rows += len(exits.node_ids)
+        self.counters.passes += len({exits.layer for exits in output.exits})
+        for book in self._books:
+            book.commit(commits)
+        for commit in commits:
+            if commit.kind is not CommitKind.NONE:
+                self._learn(commit)
+
+    def close(self, request_id: int) -> None:
+        """Forgets a request."""
+        for book in self._books:
+            book.close(request_id)
+        self._said.pop(request_id, None)
+        self._chances.pop(request_id, None)
+
+    def _note(self, at: int, nodes: Nodes, answer: Candidates) -> None:
+        """Keeps each node's best token at an exit, and the exit's confidence in it."""
+        row = 0
+        for request_id, ids in nodes.items:
+            said = self._said.get(request_id)
+            for node_id in ids.tolist():
+                if said is not None and answer.counts[row]:
+                    if answer.probs is None:
+                        best = int(answer.tokens[row, 0])
+                        sure = float(np.exp(answer.logprobs[row, 0]))
+                    else:
+                        probs = on_host(answer.probs[row])
+                        best, sure = int(probs.argmax()), float(probs.max())
+                    said.setdefault(node_id, {})[at] = best, min(1.0, sure)
+                row += 1
+
+    def _goes_on(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
+        """bool[W]: nodes known at exit ``at`` for which a later one is expected to save more."""
+        found = []
+        for request_id, ids in nodes.items:
+            said, chances = self._said[request_id], self._chances[request_id]
+            tree = state.requests[request_id].tree
+            reaches = np.exp(tree.scores[tree.slots(ids)]).tolist()
+            for node_id, reach in zip(ids.tolist(), reaches, strict=True):
+                known = said.get(node_id, {}).get(at)
+                if known is None:
+                    found.append(False)
+                    continue
+                here, *later = [
+                    self._saving(chances.expected(at, other, known[1]), other, reach)
+                    for other in range(at, len(self.layers))
+                ]
+                found.append(max(later, default=here) > here)
+        return np.array(found, np.bool_)
+
+    def _saving(self, alpha: float, at: int, reach: float) -> float:
+        """Layers' time that a token of exit ``at`` is expected to save."""
+        if self._front is None:
+            return ppsd_saving(alpha, self.layers[at], self._num_layers)
+        return eesd_saving(alpha, reach, self.layers[at], self._num_layers)
+
+    def _learn(self, commit: Commit) -> None:
+        said, chances = self._said[commit.request], self._chances[commit.request]
+        decided = [*commit.retired_tokens[1:].tolist(), commit.next_token]
+        for node_id, token in zip(commit.retired_ids.tolist(), decided, strict=True):
+            known = said.pop(node_id, None)
+            if known is not None and not self.gives_probs:
+                chances.learn(known, token)
+        kept = set(commit.kept_ids.tolist())
+        self._said[commit.request] = {i: known for i, known in said.items() if i in kept}
+
+
+def _rows(answer: Candidates, index: IntArray) -> Candidates:
+    """The rows that ``index`` names, in its order."""
+    return Candidates(
+        tokens=answer.tokens[index],
+        logprobs=answer.logprobs[index],
+        counts=answer.counts[index],
+        probs=None if answer.probs is None else on_host(answer.probs)[index],
+    )

@@ -1,0 +1,181 @@
+"""Several exits, one chosen per token: the choice, what it costs, and losslessness (PPSD B.3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.errors import UserError
+from specdec.executors import ExitFront
+from specdec.metrics.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
+from specdec.sources import MultiExitSource
+from specdec.sources.chances import ExitChances
+from specdec.state import DecodeState
+from specdec.testing import ObservedPair, RandomPair, Watch
+from specdec.types import BoolArray, Nodes
+from specdec.verifiers import RejectionVerifier
+from specdec.workbench import Workbench
+from strategies import multi_exit
+from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
+
+
+def chosen_by(
+    monkeypatch: pytest.MonkeyPatch, chances: Callable[[int, float], float]
+) -> list[bool]:
+    """Lets ``chances``(exit, confidence) alone choose; returns who went on from the first exit."""
+    monkeypatch.setattr(
+        ExitChances, "expected", lambda self, asked, other, sure: chances(other, sure)
+    )
+    monkeypatch.setattr(MultiExitSource, "_saving", lambda self, alpha, at, reach: alpha)
+    found: list[bool] = []
+    right = MultiExitSource._goes_on
+
+    def goes_on(self: MultiExitSource, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
+        mask = right(self, state, nodes, at)
+        found.extend(mask.tolist() if at == 0 else [])
+        return mask
+
+    monkeypatch.setattr(MultiExitSource, "_goes_on", goes_on)
+    return found
+
+
+def by_token(other: int, sure: float) -> float:
+    """Chances that hang on a digit of the confidence: all exits are used."""
+    return float(other == int(sure * 1e4) % 3)
+
+
+class TestChoice:
+    def test_savings_order_exits_as_the_equations_do(self) -> None:
+        """Eq. 6 at one alpha per exit; and one more layer of draft has to pay for itself."""
+        for alphas in ((0.5, 0.55), (0.5, 0.6), (0.9, 0.95)):
+            laws = [eq6_speedup(a, e, 24) for a, e in zip(alphas, (3, 6), strict=True)]
+            savings = [ppsd_saving(a, e, 24) for a, e in zip(alphas, (3, 6), strict=True)]
+            assert (laws[0] > laws[1]) == (savings[0] > savings[1])
+        assert eesd_saving(0.5, 1.0, 3, 24) > 0 > eesd_saving(0.5, 0.2, 3, 24)
+        assert (eq4_speedup(0.5, 1, 3, 24) > 1) == (eesd_saving(0.5, 1.0, 3, 24) > 0)
+
+    def test_chances_start_from_what_an_exit_says_and_end_at_what_was_seen(self) -> None:
+        chances = ExitChances(2)
+        assert chances.expected(0, 0, 0.3) == pytest.approx(0.3)
+        assert chances.expected(0, 1, 0.3) == pytest.approx(1 - 0.7 * 0.8)
+        rng = np.random.default_rng(0)
+        for right in rng.random((400, 2)) < (0.75, 0.9):
+            said = {at: (int(right[at]), 0.3) for at in range(2)}
+            chances.learn(said, 1)
+        assert chances.expected(0, 0, 0.3) == pytest.approx(0.75, abs=0.06)  # 3 sigma
+        assert chances.expected(0, 1, 0.3) == pytest.approx(0.9, abs=0.05)
+        assert chances.expected(0, 0, 0.8) == pytest.approx(0.8)  # nothing seen there
+
+    def test_exits_must_rise_inside_the_target(self) -> None:
+        for further in ([2], [5, 4], [6], []):
+            with pytest.raises(UserError, match="further_exits"):
+                multi_exit.build(Workbench(pair(num_layers=6, exit_layer=2)), further_exits=further)
+        source = multi_exit.build(Workbench(pair(num_layers=4, exit_layer=2))).source
+        assert source.layers == (2, 3)  # twice the depth would be the whole target
+
+
+class TestLossless:
+    @pytest.mark.parametrize("head", ["norm", "transformer"])
+    @pytest.mark.parametrize(("stages", "further"), [(2, None), (3, [3, 5]), (6, [4])])
+    def test_a_pipeline_equals_plain_decoding(
+        self, head: str, stages: int, further: list[int] | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also with two exits in a stage, and with stages smaller than an exit's depth."""
+        chosen_by(monkeypatch, by_token)
+        models = pair(num_layers=6, exit_layer=2, exit_head=head)
+        bench = Workbench(models, seed=1)
+        parts = multi_exit.build(bench, stages=stages, further_exits=further)
+        assert_equal_to_plain(models, parts)
+
+    @pytest.mark.parametrize("head", ["norm", "transformer"])
+    @pytest.mark.parametrize("further", [None, [3, 5]])
+    def test_drafting_first_equals_plain_decoding(
+        self, head: str, further: list[int] | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chosen_by(monkeypatch, by_token)
+        models = pair(num_layers=6, exit_layer=2, exit_head=head)
+        parts = multi_exit.build(Workbench(models, seed=1), gamma=3, further_exits=further)
+        assert_equal_to_plain(models, parts)
+
+    def test_states_that_are_mixed_up_between_exits_show(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Control: rows handed on from the first exit in the wrong order must not go unnoticed."""
+        right = ExitFront._packed
+
+        def flipped(self: ExitFront, number: int, *rest: Any) -> torch.Tensor:
+            rows = right(self, number, *rest)
+            return rows if number else rows.flip(0)
+
+        monkeypatch.setattr(ExitFront, "_packed", flipped)
+        models = pair(num_layers=6, exit_layer=2)
+        with pytest.raises(AssertionError):
+            assert_equal_to_plain(models, multi_exit.build(Workbench(models, seed=1), gamma=3))
+
+
+class TestCost:
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_a_token_costs_the_way_to_its_exit(
+        self, at: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In a pipeline, steps up to the exit for a hit and all of them for a miss."""
+        chosen_by(monkeypatch, lambda other, _: float(other == at))
+        models = pair(num_layers=8, exit_layer=2)
+        _, times = simulated(models, multi_exit.build, further_exits=[6])
+        assert set(Counter(np.diff(times).tolist())) == {(1.0, 3.0)[at], 4.0}
+
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_a_draft_costs_the_layers_to_its_exit_and_no_layer_twice(
+        self, at: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Eq. 4's denominator with the exit's own depth: gamma E + N."""
+        chosen_by(monkeypatch, lambda other, _: float(other == at))
+        models = pair(num_layers=8, exit_layer=2)
+        _, times = simulated(models, multi_exit.build, gamma=2, further_exits=[6])
+        rounds = np.diff(np.unique(times))[:-2]  # drafts are cut short at the end
+        assert set(rounds.tolist()) == {2 * (1.0, 3.0)[at] + 4.0}
+
+    def test_every_row_passes_every_layer_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        went_on = chosen_by(monkeypatch, by_token)
+        watch = Watch()
+        models = ObservedPair(watch, **{"num_layers": 6, "exit_layer": 2, **SIZES})
+        parts = multi_exit.build(Workbench(models, seed=1), gamma=3)
+        state = parts.new_state()
+        watch.parts(parts, state)
+        with torch.inference_mode():
+            for _ in parts.decode(state, [case.request() for case in cases(2)]):
+                pass
+        assert not any(shadow.repeated for shadow in watch.shadows)
+        first, between, rest = (
+            [s for s in watch.shadows if s.runner.first_layer == layer] for layer in (0, 2, 4)
+        )
+        assert len(first) == len(between) == len(rest) == 2
+        for one, two, three in zip(first, between, rest, strict=True):
+            assert one.nodes.keys() == two.nodes.keys() == three.nodes.keys()
+        assert set(went_on) == {False, True}
+
+
+class TestSampled:
+    def test_nothing_is_learned_where_candidates_are_sampled(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The proposal must be a function of the tokens before it, or rejection is biased."""
+
+        def learn(self: ExitChances, said: object, token: int) -> None:
+            raise AssertionError("learned")
+
+        monkeypatch.setattr(ExitChances, "learn", learn)
+        models: RandomPair = pair(num_layers=6, exit_layer=2)
+        parts = multi_exit.build(Workbench(models, seed=1), gamma=2, verifier=RejectionVerifier())
+        state = parts.new_state()
+        with torch.inference_mode():
+            for _ in parts.decode(state, [cases(1)[0].request()]):
+                pass
+        matched = multi_exit.build(Workbench(models, seed=1), gamma=2)
+        with pytest.raises(AssertionError, match="learned"):
+            assert_equal_to_plain(models, matched)
