@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """Proposes tokens: draft model, n-gram model, prompt lookup, exit head, mixtures of them."""
+    """Proposes tokens: draft model, n-gram model, prompt lookup, exit head, mixtures of them.
+
+    One whose candidates are sampled and come with ``Candidates.probs`` says so by
+    ``gives_probs = True``; without it, composing with a rejection verifier is refused.
+    """
 
     needs: Needs
     counters: SourceCounters
@@ -58,7 +62,16 @@ class TokenSource(Protocol):
 
 @runtime_checkable
 class TreePolicy(Protocol):
-    """Decides which nodes to propose, keep and verify."""
+    """Decides which nodes to propose, keep and verify.
+
+    May also have, and is taken to have otherwise the value in brackets:
+
+    serial (True): it feeds a request nothing while answers are awaited. One that feeds at every
+        step must say False: turns and ``hit_rate`` go by it.
+    levels_per_step (None): 1 where each batch is one level, so that an answer emits one token.
+    follows_exits (False): it waits for ``Output.exits`` before it goes on below a node (PPSD).
+    prepared(request) -> bool (none): whether the request's tree is drafted; see ``serving.Turns``.
+    """
 
     value_dependent: bool
     """Whether the choice of a node's children depends on the candidates' values. If so, rejection
