@@ -168,7 +168,7 @@ def staged_shape(item: Item, lab: Lab) -> Findings:
     made, (ax,) = figure(9.0, 4.2)
     bars(ax, best, form="{:.2f}")
     y = "relative memory traffic at the paper's sizes"
-    tidy(ax, x="tree (children per level)", y=y, title=item.stated.title)
+    tidy(ax, x="tree (children per level); n-gram guesses by depth", y=y, title=item.stated.title)
     legend(ax)
     found.figure = made
     found.notes += list(config.get("notes", ()))

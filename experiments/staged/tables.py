@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reproduce.drawing import bars, claims_figure, figure, legend, tidy
+from experiments.reproduce.drawing import (
+    COLORS,
+    bars,
+    claims_figure,
+    claims_panel,
+    figure,
+    legend,
+    tidy,
+)
 from experiments.reproduce.findings import Findings, Table
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
@@ -35,7 +43,7 @@ def compared(item: Item, lab: Lab, sampling: str) -> dict[str, Any]:
     Keys of the config: ``words`` (further overrides), ``repeats``.
     """
     prompts, tokens = item.size["quick" if lab.quick else "full"]
-    repeats = 1 if lab.quick else item.config.get("repeats", 3)
+    repeats = item.config.get("repeats", 3)
     return lab.compare(
         [
             f"strategies=[{','.join(STRATEGIES)}]",
@@ -114,12 +122,18 @@ Totals = list[tuple[RunTotals, int]]
 
 
 def _totals(result: Mapping[str, Any]) -> dict[str, Totals]:
-    """strategy -> (totals, tokens) of each prompt, repeats apart."""
-    found: dict[str, Totals] = {}
+    """strategy -> (totals, tokens) of each prompt, its repeats pooled."""
+    by: dict[str, dict[int, list[Any]]] = {}
     for record in read_requests(result["folder"] / "requests.jsonl"):
         assert record.totals is not None, "prompts are decoded one at a time"
-        found.setdefault(record.strategy, []).append((record.totals, len(record.result.output)))
-    return found
+        by.setdefault(record.strategy, {}).setdefault(record.result.id, []).append(record)
+    return {
+        name: [
+            (RunTotals.merge([r.totals for r in same]), sum(len(r.result.output) for r in same))
+            for same in prompts.values()
+        ]
+        for name, prompts in by.items()
+    }
 
 
 def _draft_share(counts: Totals) -> float:
@@ -169,10 +183,11 @@ def speed(item: Item, lab: Lab) -> Findings:
     )
     found.tables.append(Table("Measured on this machine", columns, tuple(table)))
     found.missing += list(config.get("absent", ()))
-    made, (ax,) = figure(6.5, 3.8)
-    bars(ax, shown)
-    tidy(ax, x="sampling", y="tokens per second (measured, this CPU)", title=item.stated.title)
-    legend(ax)
+    made, (left, right) = figure(11.0, 4.2, 2)
+    bars(left, shown)
+    tidy(left, x="sampling", y="tokens per second (measured, this CPU)", title=item.stated.title)
+    legend(left)
+    claims_panel(right, item.stated.claims, found.measures)
     found.figure = made
     return found
 
@@ -222,10 +237,9 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
         runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
         loops = next(r["loop_share"] for r in result["rows"] if r["strategy"] == "staged")
         ratios = {n: np.sort(prompt_speedups(runs[n], runs["ar"])) for n in STRATEGIES[1:]}
-        for name, values in ratios.items():
-            ax.plot(
-                values, (np.arange(len(values)) + 0.5) / len(values), marker="o", ms=3.5, label=name
-            )
+        for (name, values), color in zip(ratios.items(), COLORS, strict=False):
+            shares = (np.arange(len(values)) + 0.5) / len(values)
+            ax.plot(values, shares, marker="o", ms=3.5, color=color, label=name)
             table.append(
                 (
                     label,

@@ -210,7 +210,9 @@ def choices(item: Item, lab: Lab) -> Findings:
     found.notes += list(config.get("notes", ()))
     made, (ax,) = figure(7.5, 4.0)
     bars(ax, shown, form="{:.0f}")
-    tidy(ax, x="draft", y="tokens per second (simulated)", title=item.stated.title)
+    stated = " or ".join(name for allowed in config["best"].values() for name in allowed)
+    title = f"{item.stated.title} (the paper's best: {stated})"
+    tidy(ax, x="draft", y="tokens per second (simulated)", title=title)
     legend(ax)
     found.figure = made
     return found
