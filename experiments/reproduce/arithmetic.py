@@ -26,6 +26,7 @@ _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max}
 
