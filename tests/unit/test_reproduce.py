@@ -198,3 +198,15 @@ def test_list_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in listed for name in ITEMS)
     with pytest.raises(UserError, match="output_dir"):
         command.main(["ppsd/table1", "colour=red"])
+
+
+def test_paced_rows_are_described() -> None:
+    """Keys as the builder reads them (YAML takes a bare `on` for true), strategies that it runs."""
+    found = {name: item.config["paced"] for name, item in ITEMS.items() if "paced" in item.config}
+    assert found
+    for name, paced in found.items():
+        assert set(paced) == {"where", "words", "ratios"}, name
+        strategies = next(w for w in paced["words"] if w.startswith("strategies="))
+        for claim, rows in paced["ratios"].items():
+            assert claim in ITEMS[name].stated.claims
+            assert all(row in strategies for row in rows)
