@@ -14,6 +14,7 @@ from experiments.reproduce.drawing import COLORS, band, doublings, figure, legen
 from experiments.reproduce.findings import Findings, Measure, Table
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
+from experiments.reproduce.pacing import add_paced
 from specdec.metrics.exit_laws import (
     eq4_speedup,
     eq5_acceptance,
@@ -61,6 +62,8 @@ def cells(item: Item, lab: Lab) -> Findings:
     for cell in table:
         stated.setdefault(str(cell[1]).split(",")[0], []).append((cell[8], cell[6]))
     found.figure = _law_figure(item, stated, add_runs(item, lab, found, config["runs"]))
+    if lab.paced and "paced" in config:
+        add_paced(config["paced"], lab, found)
     return found
 
 

@@ -18,7 +18,8 @@ def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
 
     Args:
         config: ``words`` (overrides of ``specdec compare``), ``where`` (conditions in words),
-            ``ratios`` (claim -> [slow, fast], two strategies).
+            ``ratios`` (claim -> [slow, fast], two strategies), ``follows`` (claim -> a strategy
+            whose speed-up over ``ar`` should be within 5 per cent of its law's).
         lab: where it runs.
         found: gets a table and measures.
     """
@@ -43,7 +44,9 @@ def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
     )
     found.tables.append(Table("Paced: a process per stage, real messages", columns, table))
     records = read_requests(compared["folder"] / "requests.jsonl")
-    for claim, (slow, fast) in config["ratios"].items():
+    wanted = {claim: (slow, fast) for claim, (slow, fast) in config.get("ratios", {}).items()}
+    wanted |= {claim: ("ar", fast) for claim, fast in config.get("follows", {}).items()}
+    for claim, (slow, fast) in wanted.items():
         overrun = [name for name in (slow, fast) if not rows[name]["paced_counts"]]
         for name in overrun:
             share = f"{100 * rows[name]['overrun_share']:.1f} %"
@@ -54,4 +57,9 @@ def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
         ends = speed_ratio_interval(mine, other) or (None, None)
         value = rows[slow]["tbt_ms_mean"] / rows[fast]["tbt_ms_mean"]
         loops, text = rows[fast]["loop_share"], f"bundled pair, {config['where']}"
-        found.add(claim, value, "paced", text, loops=loops, interval=ends)
+        if claim in config.get("ratios", {}):
+            found.add(claim, value, "paced", text, loops=loops, interval=ends)
+            continue
+        law = rows[fast]["speedup_law"]
+        text += f": {value:.2f}x, law {law:.2f}x, wall over theory {value / law:.2f}"
+        found.add(claim, abs(value / law - 1.0) <= 0.05, "paced", text, loops=loops)

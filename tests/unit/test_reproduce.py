@@ -205,8 +205,10 @@ def test_paced_rows_are_described() -> None:
     found = {name: item.config["paced"] for name, item in ITEMS.items() if "paced" in item.config}
     assert found
     for name, paced in found.items():
-        assert set(paced) == {"where", "words", "ratios"}, name
+        assert set(paced) <= {"where", "words", "ratios", "follows"}, name
+        pairs = {**paced.get("ratios", {}), **{k: [v] for k, v in paced.get("follows", {}).items()}}
+        assert {"where", "words"} < set(paced), name
         strategies = next(w for w in paced["words"] if w.startswith("strategies="))
-        for claim, rows in paced["ratios"].items():
+        for claim, rows in pairs.items():
             assert claim in ITEMS[name].stated.claims
             assert all(row in strategies for row in rows)
