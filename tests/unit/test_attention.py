@@ -11,6 +11,7 @@ from specdec.attention import capped_attention, two_level_attention
 from specdec.metrics.meter import Meter
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
+from tests.trees import grown
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
 # float64: order of sums; float32: 1e2 roundings of 1e-7 each, on outputs of about one
@@ -75,23 +76,6 @@ def test_capped_attention(softcap):
     assert (result - expected).abs().max() < 1e-13
 
 
-def _grow(runner, cache, seed, *, prefix=9, nodes=7):
-    """A prefix and then a random tree; returns the rows of the tree, not yet run."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(3, 61, prefix)
-    runner.forward([cache.rows(prefix_tokens=tokens)], logits_rows=NO_ROWS)
-    parents = np.array([-1] + [int(rng.integers(0, i)) for i in range(1, nodes)])
-    depths = np.zeros(nodes, np.int64)
-    for node in range(1, nodes):
-        depths[node] = depths[parents[node]] + 1
-    return cache.rows(
-        node_ids=np.arange(nodes),
-        node_tokens=rng.integers(3, 61, nodes),
-        parent_ids=parents,
-        node_positions=prefix + depths,
-    )
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kind", ["dense", "two_level"])
 def test_packed_requests_equal_single_ones(family, kind):
@@ -101,15 +85,15 @@ def test_packed_requests_equal_single_ones(family, kind):
     sizes = [(9, 7), (2, 1), (20, 3)]
     alone, together = [], []
     for seed, (prefix, nodes) in enumerate(sizes):
-        rows = _grow(runner, runner.new_cache(8), seed, prefix=prefix, nodes=nodes)
+        rows = grown(runner, runner.new_cache(8), seed=seed, prefix=prefix, nodes=nodes)
         alone.append(runner.forward([rows]).logits)
-        rows = _grow(runner, runner.new_cache(8), seed, prefix=prefix, nodes=nodes)
+        rows = grown(runner, runner.new_cache(8), seed=seed, prefix=prefix, nodes=nodes)
         together.append(rows)
     empty = runner.new_cache(1).rows()
     packed = runner.forward([together[0], empty, *together[1:]])
     assert (packed.logits - torch.cat(alone)).abs().max() < 1e-12
     again = [
-        _grow(runner, runner.new_cache(8), seed, prefix=prefix, nodes=nodes)
+        grown(runner, runner.new_cache(8), seed=seed, prefix=prefix, nodes=nodes)
         for seed, (prefix, nodes) in enumerate(sizes)
     ]
     wanted = np.array([8, 0, 3])
@@ -127,7 +111,7 @@ def test_two_level_is_taken(monkeypatch):
     )
     for kind, expected in (("dense", 0), ("two_level", 2)):
         runner = ModelRunner(model=model, name="target", meter=Meter(), attention=kind)
-        runner.forward([_grow(runner, runner.new_cache(8), 0)])
+        runner.forward([grown(runner, runner.new_cache(8))])
         assert len(calls) == expected
 
 
@@ -160,7 +144,7 @@ def test_other_types(dtype):
     logits = []
     for each in (exact, model):
         runner = ModelRunner(model=each, name="target", meter=Meter())
-        logits.append(runner.forward([_grow(runner, runner.new_cache(8), 0)]).logits.double())
+        logits.append(runner.forward([grown(runner, runner.new_cache(8))]).logits.double())
     # Twenty roundings in a row, relative to the largest logit.
     bound = 20 * torch.finfo(getattr(torch, dtype)).eps * logits[0].abs().max()
     assert (logits[0] - logits[1]).abs().max() < bound

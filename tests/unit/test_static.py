@@ -17,28 +17,13 @@ from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.models.static import COLUMN_COUNTS, ROW_COUNTS, captured
+from tests.trees import grown
 
 REPLAY = Execution(graphs="replay")
 
 
 def _runner(model, execution=REPLAY, **kwargs):
     return ModelRunner(model=model, name="target", meter=Meter(), execution=execution, **kwargs)
-
-
-def _tree(runner, cache, *, prefix, nodes, seed=0, hidden=None):
-    """Prefills a prompt and then runs a random tree; returns the rows of the tree, not yet run."""
-    rng = np.random.default_rng(seed)
-    runner.forward([cache.rows(prefix_tokens=rng.integers(3, 61, prefix))], logits_rows=NO_ROWS)
-    parents = np.array([-1] + [int(rng.integers(0, i)) for i in range(1, nodes)])
-    depths = np.zeros(nodes, np.int64)
-    for node in range(1, nodes):
-        depths[node] = depths[parents[node]] + 1
-    return cache.rows(
-        node_ids=np.arange(nodes),
-        node_tokens=rng.integers(3, 61, nodes),
-        parent_ids=parents,
-        node_positions=prefix + depths,
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
@@ -50,7 +35,7 @@ def test_equals_a_plain_pass(family):
     for nodes in (1, 3, 8):
         found = []
         for runner in (plain, static):
-            rows = _tree(runner, runner.new_cache(8), prefix=9, nodes=nodes, seed=nodes)
+            rows = grown(runner, runner.new_cache(8), prefix=9, nodes=nodes, seed=nodes)
             found.append(runner.forward([rows]).logits)
         assert (found[0] - found[1]).abs().max() < 1e-12
     assert static.static.replays == 6
@@ -61,16 +46,16 @@ def test_an_arena_is_used_again_and_its_past_is_not_seen():
     model = random_model("llama", dtype="float64", num_layers=2)
     plain, static = _runner(model, Execution()), _runner(model)
     first = static.new_cache(40)
-    static.forward([_tree(static, first, prefix=30, nodes=8, seed=1)])
+    static.forward([grown(static, first, prefix=30, nodes=8, seed=1)])
     address, num = first.storage.data_ptr(), static.static.num_captured
     first.storage.fill_(1e3)
     del first
     gc.collect()
     again = static.new_cache(50)
     assert again.storage.data_ptr() == address
-    found = static.forward([_tree(static, again, prefix=30, nodes=8, seed=2)]).logits
+    found = static.forward([grown(static, again, prefix=30, nodes=8, seed=2)]).logits
     assert static.static.num_captured == num
-    rows = _tree(plain, plain.new_cache(8), prefix=30, nodes=8, seed=2)
+    rows = grown(plain, plain.new_cache(8), prefix=30, nodes=8, seed=2)
     assert (found - plain.forward([rows]).logits).abs().max() < 1e-12
 
 
@@ -80,7 +65,7 @@ def test_two_requests_at_a_time_have_two_arenas():
     plain, static = _runner(model, Execution()), _runner(model)
     found = []
     for runner in (plain, static):
-        rows = [_tree(runner, runner.new_cache(8), prefix=5 + s, nodes=3, seed=s) for s in (1, 2)]
+        rows = [grown(runner, runner.new_cache(8), prefix=5 + s, nodes=3, seed=s) for s in (1, 2)]
         found.append(runner.forward(rows, logits_rows=np.array([4, 0])).logits)
     assert (found[0] - found[1]).abs().max() < 1e-12
 
@@ -90,9 +75,9 @@ def test_a_cache_outgrows_its_arena():
     plain, static = _runner(model, Execution()), _runner(model)
     cache = static.new_cache(8)
     small = cache.capacity
-    found = static.forward([_tree(static, cache, prefix=small + 30, nodes=5)]).logits
+    found = static.forward([grown(static, cache, prefix=small + 30, nodes=5)]).logits
     assert cache.capacity > small
-    rows = _tree(plain, plain.new_cache(8), prefix=small + 30, nodes=5)
+    rows = grown(plain, plain.new_cache(8), prefix=small + 30, nodes=5)
     assert (found - plain.forward([rows]).logits).abs().max() < 1e-12
 
 
@@ -100,9 +85,9 @@ def test_outputs_outlive_the_next_replay():
     """A graph overwrites its outputs; what a runner hands out must stay."""
     model = random_model("llama", dtype="float64", num_layers=2)
     static = _runner(model, capture_layers=(0,))
-    first = static.forward([_tree(static, static.new_cache(8), prefix=9, nodes=4, seed=1)])
+    first = static.forward([grown(static, static.new_cache(8), prefix=9, nodes=4, seed=1)])
     kept = first.logits.clone(), first.hidden.clone(), first.captured[0].clone()
-    static.forward([_tree(static, static.new_cache(8), prefix=9, nodes=4, seed=2)])
+    static.forward([grown(static, static.new_cache(8), prefix=9, nodes=4, seed=2)])
     given = first.logits, first.hidden, first.captured[0]
     assert all(torch.equal(a, b) for a, b in zip(kept, given, strict=True))
 
@@ -111,17 +96,17 @@ def test_larger_passes_run_as_ever():
     """More rows than the largest count, or more entries than the widest mask: not replayed."""
     model = random_model("llama", num_layers=1, max_positions=4096)
     static = _runner(model)
-    many = _tree(static, static.new_cache(8), prefix=9, nodes=ROW_COUNTS[-1] + 1)
+    many = grown(static, static.new_cache(8), prefix=9, nodes=ROW_COUNTS[-1] + 1)
     before = static.static.replays
     static.forward([many], logits_rows=NO_ROWS)
     assert static.static.replays == before
-    wide = _tree(static, static.new_cache(8), prefix=9, nodes=COLUMN_COUNTS[-1])
+    wide = grown(static, static.new_cache(8), prefix=9, nodes=COLUMN_COUNTS[-1])
     static.forward([wide], logits_rows=NO_ROWS)
     one = {"node_ids": np.array([5000]), "node_tokens": np.array([4]), "parent_ids": np.array([-1])}
     last = wide.cache.rows(**one, node_positions=np.array([9]))
     assert len(last) == 1
     assert not static.static.serves([last])
-    assert static.static.serves([_tree(static, static.new_cache(8), prefix=1, nodes=1)])
+    assert static.static.serves([grown(static, static.new_cache(8), prefix=1, nodes=1)])
 
 
 def test_a_runner_that_is_gone_leaves_no_memory():
@@ -130,7 +115,7 @@ def test_a_runner_that_is_gone_leaves_no_memory():
     gc.disable()
     try:
         runner = _runner(random_model("llama", num_layers=1))
-        runner.forward([_tree(runner, runner.new_cache(8), prefix=9, nodes=4)])
+        runner.forward([grown(runner, runner.new_cache(8), prefix=9, nodes=4)])
         left = [weakref.ref(runner), weakref.ref(runner._model), weakref.ref(runner.static)]
         del runner
         assert [found() for found in left] == [None] * 3
@@ -211,7 +196,7 @@ def test_compiled_passes(monkeypatch):
     plain = _runner(model, Execution())
     found = []
     for runner in (plain, _runner(model, Execution(graphs="replay", compile=True))):
-        rows = _tree(runner, runner.new_cache(8), prefix=9, nodes=4)
+        rows = grown(runner, runner.new_cache(8), prefix=9, nodes=4)
         found.append(runner.forward([rows]).logits)
     assert (found[0] - found[1]).abs().max() < 1e-12
 
@@ -225,7 +210,7 @@ def test_compiled_passes_by_the_default_backend():
     model = random_model("llama", dtype="float64", num_layers=1)
     found = []
     for runner in (_runner(model, Execution()), _runner(model, Execution(compile=True))):
-        rows = _tree(runner, runner.new_cache(8), prefix=9, nodes=4)
+        rows = grown(runner, runner.new_cache(8), prefix=9, nodes=4)
         found.append(runner.forward([rows]).logits)
     assert found[0].abs().max() > 0.0
     assert (found[0] - found[1]).abs().max() < 1e-5
@@ -250,6 +235,6 @@ def test_cuda_graphs_equal_plain_passes(attention):
     for nodes in (1, 3, 8, 3):
         found = []
         for runner in (plain, graphs):
-            rows = _tree(runner, runner.new_cache(64), prefix=9, nodes=nodes, seed=nodes)
+            rows = grown(runner, runner.new_cache(64), prefix=9, nodes=nodes, seed=nodes)
             found.append(runner.forward([rows]).logits)
         assert (found[0] - found[1]).abs().max() < 1e-3  # float32 sums in another order
