@@ -91,8 +91,8 @@ def _source_of(module: str) -> Path | None:
         return None
     if spec is None:
         return None
-    if not rest and spec.origin:
-        return Path(spec.origin)
+    if not rest and (spec.origin or "").endswith(".py"):  # others are built in, or compiled
+        return Path(str(spec.origin))
     for root in spec.submodule_search_locations or ():
         base = Path(root).joinpath(*rest)
         for candidate in (base / "__init__.py", base.with_suffix(".py")):
@@ -141,8 +141,8 @@ def _text(annotation: ast.expr | None) -> str:
 
 def _imported(target: str, module: str, name: str) -> dict[str, Parameter]:
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        arguments = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(
             f"_target_={target!r} names nothing that can be imported ({error}); write the dotted"
             " path of a class, for example specdec.policies.Chain, and put its folder on PYTHONPATH"
@@ -154,7 +154,7 @@ def _imported(target: str, module: str, name: str) -> dict[str, Parameter]:
             else getattr(p.annotation, "__name__", ""),
             p.default is inspect.Parameter.empty,
         )
-        for p in inspect.signature(found).parameters.values()
+        for p in arguments.values()
     }
 
 

@@ -65,6 +65,8 @@ def test_list_shows_it(own_tree: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("_target_: mypolicies.Greedy\nreach: 3\nrunner: 7\n", "runner"),
         ("_target_: mypolicies.Gredy\nreach: 3\n", "Gredy"),
         ("_target_: nowhere.Greedy\nreach: 3\n", "nowhere"),
+        ("_target_: os.system\nreach: 3\n", "reach"),
+        ("_target_: math.pi\nreach: 3\n", "math.pi"),
         ("reach: 3\n", "_target_"),
     ],
 )
