@@ -7,16 +7,18 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from specdec.data import load_prompts
 from specdec.errors import UserError
-from specdec.train.cardtext import write_card
+from specdec.train.cardtext import Heads, write_card
 from specdec.train.corpus import (
     is_held_out,
     python_files,
@@ -190,6 +192,7 @@ def _read(path: Path) -> dict[str, Any]:
 def make_card(
     *,
     output_dir: str,
+    measure: bool,
     new_tokens: int,
     prompts: dict[str, int],
     length: int,
@@ -200,15 +203,54 @@ def make_card(
 ) -> None:
     """Measures target and draft in output_dir and writes its README.md and measured.json.
 
-    Arguments: conf/train/card.yaml. Agreement on data sets that need SPECDEC_DATA is left out
-    where they are absent, and the card names those that were measured.
+    Arguments: conf/train/card.yaml. Without ``measure`` the page is written anew from measured.json
+    and the records of the runs. Agreement on data sets that need SPECDEC_DATA is left out where
+    they are absent, and the card names those that were measured.
 
     Raises:
-        FileNotFoundError: a model is missing.
+        FileNotFoundError: a model is missing, or measured.json where nothing is measured.
     """
     out = Path(output_dir)
     if num_threads:
         torch.set_num_threads(num_threads)
+    if measure:
+        sizes = {"new_tokens": new_tokens, "length": length, "seed": seed}
+        measured = _measure(out, prompts, reference, report, **sizes)
+        (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
+    elif not (measured := _read(out / "measured.json")):
+        raise FileNotFoundError(f"{out / 'measured.json'} is missing: measure with measure=true")
+    records = {part: _read(out / part / "training.json") for part in ("target", "draft")}
+    write_card(out, measured, records, _read(out / "corpus.json"), heads_of(out / "heads"))
+    report(1.0, "card written")
+
+
+def heads_of(folder: Path) -> Heads:
+    """What the files beside heads say of them; nothing where there are none."""
+    parameters = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        parameters[path.stem] = sum(prod(shape) for shape in shapes)
+    measured = [row for path in sorted(folder.glob("measured-*.json")) for row in _rows(path)]
+    return Heads(parameters, measured, [_read(p) for p in sorted(folder.glob("training-*.json"))])
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def _measure(
+    out: Path,
+    prompts: dict[str, int],
+    reference: str | None,
+    report: Report,
+    *,
+    new_tokens: int,
+    length: int,
+    seed: int,
+) -> dict[str, Any]:
+    """What measured.json holds."""
     for part in ("target", "draft"):
         if not (out / part / "model.safetensors").exists():
             raise FileNotFoundError(f"{out / part} holds no model: train it first")
@@ -242,10 +284,7 @@ def make_card(
                 }
             )
     measured["new_tokens"], measured["batch"] = new_tokens, BATCH
-    (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
-    records = {part: _read(out / part / "training.json") for part in ("target", "draft")}
-    write_card(out, measured, records, _read(out / "corpus.json"))
-    report(1.0, "card written")
+    return measured
 
 
 def _measure_reference(folder: Path, length: int) -> dict[str, float]:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specdec.train.corpus import HELD_OUT_MODULUS
 
 RANKS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What is known of the heads that read the target's hidden states.
+
+    Attributes:
+        parameters: name -> weights in the file.
+        measured: rows of measured-*.json.
+        records: training-*.json of the runs.
+    """
+
+    parameters: Mapping[str, int]
+    measured: Sequence[Mapping[str, Any]]
+    records: Sequence[Mapping[str, Any]]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -118,6 +135,35 @@ def _finish(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def _heads(heads: Heads) -> list[str]:
+    """Parameters and agreement of each head; nothing where there are none."""
+    if not heads.parameters:
+        return []
+    found = {(row["head"], row["data"]): row for row in heads.measured if "." in row["sampling"]}
+    data = list(dict.fromkeys(name for _, name in found))
+    rows = []
+    for name, parameters in heads.parameters.items():
+        cells = [found.get((name, one)) for one in data]
+        rates = [f"{cell['outside'][0]:.3f}" if cell else "" for cell in cells]
+        rows.append([name, f"{parameters / 1e6:.2f} M", *rates])
+    sampling = next((row["sampling"] for row in heads.measured if "." in row["sampling"]), "")
+    lines = [
+        f"- {', '.join(one['heads'])}: {one['steps']} steps, {one['tokens'] / 1e6:.2f} M tokens,"
+        f" {one['minutes']:.0f} minutes on {one['machine']}."
+        for one in heads.records
+        if "heads" in one
+    ]
+    return [
+        "\n## Heads on the target's hidden states\n",
+        "Named by kind and by the target's layers before them (medusa: and by how many positions "
+        f"further on they predict). Top-1 agreement outside loops, sampling {sampling}, on the "
+        "target's own continuations:\n",
+        table(["head", "parameters", *data], rows),
+        "",
+        *lines,
+    ]
+
+
 def _data(corpus: dict[str, Any]) -> str:
     if not corpus:
         return "No record of the corpus is present."
@@ -162,7 +208,7 @@ plausibly for a few lines and are of no use as programmers or as calculators.
 This page is written by `specdec train card`; every figure on it is measured by that command or
 recorded by the run it describes. Rebuild in this order: `specdec train tokenizer`,
 `specdec train target`, `specdec train finish`, `specdec train draft`, `specdec train ngram`,
-`specdec train card`.
+`specdec train bundled_heads`, `specdec train medusa_heads`, `specdec train card`.
 """
 
 LIMITS = """## Limits
@@ -181,7 +227,11 @@ LIMITS = """## Limits
 
 
 def write_card(
-    folder: Path, measured: dict[str, Any], records: dict[str, Any], corpus: dict[str, Any]
+    folder: Path,
+    measured: dict[str, Any],
+    records: dict[str, Any],
+    corpus: dict[str, Any],
+    heads: Heads,
 ) -> None:
     """Writes folder/README.md.
 
@@ -190,6 +240,7 @@ def write_card(
         measured: what card.make_card measured.
         records: training.json of "target" and "draft", {} where absent.
         corpus: corpus.json, {} where absent.
+        heads: of the target.
     """
     draft = records["draft"]
     distilled = (
@@ -207,6 +258,7 @@ def write_card(
         _losses(measured, records),
         "\n## Draft's agreement with the target\n",
         _agreement(measured),
+        *_heads(heads),
         "\n## Data\n",
         _data(corpus),
         "\n## Loss of the target while training\n",
