@@ -10,6 +10,8 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from experiments.reproduce.command import _read_words
+from experiments.reproduce.items import all_items, choose
 from specdec.cli.arguments import Arguments, read_arguments
 from specdec.cli.comparing import batch_sizes, compose_comparison
 from specdec.cli.curves import compose_curves
@@ -110,6 +112,11 @@ def _check_train(words: list[str]) -> None:
     _with_overrides(what, overrides)
 
 
+def _check_reproduce(words: list[str]) -> None:
+    items, _ = _read_words([word for word in words if not word.startswith("-")])
+    choose(items, all_items())
+
+
 def _check_help(words: list[str]) -> None:
     """Commands without a way to compose only: that they are there is what is checked."""
     read_arguments([word for word in words if not word.startswith("-")], flags=())
@@ -121,6 +128,7 @@ _SPECDEC: dict[str, Callable[[list[str]], None]] = {
     "compare": _check_compare,
     "profile": _check_profile,
     "list": _check_list,
+    "reproduce": _check_reproduce,
     "trace": _check_trace,
     "train": _check_train,
 }
