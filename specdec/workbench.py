@@ -31,9 +31,10 @@ from specdec.executors.exit_building import (
     build_front,
     exit_plan,
 )
+from specdec.executors.exits import paged
 from specdec.executors.hidden import refuse_hidden
 from specdec.executors.layout import StageLayout
-from specdec.executors.stage import paged, split_layers
+from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.metrics.meter import Meter
@@ -241,19 +242,20 @@ class Workbench:
         serving: ServingRules,
     ) -> Executor:
         pair = self.pair
+        blocks = serving.num_blocks, serving.block_tokens
+        answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
         if stages is not None and stages.after_drafting:
             return build_early_exit(
                 front=self._front,
                 pair=pair,
                 bounds=self._bounds(stages, pair.exit_layer if self._front else None),
-                answerer=pair.answerer(draws=self.draws, needs_probs=needs.target_probs),
+                answerer=answerer,
                 meter=self.meter,
                 clock=self.clock,
+                blocks=blocks,
             )
         if stages is not None and ranks is not None:
             return self._distributed(needs, stages, ranks, serving)
-        blocks = serving.num_blocks, serving.block_tokens
-        answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
         hidden = tuple(layer for layer in needs.hidden_layers if 0 <= layer < pair.num_layers)
         if stages is None:
             all_layers = pair.stage(0, pair.num_layers, self.meter, capture_layers=hidden)
@@ -281,17 +283,13 @@ class Workbench:
                     *blocks,
                 )
             )
-        reader = None
-        if needs.exits:
-            reader = ExitReader(
-                num_candidates=needs.exits, draws=self.draws, sample=needs.draft_probs
-            )
+        reader = ExitReader(num_candidates=needs.exits, draws=self.draws, sample=needs.draft_probs)
         return PipelineExecutor(
             stages=slices,
             answerer=answerer,
             clock=self.clock,
-            exits=reader,
-            hidden_layers=() if needs.exits else hidden,
+            exits=reader if exits else None,
+            hidden_layers=() if exits else hidden,
         )
 
     def exit_front(self, stages: StageLayout, layers: Sequence[int] = ()) -> ExitFront:

@@ -20,9 +20,9 @@ from specdec.distributed.ledger import Ledger
 from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.distributed.replies import Reply, answers_reply, exits_reply
 from specdec.executors.answering import Answerer
-from specdec.executors.exits import ExitReader
+from specdec.executors.exits import ExitReader, paged
 from specdec.executors.layout import InFlight
-from specdec.executors.stage import Stage, paged
+from specdec.executors.stage import Stage
 from specdec.metrics.meter import Meter
 from specdec.randomness import KeyedDraws
 from specdec.tensor_parallel.collective import Collective

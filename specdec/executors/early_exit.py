@@ -97,6 +97,13 @@ class ExitFront:
         self.layers = tuple(segment.layer for segment in self._segments)
         self.counters = SourceCounters()
 
+    def page(self, num_blocks: int, block_tokens: int) -> None:
+        """Puts the caches of all requests into pools of blocks; before the first request."""
+        self._segments = tuple(
+            replace(segment, stage=segment.stage.paged(num_blocks, block_tokens))
+            for segment in self._segments
+        )
+
     def open(self, request_id: int, max_len: int) -> None:
         """Makes room for a request of at most ``max_len`` tokens."""
         for segment, done in zip(self._segments, self._done, strict=True):

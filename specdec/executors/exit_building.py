@@ -12,6 +12,7 @@ from specdec.distributed.plan import ExitPlan, RankPlan
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer
 from specdec.executors.early_exit import EarlyExitExecutor, ExitFront, Segment
+from specdec.executors.exits import paged
 from specdec.metrics.meter import Meter
 from specdec.types import Needs
 
@@ -87,8 +88,15 @@ def build_early_exit(
     answerer: Answerer,
     meter: Meter,
     clock: Clock,
+    blocks: tuple[int | None, int] = (None, 0),
 ) -> EarlyExitExecutor:
     """The executor that verifies what ``front`` has drafted.
+
+    Args:
+        front: shared with the source; None where no source drafts with one.
+        pair, bounds, meter, clock: as for ``build_front``.
+        answerer: turns logits into answers.
+        blocks: of each paged cache, and tokens of a block; None where caches are not paged.
 
     Raises:
         UserError: no source drafts with a front.
@@ -98,10 +106,13 @@ def build_early_exit(
             "executor=early_exit verifies what the target's own first layers have drafted: use"
             " it with source=early_exit, or choose executor=local or executor=pipeline"
         )
+    num_blocks, block_tokens = blocks
+    if num_blocks is not None:
+        front.page(num_blocks, block_tokens)
     layer = front.layers[-1]
     return EarlyExitExecutor(
         front=front,
-        rest=pair.stage(layer, pair.num_layers, meter),
+        rest=paged(pair.stage(layer, pair.num_layers, meter), *blocks),
         answerer=answerer,
         clock=clock,
         stages=sum(last > layer for _, last in bounds),

@@ -40,6 +40,10 @@ class ExitHead(Protocol):
         """
         ...
 
+    def paged(self, num_blocks: int, block_tokens: int) -> ExitHead:
+        """The same head, what it holds of requests in a pool of blocks."""
+        ...
+
     def commit(self, commits: Sequence[Commit]) -> None: ...
 
     def close(self, request_id: int) -> None: ...
@@ -66,6 +70,10 @@ class NormHead:
             logits: torch.Tensor = self._output(self._norm(hidden[rows]))
         return logits
 
+    def paged(self, num_blocks: int, block_tokens: int) -> NormHead:
+        """Itself."""
+        return self
+
     def commit(self, commits: Sequence[Commit]) -> None:
         """Nothing to follow."""
 
@@ -87,6 +95,10 @@ class TransformerHead:
         """See ``ExitHead``."""
         return self._stage.run(batch, hidden, wants_logits=wants_logits).logits
 
+    def paged(self, num_blocks: int, block_tokens: int) -> TransformerHead:
+        """See ``ExitHead``; a pool of its own, since it has another number of layers."""
+        return TransformerHead(stage=self._stage.paged(num_blocks, block_tokens))
+
 
 class ExitStage:
     """A stage in which the target may exit early, once or more often, with the heads."""
@@ -101,6 +113,11 @@ class ExitStage:
         """
         self.body = body
         self._heads = dict(sorted(heads.items()))
+
+    def paged(self, num_blocks: int, block_tokens: int) -> ExitStage:
+        """The same layers and heads, the caches of each in a pool of blocks."""
+        heads = {e: head.paged(num_blocks, block_tokens) for e, head in self._heads.items()}
+        return ExitStage(body=self.body.paged(num_blocks, block_tokens), heads=heads)
 
     @property
     def num_exits(self) -> int:
@@ -140,6 +157,13 @@ class ExitStage:
     def cache(self, request_id: int) -> TreeCache:
         """The layers' cache of a request."""
         return self.body.cache(request_id)
+
+
+def paged(stage: Stage, num_blocks: int | None, block_tokens: int) -> Stage:
+    """The stage with the caches of all its requests in pools of blocks, where it has caches."""
+    if num_blocks is None or not isinstance(stage, ModelStage | ExitStage):
+        return stage
+    return stage.paged(num_blocks, block_tokens)
 
 
 def layers_of(stage: Stage) -> ModelStage | None:

@@ -93,6 +93,12 @@ class ModelStage:
         if cache is not None:
             cache.close()
 
+    def paged(self, num_blocks: int, block_tokens: int) -> ModelStage:
+        """The same layers, the caches of all their requests in one pool of blocks."""
+        spec = self.runner.spec
+        pool = BlockPool(spec=spec, num_blocks=num_blocks, block_tokens=block_tokens)
+        return ModelStage(runner=self.runner, pool=pool)
+
     def cache(self, request_id: int) -> TreeCache:
         """The request's cache (for checks of its invariant)."""
         return self._caches[request_id]
@@ -106,15 +112,6 @@ class ModelStage:
             parent_ids=_NONE if tree is None else tree.parent_ids,
             node_positions=_NONE if tree is None else tree.positions,
         )
-
-
-def paged(stage: Stage, num_blocks: int | None, block_tokens: int) -> Stage:
-    """The stage with the caches of all its requests in one pool of blocks, where it has caches."""
-    if num_blocks is None or not isinstance(stage, ModelStage):
-        return stage
-    spec = stage.runner.spec
-    pool = BlockPool(spec=spec, num_blocks=num_blocks, block_tokens=block_tokens)
-    return ModelStage(runner=stage.runner, pool=pool)
 
 
 class NullStage:

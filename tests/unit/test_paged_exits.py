@@ -1,0 +1,107 @@
+"""Early exits over paged caches: the layers and a transformer head keep their entries in blocks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.executors.layout import StageLayout
+from specdec.kv_storage import BlockPool
+from specdec.pairs import RandomPair
+from specdec.policies import Chain, FixedWidth, RootOnly
+from specdec.sampling import SamplingParams
+from specdec.serving import ServingRules
+from specdec.sources import EarlyExitSource, NullSource
+from specdec.state import RequestState, StopRules
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Parts, Workbench
+
+NEW_TOKENS = 6
+NUM_REQUESTS = 5
+RULES = ServingRules(kv_tokens=80, block_tokens=4)  # for two or three requests at a time
+
+
+@cache
+def _bench() -> Workbench:
+    sizes = {"hidden_size": 16, "num_heads": 2, "vocab_size": 24, "max_positions": 64, "seed": 3}
+    return Workbench(
+        RandomPair(num_layers=3, exit_layer=1, exit_head="transformer", **sizes), seed=5
+    )
+
+
+def _decoded(parts: Parts) -> dict[int, tuple[int, ...]]:
+    requests = [
+        RequestState(
+            request_id=i,
+            prompt=np.arange(1 + 2 * i, dtype=np.int64),
+            stop=StopRules(max_new_tokens=NEW_TOKENS),
+            sampling=SamplingParams(temperature=0.8 * (i % 2)),
+        )
+        for i in range(NUM_REQUESTS)
+    ]
+    for _ in parts.decode(parts.new_state(), requests, batch_size=3):
+        pass
+    return {r.id: tuple(r.output) for r in requests}
+
+
+@cache
+def _plain() -> dict[int, tuple[int, ...]]:
+    made = _bench().parts(source=NullSource(), policy=RootOnly(), verifier=MatchVerifier())
+    return _decoded(made)
+
+
+def _paged(how: str) -> Parts:
+    bench, drafts_first = _bench(), how == "eesd"
+    layout = StageLayout(stages=3, after_drafting=drafts_first)
+    bench._front = None
+    return bench.parts(
+        source=EarlyExitSource(
+            front=bench.exit_front(layout) if drafts_first else None,
+            vocab_size=bench.pair.vocab_size,
+        ),
+        policy=Chain(gamma=2) if drafts_first else FixedWidth(width=2, children=2),
+        verifier=MatchVerifier(),
+        stages=layout,
+        serving=RULES,
+    )
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[BlockPool]:
+    """All that are made during the test."""
+    made: list[BlockPool] = []
+    create = BlockPool.__init__
+
+    def noted(self: BlockPool, **sizes: Any) -> None:
+        create(self, **sizes)
+        made.append(self)
+
+    monkeypatch.setattr(BlockPool, "__init__", noted)
+    return made
+
+
+@pytest.mark.parametrize(("how", "num_pools"), [("eesd", 3), ("ppsd", 4)])
+def test_every_cache_is_in_blocks_and_gives_them_back(
+    how: str, num_pools: int, pools: list[BlockPool]
+) -> None:
+    """The layers before the exit, its head, and the rest: one stage of it, or two."""
+    parts = _paged(how)
+    assert _decoded(parts) == _plain()
+    assert len(pools) == num_pools
+    for pool in pools:
+        assert pool.num_used == 0
+        assert 4 < pool.peak <= pool.num_blocks == 20
+
+
+def test_a_head_that_keeps_its_blocks_shows(
+    pools: list[BlockPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the head of a request that ends is not told."""
+    parts = _paged("ppsd")
+    stage = parts.executor._stages[0]  # type: ignore[attr-defined]
+    monkeypatch.setattr(stage, "close", stage.body.close)
+    _decoded(parts)
+    assert [pool.num_used > 0 for pool in pools].count(True) == 1
