@@ -40,7 +40,7 @@ def write_document(items: Mapping[str, Item], root: Path = ROOT) -> Path:
     """Writes the page; returns its path."""
     lines = [_HEAD]
     found = {name: read_item(item, root) for name, item in items.items()}
-    lines += _summary(items, found)
+    lines += [*_spent(found), *_summary(items, found)]
     for paper in dict.fromkeys(item.paper.name for item in items.values()):
         mine = [item for item in items.values() if item.paper.name == paper]
         lines += [f"## {mine[0].paper.title} ({mine[0].paper.reference})", ""]
@@ -48,6 +48,16 @@ def write_document(items: Mapping[str, Item], root: Path = ROOT) -> Path:
             lines += _section(item, found[item.id])
     path = root.parent / "docs" / "reproduction.md"
     return write_text(path, "\n".join(lines))
+
+
+def _spent(found: Mapping[str, Any]) -> list[str]:
+    """How many results there are, and the CPU time of the runs behind those of each size."""
+    by_size: dict[str, list[float]] = {}
+    for conditions in (entry[1] for entry in found.values() if entry):
+        size = conditions["size"].partition(":")[0]
+        by_size.setdefault(size, []).append(float(conditions.get("cpu_seconds", 0.0)))
+    told = [f"{len(took)} {size} ones took {sum(took):.0f} s" for size, took in by_size.items()]
+    return [f"{len(found)} results; of CPU time, the {' and the '.join(told)} on one core.", ""]
 
 
 def _summary(items: Mapping[str, Item], found: Mapping[str, Any]) -> list[str]:
