@@ -40,7 +40,7 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
 
     Keys: ``drafts``, ``common``, ``parallel`` and ``serial`` (name -> overrides), ``speedup`` and
     ``speedup_mean`` (claims of the ratio, per draft and as a mean), ``loss`` (claim: compression
-    lost between the first row of each, in per cent), ``computed``.
+    lost, in per cent, between the first row of each and between the fastest), ``computed``.
     """
     found, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -62,15 +62,14 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         share = best.summary["loop_share"]
         ratios.append(ratio)
         loops += [share] if share is not None else []
-        first, other = (next(iter(sides[s].values())) for s in sides)
-        kept = first.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
         for claim in config.get("speedup", ()):
             found.add(claim, ratio, "simulated", draft.title, loops=share, interval=(low, high))
         if "loss" in config:
-            rows_of = beside(first.results, other.results, accepted_of)
-            ends = interval(rows_of, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
-            lost = 100 * (1 - kept)
-            found.add(config["loss"], lost, "simulated", draft.title, loops=share, interval=ends)
+            equal = tuple(next(iter(runs.values())) for runs in sides.values())
+            for text, (mine, other) in (("equal depth", equal), ("fastest depths", (best, base))):
+                lost, ends = _lost(mine, other)
+                where = f"{draft.title}; {text}"
+                found.add(config["loss"], lost, "simulated", where, loops=share, interval=ends)
     if ratios and "speedup_mean" in config:
         found.add(
             config["speedup_mean"],
@@ -90,6 +89,13 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     claims_panel(right, item.stated.claims, found.measures, unit="x")
     found.figure = made
     return found
+
+
+def _lost(mine: Outcome, other: Outcome) -> tuple[float, Interval]:
+    """Accepted tokens per pass that one run lacks against another, per cent, with its interval."""
+    kept = mine.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
+    rows = beside(mine.results, other.results, accepted_of)
+    return 100 * (1 - kept), interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
 
 
 def _row(title: str, name: str, run: Outcome) -> tuple[Any, ...]:
