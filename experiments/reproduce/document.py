@@ -96,7 +96,8 @@ def _section(item: Item, found: tuple[Findings, dict[str, Any]] | None) -> list[
     if item.config.get("why"):
         lines += [f"Why: {str(item.config['why']).strip()}", ""]
     if findings.missing:
-        lines += [f"Missing: {'; '.join(findings.missing)}.", ""]
+        told = [what.removeprefix("missing: ").rstrip(".") for what in findings.missing]
+        lines += [f"Missing: {'; '.join(told)}.", ""]
     page = f"../experiments/{item.paper.name}/results/{item.name}.md"
     return [
         *lines,
