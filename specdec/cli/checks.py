@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from specdec.cli.rules import COMPARE, SECTIONS, TOP, Rule
@@ -224,11 +223,3 @@ def _parts(node: Any) -> Iterator[Mapping[str, Any]]:
     elif isinstance(node, list):
         for item in node:
             yield from _parts(item)
-
-
-def model_path(name: str) -> str:
-    """The folder of a bundled model (``bundled:NAME``); other names as they are."""
-    kind, colon, rest = name.partition(":")
-    if kind == "bundled" and colon:
-        return str(Path(__file__).resolve().parent.parent / "assets" / "tiny" / rest)
-    return name

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.checks import check_config, check_data, model_path, uses_draft_model
+from specdec.bundled import family_path
+from specdec.cli.checks import check_config, check_data, uses_draft_model
 from specdec.cli.composing import Composed, compose_config, parse
 from specdec.cli.fitting import fit
 from specdec.cli.lengths import check_prompts
@@ -119,7 +120,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> None:
     from specdec.models.inspection import inspect_model
 
     model = config["model"]
-    target = inspect_model(model_path(model["target"]))
+    target = inspect_model(family_path(model["target"]))
     stages = config.get("executor", {}).get("stages")
     if stages is not None and stages > target.num_layers:
         raise UserError(
@@ -141,7 +142,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> None:
             f"{why}, but model.draft is not set: add"
             " model.draft=PATH_OR_ID, or choose a source without one (source=prompt_lookup)"
         )
-    draft = inspect_model(model_path(model["draft"]))
+    draft = inspect_model(family_path(model["draft"]))
     if draft.vocab_size != target.vocab_size:
         raise UserError(
             f"model.draft={model['draft']} has a vocabulary of {draft.vocab_size} tokens and"

@@ -8,7 +8,7 @@ from typing import Any
 from specdec.errors import UserError
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.interface import ModelPair
-from specdec.pairs.pretrained import PretrainedPair, check_vocabularies, resolve
+from specdec.pairs.pretrained import PretrainedPair, check_vocabularies
 from specdec.pairs.random import RandomPair
 from specdec.pairs.replay import ReplayModels, build_replay
 from specdec.pairs.synthetic import SyntheticModels, build_synthetic
@@ -24,7 +24,6 @@ __all__ = [
     "TablePair",
     "build_pair",
     "check_vocabularies",
-    "resolve",
 ]
 
 

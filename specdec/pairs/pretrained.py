@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache, cached_property
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.bundled import family_path
 from specdec.errors import UserError
 from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
 from specdec.models.execution import Execution
@@ -21,9 +21,6 @@ from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.pairs.huggingface import HuggingFacePair, head_cost
 from specdec.sources.katz import KatzModel
 from specdec.tensor_parallel import Collective
-
-BUNDLED = "bundled:"
-"""Prefix of model paths that name a folder of the bundled family."""
 
 
 class PretrainedPair(HuggingFacePair):
@@ -75,15 +72,15 @@ class PretrainedPair(HuggingFacePair):
             exit_layer=exit_layer,
             exit_head=exit_head,
         )
-        self._heads = None if exit_heads is None else Path(resolve(exit_heads))
+        self._heads = None if exit_heads is None else Path(family_path(exit_heads))
         if self._heads is not None and not self._heads.is_dir():
             raise UserError(
                 f"model.exit_heads={exit_heads} is not a folder: name the one that holds the heads,"
                 " or take an untrained head with model.exit_heads=null"
             )
-        self._target_info = inspect_model(resolve(target))
-        self._draft_info = None if draft is None else inspect_model(resolve(draft))
-        self._ngram = None if ngram is None else Path(resolve(ngram))
+        self._target_info = inspect_model(family_path(target))
+        self._draft_info = None if draft is None else inspect_model(family_path(draft))
+        self._ngram = None if ngram is None else Path(family_path(ngram))
         if self._ngram is not None and not self._ngram.is_file():
             raise UserError(
                 f"model.ngram={ngram}: no such file; give a safetensors file of samples"
@@ -193,14 +190,6 @@ class PretrainedPair(HuggingFacePair):
                 " integer tensor `tokens`), or choose source=prompt_lookup"
             )
         return _katz_from_file(self._ngram, self.vocab_size)
-
-
-def resolve(path: str) -> str:
-    """Turns ``bundled:NAME`` into the folder of the installed package; other paths stay."""
-    if not path.startswith(BUNDLED):
-        return path
-    folder = resources.files("specdec.assets").joinpath("tiny", path.removeprefix(BUNDLED))
-    return str(folder)
 
 
 def check_vocabularies(target: ModelInfo, draft: ModelInfo | None) -> None:

@@ -13,11 +13,11 @@ Shape letters: P recorded positions of all requests, K candidates, n positions a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any, NoReturn
 
 import numpy as np
 
+from specdec.bundled import record_path
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer, SyntheticAnswerer
 from specdec.executors.stage import NullStage, Stage
@@ -31,9 +31,6 @@ from specdec.sources.contexts import hash_u64
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import HiddenPair, SyntheticTarget
 from specdec.types import FloatArray, IntArray
-
-BUNDLED = "bundled:"
-"""Prefix of records that ship with the package."""
 
 END = 0
 """Token that ends every hidden sequence, where the record ends; it stands nowhere else."""
@@ -315,20 +312,13 @@ def build_replay(
             f"model.method={method} chooses among the methods of an acceptance trace (.jsonl);"
             f" model.record={record} is a record: leave it null"
         )
-    found = read_record(_path(record))
+    found = read_record(record_path(record))
     return ReplayModels(
         pair=RecordedPair(record=found, seed=seed),
         num_layers=num_layers,
         weight_bytes=found.weight_bytes,
         about=found.about,
     )
-
-
-def _path(record: str) -> str:
-    if not record.startswith(BUNDLED):
-        return record
-    name = record.removeprefix(BUNDLED)
-    return str(resources.files("specdec") / "assets" / "records" / f"{name}.npz")
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from specdec.bundled import family_path
 from specdec.compose import compose
 from specdec.errors import UserError
 from specdec.models import inspect_model
 from specdec.models.inspection import CERTIFIED
-from specdec.pairs import ModelPair, RandomPair, build_pair, resolve
+from specdec.pairs import ModelPair, RandomPair, build_pair
 from specdec.runners import sampling_params
 from specdec.sampling import SamplingParams
 from specdec.types import Commit, Lossless
@@ -242,7 +243,7 @@ def _family(model: Mapping[str, Any]) -> str:
     if model["kind"] == "random":
         found = str(model.get("family", found))
     elif model["kind"] == "pretrained":
-        found = inspect_model(resolve(str(model["target"]))).model_type
+        found = inspect_model(family_path(str(model["target"]))).model_type
     return found if found in CERTIFIED else "llama"
 
 
@@ -351,4 +352,4 @@ def _shrink_exit(
 
 
 def _num_layers(model: Mapping[str, Any]) -> int:
-    return int(inspect_model(resolve(str(model["target"]))).num_layers)
+    return int(inspect_model(family_path(str(model["target"]))).num_layers)

@@ -89,6 +89,7 @@ CASES = {
     "malformed": (["run", "stop_strings=[a"], "stop_strings=[a"),
     "missing value": (["run", "model=hf"], "model.target"),
     "missing model": ([*HF, "model.target=./nowhere"], "nowhere"),
+    "model that does not ship": (["run", "model.target=bundled:tgt"], "bundled:target"),
     "damaged weights": ([*HF, "model.target=damaged"], "damaged"),
     "no draft": ([*HF, "strategy=speculative"], "model.draft"),
     "vocabulary": ([*HF, "model.draft=other"], "65"),
