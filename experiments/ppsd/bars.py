@@ -16,15 +16,14 @@ times are those that it has alone, but for the last round of `eesd`, in which ot
 draft. On ppsd_vicuna7b_exit that holds for `ppsd`, whose exit stage works in every step; `ar` is
 run alone. Prompts longer than the context lose their first tokens, and are counted.
 
-Prints tables; writes them, bars.csv and bars_fig1.png to --results. Runs are kept in --out and not
-done again.
+Prints tables; writes them, bars.csv and bars_fig1.png to --results, where sections of other calls
+stay. Runs are kept in --out and not done again.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -57,20 +56,35 @@ UNIFORM = "clock.profile=uniform_30ms"
 EXIT_PAID = "clock.profile=ppsd_vicuna7b_exit"
 TOKENS_COST = "clock.profile=specpipe_8x3090"
 BAR = 0.95
+ORDER, DATA = ("ppsd", "multi", "eesd", "tree"), ("humaneval", "gsm8k", "xsum")
+HEAD = """# PPSD and EESD against Eq. 4-6, simulated
+
+Written by `python -m experiments.ppsd.bars`, 8 stages; one section or more per call. `of ar`,
+`simulated`: speed-up over plain decoding on the same stages. `loops` is the share of tokens that
+end an 8-gram generated before, which flatters every row."""
+
+Key = tuple[str, str, str]
+Figure = tuple[str, str, str, str, str, float]
 
 
 @dataclass(slots=True)
 class Report:
-    """Lines for the terminal and the file alike; figures for the table of all parts.
+    """Sections for the terminal and the file alike; figures for the table of all parts.
 
     Attributes:
-        lines: Markdown.
+        sections: part, data set and sampling -> Markdown.
         figures: part, data set, sampling, row, name and value of each figure.
     """
 
-    lines: list[str] = field(default_factory=list)
-    figures: list[tuple[str, str, str, str, str, float]] = field(default_factory=list)
-    where: tuple[str, str, str] = ("", "", "")
+    sections: dict[Key, str] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    where: Key = ("", "", "")
+
+    def begin(self, part: str, data: str, sampling: str) -> None:
+        """Starts a section."""
+        self.where = part, data, sampling
+        self.sections[self.where] = ""
+        print(f"## {part}: {data}, {sampling}\n", flush=True)
 
     def keep(self, row: str, **values: float) -> None:
         """Keeps a row's figures."""
@@ -79,7 +93,7 @@ class Report:
     def say(self, line: str) -> None:
         """Prints and keeps a line."""
         print(line, flush=True)
-        self.lines.append(line)
+        self.sections[self.where] = f"{self.sections[self.where]}{line}\n".lstrip("\n")
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A Markdown table."""
@@ -105,8 +119,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     report = Report()
-    report.say("# PPSD and EESD against Eq. 4-6, simulated\n")
-    report.say(f"At most {args.prompts} prompts x {args.tokens} tokens, {STAGES} stages.\n")
     for part in args.parts:
         for sampling in args.samplings:
             for data in args.data:
@@ -114,35 +126,65 @@ def main() -> None:
                 common = (f"data={data}", "data.truncation=left", *size)
                 bench = Bench(common=common, out=args.out / data)
                 _, prompts, cut = prepare(run_job_of(["strategy=ar", *common]).config)
-                report.where = part, data, sampling
-                report.say(f"## {part}: {data}, {sampling}\n")
-                report.say(f"{len(prompts)} prompts, {cut} of them cut.\n")
+                report.begin(part, data, sampling)
+                report.say(
+                    f"{len(prompts)} prompts x {args.tokens} tokens at most, {cut} prompts cut."
+                    f" {_origin()}\n"
+                )
                 parts[part](bench, sampling, report)
-    write(args.results, report)
+                write(args.results, report)
+
+
+def _origin() -> str:
+    facts = provenance(command=[], config={})
+    git = facts["git"]
+    revision = git.get("revision", "unknown")[:10] if git else "unknown"
+    return f"Revision {revision}, {facts['time'][:16]}, torch {facts['versions'].get('torch')}."
 
 
 def write(folder: Path, report: Report) -> None:
-    """bars.md with its provenance, bars.csv, and the figure where there is one."""
+    """bars.md, bars.csv and the figure; what other calls have written there stays."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = provenance(command=["experiments.ppsd.bars", *sys.argv[1:]], config={})
-    versions, git = facts["versions"], facts["git"]
-    report.say(f"- command: {' '.join(facts['command'])}")
-    report.say(f"- revision: {git.get('revision', git) if git else 'unknown'}")
-    report.say(f"- time: {facts['time']}; torch {versions.get('torch')}, simulated clock")
-    (folder / "bars.md").write_text("\n".join(report.lines) + "\n", encoding="utf-8")
-    with open(folder / "bars.csv", "w", newline="", encoding="utf-8") as file:
+    text, table = folder / "bars.md", folder / "bars.csv"
+    sections, figures = _read(text, table)
+    sections.update(report.sections)
+    new = {row[:3] for row in report.figures}
+    figures = [row for row in figures if row[:3] not in new] + report.figures
+    figures.sort(key=lambda row: _place(*row[:3]))
+    ordered = sorted(sections.items(), key=lambda found: _place(*found[0]))
+    told = [f"## {part}: {data}, {how}\n\n{body.strip()}" for (part, data, how), body in ordered]
+    text.write_text("\n\n".join([HEAD, *told]) + "\n", encoding="utf-8")
+    with open(table, "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(["part", "data", "sampling", "row", "figure", "value"])
-        rows.writerows([*row[:-1], f"{row[-1]:.4f}"] for row in report.figures)
-    if any(row[0] == "eesd" for row in report.figures):
-        draw(folder / "bars_fig1.png", report)
+        rows.writerows([*row[:-1], f"{row[-1]:.4f}"] for row in figures)
+    if any(row[0] == "eesd" for row in figures):
+        draw(folder / "bars_fig1.png", figures)
 
 
-def draw(path: Path, report: Report) -> None:
+def _place(part: str, data: str, sampling: str) -> tuple[int, bool, int]:
+    return ORDER.index(part), sampling != "t06", DATA.index(data) if data in DATA else len(DATA)
+
+
+def _read(text: Path, table: Path) -> tuple[dict[Key, str], list[Figure]]:
+    """Sections and figures of earlier calls."""
+    if not (text.is_file() and table.is_file()):
+        return {}, []
+    sections: dict[Key, str] = {}
+    for section in text.read_text(encoding="utf-8").split("\n## ")[1:]:
+        title, _, body = section.partition("\n")
+        part, data, sampling = title.replace(":", ",").split(", ")
+        sections[part, data, sampling] = body.strip()
+    with open(table, newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))[1:]
+    return sections, [(*row[:5], float(row[5])) for row in rows]  # type: ignore[misc]
+
+
+def draw(path: Path, figures: Sequence[Figure]) -> None:
     """The paper's Fig. 1: acceptance and speed-up against the draft length."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     series: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for part, data, sampling, _, name, value in report.figures:
+    for part, data, sampling, _, name, value in figures:
         if part == "eesd":
             series.setdefault((data, sampling), {}).setdefault(name, []).append(value)
     for number, ((data, sampling), found) in enumerate(series.items()):
