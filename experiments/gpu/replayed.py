@@ -63,7 +63,9 @@ class ReplayedShapes:
         self._attention, self._execution = attention, execution
         self.meter = Meter()
 
-    def stage(self, first: int, last: int, meter: Meter) -> Stage:
+    def stage(
+        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+    ) -> Stage:
         """The whole target."""
         assert (first, last) == (0, self.num_layers), "on one device"
         self.meter = meter

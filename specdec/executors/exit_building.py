@@ -149,6 +149,19 @@ def check_exits(source: TokenSource, policy: TreePolicy, executor: Executor) -> 
         )
 
 
+def refuse_several(needs: Needs) -> None:
+    """Refuses several exits of stages in processes of their own.
+
+    Raises:
+        UserError: if a part needs more than one.
+    """
+    if needs.further_exits:
+        raise UserError(
+            "source=multi_exit with executor.transport=distributed: ranks send one exit only; use"
+            " source=early_exit, or executor.transport=in_process"
+        )
+
+
 def exit_plan(needs: Needs, ranks: Sequence[RankPlan], layer: int | None) -> ExitPlan | None:
     """Which rank of a pipeline hands out the exits that ``needs`` asks for; None without an exit.
 
@@ -159,10 +172,6 @@ def exit_plan(needs: Needs, ranks: Sequence[RankPlan], layer: int | None) -> Exi
     """
     if layer is None:
         return None
-    if needs.further_exits:
-        raise UserError(
-            "source=multi_exit with executor.transport=distributed: ranks send one exit only; use"
-            " source=early_exit, or executor.transport=in_process"
-        )
+    refuse_several(needs)
     found = [i for i, r in enumerate(ranks, 1) if r.layers[0] < layer <= r.layers[1]]
     return ExitPlan(rank=found[-1], candidates=needs.exits, sample=needs.draft_probs)

@@ -9,6 +9,7 @@ import pytest
 
 from specdec.distributed import Lease
 from specdec.errors import UserError
+from specdec.executors.exit_building import refuse_several
 from specdec.executors.hidden import refuse_hidden
 from tests.matrix.cells import Cell, all_cells, config, cover, met, option, runner
 from tests.matrix.outcomes import Kind, check, composed
@@ -43,7 +44,9 @@ def _goes_over_ranks(cell: Cell) -> bool:
     """Whether the cell's source can be served by ranks; those that cannot are refused in words."""
     ready = runner(config(cell))
     try:
-        refuse_hidden(ready.parts.source.needs)
+        needs = ready.parts.source.needs
+        refuse_hidden(needs)
+        refuse_several(needs)
     except UserError:
         return False
     finally:

@@ -148,7 +148,7 @@ REFUSED = (
     (("strategy=staged",), "StagedSource"),
     (("strategy=mixture",), "MixtureSource"),
     (("source.guess_draw=true",), "guess_draw"),
-    (("verifier=rejection",), "distributions"),
+    (("verifier=rejection",), "distribution that candidates"),
     (("verifier=typical",), "distributions"),
     (("executor=pipeline", "executor.stages=9"), "stages=9"),
 )
