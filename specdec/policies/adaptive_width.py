@@ -45,17 +45,17 @@ class _Level:
     Attributes:
         request: whose.
         bottom: int64[W], slots of the level above.
-        mass: probability, by the draft, that the target's path runs through the level above.
         picks: int64[<= width], candidates as flat indices into [W, K], most probable first.
         probs: float64[<= width], their probabilities.
+        shares: float64[<= width], the same where the path runs through the level above.
         num_columns: K.
     """
 
     request: RequestState
     bottom: IntArray
-    mass: float
     picks: IntArray
     probs: FloatArray
+    shares: FloatArray
     num_columns: int
 
 
@@ -71,11 +71,11 @@ class AdaptiveWidth(Stateless):
     is least: the paper's T (1 + (1 - p)(N - 1)) over a batch, with the draft's own probabilities
     for p, corrected by how often the path ran through nodes of their rank (``Reliability``), and
     its N - 1 by the steps that gave a request nothing so far against those expected; refilling
-    after a miss, which Eq. 2 leaves out, counts by that. A step takes as long
-    as the widest of the N levels in flight, so one level narrower than the rest saves nothing: what
-    is left out is a running mean over some N steps, by nodes per request. So n changes slowly,
-    while its nodes go where they cover most. T(n) comes from the clock's latency profile; by a wall
-    clock without one it is fitted to the run's own steps. At most ``width`` nodes per request.
+    after a miss, which Eq. 2 leaves out, counts by that. A step takes as long as the widest of the
+    N levels in flight, so one level narrower than the rest saves nothing: what is left out is a
+    running mean over some N steps, by nodes per request. So n changes slowly, while its nodes go
+    where they cover most. T(n) comes from the clock's latency profile; by a wall clock without one
+    it is fitted to the run's own steps. At most ``width`` nodes per request.
     """
 
     value_dependent = True
@@ -170,15 +170,13 @@ class AdaptiveWidth(Stateless):
         picks = picks[np.argsort(-scores.take(picks), kind="stable")]
         probs = np.exp(scores.take(picks))
         mass = float(np.exp(above).sum())
-        return _Level(request, bottom, mass, picks, probs, logprobs.shape[1])
+        return _Level(request, bottom, picks, probs, probs / mass, logprobs.shape[1])
 
     def _append(self, levels: list[_Level], num_live: int, num_roots: int) -> None:
         """Makes nodes of the candidates that are worth their time."""
         owners = np.repeat(np.arange(len(levels)), [len(level.probs) for level in levels])
         probs = np.concatenate([level.probs for level in levels])
-        shares = np.concatenate(
-            [self._reliability.corrected(level.probs / level.mass) for level in levels]
-        )
+        shares = np.concatenate([self._reliability.corrected(level.shares) for level in levels])
         first = np.concatenate([np.arange(len(level.probs)) == 0 for level in levels])
         # Everybody's best candidate is taken in any case; the others compete.
         order = np.lexsort((-probs, ~first))
@@ -194,17 +192,15 @@ class AdaptiveWidth(Stateless):
         self._expected_idle += (self._latency - 1) * float(left_out[best])
         taken = np.bincount(owners[order[:num]], minlength=len(levels))
         for level, count in zip(levels, taken.tolist(), strict=True):
-            picks = np.sort(level.picks[:count])  # in the order of the parents: breadth-first
-            rows, columns = np.divmod(picks, level.num_columns)
-            tree = level.request.tree
+            picks, tree = level.picks[:count], level.request.tree
+            places = np.argsort(picks)  # in the order of the parents: breadth-first
+            rows, columns = np.divmod(picks[places], level.num_columns)
             slots = tree.take(level.bottom.take(rows), columns)
-            slots = slots[np.argsort(-tree.scores[slots], kind="stable")]
-            self._reliability.promise(
-                level.request.id,
-                position=int(tree.positions[slots[0]]),
-                ids=tree.ids[slots],
-                shares=np.exp(tree.scores[slots]) / level.mass,
-            )
+            ids = np.empty_like(slots)
+            ids[places] = tree.ids[slots]  # most probable first, as ``picks``
+            position = int(tree.positions[slots[0]])
+            shares = level.shares[:count]
+            self._reliability.promise(level.request.id, position=position, ids=ids, shares=shares)
 
     def _mean_left_out(self, now: FloatArray, levels: list[_Level]) -> FloatArray:
         """float64[width]: probability that all requests leave out, by nodes of each, as of late."""
