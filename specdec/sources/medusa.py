@@ -25,9 +25,8 @@ import numpy as np
 import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
-from specdec.device_probs import taken
-from specdec.sampling import SamplingParams, SamplingTransform
-from specdec.sources.sampled import candidates_of
+from specdec.sampling import SamplingTransform
+from specdec.sources.sampled import candidates_of, picked
 from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output, SourceCounters
 
 if TYPE_CHECKING:
@@ -91,7 +90,6 @@ class MedusaSource:
         self.counters = SourceCounters()
         self._last: dict[int, _Last | None] = {}
         self._prompt_ends: dict[int, int] = {}  # positions before the first roots
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
     @property
     def head_bytes(self) -> int:
@@ -102,7 +100,6 @@ class MedusaSource:
         """Starts a request, which has no hidden state yet."""
         self._last[request.id] = None
         self._prompt_ends[request.id] = request.num_prefill - 1
-        self._transforms.setdefault(request.sampling, SamplingTransform(request.sampling))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Candidates by depth; count 0 below the last head and where no hidden state is known."""
@@ -171,7 +168,7 @@ class MedusaSource:
         """Candidates of nodes of one request that have a head; once per depth where they can be."""
         request, last = state.requests[request_id], self._last[request_id]
         assert last is not None, "a node without a hidden state has no head"
-        transform = self._transforms[request.sampling]
+        transform = SamplingTransform(request.sampling)
         slots = request.tree.slots(ids)
         histories = None
         rows = np.arange(len(ids))
@@ -189,9 +186,4 @@ class MedusaSource:
             request_id=request_id,
             positions=request.tree.positions[slots],
         )
-        return Candidates(
-            tokens=found.tokens[rows],
-            logprobs=found.logprobs[rows],
-            counts=found.counts[rows],
-            probs=None if found.probs is None else taken(found.probs, rows),
-        )
+        return picked(found, rows)

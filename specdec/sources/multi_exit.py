@@ -15,6 +15,7 @@ from specdec.metrics.exit_laws import eesd_saving, ppsd_saving
 from specdec.sources.chances import ExitChances
 from specdec.sources.early_exit import read_front
 from specdec.sources.remembering import AnswerBook
+from specdec.sources.sampled import picked
 from specdec.types import (
     BoolArray,
     Candidates,
@@ -114,7 +115,7 @@ class MultiExitSource:
             goes_on = self._goes_on(state, left, at)
             taken = (answer.counts > 0) & ~goes_on
             if taken.any():
-                parts.append(_rows(answer, np.flatnonzero(taken)))
+                parts.append(picked(answer, np.flatnonzero(taken)))
                 placed.append(rows[taken])
             left, rows = left.where(goes_on), rows[goes_on]
             if not len(left):
@@ -123,7 +124,7 @@ class MultiExitSource:
             return Candidates.empty(len(nodes))
         order, mask = np.concatenate(placed), np.zeros(len(nodes), np.bool_)
         mask[order] = True
-        return _rows(Candidates.joined(parts), np.argsort(order)).spread(mask)
+        return picked(Candidates.joined(parts), np.argsort(order)).spread(mask)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Takes what has arrived, learns from what was decided, forgets what left the trees."""
@@ -196,13 +197,3 @@ class MultiExitSource:
                 chances.learn(known, token)
         kept = set(commit.kept_ids.tolist())
         self._said[commit.request] = {i: known for i, known in said.items() if i in kept}
-
-
-def _rows(answer: Candidates, index: IntArray) -> Candidates:
-    """The rows that ``index`` names, in its order."""
-    return Candidates(
-        tokens=answer.tokens[index],
-        logprobs=answer.logprobs[index],
-        counts=answer.counts[index],
-        probs=None if answer.probs is None else on_host(answer.probs)[index],
-    )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from specdec import device_sampling
-from specdec.device_probs import DeviceProbs, Probs
+from specdec.device_probs import DeviceProbs, Probs, taken
 from specdec.randomness import KeyedDraws, Purpose
 from specdec.sampling import SamplingTransform, sample_candidates
 from specdec.types import Candidates, FloatArray, IntArray, Nodes
@@ -115,3 +115,14 @@ def candidates_of(
     k = min(k, probs.shape[1])
     uniforms = _sibling_draws(draws, request_id, positions, k)
     return _drawn(probs, k, uniforms)
+
+
+def picked(candidates: Candidates, rows: IntArray) -> Candidates:
+    """The rows that ``rows``, int64[W], names, each as often as it is named."""
+    assert candidates.origins is None, "origins would be lost"
+    return Candidates(
+        tokens=candidates.tokens[rows],
+        logprobs=candidates.logprobs[rows],
+        counts=candidates.counts[rows],
+        probs=None if candidates.probs is None else taken(candidates.probs, rows),
+    )

@@ -303,9 +303,7 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _has_exit(
-    source: Any, kinds: tuple[str, ...] = (".EarlyExitSource", ".MultiExitSource")
-) -> bool:
+def _has_exit(source: Any, kinds: tuple[str, ...] = _EXITS) -> bool:
     """Whether an early-exit source is among the parts of a source's section."""
     if isinstance(source, list):
         return any(_has_exit(part, kinds) for part in source)
