@@ -30,17 +30,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 
 from experiments.pipelines.running import Bench, Row
+from experiments.reproduce.drawing import COLORS, as_png, figure, legend, lines, tidy
 from specdec.cli.jobs import run_job_of
 from specdec.engine import prepare
 from specdec.metrics.exit_laws import eq5_acceptance
 from specdec.report.provenance import provenance
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 STAGES = 8
 EXIT = "model.exit_layer=3"
@@ -182,25 +179,22 @@ def _read(text: Path, table: Path) -> tuple[dict[Key, str], list[Figure]]:
 
 def draw(path: Path, figures: Sequence[Figure]) -> None:
     """The paper's Fig. 1: acceptance and speed-up against the draft length."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
-    series: dict[tuple[str, str], dict[str, list[float]]] = {}
+    series: dict[str, dict[str, list[float]]] = {}
     for part, data, sampling, _, name, value in figures:
         if part == "eesd":
-            series.setdefault((data, sampling), {}).setdefault(name, []).append(value)
-    for number, ((data, sampling), found) in enumerate(series.items()):
-        look = {"color": f"C{number}", "label": f"{data}, {sampling}"}
-        axes[0].plot(GAMMAS, found["accepted"], marker="o", ms=3, **look)
-        axes[0].plot(GAMMAS, found["eq5"], ls=":", lw=1, color=look["color"])
-        axes[1].plot(GAMMAS, found["speedup"], marker="o", ms=3, **look)
-    axes[0].set(xlabel="draft length", ylabel="accepted / proposed", ylim=(0, 1))
-    axes[0].set_title("EESD: acceptance (dotted: Eq. 5)", fontsize=9)
-    axes[1].axhline(1.0, color="grey", lw=0.8)
-    axes[1].set(xlabel="draft length", ylabel="speed-up over plain decoding")
-    axes[1].set_title("EESD: simulated speed-up, E = N/8", fontsize=9)
-    axes[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+            series.setdefault(f"{data}, {sampling}", {}).setdefault(name, []).append(value)
+    gammas = list(GAMMAS)
+    made, (left, right) = figure(11.0, 4.4, 2)
+    lines(left, {name: (gammas, found["accepted"]) for name, found in series.items()})
+    for found, color in zip(series.values(), COLORS, strict=False):
+        left.plot(gammas, found["eq5"], ls=":", lw=1, color=color)
+    lines(right, {name: (gammas, found["speedup"]) for name, found in series.items()})
+    x = "draft length (tokens)"
+    tidy(left, x=x, y="accepted / proposed (simulated)", title="EESD (dotted: Eq. 5)")
+    tidy(right, x=x, y="speed-up over plain decoding (times, simulated)", title="E = N/8")
+    for ax in (left, right):
+        legend(ax)
+    path.write_bytes(as_png(made))
 
 
 def ppsd(bench: Bench, sampling: str, report: Report) -> None:
