@@ -20,10 +20,11 @@ from specdec.executors import distributed as over_ranks
 from specdec.metrics.meter import Meter
 from specdec.pairs import PretrainedPair
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
-from specdec.train.model import LanguageModel, ModelShape, save_hf
+from specdec.train.model import LanguageModel, save_hf
 from specdec.types import NO_NODE, Batch, Exits, Output, PrefillChunk, TreeRows
 from tests.distributed.support import PROMPTS, config, counted, rejection, runner
 from tests.distributed.threads import ThreadGroup, thread_ranks
+from tests.shapes import small_llama
 
 EVERY_STEP = ("node_ids", "tokens", "logprobs", "counts", "probs")
 
@@ -126,16 +127,7 @@ def test_a_rank_loads_its_layers_and_the_head(
     kind: str, own_output: bool, trained: bool, tmp_path: Path
 ) -> None:
     """Of a model on disk: the exit of a rank that has read layers 1 and 2 is the whole model's."""
-    shape = ModelShape(
-        num_layers=4,
-        hidden=32,
-        feed_forward=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=48,
-        max_positions=64,
-    )
+    shape = small_llama(4)
     target = LanguageModel(shape, generator=torch.Generator().manual_seed(1))
     save_hf(target, tmp_path)
     spec = HeadSpec(kind=HeadKind(kind), layer=2, own_output=own_output)

@@ -35,11 +35,12 @@ from specdec.train.exits import (
     exit_loss,
     save_heads,
 )
-from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
 from strategies import eesd, ppsd
+from tests.shapes import small_llama
 
 STAGE_S = 1.0
 PROFILE = LatencyProfile(name="unit", costs={"stage": CostCurve(tokens=(1,), ms=(1000 * STAGE_S,))})
@@ -223,16 +224,7 @@ class TestRefusals:
         assert {policy._length(5, position) for position in range(60)} == {1}
 
 
-SHAPE = ModelShape(
-    num_layers=3,
-    hidden=32,
-    feed_forward=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=48,
-    max_positions=64,
-)
+SHAPE = small_llama(3)
 SPECS = [
     HeadSpec(kind=HeadKind.TRANSFORMER, layer=1),
     HeadSpec(kind=HeadKind.NORM, layer=2),

@@ -44,7 +44,7 @@ from specdec.sources import (
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, Oracle, TablePair, decode_cases
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
-from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Candidates, Needs, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from specdec.verify.laws import (
@@ -57,6 +57,7 @@ from specdec.verify.laws import (
 )
 from specdec.workbench import Parts, Workbench
 from strategies import medusa
+from tests.shapes import small_llama
 
 
 @pytest.fixture(scope="module")
@@ -246,16 +247,7 @@ class TestLossless:
 # ---------------------------------------------------------------------- weights, refusals
 
 
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden=32,
-    feed_forward=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=48,
-    max_positions=64,
-)
+SHAPE = small_llama(2)
 SPECS = [
     HeadSpec(kind=HeadKind.MEDUSA, layer=2, offset=1),
     HeadSpec(kind=HeadKind.MEDUSA, layer=2, offset=2, own_output=False),
