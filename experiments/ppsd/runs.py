@@ -20,6 +20,7 @@ from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from specdec.metrics.exit_laws import eq5_acceptance
+from specdec.metrics.rates import judged
 
 _LAYERS = 24  # of the bundled target
 _STAGES = 8  # of Table 2's runs
@@ -52,11 +53,7 @@ class ExitRun:
     @property
     def alpha_interval(self) -> Interval:
         """Of ``alpha``, over prompts."""
-        by_level, rows = self.run.totals.level_per_step, []
-        for counters in (result.counters for result in self.run.results):
-            accepted = counters.hits if by_level else counters.accepted
-            rows.append((accepted, counters.verified + (accepted if by_level else 0)))
-        return interval(rows, share)
+        return interval([judged(r.counters, self.run.totals) for r in self.run.results], share)
 
     @property
     def law(self) -> float:

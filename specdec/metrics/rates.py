@@ -13,6 +13,7 @@ from specdec.metrics.exit_laws import eq4_speedup, pipeline_speedup
 from specdec.metrics.loops import loop_share
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.metrics.times import time_metrics
+from specdec.state import RequestCounters
 
 POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
@@ -104,6 +105,16 @@ def _pass_metrics(new_tokens: int, totals: RunTotals) -> dict[str, Any]:
     }
 
 
+def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
+    """(accepted draft tokens, candidates that the target judged) of one request.
+
+    Where levels are in flight a hit is an accepted draft token as well, whose own answer is still
+    to come; a verifier's ``num_verified`` leaves out the child that was hit, so it is added.
+    """
+    in_flight = 0 if totals.whole_tree else counters.hits
+    return counters.accepted + in_flight, counters.verified + in_flight
+
+
 def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
     """Acceptance, by the two customs of the literature where they differ.
 
@@ -111,18 +122,15 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
     ``accepted_per_pass``: without it. Cut tokens are in neither. With one request at a time an
     answer is a target pass. Both None for one level per step, where an answer emits one token.
     ``acceptance_rate``: accepted / proposed draft tokens; ``acceptance_rate_verified``: accepted /
-    candidates that the target judged. Where levels are in flight a hit is an accepted draft token
-    as well, whose own answer is still to come; a verifier's ``num_verified`` leaves out the child
-    that was hit, so it is added.
+    candidates that the target judged (``judged``).
     ``hit_rate``: answers whose token was in the tree; None where the whole tree is answered.
     """
     counters = [result.counters for result in results]
     answers = sum(c.answers for c in counters)
     hits = sum(c.hits for c in counters)
     proposed = sum(c.proposed for c in counters)
-    in_flight = 0 if totals.whole_tree else hits
-    accepted = sum(c.accepted for c in counters) + in_flight
-    verified = sum(c.verified for c in counters) + in_flight
+    pairs = [judged(c, totals) for c in counters]
+    accepted, verified = (sum(pair[i] for pair in pairs) for i in (0, 1))
     # A cut removes the token after the path first, then accepted tokens from the path's end.
     accepted_emitted = sum(c.accepted - max(0, c.cut_tokens - 1) for c in counters)
     emitted = sum(len(result.output) for result in results)
