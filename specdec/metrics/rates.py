@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.metrics.exit_laws import eq4_speedup, pipeline_speedup
 from specdec.metrics.loops import loop_share
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.metrics.times import time_metrics
-from specdec.state import RequestCounters
+
+if TYPE_CHECKING:
+    from specdec.state import RequestCounters
 
 POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
