@@ -26,7 +26,7 @@ from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.metrics import Run, RunTotals
-from specdec.metrics.compare import prompt_speedups, speed_ratio_interval
+from specdec.metrics.compare import comparison_row, prompt_speedups
 from specdec.report import read_requests
 
 STRATEGIES = ("ar", "speculative", "staged")
@@ -161,7 +161,7 @@ def speed(item: Item, lab: Lab) -> Findings:
     for label, sampling in config["samplings"].items():
         result = compared(item, lab, sampling)
         rows = {r["strategy"]: r for r in result["rows"]}
-        staged, single = rows["staged"], rows["speculative"]
+        staged = rows["staged"]
         keys = ("tokens_per_s", "speedup_wall", "speedup_theoretical", "lossless")
         keys = (*keys, "overhead_share", "rows_per_target_pass", "loop_share")
         table += [(label, name, *(row[key] for key in keys)) for name, row in rows.items()]
@@ -172,10 +172,10 @@ def speed(item: Item, lab: Lab) -> Findings:
         ends = staged["speedup_wall_interval"] or (None, None)
         value = staged["speedup_wall"]
         found.add(over_plain, value, "measured", where, loops=loops, interval=ends)
-        value = staged["tokens_per_s"] / single["tokens_per_s"]
         runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
-        both = ([r for run in runs[n] for r in run.results] for n in ("staged", "speculative"))
-        ends = speed_ratio_interval(*both) or (None, None)
+        beside = comparison_row("staged", runs["staged"], runs["speculative"])
+        ends = beside["speedup_wall_interval"] or (None, None)
+        value = beside["speedup_wall"]
         found.add(over_single, value, "measured", where, loops=loops, interval=ends)
     columns = (
         *("sampling", "row", "tokens/s", "over ar", "by counts", "tokens as ar"),
