@@ -6,6 +6,7 @@ The whole tree is verified at once. STPP's tree is read as 1,1,3,1,1,1,1,1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from specdec.interfaces import Verifier
 from specdec.policies import Static
@@ -24,7 +25,7 @@ def build(
     branching: Sequence[int] = BRANCHING,
     verifier: Verifier | None = None,
     stages: int | None = None,
-    draft_overlap: str = "none",
+    draft_overlap: Literal["none", "rule", "full"] = "none",
 ) -> Parts:
     """A static tree from a draft model.
 

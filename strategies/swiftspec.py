@@ -7,6 +7,8 @@ than bs nodes, and its most probable connected subgraph of bs nodes goes to the 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from specdec.executors.layout import StageLayout
 from specdec.policies import BestFirst
 from specdec.sources import DraftModelSource
@@ -19,7 +21,7 @@ def build(
     *,
     bs: int = 8,
     w: int = 8,
-    d: int | str = 3,
+    d: int | Literal["until_ready"] = 3,
     target_degree: int = 6,
     draft_degree: int = 2,
 ) -> Parts:

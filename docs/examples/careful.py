@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
+from specdec.bounds import Count, Share, bounded
 from specdec.interfaces import TokenSource
 from specdec.policies.growing import (
     Stateless,
-    check_count,
     expand,
     last_position,
     ready_requests,
@@ -25,16 +25,14 @@ class Careful(Stateless):
     value_dependent = True  # it looks at probabilities, so rejection sampling would be biased
     serial = True  # it drafts before the target starts, not while it is busy
 
-    def __init__(self, *, gamma: int, min_prob: float) -> None:
+    @bounded
+    def __init__(self, *, gamma: Count, min_prob: Share) -> None:
         """Takes the keys of its YAML.
 
         Args:
             gamma: draft tokens per target pass at most.
-            min_prob: least probability of a token that is drafted, 0 to 1.
+            min_prob: least probability of a token that is drafted.
         """
-        check_count("gamma", gamma)
-        if not 0 <= min_prob <= 1:
-            raise ValueError(f"policy.min_prob={min_prob} must be between 0 and 1")
         self.gamma = gamma
         self.min_prob = min_prob
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from specdec.bounds import PositiveShare, bounded
 from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output, SourceCounters
 
@@ -17,14 +18,13 @@ class Echo:
     gives_probs = False  # its candidates are not sampled, so rejection verifiers refuse it
     vocab_size: int | None = None  # any vocabulary
 
-    def __init__(self, *, trust: float) -> None:
+    @bounded
+    def __init__(self, *, trust: PositiveShare) -> None:
         """Takes the keys of its YAML.
 
         Args:
-            trust: probability that it claims for its proposals, above 0 and at most 1.
+            trust: probability that it claims for its proposals.
         """
-        if not 0 < trust <= 1:
-            raise ValueError(f"source.trust={trust} must be above 0 and at most 1")
         self.counters = SourceCounters()  # no model passes to count
         self._logprob = math.log(trust)
         self._requests: dict[int, RequestState] = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from transformers.generation import StoppingCriteriaList
 from transformers.utils import logging as hf_logging
 
 from specdec.baselines.counting import EmissionLog, PassLog, StopStrings
+from specdec.bounds import Count, Share
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.sampling import SamplingParams
 from specdec.state import TARGET_ORIGIN, RequestCounters, StopRules
@@ -41,11 +42,11 @@ class HFOptions:
         max_matching_ngram: longest n-gram that prompt lookup matches.
     """
 
-    num_assistant_tokens: int = 20
-    schedule: str = "constant"
-    confidence_threshold: float = 0.4
-    prompt_lookup_num_tokens: int = 10
-    max_matching_ngram: int = 2
+    num_assistant_tokens: Count = 20
+    schedule: Literal["constant", "heuristic", "heuristic_transient"] = "constant"
+    confidence_threshold: Share = 0.4
+    prompt_lookup_num_tokens: Count = 10
+    max_matching_ngram: Count = 2
 
 
 class Detokenizer(Protocol):

@@ -103,11 +103,8 @@ def check_part(path: str, node: object, label: str) -> None:
         if key not in plain and not (key in known and (nested or not known[key].annotation)):
             hint = did_you_mean(key, plain) or "it takes no keys"
             raise UserError(f"{label} has no key {key!r} (class {node['_target_']}): {hint}")
-        if not known[key].accepts(value):
-            raise UserError(
-                f"{at}={value!r} has the wrong type: {node['_target_']} takes"
-                f" {known[key].annotation}"
-            )
+        if refusal := known[key].refusal(value):
+            raise UserError(f"{at}={value!r} cannot be used: {refusal}")
         for inner_path, inner in nested:
             check_part(inner_path, inner, f"{label} at {inner_path}")
     missing = [name for name, p in plain.items() if p.required and name not in node]
@@ -149,11 +146,8 @@ def _check_hf_options(strategy: Mapping[str, Any]) -> None:
             raise UserError(
                 f"strategy={strategy['name']} has no option {key!r}: {did_you_mean(key, known)}"
             )
-        if not known[key].accepts(value):
-            raise UserError(
-                f"strategy.options.{key}={value!r} has the wrong type: it takes"
-                f" {known[key].annotation}"
-            )
+        if refusal := known[key].refusal(value):
+            raise UserError(f"strategy.options.{key}={value!r} cannot be used: {refusal}")
 
 
 def _with_kind(executor: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,6 +81,8 @@ def checked_job(composed: Composed) -> Job:
     if config["model"]["kind"] == "pretrained":
         check_data(config["data"])
         _check_models(name, config)
+    else:
+        _check_stages(config, config["model"]["num_layers"])
     config["choices"] = choices
     return Job(name, config, values["output_dir"])
 
@@ -115,18 +117,25 @@ def _check_hf(name: str, config: Mapping[str, Any]) -> None:
             )
 
 
+def _check_stages(config: Mapping[str, Any], num_layers: int) -> None:
+    """A stage holds at least one of the target's layers."""
+    stages = config.get("executor", {}).get("stages")
+    if stages is not None and stages > num_layers:
+        target = config["model"].get("target")
+        whose = f"model.target={target}" if target else "the target (model.num_layers)"
+        raise UserError(
+            f"executor.stages={stages} is more than the {num_layers} layers of {whose}:"
+            f" choose 1 to {num_layers}"
+        )
+
+
 def _check_models(name: str, config: Mapping[str, Any]) -> None:
     """Looks at the models' files: seconds, where loading them takes minutes."""
     from specdec.models.inspection import inspect_model
 
     model = config["model"]
     target = inspect_model(family_path(model["target"]))
-    stages = config.get("executor", {}).get("stages")
-    if stages is not None and stages > target.num_layers:
-        raise UserError(
-            f"executor.stages={stages} is more than the {target.num_layers} layers of"
-            f" model.target={model['target']}: choose 1 to {target.num_layers}"
-        )
+    _check_stages(config, target.num_layers)
     if config["max_new_tokens"] >= target.max_positions:
         raise UserError(
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"

@@ -15,18 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from specdec.bounds import Annotation
 from specdec.errors import UserError
-
-_SCALARS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "bool": (bool,),
-    "None": (type(None),),
-    "Path": (str,),
-}
-_SEQUENCES = frozenset({"list", "tuple", "Sequence", "Iterable", "Collection"})
-_MAPPINGS = frozenset({"dict", "Mapping"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +34,12 @@ class Parameter:
     @property
     def plain(self) -> bool:
         """Whether YAML can state it; other arguments are objects that the composer passes."""
-        return bool(self.annotation) and _is_plain(ast.parse(self.annotation, mode="eval").body)
+        return bool(self.annotation) and Annotation(self.annotation).plain
 
-    def accepts(self, value: object) -> bool:
-        """Whether a YAML value fits the annotation; True for what YAML cannot state alone."""
-        if not self.annotation:
-            return True
-        return _accepts(ast.parse(self.annotation, mode="eval").body, value)
+    def refusal(self, value: object) -> str:
+        """Why a YAML value cannot be used, as a sentence's end; "" where it can."""
+        found = Annotation(self.annotation) if self.annotation else None
+        return "" if found is None or found.accepts(value) else found.refusal
 
 
 def parameters(target: str) -> dict[str, Parameter]:
@@ -156,50 +145,3 @@ def _imported(target: str, module: str, name: str) -> dict[str, Parameter]:
         )
         for p in arguments.values()
     }
-
-
-def _is_plain(node: ast.expr) -> bool:
-    if isinstance(node, ast.BinOp):
-        return _is_plain(node.left) and _is_plain(node.right)
-    if isinstance(node, ast.Constant):
-        return node.value is None or node.value is Ellipsis
-    if isinstance(node, ast.Subscript):
-        head = _head(node)
-        if head == "Literal":
-            return True
-        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        return head in _SEQUENCES | _MAPPINGS and all(_is_plain(item) for item in inner)
-    return _head(node) in _SCALARS.keys() | _SEQUENCES | _MAPPINGS
-
-
-def _accepts(node: ast.expr, value: object) -> bool:
-    if isinstance(node, ast.BinOp):
-        return _accepts(node.left, value) or _accepts(node.right, value)
-    if isinstance(node, ast.Constant):
-        return value is None if node.value is None else True
-    head = _head(node)
-    if head in _SCALARS:
-        if isinstance(value, bool):
-            return head == "bool"
-        return isinstance(value, _SCALARS[head])
-    if head in _SEQUENCES:
-        return isinstance(value, list) and _items_fit(node, value)
-    if head in _MAPPINGS:
-        return isinstance(value, dict)
-    if head == "Literal" and isinstance(node, ast.Subscript):
-        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        return value in [item.value for item in inner if isinstance(item, ast.Constant)]
-    # Any other name is an object: a nested part, or an enum's value by its text.
-    return isinstance(value, dict | str)
-
-
-def _items_fit(node: ast.expr, value: list[object]) -> bool:
-    if not isinstance(node, ast.Subscript):
-        return True
-    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
-    return all(_accepts(first, item) for item in value)
-
-
-def _head(node: ast.expr) -> str:
-    node = node.value if isinstance(node, ast.Subscript) else node
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.bounds import Count, DraftCount, bounded
 from specdec.clocks import LatencyProfile, Work
 from specdec.policies.growing import (
     Stateless,
     bottom_level,
-    check_count,
     expand,
     last_position,
     open_bottom,
@@ -82,11 +82,12 @@ class AdaptiveWidth(Stateless):
     serial = False
     levels_per_step = 1
 
+    @bounded
     def __init__(
         self,
         *,
-        width: int,
-        children: int,
+        width: DraftCount,
+        children: Count,
         latency: int = 1,
         profile: LatencyProfile | None = None,
     ) -> None:
@@ -101,8 +102,6 @@ class AdaptiveWidth(Stateless):
         Raises:
             ValueError: for a size below 1.
         """
-        check_count("width", width, remedy="to decode without drafts use policy=root_only")
-        check_count("children", children)
         self.width = width
         self.children = children
         self._latency = latency

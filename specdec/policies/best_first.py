@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
+from specdec.bounds import Bound, Count, Share, bounded
 from specdec.policies.growing import (
     NO_SLOTS,
     Stateless,
-    check_count,
     expand,
     last_position,
     most_probable,
@@ -48,15 +48,16 @@ class BestFirst(Stateless):
     value_dependent = True
     serial = True
 
+    @bounded
     def __init__(
         self,
         *,
-        bs: int,
-        w: int,
-        d: int | str | None,
+        bs: Annotated[int, Bound(at_least=2, remedy="the root alone is policy=root_only")],
+        w: Count,
+        d: Count | Literal["until_ready", "ratio", "ratio_plus_one"] | None,
         asynchronous: bool = False,
-        min_mass: float = 0.0,
-        min_prob: float = 0.0,
+        min_mass: Share = 0.0,
+        min_prob: Share = 0.0,
     ) -> None:
         """Sets the sizes, by the paper's names.
 
@@ -64,6 +65,7 @@ class BestFirst(Stateless):
             bs: nodes per target pass, root included, at least 2 (the paper: 8).
             w: leaves per expansion (the paper: 8).
             d: expansions per round; "until_ready" (or None): until the target is (asynchronous).
+                The command line turns "ratio" and "ratio_plus_one" into a number (``cli.fitting``).
             asynchronous: expand in ``overlap`` instead of in ``select``.
             min_mass: serial form: a request's ``d`` expansions end early once the ``w`` best leaves
                 hold less than this probability together, since no expansion gains more tokens than
@@ -75,24 +77,17 @@ class BestFirst(Stateless):
         Raises:
             ValueError: for a size out of range.
         """
-        check_count(
-            "bs", bs, minimum=2, remedy="the root is one of them; alone it is policy=root_only"
-        )
-        check_count("w", w)
         d = None if d == UNTIL_READY else d
         if d is None and not asynchronous:
             raise ValueError(
                 f"policy.d={UNTIL_READY} (expand until the target is ready) needs"
                 " policy.asynchronous=true; give a number of expansions"
             )
-        if d is not None:
-            check_count("d", d, remedy=f"or {UNTIL_READY}, or with a latency profile ratio")
-        for key, value in (("min_mass", min_mass), ("min_prob", min_prob)):
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"policy.{key}={value} must be a probability, 0 to 1")
+        if isinstance(d, str):
+            raise ValueError(f"policy.d={d} follows from a latency profile; here give the number")
         self.bs = bs
         self.w = w
-        self.d = None if d is None else int(d)
+        self.d = d
         self.asynchronous = asynchronous
         self.min_mass = min_mass
         self.min_prob = min_prob

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.bounds import DraftCount, bounded
 from specdec.policies.growing import (
     NO_SLOTS,
     Stateless,
-    check_count,
     expand,
     last_position,
     ready_requests,
@@ -35,7 +35,8 @@ class Chain(Stateless):
     value_dependent = False
     serial = True
 
-    def __init__(self, *, gamma: int) -> None:
+    @bounded
+    def __init__(self, *, gamma: DraftCount) -> None:
         """Sets the length.
 
         Args:
@@ -44,7 +45,6 @@ class Chain(Stateless):
         Raises:
             ValueError: for a length below 1.
         """
-        check_count("gamma", gamma, remedy="to decode without drafts use policy=root_only")
         self.gamma = gamma
 
     def held_nodes(self, latency: int) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from specdec.bounds import Count, DraftCount, bounded
 from specdec.policies.growing import (
     NO_SLOTS,
     Stateless,
     append_best,
     bottom_level,
-    check_count,
     expand,
     last_position,
     open_bottom,
@@ -48,13 +48,14 @@ class FixedWidth(Stateless):
         follows_exits: whether it waits for exits; the pipelined form does.
     """
 
+    @bounded
     def __init__(
         self,
         *,
-        width: int,
-        children: int,
-        levels_per_step: int | None = 1,
-        depth: int | None = None,
+        width: DraftCount,
+        children: Count,
+        levels_per_step: Count | None = 1,
+        depth: Count | None = None,
     ) -> None:
         """Sets the shape.
 
@@ -67,17 +68,16 @@ class FixedWidth(Stateless):
         Raises:
             ValueError: for a size below 1, or where not exactly one form is described.
         """
-        check_count("width", width, remedy="to decode without drafts use policy=root_only")
-        check_count("children", children)
-        if levels_per_step is not None:
-            check_count("levels_per_step", levels_per_step, remedy="null gives the serial form")
-            if depth is not None:
-                raise ValueError(
-                    f"policy.depth={depth} has no meaning with policy.levels_per_step="
-                    f"{levels_per_step}; drop it, or set policy.levels_per_step=null"
-                )
-        else:
-            check_count("depth", depth, remedy="policy.levels_per_step=null needs policy.depth")
+        if levels_per_step is not None and depth is not None:
+            raise ValueError(
+                f"policy.depth={depth} has no meaning with policy.levels_per_step="
+                f"{levels_per_step}; drop it, or set policy.levels_per_step=null"
+            )
+        if levels_per_step is None and depth is None:
+            raise ValueError(
+                "policy.levels_per_step=null submits whole trees, which needs policy.depth: give"
+                " the number of levels"
+            )
         self.width = width
         self.children = children
         self.levels_per_step = levels_per_step

@@ -39,19 +39,6 @@ class Stateless:
         """Nothing to release."""
 
 
-def check_count(key: str, value: object, *, minimum: int = 1, remedy: str = "") -> None:
-    """Refuses a size that is not a whole number of at least ``minimum``.
-
-    Raises:
-        ValueError: naming the key, the value and the remedy.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        hint = f"; {remedy}" if remedy else ""
-        raise ValueError(
-            f"policy.{key}={value!r} must be a whole number of at least {minimum}{hint}"
-        )
-
-
 def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
     """Requests that may be fed now, in order of admission.
 

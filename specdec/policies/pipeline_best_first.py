@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.bounds import Count, DraftCount, bounded
 from specdec.policies.growing import (
     Stateless,
-    check_count,
     expand,
     last_position,
     most_probable,
@@ -47,7 +47,14 @@ class PipelineBestFirst(Stateless):
     value_dependent = True
     serial = False
 
-    def __init__(self, *, width: int, children: int, draft_passes: int = 2) -> None:
+    @bounded
+    def __init__(
+        self,
+        *,
+        width: DraftCount,
+        children: Count,
+        draft_passes: Count = 2,
+    ) -> None:
         """Sets the budgets of a step.
 
         Args:
@@ -58,9 +65,6 @@ class PipelineBestFirst(Stateless):
         Raises:
             ValueError: for a size below 1.
         """
-        check_count("width", width, remedy="to decode without drafts use policy=root_only")
-        check_count("children", children)
-        check_count("draft_passes", draft_passes)
         self.width = width
         self.children = children
         self.draft_passes = draft_passes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
 
+from specdec.bounds import Bound, bounded
 from specdec.interfaces import TreePolicy
-from specdec.policies.growing import NO_SLOTS, check_count, last_position
+from specdec.policies.growing import NO_SLOTS, last_position
 from specdec.ranking import top_stable
 from specdec.tree import TokenTree
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
@@ -33,7 +34,14 @@ class StagedTree:
     serial = True
     value_dependent = True  # the guesses are no samples of the draft's distribution
 
-    def __init__(self, *, inner: TreePolicy, extend_leaves: int, extend_depth: int) -> None:
+    @bounded
+    def __init__(
+        self,
+        *,
+        inner: TreePolicy,
+        extend_leaves: Annotated[int, Bound(at_least=1, remedy="or use the inner policy alone")],
+        extend_depth: Annotated[int, Bound(at_least=1, remedy="or use the inner policy alone")],
+    ) -> None:
         """Wraps a policy.
 
         Args:
@@ -45,9 +53,6 @@ class StagedTree:
         Raises:
             ValueError: for a size below 1 or an inner policy that feeds without waiting.
         """
-        remedy = "to leave the tree unextended use the inner policy alone"
-        check_count("extend_leaves", extend_leaves, remedy=remedy)
-        check_count("extend_depth", extend_depth, remedy=remedy)
         if not getattr(inner, "serial", True):
             raise ValueError(
                 f"policy.inner={type(inner).__name__} feeds the target at every step; a staged tree"

@@ -7,14 +7,14 @@ import operator
 from collections.abc import Callable, Sequence
 from copy import copy
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from specdec.bounds import Count, bounded
 from specdec.clocks import SimulatedClock
 from specdec.policies.growing import (
     NO_SLOTS,
-    check_count,
     expand,
     last_position,
     ready_requests,
@@ -55,12 +55,13 @@ class Static:
 
     serial = True
 
+    @bounded
     def __init__(
         self,
         *,
-        branching: Sequence[int] = (1, 1, 3, 1, 1, 1, 1, 1),
-        draft_overlap: str = "none",
-        guesses: int = 20,
+        branching: Sequence[Count] = (1, 1, 3, 1, 1, 1, 1, 1),
+        draft_overlap: Literal["none", "rule", "full"] = "none",
+        guesses: Count = 20,
     ) -> None:
         """Sets the topology and when it is drafted.
 
@@ -72,18 +73,11 @@ class Static:
         Raises:
             ValueError: for an empty topology, an entry below 1 or an unknown overlap.
         """
-        if isinstance(branching, str) or not isinstance(branching, Sequence) or not branching:
+        if not branching:
             raise ValueError(
                 f"policy.branching={branching!r} must be a list of children per level with at"
                 " least one entry, e.g. [1,1,3,1]; to decode without drafts use policy=root_only"
             )
-        for level, children in enumerate(branching):
-            check_count(f"branching[{level}]", children, remedy="shorten the list instead")
-        if draft_overlap not in list(DraftOverlap):
-            raise ValueError(
-                f"policy.draft_overlap={draft_overlap!r} must be one of {', '.join(DraftOverlap)}"
-            )
-        check_count("guesses", guesses, remedy="policy.draft_overlap=none drafts nothing ahead")
         self.branching = tuple(branching)
         self.draft_overlap = DraftOverlap(draft_overlap)
         self.guesses = guesses

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.bounds import DraftCount, bounded
 from specdec.policies.chain import grow_chains
-from specdec.policies.growing import Stateless, check_count, ready_requests, unsubmitted
+from specdec.policies.growing import Stateless, ready_requests, unsubmitted
 from specdec.sources.contexts import hash_uniform
 from specdec.types import Commit, CommitKind, Nodes, Output
 
@@ -34,7 +35,13 @@ class ThompsonChain(Stateless):
     value_dependent = False
     serial = True
 
-    def __init__(self, *, max_gamma: int = 10, seed: int = 0) -> None:
+    @bounded
+    def __init__(
+        self,
+        *,
+        max_gamma: DraftCount = 10,
+        seed: int = 0,
+    ) -> None:
         """Sets the bounds.
 
         Args:
@@ -44,7 +51,6 @@ class ThompsonChain(Stateless):
         Raises:
             ValueError: for a length below 1.
         """
-        check_count("max_gamma", max_gamma, remedy="to decode without drafts use policy=root_only")
         self.max_gamma = max_gamma
         self._seed = seed
         self._seen: dict[int, list[int]] = {}

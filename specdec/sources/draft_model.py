@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from specdec.bounds import Count, bounded
 from specdec.cache import TreeCache
 from specdec.clocks import CONTROLLER, Work
 from specdec.models import NO_ROWS, ModelRunner
@@ -84,13 +85,14 @@ class DraftModelSource:
         counters: passes, rows and catch-up rows; ``by_level`` under the runner's name.
     """
 
+    @bounded
     def __init__(
         self,
         *,
         runner: ModelRunner,
         sample: bool = False,
         guess_draw: bool = False,
-        prefill_chunk: int = 512,
+        prefill_chunk: Count = 512,
     ) -> None:
         """Wraps a model.
 
@@ -110,8 +112,6 @@ class DraftModelSource:
                 "guess_draw=true reads the target's draws, which would bias a rejection verifier;"
                 " use verifier=match or guess_draw=false"
             )
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1")
         self.needs = Needs(target_draws=guess_draw)
         self.counters = SourceCounters(by_level={runner.name: 0})
         self.vocab_size: int | None = runner.vocab_size

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.bounds import Count, bounded
 from specdec.sampling import SamplingTransform
 from specdec.sources.remembering import AnswerBook
 from specdec.sources.sampled import candidates_of
@@ -33,12 +34,13 @@ class EarlyExitSource:
         counters: passes of the front and their rows; in a pipeline, passes of the head alone.
     """
 
+    @bounded
     def __init__(
         self,
         *,
         front: ExitFront | None,
         vocab_size: int,
-        candidates: int = 16,
+        candidates: Count = 16,
         sample: bool = False,
     ) -> None:
         """Composes the source.
@@ -52,8 +54,6 @@ class EarlyExitSource:
         Raises:
             ValueError: for fewer than one candidate.
         """
-        if candidates < 1:
-            raise ValueError(f"source.candidates={candidates} must be at least 1")
         self.needs = Needs(exits=0 if front is not None else candidates, real_nodes=True)
         self.vocab_size: int | None = vocab_size
         self.gives_probs = sample

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.bounds import Count, bounded
 from specdec.sources.suffix import SuffixAutomaton
 from specdec.types import (
     NO_NODE,
@@ -127,7 +128,13 @@ class PromptLookupSource:
     gives_probs = False
     vocab_size: int | None = None
 
-    def __init__(self, *, min_match: int = 1, max_match: int = 16) -> None:
+    @bounded
+    def __init__(
+        self,
+        *,
+        min_match: Count = 1,
+        max_match: Count = 16,
+    ) -> None:
         """Sets the lengths of matches.
 
         Args:
@@ -137,10 +144,9 @@ class PromptLookupSource:
         Raises:
             ValueError: unless 1 <= min_match <= max_match.
         """
-        if not 1 <= min_match <= max_match:
+        if min_match > max_match:
             raise ValueError(
-                f"min_match={min_match} and max_match={max_match} must satisfy"
-                " 1 <= min_match <= max_match"
+                f"min_match={min_match} is more than max_match={max_match}: no match could be both"
             )
         self.counters = SourceCounters()
         self._bounds = (min_match, max_match)

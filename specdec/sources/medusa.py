@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from specdec.bounds import Count, bounded
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.sampling import SamplingTransform
 from specdec.sources.sampled import candidates_of, picked
@@ -60,12 +61,13 @@ class MedusaSource:
         counters: passes of single heads, and the hidden states that they read.
     """
 
+    @bounded
     def __init__(
         self,
         *,
         load_heads: Callable[[int], MedusaHeads],
         clock: Clock,
-        heads: int = 4,
+        heads: Count = 4,
         sample: bool = False,
     ) -> None:
         """Loads the heads.
@@ -80,8 +82,6 @@ class MedusaSource:
         Raises:
             ValueError: for fewer than one head.
         """
-        if heads < 1:
-            raise ValueError(f"source.heads={heads} must be at least 1")
         self._heads = load_heads(heads)
         self._clock = clock
         self.needs = Needs(hidden_layers=(self._heads.layer,), real_nodes=True)

@@ -6,10 +6,11 @@ Shape letters: W nodes, S sources, K candidates, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from specdec.bounds import Bound, PositiveShare, bounded
 from specdec.device_probs import on_host
 from specdec.interfaces import TokenSource
 from specdec.sources.combined import joined_needs, tally
@@ -41,12 +42,13 @@ class MixtureSource:
         counters: sums over the sources.
     """
 
+    @bounded
     def __init__(
         self,
         *,
         sources: Sequence[TokenSource],
-        weights: Sequence[float] | None = None,
-        confident: float | None = None,
+        weights: Sequence[Annotated[float, Bound(above=0)]] | None = None,
+        confident: PositiveShare | None = None,
         sample: bool = False,
     ) -> None:
         """Wraps sources, which must not be used otherwise.
@@ -66,13 +68,9 @@ class MixtureSource:
         if not sources:
             raise ValueError("a mixture needs at least one source; give source.sources=[...]")
         weights = [1.0] * len(sources) if weights is None else weights
-        if len(weights) != len(sources) or min(weights) <= 0.0:
+        if len(weights) != len(sources):
             raise ValueError(
-                f"weights={list(weights)} must be positive, one for each of {len(sources)} sources"
-            )
-        if confident is not None and not 0.0 < confident <= 1.0:
-            raise ValueError(
-                f"confident={confident} must be a probability above 0 and at most 1, or null"
+                f"weights={list(weights)} must be one for each of {len(sources)} sources"
             )
         vocab_sizes = {s.vocab_size for s in sources if s.vocab_size is not None}
         if len(vocab_sizes) > 1:

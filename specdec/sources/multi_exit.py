@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.bounds import Count, bounded
 from specdec.device_probs import on_host
 from specdec.metrics.exit_laws import eesd_saving, ppsd_saving
 from specdec.sources.chances import ExitChances
@@ -55,13 +56,14 @@ class MultiExitSource:
         counters: passes and rows by exit, see ``EarlyExitSource``.
     """
 
+    @bounded
     def __init__(
         self,
         *,
         places: ExitPlaces,
         vocab_size: int,
-        further_exits: Sequence[int] | None = None,
-        candidates: int = 16,
+        further_exits: Sequence[Count] | None = None,
+        candidates: Count = 16,
         sample: bool = False,
     ) -> None:
         """Composes the source.
@@ -77,8 +79,6 @@ class MultiExitSource:
             ValueError: for fewer than one candidate.
             UserError: for exits that do not rise, or are not inside the target.
         """
-        if candidates < 1:
-            raise ValueError(f"source.candidates={candidates} must be at least 1")
         self.layers = places.layers(further_exits)
         self._front = None if places.build is None else places.build(self.layers)
         self._num_layers = places.pair.num_layers

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.bounds import Share, bounded
 from specdec.sources.contexts import hash_u64, hash_uniform
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import (
@@ -38,14 +39,15 @@ class RandomSource:
 
     needs = Needs()
 
+    @bounded
     def __init__(
         self,
         *,
         vocab_size: int,
         sample: bool = False,
         seed: int = 0,
-        quality: float = 0.0,
-        silence: float = 0.0,
+        quality: Share = 0.0,
+        silence: Share = 0.0,
         target_token: Callable[[RequestState, IntArray], int] | None = None,
     ) -> None:
         """Sets what to propose.
@@ -62,8 +64,6 @@ class RandomSource:
         Raises:
             ValueError: for shares outside 0 .. 1, or a quality that nobody can provide.
         """
-        if not (0.0 <= quality <= 1.0 and 0.0 <= silence <= 1.0):
-            raise ValueError(f"quality={quality} and silence={silence} must lie between 0 and 1")
         if quality and (target_token is None or sample):
             raise ValueError(
                 f"quality={quality} needs target_token, and candidates that are not sampled"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from specdec.bounds import Count, bounded
 from specdec.device_probs import on_host
 from specdec.interfaces import TokenSource
 from specdec.sources.combined import joined_needs, tally
@@ -47,15 +48,16 @@ class StagedSource:
         counters: sums over both sources; ``by_level`` has the draft's levels first.
     """
 
+    @bounded
     def __init__(
         self,
         *,
         draft: TokenSource,
         cheap: TokenSource,
-        guess_width: int = 2,
-        guess_depth: int = 3,
-        guess_rows: int = 5,
-        max_children: int | None = None,
+        guess_width: Count = 2,
+        guess_depth: Count = 3,
+        guess_rows: Count = 5,
+        max_children: Count | None = None,
     ) -> None:
         """Wraps two sources, which must not be used otherwise.
 
@@ -73,10 +75,6 @@ class StagedSource:
             ValueError: for sizes below 1, vocabularies that differ, or a source that has to be
                 asked about nodes of the real trees.
         """
-        sizes = {"guess_width": guess_width, "guess_depth": guess_depth, "guess_rows": guess_rows}
-        for key, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"source.{key}={value} must be at least 1")
         if (
             None not in (draft.vocab_size, cheap.vocab_size)
             and draft.vocab_size != cheap.vocab_size

@@ -9,9 +9,11 @@ Shape letters: C children, N tree nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
 
+from specdec.bounds import Bound, PositiveShare, bounded
 from specdec.device_probs import on_host
 from specdec.state import DecodeState
 from specdec.types import (
@@ -60,7 +62,8 @@ class StrictVerifier:
     needs = Needs(target_probs=True)
     lossless = Lossless.LOSSY
 
-    def __init__(self, *, top_p: float = 0.9) -> None:
+    @bounded
+    def __init__(self, *, top_p: PositiveShare = 0.9) -> None:
         """Sets the nucleus.
 
         Args:
@@ -69,11 +72,6 @@ class StrictVerifier:
         Raises:
             ValueError: for a mass out of range.
         """
-        if not 0.0 < top_p <= 1.0:
-            raise ValueError(
-                f"verifier.top_p={top_p} is not allowed: give a number above 0 and at most 1,"
-                " such as 0.9"
-            )
         self.top_p = top_p
 
     def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
@@ -101,7 +99,13 @@ class TypicalVerifier:
     needs = Needs(target_probs=True)
     lossless = Lossless.LOSSY
 
-    def __init__(self, *, epsilon: float = 0.09, delta: float = 0.3) -> None:
+    @bounded
+    def __init__(
+        self,
+        *,
+        epsilon: PositiveShare = 0.09,
+        delta: Annotated[float, Bound(above=0)] = 0.3,
+    ) -> None:
         """Sets the threshold.
 
         Args:
@@ -111,15 +115,6 @@ class TypicalVerifier:
         Raises:
             ValueError: for a threshold out of range.
         """
-        if not 0.0 < epsilon <= 1.0:
-            raise ValueError(
-                f"verifier.epsilon={epsilon} is not allowed: give a number above 0 and at most 1,"
-                " such as 0.09"
-            )
-        if not delta > 0.0:
-            raise ValueError(
-                f"verifier.delta={delta} is not allowed: give a number above 0, such as 0.3"
-            )
         self.epsilon = epsilon
         self.delta = delta
 

@@ -60,8 +60,8 @@ def test_list_shows_it(own_tree: Path, capsys: pytest.CaptureFixture[str]) -> No
     [
         ("_target_: mypolicies.Greedy\nreech: 3\n", "reach"),
         ("_target_: mypolicies.Greedy\n", "lacks reach"),
-        ("_target_: mypolicies.Greedy\nreach: far\n", "wrong type"),
-        ("_target_: mypolicies.Greedy\nreach: 3\nshapes: [a]\n", "wrong type"),
+        ("_target_: mypolicies.Greedy\nreach: far\n", "reach='far'.*a whole number"),
+        ("_target_: mypolicies.Greedy\nreach: 3\nshapes: [a]\n", "a list of whole numbers"),
         ("_target_: mypolicies.Greedy\nreach: 3\nrunner: 7\n", "runner"),
         ("_target_: mypolicies.Gredy\nreach: 3\n", "Gredy"),
         ("_target_: nowhere.Greedy\nreach: 3\n", "nowhere"),

@@ -84,6 +84,25 @@ CASES = {
     "value out of range": (["run", "sampling.top_p=1.3"], "sampling.top_p=1.3"),
     "negative limit": (["run", "max_new_tokens=-1"], "max_new_tokens=-1"),
     "value of the wrong type": (["run", "policy.gamma=many"], "policy.gamma='many'"),
+    "value out of a part's bounds": (["run", "policy.gamma=0"], "policy=root_only"),
+    "value in a part inside a part": (
+        ["run", "strategy=staged", "source.draft.guess_draw=3"],
+        "source.draft.guess_draw=3",
+    ),
+    "value in a list": (
+        ["run", "strategy=specinfer", "policy.branching=[1,0]"],
+        "a list of whole numbers of at least 1",
+    ),
+    "probability": (["run", "verifier=typical", "verifier.epsilon=2"], "above 0 and at most 1"),
+    "option of transformers'": (
+        ["run", "strategy=hf_assisted", "strategy.options.num_assistant_tokens=0"],
+        "num_assistant_tokens=0",
+    ),
+    "sweep over a bad value": (["run", "-m", "policy.gamma=2,0"], "policy.gamma=0"),
+    "stages of a random model": (
+        ["run", "model=random", "strategy=specpipe", "executor.stages=99"],
+        "executor.stages=99",
+    ),
     "dtype": (["run", "model.dtype=fp16"], "float16"),
     "profile": (["run", "clock=simulated", "clock.profile=specpipe_8x309"], "specpipe_8x3090"),
     "malformed": (["run", "stop_strings=[a"], "stop_strings=[a"),
@@ -110,11 +129,7 @@ CASES = {
 USES_MODELS = {name for name, (words, _) in CASES.items() if words[: len(HF)] == HF}
 
 LATER = {
-    "length of a chain": (["policy.gamma=0"], "policy.gamma=0"),
-    "stages of a random model": (
-        ["model=random", "strategy=specpipe", "executor.stages=99"],
-        "executor.stages=99",
-    ),
+    "lengths of a match": (["source=prompt_lookup", "source.min_match=20"], "min_match=20"),
     "shape of a random model": (["model=random", "model.hidden_size=10"], "model.hidden_size=10"),
     "missing n-grams": (["strategy=staged", "model.ngram=nowhere"], "model.ngram=nowhere"),
     "damaged n-grams": (["source=ngram", "model.ngram=damaged.safetensors"], "damaged.safetensors"),

@@ -152,17 +152,17 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Chain(gamma=0), ["policy.gamma=0", "at least 1", "policy=root_only"]),
-        (lambda: Chain(gamma=True), ["policy.gamma=True"]),
-        (lambda: Chain(gamma=2.5), ["policy.gamma=2.5", "whole number"]),  # type: ignore[arg-type]
+        (lambda: Chain(gamma=0), ["gamma=0", "at least 1", "policy=root_only"]),
+        (lambda: Chain(gamma=True), ["gamma=True"]),
+        (lambda: Chain(gamma=2.5), ["gamma=2.5", "whole number"]),  # type: ignore[arg-type]
         (lambda: Static(branching=[]), ["policy.branching=[]", "at least one entry"]),
-        (lambda: Static(branching="113"), ["policy.branching='113'", "list"]),
-        (lambda: Static(branching=[1, 0]), ["policy.branching[1]=0", "shorten"]),
-        (lambda: FixedWidth(width=0, children=1), ["policy.width=0", "policy=root_only"]),
-        (lambda: FixedWidth(width=1, children=-3), ["policy.children=-3"]),
+        (lambda: Static(branching="113"), ["branching='113'", "list"]),
+        (lambda: Static(branching=[1, 0]), ["branching=[1, 0]", "whole numbers of at least 1"]),
+        (lambda: FixedWidth(width=0, children=1), ["width=0", "policy=root_only"]),
+        (lambda: FixedWidth(width=1, children=-3), ["children=-3"]),
         (
             lambda: FixedWidth(width=1, children=1, levels_per_step=0),
-            ["policy.levels_per_step=0", "null"],
+            ["levels_per_step=0", "or null"],
         ),
         (
             lambda: FixedWidth(width=1, children=1, depth=3),
@@ -170,21 +170,24 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
         ),
         (
             lambda: FixedWidth(width=1, children=1, levels_per_step=None),
-            ["policy.depth=None", "needs policy.depth"],
+            ["policy.levels_per_step=null", "needs policy.depth"],
         ),
-        (lambda: BestFirst(bs=1, w=1, d=1), ["policy.bs=1", "at least 2"]),
-        (lambda: BestFirst(bs=8, w=0, d=1), ["policy.w=0"]),
-        (lambda: BestFirst(bs=8, w=1, d=0, asynchronous=True), ["policy.d=0"]),
-        (lambda: BestFirst(bs=8, w=1, d=1, min_mass=1.2), ["policy.min_mass=1.2", "0 to 1"]),
-        (lambda: BestFirst(bs=8, w=1, d=1, min_prob=-0.1), ["policy.min_prob=-0.1"]),
+        (lambda: BestFirst(bs=1, w=1, d=1), ["bs=1", "at least 2"]),
+        (lambda: BestFirst(bs=8, w=0, d=1), ["w=0"]),
+        (lambda: BestFirst(bs=8, w=1, d=0, asynchronous=True), ["d=0"]),
+        (
+            lambda: BestFirst(bs=8, w=1, d=1, min_mass=1.2),
+            ["min_mass=1.2", "and at most 1"],
+        ),
+        (lambda: BestFirst(bs=8, w=1, d=1, min_prob=-0.1), ["min_prob=-0.1"]),
         (lambda: BestFirst(bs=8, w=8, d=None), ["d=until_ready", "policy.asynchronous=true"]),
         (
             lambda: StagedTree(inner=Chain(gamma=1), extend_leaves=0, extend_depth=1),
-            ["policy.extend_leaves=0", "inner policy alone"],
+            ["extend_leaves=0", "inner policy alone"],
         ),
         (
             lambda: StagedTree(inner=Chain(gamma=1), extend_leaves=1, extend_depth=0),
-            ["policy.extend_depth=0"],
+            ["extend_depth=0"],
         ),
         (
             lambda: StagedTree(
