@@ -105,7 +105,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         "claims": str(runner.claims),
         **summarise(results, RunTotals.merge(totals)),
     }
-    summary |= _recorded_figures(pair)
+    summary |= _recorded_figures(pair) | _caveat(cfg)
     conditions = _conditions(cfg, pair, len(prompts), cut, repeats=1)
     _write_provenance(cfg, output_dir)
     write_run(output_dir, summary, results, conditions)
@@ -166,7 +166,8 @@ def compare_jobs(
     rows = [
         comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims)
         | _recorded_figures(pair)
-        for r in runners
+        | _caveat(cfg)
+        for r, cfg in zip(runners, cfgs, strict=True)
     ]
     _write_provenance(base, output_dir, strategies=[r.name for r in runners])
     write_comparison(output_dir, rows, conditions, merged)
@@ -318,6 +319,12 @@ def _recorded_figures(pair: ModelPair) -> dict[str, Any]:
     if not isinstance(pair, ReplayModels):
         return {}
     return {"loop_share": pair.about.get("loop_share")}
+
+
+def _caveat(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Why a row's times are not to be compared with others', where that is so."""
+    caveat = cfg.get("clock", {}).get("caveat")
+    return {"caveat": caveat} if caveat else {}
 
 
 def _tell_what_is_replayed(pair: ModelPair, progress: Progress) -> None:

@@ -34,6 +34,30 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "clock": clock}
 
 
+def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The clock's section, with a ``caveat`` where its profile was made for other stages.
+
+    A profile has the time of one of its testbed's stages. With another number of them the priced
+    target is larger or smaller, and times of rows that differ in it cannot be compared.
+
+    Args:
+        config: checked, with the profile's content under ``clock``.
+        num_layers: of the target.
+    """
+    clock, executor = dict(config["clock"]), config.get("executor", {})
+    priced = clock.pop("stages", None)
+    used = sum(executor.get("groups") or ()) or executor.get("stages", 1)
+    if used is None:  # as many as the exit fits into the layers
+        used = -(-num_layers // (config["model"].get("exit_layer") or num_layers))
+    if priced is not None and used != priced:
+        clock["caveat"] = (
+            f"clock.profile={clock['profile']} has the time of one of {priced} stages and this row"
+            f" has {used}, so its target is {used}/{priced} of the testbed's: compare its times"
+            " with no row of another number of stages"
+        )
+    return clock
+
+
 def with_degrees(
     clock: Mapping[str, Any], degrees: Mapping[str, Any], executor: Mapping[str, Any]
 ) -> dict[str, Any]:

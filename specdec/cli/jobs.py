@@ -10,10 +10,11 @@ from typing import Any
 from specdec.bundled import family_path
 from specdec.cli.checks import check_config, check_data, uses_draft_model
 from specdec.cli.composing import Composed, compose_config, parse
-from specdec.cli.fitting import fit
+from specdec.cli.fitting import fit, with_caveat
 from specdec.cli.lengths import check_prompts
 from specdec.cli.loggers import check_logger
 from specdec.cli.profiles import load_profile
+from specdec.cli.rules import COMPARE
 from specdec.cli.tree import PARTS
 from specdec.errors import UserError
 
@@ -44,6 +45,7 @@ def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
     Raises:
         UserError: whatever is wrong with it.
     """
+    _refuse_foreign_keys(overrides)
     composed = compose_config(overrides, extra=extra)
     if composed.values["strategy"].get("kind") == "hf":
         _refuse_parts(composed, overrides)
@@ -80,11 +82,25 @@ def checked_job(composed: Composed) -> Job:
         )
     if config["model"]["kind"] == "pretrained":
         check_data(config["data"])
-        _check_models(name, config)
+        num_layers = _check_models(name, config)
     else:
-        _check_stages(config, config["model"]["num_layers"])
+        num_layers = config["model"]["num_layers"]
+    config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
     return Job(name, config, values["output_dir"])
+
+
+def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
+    """Keys that other commands have would be taken, and mean nothing."""
+    for override in parse(overrides):
+        key = str(override.key_or_group)
+        if key in COMPARE or key == "strategies":
+            raise UserError(f"{override.input_line} is for `specdec compare` only: leave it out")
+        if key.partition("/")[0].partition(".")[0] == "hydra":
+            raise UserError(
+                f"{override.input_line} is for sweeps only: add -m to `specdec run`, or leave it"
+                " out (output_dir=DIR names the folder of a run)"
+            )
 
 
 def _refuse_parts(composed: Composed, overrides: Sequence[str]) -> None:
@@ -117,25 +133,22 @@ def _check_hf(name: str, config: Mapping[str, Any]) -> None:
             )
 
 
-def _check_stages(config: Mapping[str, Any], num_layers: int) -> None:
-    """A stage holds at least one of the target's layers."""
-    stages = config.get("executor", {}).get("stages")
-    if stages is not None and stages > num_layers:
-        target = config["model"].get("target")
-        whose = f"model.target={target}" if target else "the target (model.num_layers)"
-        raise UserError(
-            f"executor.stages={stages} is more than the {num_layers} layers of {whose}:"
-            f" choose 1 to {num_layers}"
-        )
+def _check_models(name: str, config: Mapping[str, Any]) -> int:
+    """Looks at the models' files: seconds, where loading them takes minutes.
 
-
-def _check_models(name: str, config: Mapping[str, Any]) -> None:
-    """Looks at the models' files: seconds, where loading them takes minutes."""
+    Returns:
+        Layers of the target.
+    """
     from specdec.models.inspection import inspect_model
 
     model = config["model"]
     target = inspect_model(family_path(model["target"]))
-    _check_stages(config, target.num_layers)
+    stages = config.get("executor", {}).get("stages")
+    if stages is not None and stages > target.num_layers:
+        raise UserError(
+            f"executor.stages={stages} is more than the {target.num_layers} layers of"
+            f" model.target={model['target']}: choose 1 to {target.num_layers}"
+        )
     if config["max_new_tokens"] >= target.max_positions:
         raise UserError(
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
@@ -144,7 +157,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> None:
     check_prompts(config, target.path, target.max_positions)
     drafts = uses_draft_model(config)
     if not drafts and not config["record"]:
-        return
+        return target.num_layers
     if model["draft"] is None:
         why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"
         raise UserError(
@@ -158,3 +171,4 @@ def _check_models(name: str, config: Mapping[str, Any]) -> None:
             f" model.target={model['target']} one of {target.vocab_size}: speculative decoding"
             " needs the same; choose a draft of the target's family"
         )
+    return target.num_layers

@@ -22,7 +22,7 @@ _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
 def load_profile(
     name: str, extra: Sequence[Path] = (), *, key: str = "clock.profile"
 ) -> dict[str, Any]:
-    """The ``costs``, ``note`` and, where it has them, ``degrees`` of a latency profile.
+    """The ``costs``, ``note`` and, where it has them, ``degrees`` and ``stages`` of a profile.
 
     Args:
         name: a profile of the tree, or the path of a YAML of the same form.
@@ -31,7 +31,7 @@ def load_profile(
 
     Returns:
         {"note": text, "costs": {kind: {"tokens": [...], "ms": [...], ...}}}, and "degrees": {kind:
-        {devices that share a layer: curve}}.
+        {devices that share a layer: curve}}, and "stages": how many the testbed has.
 
     Raises:
         UserError: there is none of that name, or it is not of that form.
@@ -57,10 +57,16 @@ def load_profile(
                 f"{key}={name} prices {kind!r}, which is unknown: {did_you_mean(str(kind), _KINDS)}"
             )
         _check_curve(curve, f"{key}={name}: costs.{kind}")
-    found = {"note": str(values.get("note", "")), "costs": costs}
+    found: dict[str, Any] = {"note": str(values.get("note", "")), "costs": costs}
     if "degrees" in values:
         _check_degrees(values["degrees"], f"{key}={name}: degrees")
         found["degrees"] = values["degrees"]
+    if "stages" in values:
+        if type(values["stages"]) is not int or values["stages"] < 1:
+            raise UserError(
+                f"{key}={name}: stages={values['stages']!r} must be a whole number of at least 1"
+            )
+        found["stages"] = values["stages"]
     return found
 
 

@@ -24,15 +24,16 @@ class Rule:
     test: Callable[[object], bool]
 
 
-def whole(minimum: int, *, optional: bool = False) -> Rule:
-    """A whole number of at least ``minimum``."""
+def whole(minimum: int, *, optional: bool = False, off: bool = False) -> Rule:
+    """A whole number of at least ``minimum``, or None where ``optional``; ``off``: 0 is off."""
 
     def test(value: object) -> bool:
         if value is None:
             return optional
         return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
-    return Rule(f"a whole number of at least {minimum}{' or null' if optional else ''}", test)
+    also = " or null" if optional else " (0 is off)" if off else ""
+    return Rule(f"a whole number of at least {minimum}{also}", test)
 
 
 def number(expects: str, test: Callable[[float], bool], *, optional: bool = False) -> Rule:
@@ -145,9 +146,9 @@ SECTIONS: Mapping[tuple[str, str], Mapping[str, Rule]] = {
     },
     ("sampling", ""): {
         "temperature": number("a number of at least 0 (0 is greedy)", lambda v: 0 <= v < 1e6),
-        "top_k": whole(0),
+        "top_k": whole(0, off=True),
         "top_p": number("above 0 and at most 1 (1 is off)", lambda v: 0 < v <= 1),
-        "no_repeat_ngram": whole(0),
+        "no_repeat_ngram": whole(0, off=True),
     },
     ("serving", ""): {
         "feeding": one_of("dynamic", "micro_batches", "iteration"),

@@ -66,7 +66,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         )
     # Whatever is wrong with a combination is said now, not after the hours of those before it.
     combinations = BasicSweeper.split_arguments(parse(kept), max_batch_size=None)[0]
-    jobs = [run_job_of(combination, extra) for combination in combinations[:_MAX_CHECKED]]
+    jobs = [run_job_of(_without_hydra(c), extra) for c in combinations[:_MAX_CHECKED]]
     _tell_about_clocks(parsed, jobs)
     own_sweeper = not any(str(o.key_or_group) == "hydra/sweeper" for o in parsed)
     expected = [_job_name(c, varying) for c in combinations] if own_sweeper else []
@@ -78,6 +78,11 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
         shutil.rmtree(notes, ignore_errors=True)
     return _report(folder, records)
+
+
+def _without_hydra(combination: Sequence[str]) -> list[str]:
+    """What a job itself is told; the rest is for the launcher."""
+    return [o for o in combination if not str(parse([o])[0].key_or_group).startswith("hydra")]
 
 
 class _Place:

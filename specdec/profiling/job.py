@@ -57,7 +57,9 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     if profile is None:
         samples = _measure(cfg, pair, progress)
         profile = profile_of(samples, name=section["name"], note=_note(cfg, pair))
-        write_text(folder / f"{profile.name}.yaml", profile_yaml(profile))
+        write_text(
+            folder / f"{profile.name}.yaml", profile_yaml(profile, stages=cfg["executor"]["stages"])
+        )
     trees = len(section["widths"]) * len(section["children"])
     progress.phase("simulating trees", trees + sum(g > 1 for g in section["groups"]))
     cells = propose(
@@ -95,10 +97,10 @@ def profile_of(samples: Mapping[Work, Sequence[Sample]], *, name: str, note: str
     return LatencyProfile(name=name, costs=costs, note=note)
 
 
-def profile_yaml(profile: LatencyProfile) -> str:
-    """The file that ``clock.profile=PATH`` reads."""
+def profile_yaml(profile: LatencyProfile, *, stages: int) -> str:
+    """The file that ``clock.profile=PATH`` reads; ``stages``: of the pipeline that was measured."""
     lines = ["# Measured by `specdec profile`; milliseconds against tokens."]
-    lines += [f"note: {json.dumps(profile.note)}", "costs:"]
+    lines += [f"note: {json.dumps(profile.note)}", f"stages: {stages}", "costs:"]
     for kind, node in _costs(profile).items():
         inner = ", ".join(f"{key}: {value}" for key, value in node.items())
         lines.append(f"  {kind}: {{{inner}}}")

@@ -184,6 +184,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
                 f"{row['strategy']} DOES NOT COUNT: {percent(row['overrun_share'], 1)} of its paced"
                 " work took longer than the profile says (2 % are allowed); raise clock.scale."
             )
+    notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
     shares = [row["loop_share"] for row in rows if row.get("loop_share") is not None]
     if shares and max(shares) >= 0.2:
         notes.append(

@@ -99,10 +99,6 @@ CASES = {
         "num_assistant_tokens=0",
     ),
     "sweep over a bad value": (["run", "-m", "policy.gamma=2,0"], "policy.gamma=0"),
-    "stages of a random model": (
-        ["run", "model=random", "strategy=specpipe", "executor.stages=99"],
-        "executor.stages=99",
-    ),
     "dtype": (["run", "model.dtype=fp16"], "float16"),
     "profile": (["run", "clock=simulated", "clock.profile=specpipe_8x309"], "specpipe_8x3090"),
     "malformed": (["run", "stop_strings=[a"], "stop_strings=[a"),
@@ -116,6 +112,9 @@ CASES = {
     "missing data": ([*HF, "strategy=ar", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
     "empty data": ([*HF, "strategy=ar", "data.path=empty.jsonl"], "empty.jsonl"),
     "set of a mixture": (["run", "data=mixed", "data.sets=[gsm]"], "data.sets"),
+    "key of another command": (["run", "+repeats=3"], "`specdec compare` only"),
+    "key of a sweep": (["run", "hydra.run.dir=x"], "output_dir"),
+    "number that turns off": (["run", "sampling.top_k=-1"], "(0 is off)"),
     "no key": (["run", "=3"], "'=3'"),
     "flag without its folder": (["list", "--config-dir"], "--config-dir"),
     "profile without a price": (["run", "clock=simulated", "clock.profile=free.yaml"], "`costs`"),
@@ -129,6 +128,10 @@ CASES = {
 USES_MODELS = {name for name, (words, _) in CASES.items() if words[: len(HF)] == HF}
 
 LATER = {
+    "stages of a random model": (
+        ["model=random", "strategy=specpipe", "executor.stages=99"],
+        "executor.stages=99",
+    ),
     "lengths of a match": (["source=prompt_lookup", "source.min_match=20"], "min_match=20"),
     "shape of a random model": (["model=random", "model.hidden_size=10"], "model.hidden_size=10"),
     "missing n-grams": (["strategy=staged", "model.ngram=nowhere"], "model.ngram=nowhere"),

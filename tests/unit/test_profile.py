@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.cli.jobs import run_job_of
 from specdec.cli.main import BAD_INPUT, main
 from specdec.cli.profile import profile_config
 from specdec.cli.profiles import load_profile
@@ -23,6 +24,7 @@ from specdec.profiling.passes import _Bench, measure_model
 from specdec.profiling.proposal import clock_node, grouped
 from specdec.profiling.samples import Sample
 from specdec.profiling.transfer import measure_transfer
+from specdec.report.tables import notes_of
 
 PROFILE = LatencyProfile(
     name="test",
@@ -85,14 +87,37 @@ def test_a_profile_s_file_can_be_used_by_path_and_by_name(tmp_path: Path) -> Non
     assert "prune" not in profile.costs, "what costs nothing is not priced"
     path = tmp_path / "profile" / "mine.yaml"
     path.parent.mkdir()
-    path.write_text(profile_yaml(profile), encoding="utf-8")
+    path.write_text(profile_yaml(profile, stages=4), encoding="utf-8")
     for found in (load_profile(str(path)), load_profile("mine", [tmp_path])):
         assert found["note"] == profile.note
         again = build_profile({"profile": "mine", **found})
         assert again == profile
+        assert found["stages"] == 4
     assert build_profile(clock_node(PROFILE)) == PROFILE
     with pytest.raises(UserError, match=r"clock\.profile=mine"):
         load_profile("mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        (["strategy=ar"], "1/8"),
+        (["strategy=specpipe"], ""),
+        (["strategy=specpipe", "executor.stages=5"], "5/8"),
+        (["strategy=specpipe", "executor.stages=5", "clock.profile=uniform_30ms"], ""),
+        (["strategy=pipedec", "executor.stages=2", "executor.groups=[4,4]"], ""),
+        (["strategy=ppsd"], ""),
+        (["strategy=ppsd", "model.exit_layer=6"], "4/8"),
+        (["strategy=eesd", "model.exit_layer=6", "clock.profile=ppsd_vicuna7b"], ""),
+    ],
+)
+def test_a_profile_of_other_stages_is_told(words: list[str], share: str) -> None:
+    """`ar` on one device took a stage's time for the whole target: SpecPipe looked slower."""
+    common = ["clock=simulated", "clock.profile=specpipe_8x3090", "model=tiny"]
+    clock = run_job_of([*common, *words]).config["clock"]
+    assert (share in clock["caveat"]) if share else ("caveat" not in clock)
+    note = [f"x: {clock['caveat']}."] if share else []
+    assert notes_of([{"strategy": "x", **clock}]) == note
 
 
 def test_a_bench_measures_on_a_cache_that_stays_as_it_was() -> None:
