@@ -103,8 +103,9 @@ class Annotation:
 
     @property
     def bounded(self) -> bool:
-        """Whether it states bounds."""
-        return bool(self._bounds)
+        """Whether it says more than types: bounds, or words to choose from."""
+        heads = {_head(n) for n in ast.walk(self._node) if isinstance(n, ast.Subscript)}
+        return bool(self._bounds) or "Literal" in heads
 
     @property
     def plain(self) -> bool:

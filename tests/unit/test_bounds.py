@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 
@@ -53,6 +53,7 @@ class Part:
         *,
         shares: Sequence[Share] = (),
         low: Annotated[float, Bound(at_least=2, remedy="or leave it out")] | None = None,
+        word: Literal["a", "b"] = "a",
         inner: Part | None = None,
     ) -> None:
         self.given = (size, shares, low, inner)
@@ -61,10 +62,11 @@ class Part:
 def test_a_constructor_keeps_to_its_signature() -> None:
     assert Part(2, low=None).given == (2, (), None, None)
     assert Part(size=3, shares=[0.5], inner=Part(1)).given[:2] == (3, [0.5])
-    assert list(inspect.signature(Part).parameters) == ["size", "shares", "low", "inner"]
+    assert list(inspect.signature(Part).parameters) == ["size", "shares", "low", "word", "inner"]
     for make, words in [
         (lambda: Part(0), "size=0 cannot be used: it must be a whole number of at least 1"),
         (lambda: Part(1, shares=[0.5, 2.0]), r"shares=\[0.5, 2.0\]"),
+        (lambda: Part(1, word="c"), "word='c' cannot be used: it must be one of a, b"),  # type: ignore[arg-type]
         (lambda: Part(1, low=1), "of at least 2 or null; or leave it out"),
     ]:
         with pytest.raises(ValueError, match=words):
