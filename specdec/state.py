@@ -7,7 +7,8 @@ are applied here token by token, also inside an accepted path.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -235,6 +236,18 @@ class DecodeState:
         self.draws = draws
         self.clock = clock
         self.meter = meter
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Whatever the controller computes in the block is a source's work, of whatever kind.
+
+        Layers and heads of the target draft too (early exits, Medusa): kinds of work do not tell.
+        """
+        self.clock.drafting = self.meter.drafting = True
+        try:
+            yield
+        finally:
+            self.clock.drafting = self.meter.drafting = False
 
     def mark_submitted(self, nodes: Nodes) -> None:
         """Records the submission step of chosen nodes (called by the scheduler)."""

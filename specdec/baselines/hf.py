@@ -239,6 +239,7 @@ class HFBaseline:
         totals.draft_rows += sum(draft.rows)
         totals.wall_s += wall_s
         totals.clock_s += wall_s
+        totals.draft_total_s += draft.seconds
         for name, log in (("target", target), ("draft", draft)):
             if log.rows:
                 totals.model_s[name] = totals.model_s.get(name, 0.0) + log.seconds

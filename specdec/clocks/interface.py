@@ -50,6 +50,8 @@ class Clock(Protocol):
     kind: ClockKind
     timeline: Timeline | None
     """Where pieces of work are written down; None unless a trace was asked for."""
+    drafting: bool
+    """Whether a source is being asked: what the controller is charged now is draft work."""
 
     def start(self, rank: int) -> None:
         """The rank begins a piece of work (nothing on a virtual clock).

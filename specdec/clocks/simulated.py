@@ -17,6 +17,7 @@ class SimulatedClock:
     Attributes:
         profile, scale: see ``__init__``.
         busy_s: rank -> seconds of charged work, for ``bubble_share``.
+        drafting: see ``Clock``.
         drafted: the controller's draft work, for ``draft_hidden_share``.
         timeline: every charge, where one was given.
     """
@@ -37,6 +38,7 @@ class SimulatedClock:
         self.scale = scale
         self.timeline = timeline
         self.busy_s: defaultdict[int, float] = defaultdict(float)
+        self.drafting = False
         self.drafted = DraftTime()
         self._time: defaultdict[int, float] = defaultdict(float)
 
@@ -49,7 +51,7 @@ class SimulatedClock:
         if cost:
             if self.timeline is not None:
                 self.timeline.add(rank, kind.value, self._time[rank], cost, num_tokens)
-            if rank == CONTROLLER and kind is Work.DRAFT:
+            if rank == CONTROLLER and self.drafting:
                 done = max((t for r, t in self._time.items() if r != CONTROLLER), default=0.0)
                 began = self._time[rank]
                 self.drafted.add(began_s=began, seconds=cost, target_done_s=done)

@@ -61,11 +61,13 @@ class _WallClock:
     Attributes:
         rank: the rank that this process is.
         timeline: this rank's work, where one was given.
+        drafting: see ``Clock``.
     """
 
     def __init__(self, *, meter: Meter | None, rank: int, timeline: Timeline | None) -> None:
         self.rank = rank
         self.timeline = timeline
+        self.drafting = False
         self._meter = Meter() if meter is None else meter
         self._watch = _Stopwatch(self._meter)
         self._busy_s = 0.0
@@ -264,7 +266,7 @@ class PacedClock(_WallClock):
 
     def _note(self, kind: Work, num_tokens: int, began: float, ended: float, done: float) -> None:
         self._busy_s += ended - began
-        if kind is Work.DRAFT:
+        if self.drafting:
             done_s = max(self._plans.values(), default=0.0)
             self.drafted.add(began_s=began, seconds=ended - began, target_done_s=done_s)
         if self.timeline is not None:

@@ -71,32 +71,35 @@ def comparison_row(
 def theoretical_speedup(
     totals: RunTotals, new_tokens: int, ar: RunTotals, ar_speed: float | None, ar_new_tokens: int
 ) -> float | None:
-    """Speed-up that the run's own counts predict.
+    """Speed-up that the run's own counts predict; one law for all clocks and executors.
 
-    With a latency profile on both sides, the ratio of the profile's seconds per token. Without
-    one, for serial runs: every target pass is taken to cost what ``ar`` needs per token, whatever
-    its number of rows, and every draft pass its own mean, so
+    With t the seconds that ``ar`` takes per token on the run's clock, a way through the target
+    costs t, whatever its number of rows, so a turn of an executor of latency L costs t / L:
 
-        tokens t_ar / (target_passes t_ar + draft_passes t_draft),
+        seconds = turns t / L + drafting,
 
-    drafting on the run's clock, less what passed beside the target, where that is known. What the
-    wall clock then loses is wider target passes and overhead. None for pipelines without a profile,
-    whose passes overlap.
+    drafting being the seconds on that clock in which sources computed, with layers of the target
+    too, less what passed while the target was busy, where the clock knows. The same turns count for
+    ``ar`` itself, which shares them among the requests of a batch as the strategy does. What the
+    run then loses against it is wider passes and overhead. None where ``ar`` has no speed.
 
     Args:
         totals, new_tokens: the strategy's run.
         ar, ar_speed, ar_new_tokens: plain decoding's totals, tokens/s of decoding, and tokens.
     """
-    if totals.theoretical_s and ar.theoretical_s and new_tokens and ar_new_tokens:
-        return (ar.theoretical_s / ar_new_tokens) / (totals.theoretical_s / new_tokens)
-    if totals.latency != 1 or not ar_speed or not totals.target_passes:
+    turns, ar_turns = _turns(totals), _turns(ar)
+    if not ar_speed or not turns or not ar_turns or not new_tokens or not ar_new_tokens:
         return None
-    if totals.draft_total_s is None or totals.draft_hidden_s is None:
-        draft_s = sum(s for name, s in totals.model_s.items() if name != "target")
-    else:  # seconds of models are the wall's, which such a clock does not count in
-        draft_s = totals.draft_total_s - totals.draft_hidden_s
-    seconds = totals.target_passes / ar_speed + draft_s
-    return new_tokens / ar_speed / seconds
+    drafting_s = totals.draft_total_s - (totals.draft_hidden_s or 0.0)
+    seconds = turns / totals.latency / ar_speed + drafting_s
+    return ar_turns / ar.latency / ar_speed / ar_new_tokens * new_tokens / seconds
+
+
+def _turns(totals: RunTotals) -> int:
+    """Turns of the loop that decoded: passes, or steps of a pipeline without those of prompts."""
+    if totals.latency == 1:
+        return totals.target_passes
+    return totals.steps - totals.prefill_passes
 
 
 def speed_ratio_interval(

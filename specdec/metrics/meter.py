@@ -14,19 +14,24 @@ class Meter:
     Attributes:
         model_s: seconds by model name ("target", "draft", ...).
         calls: calls by model name.
+        draft_s: those of the seconds in which a source was asked (``DecodeState.drafting``).
         wait_s: seconds of declared waits (paced clocks, transport).
+        drafting: whether a source is being asked.
     """
 
     def __init__(self) -> None:
         self.model_s: defaultdict[str, float] = defaultdict(float)
         self.calls: defaultdict[str, int] = defaultdict(int)
+        self.draft_s = 0.0
         self.wait_s = 0.0
+        self.drafting = False
         self._began: float | None = None
 
     def reset(self) -> None:
         """Starts again from zero (holders keep their reference)."""
         self.model_s.clear()
         self.calls.clear()
+        self.draft_s = 0.0
         self.wait_s = 0.0
 
     @contextmanager
@@ -44,6 +49,8 @@ class Meter:
             self._began = perf_counter() - seconds
         self.model_s[name] += seconds
         self.calls[name] += 1
+        if self.drafting:
+            self.draft_s += seconds
 
     def take_began(self) -> float | None:
         """When the first model call since the last asking began; None where there was none."""

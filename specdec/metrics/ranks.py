@@ -21,7 +21,8 @@ class RankCounts:
         pieces, overruns: of paced work, over all ranks; None on other clocks.
         bytes_sent: between ranks; None where all ranks are in one process.
         draft_s, draft_hidden_s: the controller's draft work and what of it passed beside the
-            target's; None on a clock that does not know when the target is at work.
+            target's; None on a clock that does not know when the target is at work, where the
+            meter's seconds stand for the first.
         reports: clocks of the ranks that are wall clocks, spans handed over.
     """
 
@@ -69,7 +70,8 @@ class RankCounts:
         totals.paced_pieces = _since(self.pieces, before.pieces)
         totals.overruns = _since(self.overruns, before.overruns)
         totals.bytes_sent = _since(self.bytes_sent, before.bytes_sent)
-        totals.draft_total_s = _since(self.draft_s, before.draft_s)
+        if self.draft_s is not None and before.draft_s is not None:
+            totals.draft_total_s = self.draft_s - before.draft_s
         totals.draft_hidden_s = _since(self.draft_hidden_s, before.draft_hidden_s)
 
 

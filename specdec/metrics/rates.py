@@ -216,7 +216,7 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
         busy = sorted(totals.stage_busy_s.items())
         bubbles = {str(rank): 1.0 - seconds / totals.clock_s for rank, seconds in busy}
     hidden = None
-    if totals.draft_hidden_s is not None and totals.draft_total_s is not None:
+    if totals.draft_hidden_s is not None:
         hidden = _ratio(totals.draft_hidden_s, totals.draft_total_s)
     sent = totals.bytes_sent
     return {
@@ -235,7 +235,6 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
         "kv_tokens_peak": totals.kv_peak_tokens,
         "kv_tokens_budget": totals.kv_budget_tokens,
         "latency": totals.latency,
-        "theoretical_s": totals.theoretical_s,
     }
 
 

@@ -118,12 +118,11 @@ class RunTotals:
         paced_pieces, overruns: pieces of work on a paced clock, over all ranks, and those that took
             longer than the profile says; None on other clocks.
         stage_busy_s: rank -> seconds of work on the run's clock, stages only; None where unknown.
-        draft_total_s, draft_hidden_s: draft seconds on the run's clock, and those of them that
-            passed while the target was busy; None on a clock that does not know when it is.
+        draft_total_s, draft_hidden_s: seconds on the run's clock in which sources computed, with
+            whatever they compute, and those of them that passed while the target was busy; on a
+            measured clock seconds of model calls, and None, since it does not know when that is.
         early_exit: sizes that PPSD's laws need: layers, exit_layer, stages, width of a level, and
             gamma where drafts of that length are verified afterwards; None without an early exit.
-        theoretical_s: seconds that a latency profile gives for the run's counts, prefill included
-            (a simulated clock's own); None on clocks of another kind.
         bytes_sent: bytes that crossed between ranks.
         request_steps: sum over steps of the requests that were open.
         kv_token_steps: sum over steps of the tokens and nodes that the target held for them.
@@ -154,10 +153,9 @@ class RunTotals:
     paced_pieces: int | None = None
     overruns: int | None = None
     stage_busy_s: dict[int, float] | None = None
-    draft_total_s: float | None = None
+    draft_total_s: float = 0.0
     draft_hidden_s: float | None = None
     early_exit: dict[str, int] | None = None
-    theoretical_s: float | None = None
     bytes_sent: int | None = None
     request_steps: int = 0
     kv_token_steps: int = 0
@@ -175,6 +173,7 @@ class RunTotals:
         """Adds a meter's sums."""
         _add_into(self.model_s, meter.model_s)
         _add_into(self.model_calls, meter.calls)
+        self.draft_total_s += meter.draft_s
         self.wait_s += meter.wait_s
 
     @property

@@ -84,7 +84,8 @@ def expand(
     if not asked:
         return [NO_SLOTS for _ in wanted]
     nodes = Nodes(tuple((request.id, request.tree.ids[slots]) for request, slots in asked))
-    candidates = source.expand(state, nodes, k)
+    with state.drafting():
+        candidates = source.expand(state, nodes, k)
     assert len(candidates.counts) == len(nodes), "a source answers every node it is asked for"
     counts, start = [], 0
     for request, slots in wanted:

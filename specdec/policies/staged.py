@@ -149,7 +149,8 @@ def _extend(
     main source has not been asked about them.
     """
     nodes = Nodes(tuple((request.id, request.tree.ids[slots]) for request, slots in tails))
-    candidates = cheap.expand(state, nodes, 1)
+    with state.drafting():
+        candidates = cheap.expand(state, nodes, 1)
     longer, start = [], 0
     for request, slots in tails:
         rows = slice(start, start + len(slots))

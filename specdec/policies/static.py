@@ -195,7 +195,9 @@ class Static:
         self._grow(beside, source, requests)
         now = clock.now()
         began = max(self._fed_s.get(r.id, now) for r in requests)
-        clock.wait_until(began + beside.clock.now())
+        took = beside.clock.now()
+        clock.drafted.add(began_s=began, seconds=took, target_done_s=now)
+        clock.wait_until(began + took)
         self._fed_s.update((request.id, clock.now()) for request in requests)
 
 

@@ -54,7 +54,6 @@ class RunBook:
         totals.wall_s = now_s - self._wall_s
         simulated = parts.clock.kind is ClockKind.SIMULATED
         totals.clock_s = clock_s - self._clock_s if simulated else totals.wall_s
-        totals.theoretical_s = totals.clock_s if simulated else None
         totals.steps = state.step - self._step
         counters, before = parts.executor.counters, self._executor
         totals.target_passes = counters.passes - before.passes

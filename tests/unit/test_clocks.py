@@ -311,11 +311,13 @@ def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None
     clock.align(1, CONTROLLER)
     clock.charge(1, Work.STAGE, 1)
     clock.start(CONTROLLER)
+    clock.drafting = True
     for _ in range(3):
         clock.charge(CONTROLLER, Work.DRAFT, 1)
     clock.barrier([1])
     clock.start(CONTROLLER)
     clock.charge(CONTROLLER, Work.DRAFT, 1)
+    clock.drafting = False
     clock.charge(CONTROLLER, Work.HEAD, 1)
     totals = RunTotals()
     RankCounts.of(clock, object()).book(totals, before)  # type: ignore[arg-type]
@@ -336,10 +338,26 @@ def test_serial_drafting_hides_nothing_and_levels_are_drafted_beside_longer_step
     assert totals.draft_total_s == pytest.approx(1e-3 * totals.draft_passes)
     row = summarise(found, totals)
     assert row["draft_hidden_share"] == pytest.approx(share)
-    assert row["theoretical_s"] == row["clock_s"] > 0
     found, totals = run({**values, "clock": {"kind": "measured"}}, prompts)
-    row = summarise(found, totals)
-    assert (row["draft_hidden_share"], row["theoretical_s"]) == (None, None)
+    assert totals.draft_total_s == pytest.approx(totals.model_s["draft"])
+    assert summarise(found, totals)["draft_hidden_share"] is None
+
+
+@pytest.mark.parametrize("kind", ["simulated", "paced", "measured"])
+def test_drafting_with_the_targets_own_layers_is_drafting_on_every_clock(kind: str) -> None:
+    """It was none where draft work was told by its kind or its model's name: a free draft."""
+    values = config(Cell("early_exit", "eesd", "match", "early_exit", "t06"))
+    clock = {"kind": "measured"} if kind == "measured" else clock_section(kind)
+    _, totals = run({**values, "clock": clock}, [TokenPrompt(3, np.array([3, 1, 4]))])
+    assert totals.draft_passes > 4
+    if kind == "measured":
+        heads = sum(s for name, s in totals.model_s.items() if name != "target")
+        assert heads < totals.draft_total_s < totals.total_model_s
+    else:  # the exit's layers lie on one stage of 2 ms; paced work may take longer, never less
+        charged = 2e-3 * totals.draft_passes
+        assert totals.draft_total_s >= charged - 1e-9
+        assert kind == "paced" or totals.draft_total_s == pytest.approx(charged)
+        assert totals.draft_hidden_s == 0.0
 
 
 def test_one_process_cannot_pace_several_ranks() -> None:

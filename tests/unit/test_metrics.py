@@ -307,21 +307,30 @@ def test_times_of_two_clocks_are_never_divided() -> None:
     assert row["speedup_theoretical"] is None
 
 
-def test_theoretical_speedup_from_counts_and_from_a_profile() -> None:
-    ar = [timed_run(0.1)]
-    mine = [timed_run(0.1, chunk=2)]
-    mine[0].totals.model_s = {"target": 99.0, "draft": 1.0}
-    ar_speed = summarise(ar[0].results, ar[0].totals)["tokens_per_s"]
-    row = comparison_row("x", mine, ar)
-    assert row["speedup_theoretical"] == pytest.approx((40 / ar_speed) / (20 / ar_speed + 1.0))
-    # On a clock that is not the wall's, drafting counts by that clock, and what is hidden does not.
-    mine[0].totals.draft_total_s, mine[0].totals.draft_hidden_s = 0.5, 0.2
-    row = comparison_row("x", mine, ar)
-    assert row["speedup_theoretical"] == pytest.approx((40 / ar_speed) / (20 / ar_speed + 0.3))
-    pipeline = [timed_run(0.1, latency=8)]
-    assert comparison_row("x", pipeline, ar)["speedup_theoretical"] is None
-    ar[0].totals.theoretical_s, pipeline[0].totals.theoretical_s = 8.0, 2.0
-    assert comparison_row("x", pipeline, ar)["speedup_theoretical"] == pytest.approx(4.0)
+@pytest.mark.parametrize("clock", ["measured", "paced", "simulated"])
+def test_theoretical_speedup_is_one_law_on_every_clock(clock: str) -> None:
+    """Turns of a way through the target each, by ar's time, and drafting that was not hidden."""
+    ar = [timed_run(0.1, clock=clock)]
+    t = 1.0 / summarise(ar[0].results, ar[0].totals)["tokens_per_s"]
+
+    def theory(**flags: object) -> float:
+        mine = timed_run(0.1, chunk=2, clock=clock)
+        for name, value in flags.items():
+            setattr(mine.totals, name, value)
+        return comparison_row("x", [mine], ar)["speedup_theoretical"]
+
+    assert theory() == pytest.approx(2.0)
+    # Whose layers a source computes with does not matter, only that it drafted.
+    assert theory(model_s={"target": 99.0}, draft_total_s=1.0) == pytest.approx(
+        40 * t / (20 * t + 1.0)
+    )
+    assert theory(draft_total_s=0.5, draft_hidden_s=0.2) == pytest.approx(40 * t / (20 * t + 0.3))
+    # A step of a pipeline of eight stages is an eighth of a way through the target.
+    assert theory(latency=8, steps=100, prefill_passes=4) == pytest.approx(40 * t / (96 * t / 8))
+    ar[0].totals.target_passes = 10  # four requests share each pass, of both
+    assert theory(target_passes=5) == pytest.approx(2.0)
+    ar[0].totals.latency, ar[0].totals.steps = 8, 80
+    assert theory(latency=8, steps=40) == pytest.approx(2.0)
 
 
 def test_bootstrap_interval_covers_the_true_ratio() -> None:

@@ -33,11 +33,11 @@ PROFILE = LatencyProfile(
 
 
 def simulated(
-    overlap: str, guesses: int = 4, profile: LatencyProfile = PROFILE, **law: Any
+    overlap: str, guesses: int = 4, clock: SimulatedClock | None = None, **law: Any
 ) -> tuple[list[int], list[float]]:
     """(tokens, ms between emissions of different answers) of a synthetic pair on the clock."""
     pair = build_pair({"kind": "synthetic", **law})
-    bench = Workbench(pair, clock=SimulatedClock(profile))
+    bench = Workbench(pair, clock=SimulatedClock(PROFILE) if clock is None else clock)
     parts = bench.parts(
         source=SyntheticSource(pair=pair.synthetic()),
         policy=Static(branching=BRANCHING, draft_overlap=overlap, guesses=guesses),
@@ -71,9 +71,14 @@ def test_drafting_longer_than_verification_is_hidden_in_part() -> None:
     slow = LatencyProfile(
         name="slow", costs={**PROFILE.costs, "draft": CostCurve(tokens=(1,), ms=(20.0,))}
     )
-    gaps = simulated("full", profile=slow)[1][:-1]
+    clock = SimulatedClock(slow)
+    gaps = simulated("full", clock=clock)[1][:-1]
     # Tree i + 1 enters when both its 60 ms of drafting, begun with tree i, and tree i are over.
     assert gaps == pytest.approx([60.0] * len(gaps))
+    # What was not hidden is what the target waited for: the time in which no stage was at work.
+    waited = clock.drafted.total_s - clock.drafted.hidden_s
+    at_once = (STAGES - 1) * STAGE_MS * 1e-3  # the prompt is one stage ahead of the first tree
+    assert clock.now() == pytest.approx(sum(clock.busy_s.values()) - at_once + waited)
 
 
 def test_a_right_guess_hides_the_drafting() -> None:
