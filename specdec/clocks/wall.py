@@ -159,7 +159,8 @@ class PacedClock(_WallClock):
 
     All ranks keep one schedule. What is charged to *other* ranks moves their planned times on, by
     the same calls as on a simulated clock; so the controller ends a step when the profile says that
-    the slowest stage has finished, and a stage begins when its rows are due.
+    the slowest stage has finished, plans the next from the end of the slowest transfer, and a stage
+    begins when its rows are due.
 
     Attributes:
         profile, scale, rank, timeline: see ``__init__``.
@@ -238,12 +239,13 @@ class PacedClock(_WallClock):
     def align(self, rank: int, to: int) -> None:
         """This rank's next work counts from the planned time of ``to``, or later.
 
-        Another rank's planned time becomes at least that of ``to``, for this rank the present.
+        Another rank's planned time becomes at least that of ``to``; for this rank the present, or
+        the time that its own next work counts from, where that is later.
         """
         if rank == self.rank:
             self._not_before = max(self._not_before, self._plans[to])
         else:
-            at = self.now() if to == self.rank else self._plans[to]
+            at = max(self.now(), self._not_before) if to == self.rank else self._plans[to]
             self._plans[rank] = max(self._plans[rank], at)
 
     def follow(self, rank: int, to: int) -> None:

@@ -1,0 +1,72 @@
+"""One model of time: paced ranks whose real work takes no time keep the simulator's times.
+
+A step ends when its slowest transfer has ended, on both clocks. The controller once began the next
+step when the stages had computed: plain decoding, where the stage that sends is not the one that
+goes on, came out faster by a transfer per stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec.clocks import CONTROLLER, PacedClock
+from tests.distributed.support import config, run
+from tests.distributed.virtual import virtual_ranks
+
+STAGES = 4
+COSTS = {
+    "stage": {"tokens": [1, 8], "ms": [20.0, 24.0]},
+    "head": {"tokens": [1], "ms": [5.0]},
+    "draft": {"tokens": [1], "ms": [8.0]},
+    "prune": {"tokens": [1], "ms": [4.0]},
+    "transfer": {"tokens": [1, 8], "ms": [3.0, 4.0]},
+    "exit": {"tokens": [1], "ms": [2.0]},
+}
+
+
+def emitted(kind: str, strategy: str, costs: dict[str, Any], **keys: Any) -> dict[int, list[float]]:
+    """When each request's tokens came, on one clock."""
+    values = config(strategy, STAGES, "t06", distributed=kind == "paced", **keys)
+    values["clock"] = {"kind": kind, "profile": "test", "scale": 2.0, "costs": costs}
+    found, _ = run(values)
+    return {request: list(result.emitted_s) for request, result in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "draft_ms", "keys"),
+    [
+        ("ar", 8.0, {}),
+        ("ar", 8.0, {"batch_size": 3}),
+        ("specinfer", 8.0, {}),  # drafts between the trees
+        ("specpipe", 8.0, {}),
+        ("specpipe", 30.0, {}),  # the draft is slower than any stage
+        ("specpipe_db", 30.0, {"batch_size": 3}),
+        ("ppsd", 8.0, {}),
+    ],
+)
+def test_paced_times_are_the_simulators(
+    strategy: str, draft_ms: float, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = {**COSTS, "draft": {"tokens": [1], "ms": [draft_ms]}}
+    expected = emitted("simulated", strategy, costs, **keys)
+    with virtual_ranks(STAGES + 1, monkeypatch):
+        found = emitted("paced", strategy, costs, **keys)
+    assert found == {request: pytest.approx(times) for request, times in expected.items()}
+
+
+def test_a_step_that_forgets_its_transfers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: other ranks are planned from the present, not from the end of the step."""
+    expected = emitted("simulated", "ar", COSTS)
+    align = PacedClock.align
+
+    def from_the_present(clock: PacedClock, rank: int, to: int) -> None:
+        if rank != clock.rank or clock.rank != CONTROLLER:
+            align(clock, rank, to)
+
+    monkeypatch.setattr(PacedClock, "align", from_the_present)
+    with virtual_ranks(STAGES + 1, monkeypatch):
+        found = emitted("paced", "ar", COSTS)
+    lost = [e[-1] - f[-1] for e, f in zip(expected.values(), found.values(), strict=True)]
+    assert min(lost) > 0.0
