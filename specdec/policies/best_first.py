@@ -11,8 +11,8 @@ from specdec.bounds import Bound, Count, Share, bounded
 from specdec.policies.growing import (
     NO_SLOTS,
     Stateless,
+    best_leaves,
     expand,
-    last_position,
     most_probable,
     ready_requests,
 )
@@ -31,9 +31,9 @@ UNTIL_READY = "until_ready"
 class BestFirst(Stateless):
     """Expands the most probable leaves and verifies the most probable connected subgraph.
 
-    A *leaf* is a node that was not expanded, or a candidate that was not made a node yet: nodes are
-    made only of what is expanded or submitted. An expansion asks for ``max(bs, w)`` children, so no
-    child left out could be among the ``bs`` best nodes or the ``w`` best leaves.
+    Leaves are those of ``best_leaves``; nodes are made only of what is expanded or submitted. An
+    expansion asks for ``max(bs, w)`` children, so no child left out could be among the ``bs`` best
+    nodes or the ``w`` best leaves.
 
     *Serial* form (SwiftSpec-base, the paper's ablation): ``select`` expands the ``w`` best leaves
     ``d`` times, goes on while fewer than ``bs`` nodes are available, and submits the ``bs`` best
@@ -156,7 +156,8 @@ class BestFirst(Stateless):
         """
         wanted = []
         for request in requests:
-            slots = self._best_leaves(request, silent.get(request.id, NO_SLOTS))
+            unanswered = silent.get(request.id, NO_SLOTS)
+            slots = best_leaves(request, self.w, silent=unanswered, least=self._least)
             if len(slots) and (not min_mass or _mass(request.tree, slots) >= min_mass):
                 wanted.append((request, slots))
         answers = expand(state, source, wanted, self._children)
@@ -165,24 +166,6 @@ class BestFirst(Stateless):
                 known = silent.get(request.id, NO_SLOTS)
                 silent[request.id] = np.concatenate([known, slots[counts == 0]])
         return [request for request, _ in wanted]
-
-    def _best_leaves(self, request: RequestState, silent: IntArray) -> IntArray:
-        """int64[<= w]: slots of the most probable leaves, made nodes where they were candidates.
-
-        Not a leaf: what stands where only the last token of the request could follow.
-        """
-        tree = request.tree
-        scores, closed = tree.scores, tree.expanded
-        parents = scores
-        limit = last_position(request)
-        if int(tree.positions.max()) + 1 >= limit:
-            room = limit - tree.positions  # levels that may still follow
-            closed = closed | (room < 1)
-            parents = np.where(room > 1, scores, -np.inf)
-        nodes = np.where(closed, -np.inf, scores)
-        if len(silent):
-            nodes[silent] = -np.inf
-        return most_probable(tree, nodes, parents, self.w, self._least)
 
     def _best_unsubmitted(self, tree: TokenTree) -> IntArray:
         """int64[<= bs]: slots of the most probable nodes not yet submitted, parents first.

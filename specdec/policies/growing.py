@@ -185,6 +185,35 @@ def most_probable(
     return np.concatenate([best[:split], tree.take(rows, columns)])
 
 
+def best_leaves(
+    request: RequestState, num: int, *, silent: IntArray = NO_SLOTS, least: float = -np.inf
+) -> IntArray:
+    """int64[<= num]: the most probable leaves, made nodes where they were candidates.
+
+    A *leaf* is a node that was not expanded, or a candidate that was not made a node yet. Not a
+    leaf: what stands where only the last token of the request could follow, so that near its end
+    the whole number goes to nodes that can still be expanded.
+
+    Args:
+        request: whose tree is looked at, and grows.
+        num: how many at most.
+        silent: int64[S], slots that are left out.
+        least: score that a leaf must have; the root has 0.
+    """
+    tree = request.tree
+    scores, closed = tree.scores, tree.expanded
+    parents = scores
+    limit = last_position(request)
+    if int(tree.positions.max()) + 1 >= limit:
+        room = limit - tree.positions  # levels that may still follow
+        closed = closed | (room < 1)
+        parents = np.where(room > 1, scores, -np.inf)
+    nodes = np.where(closed, -np.inf, scores)
+    if len(silent):
+        nodes[silent] = -np.inf
+    return most_probable(tree, nodes, parents, num, least)
+
+
 def unsubmitted(requests: Sequence[RequestState]) -> Nodes:
     """All nodes of the requests' trees that the target has not been given, parents first."""
     items = []

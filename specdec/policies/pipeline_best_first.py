@@ -17,24 +17,23 @@ import numpy as np
 from specdec.bounds import Count, DraftCount, bounded
 from specdec.policies.growing import (
     Stateless,
+    best_leaves,
     expand,
-    last_position,
     most_probable,
     ready_requests,
 )
-from specdec.tree import TokenTree
-from specdec.types import BoolArray, IntArray, Nodes
+from specdec.types import Nodes
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
-    from specdec.state import DecodeState, RequestState
+    from specdec.state import DecodeState
 
 
 class PipelineBestFirst(Stateless):
     """Feeds the ``width`` most probable nodes per step; drafts ``draft_passes`` times per step.
 
-    A *leaf* is a node that was not expanded, or a candidate that was not made a node yet. Each
-    draft pass, in ``overlap`` while the stages compute, expands the ``width`` most probable leaves.
+    Each draft pass, in ``overlap`` while the stages compute, expands the ``width`` most probable
+    leaves: nodes that were not expanded, and candidates that were not made nodes yet.
     ``select`` then submits the ``width`` most probable nodes and candidates not yet submitted.
     Parents are submitted no later than children, because scores do not rise downwards and of equals
     the parent comes first. After a miss the fresh root goes alone, as in SpecPipe.
@@ -78,7 +77,8 @@ class PipelineBestFirst(Stateless):
         items = []
         for request in ready_requests(state, serial=False):
             tree = request.tree
-            slots = _chosen(tree, tree.submitted_at < 0, self.width)
+            waiting = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
+            slots = most_probable(tree, waiting, tree.scores, self.width)
             if len(slots):
                 items.append((request.id, tree.ids[slots]))
         return Nodes(tuple(items))
@@ -87,18 +87,5 @@ class PipelineBestFirst(Stateless):
         """The draft passes of the step, for all requests together."""
         growing = [request for request in state.requests.values() if not request.finished]
         for _ in range(self.draft_passes):
-            expand(state, source, [(r, self._leaves(r)) for r in growing], self.children)
-
-    def _leaves(self, request: RequestState) -> IntArray:
-        """int64[<= width]: slots of the most probable leaves, made nodes where need be.
-
-        Those at the last token that the request can emit are left out: nothing may follow them.
-        """
-        tree, last = request.tree, last_position(request)
-        leaves = _chosen(tree, ~tree.expanded & (tree.positions < last), self.width)
-        return leaves[tree.positions.take(leaves) < last]
-
-
-def _chosen(tree: TokenTree, waiting: BoolArray, num: int) -> IntArray:
-    """int64[<= num]: the most probable of the ``waiting`` nodes, bool[N], and of all candidates."""
-    return most_probable(tree, np.where(waiting, tree.scores, -np.inf), tree.scores, num)
+            wanted = [(r, best_leaves(r, self.width)) for r in growing]
+            expand(state, source, wanted, self.children)

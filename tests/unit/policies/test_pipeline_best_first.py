@@ -15,10 +15,10 @@ ROOT = (1, 2, 3)
 WIDTH, CHILDREN = 5, 3
 
 
-def after_one_step(passes: int) -> tuple[list[Context], set[Context]]:
+def after_one_step(passes: int, max_new_tokens: int) -> tuple[list[Context], set[Context]]:
     """What the second step is fed after a fresh root, and what the draft was asked for."""
     policy = PipelineBestFirst(width=WIDTH, children=CHILDREN, draft_passes=passes)
-    state, source = new_state(new_request(1, ROOT)), TableSource()
+    state, source = new_state(new_request(1, ROOT, max_new_tokens)), TableSource()
     nodes = policy.select(state, source)
     assert [ids.tolist() for _, ids in nodes.items] == [[0]], "a fresh root goes alone"
     state.mark_submitted(nodes)
@@ -29,15 +29,21 @@ def after_one_step(passes: int) -> tuple[list[Context], set[Context]]:
     return chosen, {context for call in source.calls for context in call[1]}
 
 
-@pytest.mark.parametrize("passes", [1, 2, 3])
-def test_a_step_is_fed_the_most_probable_nodes_of_any_level(passes: int) -> None:
+@pytest.mark.parametrize(
+    ("passes", "max_new_tokens"), [(1, 40), (2, 40), (3, 40), (3, 3), (4, 3), (6, 4)]
+)
+def test_a_step_is_fed_the_most_probable_nodes_of_any_level(
+    passes: int, max_new_tokens: int
+) -> None:
+    """Near the end too, where the last level's candidates once took draft passes from the rest."""
     known, expanded = {ROOT}, set()
     for _ in range(passes):
-        leaves = sorted(known - expanded, key=lambda c: -score(c, ROOT))[:WIDTH]
+        open_ = [c for c in known - expanded if len(c) < len(ROOT) + max_new_tokens]
+        leaves = sorted(open_, key=lambda c: -score(c, ROOT))[:WIDTH]
         expanded |= set(leaves)
         known |= {(*c, token) for c in leaves for token, _ in children_of(c)[:CHILDREN]}
     best = sorted(known - {ROOT}, key=lambda c: -score(c, ROOT))[:WIDTH]
-    chosen, asked = after_one_step(passes)
+    chosen, asked = after_one_step(passes, max_new_tokens)
     assert set(chosen) == set(best)
     assert asked == expanded
     assert passes == 1 or len({len(context) for context in chosen}) > 1, "several levels at once"
