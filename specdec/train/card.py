@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,45 +16,22 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specdec.data import load_prompts
+from specdec.data import DATASETS, load_prompts
 from specdec.errors import UserError
-from specdec.train.cardtext import Heads, write_card
-from specdec.train.corpus import (
-    is_held_out,
-    python_files,
-    read_source,
-    stdlib_root,
-    why_junk,
-)
+from specdec.metrics.loops import repeated_ngrams
+from specdec.report.files import write_json
+from specdec.train.cardtext import RANKS, Heads, write_card
+from specdec.train.corpus import held_out_files
 from specdec.train.lm import Report, held_out_loss
 from specdec.train.model import LanguageModel, load_hf
 from specdec.train.samples import Sampling, generate, same_length_batches
 from specdec.train.streams import encode
 
-RANKS = (1, 2, 4, 8, 16, 32)
-LOOP_GRAM = 8
 BATCH = 12
 SETTINGS = {
     "greedy": Sampling(temperature=0.0),
     "0.6/0.9/80": Sampling(temperature=0.6, top_p=0.9, top_k=80),
 }
-
-
-def in_loop(tokens: Sequence[int], gram: int = LOOP_GRAM) -> list[bool]:
-    """For each generated token, whether it ends an n-gram that was generated before.
-
-    Args:
-        tokens: generated tokens only, no prompt.
-        gram: n.
-    """
-    seen: set[tuple[int, ...]] = set()
-    flags = []
-    for end in range(1, len(tokens) + 1):
-        piece = tuple(tokens[max(0, end - gram) : end])
-        flags.append(len(piece) == gram and piece in seen)
-        if len(piece) == gram:
-            seen.add(piece)
-    return flags
 
 
 @dataclass(slots=True)
@@ -66,8 +43,8 @@ class Agreement:
         inside, outside: tokens inside and outside loops.
     """
 
-    hits_inside: list[int]
-    hits_outside: list[int]
+    hits_inside: list[int] = field(default_factory=lambda: [0] * len(RANKS))
+    hits_outside: list[int] = field(default_factory=lambda: [0] * len(RANKS))
     inside: int = 0
     outside: int = 0
 
@@ -110,35 +87,36 @@ def measure_agreement(
     new_tokens: int,
     seed: int,
 ) -> Agreement:
-    """Draft's top-k agreement on the target's own continuations, ended at the end token.
+    """Draft's top-k agreement on the target's own ``continuations``."""
+    total = Agreement()
+    for prompt, new in continuations(target, prompts, sampling, new_tokens, seed):
+        total.add(draft_ranks(draft, prompt, new), repeated_ngrams(new.tolist()).tolist())
+    return total
+
+
+def continuations(
+    target: LanguageModel,
+    prompts: Sequence[Tensor],
+    sampling: Sampling,
+    new_tokens: int,
+    seed: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Prompts and what the target says behind them, ended at the end token, int64 each.
 
     Prompts go in batches of BATCH of nearly equal length; the longer ones of a batch lose their
     first tokens.
     """
     generator = torch.Generator().manual_seed(seed)
-    total = Agreement([0] * len(RANKS), [0] * len(RANKS))
     for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
         out = generate(target, group, new_tokens, [sampling], generator, stop_at_end=True)
         for prompt, new in zip(group, out, strict=True):
             ends = (new == 0).nonzero()
-            new = new[: int(ends[0]) + 1] if len(ends) else new
-            total.add(draft_ranks(draft, prompt, new), in_loop(new.tolist()))
-    return total
-
-
-def held_out_texts() -> list[str]:
-    """Held-out files of this interpreter's standard library, as training filtered them."""
-    texts = []
-    for relative, path in python_files(stdlib_root()):
-        text = read_source(path) if is_held_out(relative) else None
-        if text is not None and why_junk(text) is None:
-            texts.append(text)
-    return texts
+            yield prompt, new[: int(ends[0]) + 1] if len(ends) else new
 
 
 def measure_loss(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, float]:
     """Held-out loss in nats per token and per byte, and the counts behind them."""
-    texts = held_out_texts()
+    texts = [text for _, text in held_out_files()]
     ids = encode(tokenizer, texts)
     size = sum(len(text.encode("utf-8")) for text in texts)
     loss = held_out_loss(model, ids, length)
@@ -170,6 +148,12 @@ def pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
     return statistics.median(times)
 
 
+def check_data_name(name: str) -> None:
+    """Refuses a name that is none of the library's data sets; one that is absent is left out."""
+    if name not in DATASETS:
+        raise UserError(f"prompts of {name}: choose from {', '.join(DATASETS)}")
+
+
 def prompts_of(name: str, tokenizer: Tokenizer, limit: int) -> list[Tensor]:
     """Token ids of a data set's first prompts, as `data=` gives them; empty where it is absent.
 
@@ -177,7 +161,11 @@ def prompts_of(name: str, tokenizer: Tokenizer, limit: int) -> list[Tensor]:
         name: one of the library's data sets.
         tokenizer: the family's.
         limit: prompts at most.
+
+    Raises:
+        UserError: an unknown name.
     """
+    check_data_name(name)
     try:
         prompts = load_prompts(name=name, limit=limit)
     except UserError:  # no such files on this machine
@@ -208,7 +196,7 @@ def make_card(
     they are absent, and the card names those that were measured.
 
     Raises:
-        FileNotFoundError: a model is missing, or measured.json where nothing is measured.
+        UserError: a model is missing, or measured.json where nothing is measured.
     """
     out = Path(output_dir)
     if num_threads:
@@ -216,9 +204,9 @@ def make_card(
     if measure:
         sizes = {"new_tokens": new_tokens, "length": length, "seed": seed}
         measured = _measure(out, prompts, reference, report, **sizes)
-        (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
+        write_json(out / "measured.json", measured)
     elif not (measured := _read(out / "measured.json")):
-        raise FileNotFoundError(f"{out / 'measured.json'} is missing: measure with measure=true")
+        raise UserError(f"{out / 'measured.json'} is missing: measure with measure=true")
     records = {part: _read(out / part / "training.json") for part in ("target", "draft")}
     write_card(out, measured, records, _read(out / "corpus.json"), heads_of(out / "heads"))
     report(1.0, "card written")
@@ -253,7 +241,7 @@ def _measure(
     """What measured.json holds."""
     for part in ("target", "draft"):
         if not (out / part / "model.safetensors").exists():
-            raise FileNotFoundError(f"{out / part} holds no model: train it first")
+            raise UserError(f"{out / part} holds no model: train it first")
     tokenizer = Tokenizer.from_file(str(out / "target" / "tokenizer.json"))
     models = {part: load_hf(out / part) for part in ("target", "draft")}
     measured: dict[str, Any] = {"loss_window": length, "agreement": []}

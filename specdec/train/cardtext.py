@@ -113,14 +113,18 @@ def _curve(record: dict[str, Any]) -> str:
         ]
         for row in record.get("curve", [])
     ]
-    head = ["step", "million tokens", "minutes", "layers", "loss", "held-out"]
+    window = record.get("held_out_window", 256)
+    head = ["step", "million tokens", "minutes", "layers", "loss", f"held-out, windows of {window}"]
     return table(head, rows) if rows else "No record of the run is present."
 
 
 def _finish(record: dict[str, Any]) -> list[str]:
     if "finish" not in record:
         return []
-    rounds, blend = record["finish"]["rounds"], record["finish"]["blend"]
+    finish = record["finish"]
+    rounds, blend = finish["rounds"], finish["blend"]
+    windows = dict.fromkeys(str(size) for one in rounds for size in one.get("windows", ()))
+    told = finish.get("note") or f"Text came in windows of {', '.join(windows)} positions."
     rows = [
         [str(number), f"{one['repeated_share']:.3f}", str(one["steps"]), f"{one['minutes']:.1f}"]
         for number, one in enumerate(rounds, start=1)
@@ -130,7 +134,7 @@ def _finish(record: dict[str, Any]) -> list[str]:
         "In each round the target's own samples, part of them greedy, were searched for repeated "
         "8-grams, and training on text went on with those tokens made unlikely. The shipped "
         f"weights lie {blend:.0%} of the way from those before the first round to those after the "
-        "last.\n",
+        f"last. {told}\n",
         table(["round", "share of sampled tokens in a repetition", "steps", "minutes"], rows),
     ]
 
@@ -208,7 +212,9 @@ plausibly for a few lines and are of no use as programmers or as calculators.
 This page is written by `specdec train card`; every figure on it is measured by that command or
 recorded by the run it describes. Rebuild in this order: `specdec train tokenizer`,
 `specdec train target`, `specdec train finish`, `specdec train draft`, `specdec train ngram`,
-`specdec train bundled_heads`, `specdec train medusa_heads`, `specdec train card`.
+`specdec train bundled_heads`, `specdec train medusa_heads`, `specdec train card`; with an
+`output_dir` and a `work_dir` of your own, since a tokenizer is never learnt anew beside models that
+use another.
 """
 
 LIMITS = """## Limits

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specdec.errors import UserError
 from specdec.train import card, draft, exit_recipe, recipes, unlikelihood
+from specdec.train.keys import check_keys
 
 RECIPES: dict[str, Callable[..., None]] = {
     "tokenizer": recipes.make_tokenizer,
@@ -25,23 +25,6 @@ RECIPES: dict[str, Callable[..., None]] = {
 }
 
 
-def check_keys(recipe: Callable[..., None], cfg: dict[str, Any]) -> None:
-    """Compares a configuration's keys with a recipe's arguments.
-
-    Raises:
-        ValueError: a key is unknown (with the nearest known one) or missing.
-    """
-    known = [name for name in inspect.signature(recipe).parameters if name != "report"]
-    for key in cfg:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-            raise ValueError(f"unknown key {key!r}{hint}")
-    missing = [name for name in known if name not in cfg]
-    if missing:
-        raise ValueError(f"missing keys: {', '.join(missing)}")
-
-
 def run(what: str, cfg: dict[str, Any]) -> int:
     """Runs one recipe under a progress bar.
 
@@ -50,15 +33,16 @@ def run(what: str, cfg: dict[str, Any]) -> int:
         cfg: exactly the recipe's arguments, as in conf/train/<what>.yaml.
 
     Returns:
-        0 when done, 1 when a file the recipe needs is missing (its name is printed).
+        0.
 
     Raises:
-        ValueError: an unknown recipe, or keys that are unknown, missing or out of range.
+        UserError: an unknown recipe, keys that are unknown, missing or out of range, or a file that
+            the recipe needs is missing.
     """
     if what not in RECIPES:
-        raise ValueError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
+        raise UserError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
     recipe = RECIPES[what]
-    check_keys(recipe, cfg)
+    check_keys(recipe, cfg, given=("report",))
     console = Console(stderr=True)
     columns = (
         TextColumn(what),
@@ -73,9 +57,5 @@ def run(what: str, cfg: dict[str, Any]) -> int:
             progress.update(task, completed=share)
             progress.console.print(line, markup=False, highlight=False)
 
-        try:
-            recipe(**cfg, report=report)
-        except FileNotFoundError as error:
-            console.print(str(error), markup=False)
-            return 1
+        recipe(**cfg, report=report)
     return 0

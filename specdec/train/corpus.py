@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from specdec.errors import UserError
+
 HELD_OUT_MODULUS = 20
 """One standard-library module in this many is held out."""
 
@@ -158,6 +160,14 @@ def why_junk(text: str) -> str | None:
     return "table" if letters / len(text) < 0.72 else None
 
 
+def held_out_files() -> Iterator[tuple[str, str]]:
+    """Yields (relative path, text) of the standard library's held-out files that are no junk."""
+    for relative, path in python_files(stdlib_root()):
+        text = read_source(path) if is_held_out(relative) else None
+        if text is not None and why_junk(text) is None:
+            yield relative, text
+
+
 def clean_source(text: str) -> str:
     """Drops a leading comment block that states a copyright, and trailing spaces."""
     lines = [line.rstrip() for line in text.split("\n")]
@@ -183,9 +193,8 @@ class NearDuplicates:
     def __init__(self, threshold: float = 0.5) -> None:
         """Takes the share of shingles, in (0, 1], from which a document counts as a copy."""
         if not 0.0 < threshold <= 1.0:
-            raise ValueError(f"threshold must be in (0, 1], got {threshold}")
-        self.threshold = threshold
-        self.seen: set[int] = set()
+            raise UserError(f"threshold must be in (0, 1], got {threshold}")
+        self.threshold, self.seen = threshold, set[int]()
 
     def is_copy(self, text: str) -> bool:
         """True for a near copy; any other text is remembered."""
@@ -363,20 +372,17 @@ def build_corpus(
         copy_threshold: see NearDuplicates.
 
     Raises:
-        ValueError: a package's metadata states no permissive licence.
+        UserError: a package's metadata states no permissive licence.
     """
     data = data_root()
     grams = evaluation_grams(data)
     copies = NearDuplicates(copy_threshold)
     corpus = Corpus()
-    library = list(python_files(stdlib_root()))
-    for relative, path in library:
-        text = read_source(path) if is_held_out(relative) else None
-        if text is not None and why_junk(text) is None:
-            copies.is_copy(text)
-            corpus.held_out.append(Document("stdlib", "file", relative, text))
+    for relative, text in held_out_files():
+        copies.is_copy(text)
+        corpus.held_out.append(Document("stdlib", "file", relative, text))
     corpus.licences["stdlib"] = "PSF-2.0"
-    training = [(r, p) for r, p in library if not is_held_out(r)]
+    training = [(r, p) for r, p in python_files(stdlib_root()) if not is_held_out(r)]
     _take(corpus, "stdlib", training, 10**9, grams, copies)
     for name, megabytes in packages.items():
         try:
@@ -385,7 +391,7 @@ def build_corpus(
             corpus.dropped["package not installed"] += 1
             continue
         if not is_permissive(licence):
-            raise ValueError(f"{name}: licence {licence!r} is not one of the permissive ones")
+            raise UserError(f"{name}: licence {licence!r} is not one of the permissive ones")
         corpus.licences[name] = licence
         files = [pair for root in _roots_of(name) for pair in python_files(root)]
         files.sort(key=lambda pair: zlib.crc32(pair[0].encode("utf-8")))

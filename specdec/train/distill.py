@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.train.lm import Report, silent
+from specdec.errors import UserError
+from specdec.train.lm import Loss, Report, silent
 from specdec.train.model import LanguageModel
 from specdec.train.samples import Sampling, generate, same_length_batches
+from specdec.train.streams import compact
 
 
 def divergence(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
@@ -22,7 +24,7 @@ def divergence(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
     return (log_target.exp() * (log_target - log_draft)).sum(-1).mean()
 
 
-class DistillationLoss:
+class DistillationLoss(Loss):
     """Loss for lm.Pretraining: KL to a frozen target on the same inputs.
 
     A share `text_weight` of the loss is the ordinary cross entropy on the text's own next tokens.
@@ -41,12 +43,12 @@ class DistillationLoss:
         """Takes the frozen target, the weight of the text's cross entropy and the temperature.
 
         Raises:
-            ValueError: text_weight is outside [0, 1], or temperature not positive.
+            UserError: text_weight is outside [0, 1], or temperature not positive.
         """
         if not 0.0 <= text_weight <= 1.0:
-            raise ValueError(f"text_weight must be in [0, 1], got {text_weight}")
+            raise UserError(f"text_weight must be in [0, 1], got {text_weight}")
         if temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
+            raise UserError(f"temperature must be positive, got {temperature}")
         self.target, self.text_weight = target.requires_grad_(False), text_weight
         self.temperature = temperature
         self.divergence: Callable[[Tensor, Tensor], Tensor] = divergence
@@ -93,8 +95,15 @@ def sample_documents(
         report: progress in [0, 1] and a line, after each batch.
 
     Returns:
-        Ids, uint16, one dimension.
+        Ids, one dimension, as ``streams.compact`` holds them.
+
+    Raises:
+        UserError: no prompts.
     """
+    if not prompts:
+        raise UserError(
+            "nothing to sample from: no training function or question makes a prompt here"
+        )
     generator = torch.Generator().manual_seed(seed)
     groups = same_length_batches(prompts, batch)
     order = np.random.default_rng(seed).permutation(len(groups))
@@ -115,4 +124,4 @@ def sample_documents(
         report(min(1.0, share), f"{count} tokens sampled")
         if minutes is not None and minutes_used >= minutes:
             break
-    return np.concatenate(pieces).astype(np.uint16)
+    return compact(np.concatenate(pieces))

@@ -7,63 +7,74 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer
+import torch
+from safetensors.numpy import save
 
+from specdec.errors import UserError
+from specdec.report.files import write_bytes
 from specdec.train.distill import DistillationLoss, sample_documents
+from specdec.train.keys import made_of
 from specdec.train.lm import Pretraining, Report
-from specdec.train.model import LanguageModel, keep_layers, load_hf, save_hf
+from specdec.train.model import save_hf, with_layers
 from specdec.train.parallel import rank_and_size, spawned, wait_for_all
-from specdec.train.recipes import make_plan, need, pick_device, record_run, set_up
+from specdec.train.plan import RunPlan
+from specdec.train.recipes import Teacher, pick_device, read_teacher, record_run, set_up
+from specdec.train.resuming import keep_settings, weights_hash
 from specdec.train.samples import Sampling, docstring_end, function_prompts
 from specdec.train.streams import Mixture, load_streams, save_streams
 
 
-def triple_quote_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of tokens that hold three double quotes."""
-    return frozenset(i for text, i in tokenizer.get_vocab().items() if '"""' in text)
+def sampling_rules(sampling: dict[str, Any]) -> list[Sampling]:
+    """The rules of a `sampling` section."""
+    return [made_of(Sampling, rule, "sampling.rules") for rule in sampling["rules"]]
+
+
+def docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
+    """Heads of training functions, each cut where its docstring ends."""
+    quotes = frozenset(i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text)
+    return function_prompts(teacher.streams["function"], docstring_end(quotes), limit, seed)
 
 
 def sample_target(
+    target: Teacher,
     *,
     work: Path,
-    target: LanguageModel,
-    tokenizer: Tokenizer,
-    streams: dict[str, np.ndarray],
     sampling: dict[str, Any],
     seed: int,
     report: Report,
     mark: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """The target's own continuations of training functions' headers and docstrings, uint16 ids.
+    """The target's own continuations of training functions' headers and docstrings, as ids.
 
     Each process of a group samples its share of the prompts; all return all samples.
 
     Args:
-        work: folder in which the result is kept, a file per process; a second call reads it back.
-        target: sampled on the CPU.
-        tokenizer: the family's, to find docstrings' ends.
-        streams: training streams; prompts come from "function" and "gsm8k".
+        target: sampled where its model lies; prompts come from its streams "function" and "gsm8k".
+        work: folder in which the result is kept, a file per process; a second call with the same
+            target and settings reads it back.
         sampling: keys prompts, gsm8k_prompts, new_tokens, batch, minutes, rules (see Sampling).
         seed: of prompts and draws.
         report: progress.
         mark: applied to the ids of each continuation.
+
+    Raises:
+        UserError: samples of another target or of other settings lie in the folder.
     """
     rank, size = rank_and_size()
     paths = [work / f"samples-{part}.npz" for part in range(size)]
+    begun_with = {"target": weights_hash(target.model), "sampling": sampling, "seed": seed}
+    keep_settings(work / "sampling.json", begun_with | {"processes": size}, paths)
     if all(path.exists() for path in paths):
         return np.concatenate([load_streams(path)["samples"] for path in paths])
-    rule = docstring_end(triple_quote_ids(tokenizer))
-    prompts = function_prompts(streams["function"], rule, sampling["prompts"], seed)
-    answer = tokenizer.encode("\nAnswer:").ids
-    if sampling["gsm8k_prompts"] and "gsm8k" in streams:
-        prompts += function_prompts(
-            streams["gsm8k"], _ends_with(answer), sampling["gsm8k_prompts"], seed
-        )
+    prompts = docstring_prompts(target, sampling["prompts"], seed)
+    gsm8k = target.streams.get("gsm8k")
+    if sampling["gsm8k_prompts"] and gsm8k is not None:
+        answer = target.tokenizer.encode("\nAnswer:").ids
+        prompts += function_prompts(gsm8k, _ends_with(answer), sampling["gsm8k_prompts"], seed)
     samples = sample_documents(
-        target,
+        target.model,
         prompts[rank::size],
-        [Sampling(**one) for one in sampling["rules"]],
+        sampling_rules(sampling),
         new_tokens=sampling["new_tokens"],
         batch=sampling["batch"],
         seed=seed + rank,
@@ -115,33 +126,35 @@ def train_draft(
         return
     work, out = Path(work_dir), Path(output_dir)
     dtype, place = set_up(num_threads, precision), pick_device(device)
-    streams = load_streams(need(work / "tokens.npz", "tokenizer"))
-    folder = need(out / "target" / "model.safetensors", "target").parent
-    target = load_hf(folder, dtype=dtype, compiled=compiled).to(place)
-    streams["samples"] = sample_target(
-        work=work,
-        target=target,
-        tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
-        streams=streams,
-        sampling=sampling,
-        seed=seed,
-        report=report,
+    schedule = RunPlan.of(distill_plan, "distill_plan")
+    target = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
+    draft = with_layers(target.model, target_layers, compiled=compiled).to(place)
+    schedule.check(draft.shape)
+    distillation = DistillationLoss(
+        target.model, text_weight=text_weight, temperature=temperature, compiled=compiled
     )
+    samples = sample_target(
+        target, work=work / "draft", sampling=sampling, seed=seed, report=report
+    )
+    streams = {**target.streams, "samples": samples}
     run = Pretraining(
-        keep_layers(target, target_layers, compiled=compiled).to(place),
+        draft,
         Mixture(streams, distill_weights, seed + 1),
-        make_plan(distill_plan),
+        schedule,
         work / "draft",
-        loss=DistillationLoss(
-            target, text_weight=text_weight, temperature=temperature, compiled=compiled
-        ),
+        loss=distillation,
         held_out=streams["held_out"],
+        settings={
+            **{"target": weights_hash(target.model), "target_layers": target_layers},
+            **{"text_weight": text_weight, "temperature": temperature},
+        },
         report=report,
+        compiled=compiled,
     )
     trained = run.run()
     if rank_and_size()[0] == 0:
         save_hf(trained, out / "draft")
-        extra = {"sampled_tokens": len(streams["samples"]), "target_layers": target_layers}
+        extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
         record_run(run, out / "draft" / "training.json", extra)
 
 
@@ -159,21 +172,20 @@ def sample_ngram(
     """Samples token sequences from the draft for n-gram counts.
 
     Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents separated by token 0.
-    Arguments: conf/train/ngram.yaml. Ids above 32767 would not fit and raise ValueError.
+    Arguments: conf/train/ngram.yaml.
+
+    Raises:
+        UserError: ids above 32767, which do not fit.
     """
     work, out = Path(work_dir), Path(output_dir)
     dtype = set_up(num_threads, precision)
-    streams = load_streams(need(work / "tokens.npz", "tokenizer"))
-    draft = load_hf(need(out / "draft" / "model.safetensors", "draft").parent, dtype=dtype)
-    if draft.shape.vocab_size > 32767:
-        raise ValueError(f"vocabulary of {draft.shape.vocab_size} does not fit 16 bits")
-    tokenizer = Tokenizer.from_file(str(out / "draft" / "tokenizer.json"))
-    rule = docstring_end(triple_quote_ids(tokenizer))
-    prompts = function_prompts(streams["function"], rule, sampling["prompts"], seed)
+    draft = read_teacher(work, out / "draft", dtype=dtype, device=torch.device("cpu"))
+    if draft.model.shape.vocab_size > 32768:
+        raise UserError(f"vocabulary of {draft.model.shape.vocab_size} does not fit 16 bits")
     tokens = sample_documents(
-        draft,
-        prompts,
-        [Sampling(**one) for one in sampling["rules"]],
+        draft.model,
+        docstring_prompts(draft, sampling["prompts"], seed),
+        sampling_rules(sampling),
         new_tokens=sampling["new_tokens"],
         batch=sampling["batch"],
         seed=seed,
@@ -181,5 +193,5 @@ def sample_ngram(
         keep_prompt=False,
         report=report,
     )[:max_tokens]
-    (out / "ngram").mkdir(parents=True, exist_ok=True)
-    save_file({"tokens": tokens.astype(np.int16)}, out / "ngram" / "samples.safetensors")
+    data = save({"tokens": tokens.astype(np.int16)})
+    write_bytes(out / "ngram" / "samples.safetensors", data)

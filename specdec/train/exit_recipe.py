@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specdec.train.card import BATCH, RANKS, SETTINGS, Agreement, in_loop, prompts_of
+from specdec.errors import UserError
+from specdec.metrics.loops import repeated_ngrams
+from specdec.report.files import write_json
+from specdec.train.card import SETTINGS, Agreement, check_data_name, continuations, prompts_of
 from specdec.train.draft import sample_target
 from specdec.train.exits import (
     ExitHead,
@@ -23,12 +25,15 @@ from specdec.train.exits import (
     save_heads,
     warm_start,
 )
-from specdec.train.lm import Phase, Pretraining, Report, RunPlan, silent
-from specdec.train.model import LanguageModel, load_hf
+from specdec.train.keys import made_of
+from specdec.train.lm import Pretraining, Report, silent
+from specdec.train.model import LanguageModel
 from specdec.train.parallel import rank_and_size, spawned
-from specdec.train.recipes import need, pick_device, record_run, set_up, write_json
-from specdec.train.samples import Sampling, generate, same_length_batches
-from specdec.train.streams import Mixture, load_streams
+from specdec.train.plan import Phase, RunPlan
+from specdec.train.recipes import pick_device, read_teacher, record_run, set_up
+from specdec.train.resuming import weights_hash
+from specdec.train.samples import Sampling
+from specdec.train.streams import Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,61 +79,75 @@ def train_exit_heads(
     if spawned(train_exit_heads, locals(), num_processes):
         return
     work, out, place = Path(work_dir), Path(output_dir), pick_device(device)
-    dtype = set_up(num_threads, precision)
-    specs = [HeadSpec.of(values) for values in heads]
-    folder = need(out / "target" / "model.safetensors", "target").parent
-    target = load_hf(folder, dtype=dtype, compiled=compiled).to(place)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    streams = _streams(work, target, tokenizer, sampling, seed, report)
-    epoch_tokens = sum(len(streams[name]) for name, share in weights.items() if share > 0)
-    made_heads, mixture = ExitHeads(target, specs).to(place), Mixture(streams, weights, seed)
-    if warm_batches:
-        sizes = (plan["batch"] or 8, plan["length"])
-        warm_start(target, made_heads, (mixture.batch(*sizes)[0] for _ in range(warm_batches)))
+    dtype, specs = set_up(num_threads, precision), [HeadSpec.of(values) for values in heads]
+    teacher = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
+    target, streams = teacher.model, dict(teacher.streams)
+    made_heads = ExitHeads(target, specs).to(place)
+    name = specs[0].name
+    distillation = made_of(SelfDistillation, loss, "loss", target=target, compiled=compiled)
+    _check_before_sampling(target, specs, plan, evaluation)
+    folder = work / "heads" / name
+    if sampling is not None:
+        streams["samples"] = sample_target(
+            teacher, work=folder, sampling=sampling, seed=seed, report=report
+        )
+    mixture = Mixture(streams, weights, seed)
+    schedule = make_exit_plan(plan, specs, epoch_tokens=mixture.num_tokens)
+    _warm_up(target, made_heads, mixture, schedule.phases[0], warm_batches)
+    about = {"heads": list(made_heads.heads), "warm_batches": warm_batches}
     run = Pretraining(
         made_heads,  # type: ignore[arg-type]
         mixture,
-        make_exit_plan(plan, specs, layers=target.shape.num_layers, epoch_tokens=epoch_tokens),
-        work / "heads" / specs[0].name,
-        loss=SelfDistillation(target, compiled=compiled, **loss),  # type: ignore[arg-type]
+        schedule,
+        folder,
+        loss=distillation,
+        settings={"target": weights_hash(target), "loss": loss, **about},
         report=report,
     )
     trained = run.run()
     if rank_and_size()[0] == 0:
         assert isinstance(trained, ExitHeads)
         save_heads(trained, out / "heads")
-        name = specs[0].name
-        extra = {"heads": [spec.name for spec in specs], "loss": loss, "weights": weights}
+        extra = {**about, "loss": loss, "weights": weights}
         record_run(run, out / "heads" / f"training-{name}.json", extra)
-        found = evaluate_heads(target, trained, tokenizer, evaluation, seed, report)
+        found = evaluate_heads(target, trained, teacher.tokenizer, evaluation, seed, report)
         write_json(out / "heads" / f"measured-{name}.json", found)
 
 
-def _streams(
-    work: Path,
+def _warm_up(
+    target: LanguageModel, heads: ExitHeads, mixture: Mixture, phase: Phase, batches: int
+) -> None:
+    if not batches:
+        return
+    mixture.check(phase.length)
+    inputs = (mixture.batch(phase.batch, phase.length)[0] for _ in range(batches))
+    warm_start(target, heads, inputs)
+
+
+def _check_before_sampling(
     target: LanguageModel,
-    tokenizer: Tokenizer,
-    sampling: dict[str, Any] | None,
-    seed: int,
-    report: Report,
-) -> dict[str, np.ndarray]:
-    """Token streams; with ``sampling`` also the target's own continuations, as "samples"."""
-    streams = load_streams(need(work / "tokens.npz", "tokenizer"))
-    if sampling is not None:
-        streams["samples"] = sample_target(
-            work=work,
-            target=target,
-            tokenizer=tokenizer,
-            streams=streams,
-            sampling=sampling,
-            seed=seed,
-            report=report,
+    specs: Sequence[HeadSpec],
+    plan: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+) -> None:
+    """Refuses what would fail after minutes of sampling or of training.
+
+    Raises:
+        UserError: a plan that cannot be run, unknown data sets, or continuations beyond the model.
+    """
+    new_tokens = evaluation["new_tokens"]
+    make_exit_plan(plan, specs, epoch_tokens=1).check(target.shape)
+    for name in evaluation["prompts"]:
+        check_data_name(name)
+    if new_tokens >= target.shape.max_positions:
+        raise UserError(
+            f"evaluation.new_tokens={new_tokens} leaves no room for a prompt in the model's"
+            f" {target.shape.max_positions} positions"
         )
-    return streams
 
 
 def make_exit_plan(
-    plan: Mapping[str, Any], specs: Sequence[HeadSpec], *, layers: int, epoch_tokens: int
+    plan: Mapping[str, Any], specs: Sequence[HeadSpec], *, epoch_tokens: int
 ) -> RunPlan:
     """The schedule of a run; the paper's values for the heads' kind where ``plan`` has None.
 
@@ -136,11 +155,10 @@ def make_exit_plan(
         plan: learning_rate, batch, epochs, length, budget_minutes, max_steps, warmup_steps and
             decay_from, as in conf/train/exit_head.yaml.
         specs: the heads.
-        layers: of the target.
         epoch_tokens: tokens of an epoch.
 
     Raises:
-        ValueError: an unknown or missing key, or heads of kinds that the paper trains differently
+        UserError: an unknown or missing key, or heads of kinds that the paper trains differently
             without values for both.
     """
     given = dict(plan)
@@ -149,26 +167,26 @@ def make_exit_plan(
     for key in ("learning_rate", "batch", "epochs"):
         if given.get(key) is None:
             if len(found) > 1:
-                raise ValueError(
+                raise UserError(
                     f"heads of several kinds are trained in one run: give plan.{key}, for which the"
                     " paper's value differs by kind, or train one kind at a time"
                 )
             given[key] = getattr(stated, key)
-    try:
-        rate, batch, epochs = (given.pop(k) for k in ("learning_rate", "batch", "epochs"))
-        length, steps = given.pop("length"), given.pop("max_steps")
-        steps = steps or max(1, round(epochs * epoch_tokens / (batch * length)))
-        return RunPlan(
-            phases=(Phase(until=1.0, layers=layers, length=length, batch=batch),),
-            max_steps=steps,
-            muon_lr=rate,
-            adam_lr=rate,
-            weight_decay=0.0,
-            log_every=max(1, min(50, steps // 8)),
-            **given,
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"plan={dict(plan)}: {error}") from error
+    missing = [key for key in ("length", "max_steps") if key not in given]
+    if missing:
+        raise UserError(f"plan: missing keys: {', '.join(missing)}")
+    rate, batch, epochs = (given.pop(k) for k in ("learning_rate", "batch", "epochs"))
+    length, steps = given.pop("length"), given.pop("max_steps")
+    steps = steps or max(1, round(epochs * epoch_tokens / (batch * length)))
+    fixed = {
+        "phases": [{"until": 1.0, "length": length, "batch": batch}],
+        "max_steps": steps,
+        "muon_lr": rate,
+        "adam_lr": rate,
+        "weight_decay": 0.0,
+        "log_every": max(1, min(50, steps // 8)),
+    }
+    return RunPlan.of({**given, **fixed})
 
 
 def evaluate_heads(
@@ -193,9 +211,9 @@ def evaluate_heads(
         report: progress.
     """
     rows = []
+    longest = target.shape.max_positions - evaluation["new_tokens"]
     for name, limit in evaluation["prompts"].items():
         prompts = prompts_of(name, tokenizer, limit)
-        longest = target.shape.max_positions - evaluation["new_tokens"]
         prompts = [prompt[-longest:] for prompt in prompts]
         for rule, sampling in SETTINGS.items() if prompts else ():
             found = _agreement(target, heads, prompts, sampling, evaluation["new_tokens"], seed)
@@ -225,22 +243,17 @@ def _agreement(
     new_tokens: int,
     seed: int,
 ) -> list[Agreement]:
-    generator = torch.Generator().manual_seed(seed)
-    totals = [Agreement([0] * len(RANKS), [0] * len(RANKS)) for _ in heads]
+    totals = [Agreement() for _ in heads]
     layers = {head.spec.layer for head in heads}
-    for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
-        out = generate(target, group, new_tokens, [sampling], generator, stop_at_end=True)
-        for prompt, row in zip(group, out, strict=True):
-            ends = np.flatnonzero(row.numpy() == 0)
-            new = row[: int(ends[0]) + 1] if len(ends) else row
-            tokens = torch.cat((prompt, new)).to(target.device)
-            streams = target.residuals(tokens[None, :-1], layers)
-            loops = in_loop(new.tolist())
-            for head, total in zip(heads, totals, strict=True):
-                first = max(0, len(prompt) - 1 - head.spec.offset)  # row that predicts new[0]
-                logits = head.logits(target, streams[head.spec.layer])[0, first:]
-                chosen = tokens[first + 1 + head.spec.offset :, None]
-                logits = logits[: len(chosen)]
-                ranks = (logits > logits.gather(-1, chosen)).sum(-1).tolist()
-                total.add(ranks, loops[len(loops) - len(ranks) :])
+    for prompt, new in continuations(target, prompts, sampling, new_tokens, seed):
+        tokens = torch.cat((prompt, new)).to(target.device)
+        streams = target.residuals(tokens[None, :-1], layers)
+        loops = repeated_ngrams(new.tolist()).tolist()
+        for head, total in zip(heads, totals, strict=True):
+            first = max(0, len(prompt) - 1 - head.spec.offset)  # row that predicts new[0]
+            logits = head.logits(target, streams[head.spec.layer])[0, first:]
+            chosen = tokens[first + 1 + head.spec.offset :, None]
+            logits = logits[: len(chosen)]
+            ranks = (logits > logits.gather(-1, chosen)).sum(-1).tolist()
+            total.add(ranks, loops[len(loops) - len(ranks) :])
     return totals

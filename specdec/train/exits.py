@@ -14,9 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
+from specdec.errors import UserError
+from specdec.report.files import write_bytes
+from specdec.train.keys import made_of
+from specdec.train.lm import Loss
 from specdec.train.model import LanguageModel, rms_norm
 
 
@@ -59,15 +63,14 @@ class HeadSpec:
         """From plain values.
 
         Raises:
-            ValueError: for an unknown kind or key, or a negative offset.
+            UserError: for an unknown kind or key, or a negative offset.
         """
-        try:
-            spec = HeadSpec(**{**values, "kind": HeadKind(str(values.get("kind")))})  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            kinds = ", ".join(HeadKind)
-            raise ValueError(f"heads: {values} is no head ({error}); kinds: {kinds}") from error
+        kinds = list(HeadKind)
+        if values.get("kind") not in kinds:
+            raise UserError(f"heads: {values} has none of the kinds {', '.join(kinds)}")
+        spec = made_of(HeadSpec, {**values, "kind": HeadKind(str(values["kind"]))}, "heads")
         if spec.offset < 0 or spec.layer < 1:
-            raise ValueError(f"heads: {values}: layer must be at least 1, offset at least 0")
+            raise UserError(f"heads: {values}: layer must be at least 1, offset at least 0")
         return spec
 
 
@@ -78,12 +81,12 @@ class ExitHead(nn.Module):
         """Starts from the target's own last layer, final norm and output matrix.
 
         Raises:
-            ValueError: the target has not so many layers.
+            UserError: the target has not so many layers.
         """
         super().__init__()
         depth = target.shape.num_layers
         if spec.layer > depth:
-            raise ValueError(f"head {spec.name}: the target has {depth} layers only")
+            raise UserError(f"head {spec.name}: the target has {depth} layers only")
         self.spec = spec
         self.norm = copy.deepcopy(target.model.norm)
         if spec.kind is HeadKind.TRANSFORMER:
@@ -122,12 +125,12 @@ class ExitHeads(nn.Module):
         """Makes the heads.
 
         Raises:
-            ValueError: two heads of one name, or a layer that the target has not.
+            UserError: two heads of one name, or a layer that the target has not.
         """
         super().__init__()
         names = [spec.name for spec in specs]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"heads must be named once each, got {names}")
+            raise UserError(f"heads must be named once each, got {names}")
         self.shape = target.shape
         self.heads = nn.ModuleDict({spec.name: ExitHead(spec, target) for spec in specs})
 
@@ -149,7 +152,7 @@ def exit_loss(
     return kl_weight * kl + F.nll_loss(log_head_NV, labels_N)
 
 
-class SelfDistillation:
+class SelfDistillation(Loss):
     """Loss for ``lm.Pretraining``: each head learns the frozen target's own distribution.
 
     A head of offset d is taught the target's distribution d positions further on, and the text's
@@ -170,17 +173,17 @@ class SelfDistillation:
         Args:
             target: the teacher.
             kl_weight: lambda.
-            temperature: of both distributions (1 in the paper); below 1 the likeliest tokens, which
-                a verifier looks at, count for more.
+            temperature: of both distributions, the label's term included (1 in the paper); below 1
+                the likeliest tokens, which a verifier looks at, count for more.
             every: one position in so many is in the loss, others from step to step; the matrix of
                 the vocabulary is most of a small model's work. 1 in the paper.
             compiled: torch.compile of the loss.
 
         Raises:
-            ValueError: a value out of range.
+            UserError: a value out of range.
         """
         if kl_weight < 0 or temperature <= 0 or every < 1:
-            raise ValueError(
+            raise UserError(
                 f"kl_weight={kl_weight} must be at least 0, temperature={temperature} above 0 and"
                 f" every={every} at least 1"
             )
@@ -195,6 +198,11 @@ class SelfDistillation:
         """Scalar loss in nats per token."""
         target, depth, length = self.target, self.target.shape.num_layers, inputs_BS.shape[1]
         most = max(head.spec.offset for head in heads)
+        if length - most < self.every:
+            raise UserError(
+                f"sequences of {length} positions are too short for offset={most} and"
+                f" every={self.every}"
+            )
         at = torch.arange(self._calls % self.every, length - most, self.every)
         self._calls += 1
         teachers: dict[int, Tensor] = {}  # by offset; heads of one offset share it
@@ -214,6 +222,14 @@ class SelfDistillation:
             for head in heads
         ]
         return torch.stack(losses).mean()
+
+    def state(self) -> dict[str, int]:
+        """Steps so far, which choose the positions."""
+        return {"calls": self._calls}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Returns to a position that ``state`` gave."""
+        self._calls = state["calls"]
 
 
 @torch.no_grad()
@@ -251,13 +267,11 @@ def warm_start(
 
 def save_heads(heads: ExitHeads, folder: Path) -> None:
     """Writes one safetensors file (bfloat16) per head; its metadata says what it is."""
-    folder.mkdir(parents=True, exist_ok=True)
     for head in heads:
         weights = {
             name: value.detach().to("cpu", torch.bfloat16).contiguous()
             for name, value in head.state_dict().items()
         }
         about = {key: str(value) for key, value in asdict(head.spec).items()}
-        path = folder / f"{head.spec.name}.safetensors"
-        save_file(weights, path, metadata={"format": "pt", **about})
-        path.chmod(0o644)
+        data = save(weights, metadata={"format": "pt", **about})
+        write_bytes(folder / f"{head.spec.name}.safetensors", data)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.errors import UserError
+from specdec.report.files import write_bytes, write_json
 from specdec.train.model import LanguageModel, ModelShape, grow
-from specdec.train.parallel import agreed, average_gradients, rank_and_size
+from specdec.train.parallel import agreed, average_gradients, check_rows, own_rows, rank_and_size
+from specdec.train.plan import Phase, RunPlan
+from specdec.train.resuming import keep_settings
 from specdec.train.streams import Mixture
 
 _TABLES = ("embed_tokens.weight", "output.weight")  # one row per token: no matrices to Muon
@@ -26,93 +29,6 @@ Report = Callable[[float, str], None]
 
 def silent(_progress: float, _line: str) -> None:
     """A Report that says nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """A stretch of the run.
-
-    Attributes:
-        until: share of the budget at which it ends, in (0, 1].
-        layers: depth; on entry the model is grown to it.
-        length: positions per sequence.
-        batch: sequences per step.
-    """
-
-    until: float
-    layers: int
-    length: int
-    batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """How long, how fast and in which phases.
-
-    Attributes:
-        phases: in order; the last one's `until` is 1.
-        budget_minutes: wall clock of the whole run, resumed parts added up; None counts steps.
-        max_steps: length of the run in optimizer steps where budget_minutes is None.
-        muon_lr: peak step size of the matrices (Muon, scaled to AdamW's update size).
-        adam_lr: peak step size of embeddings and norms (AdamW).
-        weight_decay: of both.
-        warmup_steps: linear rise after the start, each growth and each restart.
-        decay_from: share of a cycle after which the step size falls linearly to zero.
-        restarts: shares of the budget at which a new cycle begins, at the peak step size again;
-            without any, the whole run is one cycle.
-        cycle_rates: share of the peak step size that each cycle reaches; all of it without any.
-        clip: largest gradient norm.
-        checkpoint_minutes: time between checkpoints.
-        log_every: steps per row of the loss curve.
-        eval_every: rows of the loss curve per held-out measurement.
-    """
-
-    phases: tuple[Phase, ...]
-    budget_minutes: float | None = None
-    max_steps: int = 0
-    muon_lr: float = 4e-3
-    adam_lr: float = 4e-3
-    weight_decay: float = 0.05
-    warmup_steps: int = 40
-    decay_from: float = 0.45
-    restarts: tuple[float, ...] = ()
-    cycle_rates: tuple[float, ...] = ()
-    clip: float = 1.0
-    checkpoint_minutes: float = 4.0
-    log_every: int = 50
-    eval_every: int = 4
-
-    def __post_init__(self) -> None:
-        """Checks that the run has an end and that phases cover it."""
-        if not self.phases or self.phases[-1].until != 1.0:
-            raise ValueError("the last phase must end at 1.0")
-        if self.budget_minutes is None and self.max_steps <= 0:
-            raise ValueError("give budget_minutes or max_steps")
-        if list(self.restarts) != sorted(set(self.restarts)) or not all(
-            0.0 < share < 1.0 for share in self.restarts
-        ):
-            raise ValueError(f"restarts must rise within (0, 1), got {self.restarts}")
-        if self.cycle_rates and len(self.cycle_rates) != len(self.restarts) + 1:
-            raise ValueError(
-                f"{len(self.restarts) + 1} cycles need as many cycle_rates, got {self.cycle_rates}"
-            )
-
-    def phase_at(self, progress: float) -> Phase:
-        """Phase in force at a progress in [0, 1]."""
-        return next((p for p in self.phases if progress < p.until), self.phases[-1])
-
-    def cycle_at(self, progress: float) -> int:
-        """Restarts that lie behind a progress in [0, 1]."""
-        return sum(progress >= start for start in self.restarts)
-
-    def rate_at(self, progress: float, steps_since_growth: int) -> float:
-        """Share of the peak step size, in [0, 1]."""
-        warm = min(1.0, (steps_since_growth + 1) / max(1, self.warmup_steps))
-        starts, cycle = [0.0, *self.restarts, 1.0], self.cycle_at(progress)
-        start, end = starts[cycle], starts[cycle + 1]
-        fall = (end - progress) / max(1e-9, (end - start) * (1.0 - self.decay_from))
-        peak = self.cycle_rates[cycle] if self.cycle_rates else 1.0
-        return peak * warm * max(0.0, min(1.0, fall))
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:
@@ -153,11 +69,16 @@ def held_out_loss(
         tokens: one-dimensional ids.
         length: positions per window; the first token of a window is context only.
         max_windows: evenly spaced windows to use; 0 uses all.
+
+    Raises:
+        UserError: fewer tokens than a window.
     """
     count = (len(tokens) - 1) // length
     windows = np.arange(count) * length
     if max_windows and count > max_windows:
         windows = windows[np.linspace(0, count - 1, max_windows).astype(int)]
+    if not len(windows):
+        raise UserError(f"{len(tokens)} held-out tokens do not fill a window of {length}")
     device = model.device
     total = 0.0
     for start in range(0, len(windows), 8):
@@ -180,12 +101,40 @@ class RunState:
     curve: list[dict[str, float]] | None = None
 
 
+class Loss(Protocol):
+    """What a run minimises. A loss that draws or counts says where it stands, for a resumed run."""
+
+    def __call__(self, model: Any, inputs_BS: Tensor, targets_BS: Tensor, /) -> Tensor:
+        """Scalar loss in nats per token."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Position of the loss's own draws, as plain values."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Returns to a position that ``state`` gave."""
+        assert not state
+
+
+class TextLoss(Loss):
+    """The model's own cross entropy of text."""
+
+    def __call__(self, model: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Scalar loss in nats per token."""
+        return model.loss(inputs_BS, targets_BS)
+
+
+_NOT_OF_WEIGHTS = ("checkpoint_minutes", "log_every", "eval_every", "eval_length")
+_EVALUATED = 12288  # held-out tokens per measurement
+
+
 class Pretraining:
     """One resumable run. Call `run`; then `model` holds the result.
 
-    The loss may be replaced (distillation does): it takes the model, inputs and targets. In a
-    process group each process takes its share of every batch's rows, so batches are multiples of
-    the number of processes; all processes hold the same weights at all times.
+    The loss may be replaced (distillation does). In a process group each process takes its share
+    of every batch's rows, so batches are multiples of the number of processes; all processes hold
+    the same weights at all times.
     """
 
     def __init__(
@@ -196,31 +145,41 @@ class Pretraining:
         folder: Path,
         *,
         held_out: np.ndarray | None = None,
-        loss: Callable[[LanguageModel, Tensor, Tensor], Tensor] | None = None,
+        loss: Loss | None = None,
+        settings: Mapping[str, Any] | None = None,
         report: Report = silent,
         compiled: bool = False,
     ) -> None:
         """Takes the parts; resumes from `folder`/checkpoint.pt where it exists.
 
         Args:
-            model: starts at the first phase's depth.
+            model: starts at the first phase's depth, or at one that can be grown to it.
             mixture: source of batches.
             plan: the schedule.
-            folder: for the checkpoint and curve.json; created where absent.
+            folder: for the checkpoint, its settings and curve.json; created where absent.
             held_out: token ids measured during the run; None measures nothing.
-            loss: of a model, inputs and targets; the model's own by default.
+            loss: ``TextLoss`` by default.
+            settings: what the run is begun with beside plan and mixture, as plain values.
             report: called with progress in [0, 1] and a line of text every `log_every` steps.
             compiled: whether grown models are compiled.
+
+        Raises:
+            UserError: a plan that this model or these streams cannot run, or a checkpoint of a run
+                begun with other settings.
         """
         self.model, self.mixture, self.plan, self.folder = model, mixture, plan, folder
         self.held_out, self.report, self.compiled = held_out, report, compiled
-        self.loss = loss or (lambda m, inputs, targets: m.loss(inputs, targets))
+        self.loss: Loss = loss or TextLoss()
         self.state = RunState(curve=[])
+        plan.check(model.shape)
+        _check_data(plan, mixture, held_out)
         folder.mkdir(parents=True, exist_ok=True)
         saved = folder / "checkpoint.pt"
+        begun_with = {**_plain_plan(plan), **mixture.settings(), **(settings or {})}
+        keep_settings(folder / "settings.json", begun_with, [saved])
         self.optimizers = make_optimizers(self.model, plan)
         if agreed(float(saved.exists())):
-            self._restore(torch.load(saved, weights_only=False))
+            self._restore(torch.load(saved, map_location="cpu", weights_only=True))
         self._began = time.monotonic() - self.state.seconds
         self._saved_at = time.monotonic()
 
@@ -231,6 +190,7 @@ class Pretraining:
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.mixture.restore(saved["mixture"])
+        self.loss.restore(saved["loss"])
         shape = ModelShape(**saved["shape"])
         if shape != self.model.shape:
             self._grow_to(shape.num_layers)
@@ -249,11 +209,13 @@ class Pretraining:
             "shape": asdict(self.model.shape),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "mixture": self.mixture.state(),
+            "loss": self.loss.state(),
             "state": asdict(self.state),
         }
-        torch.save(payload, self.folder / "checkpoint.tmp")
-        os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
-        (self.folder / "curve.json").write_text(json.dumps(self.state.curve, indent=0) + "\n")
+        stream = BytesIO()
+        torch.save(payload, stream)
+        write_bytes(self.folder / "checkpoint.pt", stream.getvalue())
+        write_json(self.folder / "curve.json", self.state.curve)
 
     def _grow_to(self, layers: int) -> None:
         device = self.device
@@ -270,9 +232,7 @@ class Pretraining:
     def step(self, phase: Phase, rate: float) -> Tensor:
         """One optimizer step; returns the detached loss of this process's rows."""
         inputs, targets = self.mixture.batch(phase.batch, phase.length)
-        rank, size = rank_and_size()
-        mine_in, mine_out = inputs[rank::size].to(self.device), targets[rank::size].to(self.device)
-        loss = self.loss(self.model, mine_in, mine_out)
+        loss = self.loss(self.model, *own_rows(inputs, targets, device=self.device))
         loss.backward()  # type: ignore[no-untyped-call]
         average_gradients(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
@@ -293,7 +253,8 @@ class Pretraining:
             if stop_after_steps is not None and self.state.step - first >= stop_after_steps:
                 break
             phase = self.plan.phase_at(progress)
-            if phase.layers != self.model.shape.num_layers:
+            if phase.layers not in (None, self.model.shape.num_layers):
+                assert phase.layers is not None
                 self._grow_to(phase.layers)
             if self.plan.cycle_at(progress) != self.state.cycle:
                 self.state.cycle = self.plan.cycle_at(progress)
@@ -319,7 +280,28 @@ class Pretraining:
         row |= {"layers": self.model.shape.num_layers, "loss": loss}
         rows = len(state.curve) + 1
         if self.held_out is not None and rows % self.plan.eval_every == 0:
-            row["held_out"] = held_out_loss(self.model, self.held_out, 256, 48)
+            length = self.plan.eval_length
+            most = max(1, _EVALUATED // length)
+            row["held_out"] = held_out_loss(self.model, self.held_out, length, most)
         state.curve.append({key: round(float(value), 4) for key, value in row.items()})
         text = " ".join(f"{key} {value:.4g}" for key, value in row.items())
         self.report(progress, text)
+
+
+def _plain_plan(plan: RunPlan) -> dict[str, Any]:
+    """What of a plan decides the weights, by "plan.KEY"."""
+    names = [entry.name for entry in fields(plan) if entry.name not in _NOT_OF_WEIGHTS]
+    values = asdict(plan)
+    return {f"plan.{name}": values[name] for name in names}
+
+
+def _check_data(plan: RunPlan, mixture: Mixture, held_out: np.ndarray | None) -> None:
+    """Refuses, before the first step, windows that would fail at one of the phases."""
+    for phase in plan.phases:
+        check_rows(phase.batch, "batch")
+        mixture.check(phase.length)
+    if held_out is not None and len(held_out) <= plan.eval_length:
+        raise UserError(
+            f"{len(held_out)} held-out tokens do not fill a window of {plan.eval_length}:"
+            " lower plan.eval_length"
+        )

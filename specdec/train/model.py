@@ -10,14 +10,18 @@ V vocabulary, F feed-forward.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
+
+from specdec.errors import UserError
+from specdec.report.files import write_bytes, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +51,11 @@ class ModelShape:
     def __post_init__(self) -> None:
         """Checks what the sizes must satisfy."""
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} evenly")
+            raise UserError(f"{self.num_heads} heads do not share {self.num_kv_heads} evenly")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+            raise UserError(f"head_dim must be even, got {self.head_dim}")
+        if self.num_layers < 1:
+            raise UserError(f"num_layers must be at least 1, got {self.num_layers}")
 
 
 EPSILON = 1e-6
@@ -266,35 +272,62 @@ def hf_config(shape: ModelShape) -> dict[str, object]:
 
 
 def save_hf(model: LanguageModel, folder: Path) -> None:
-    """Writes config.json, generation_config.json and model.safetensors (bfloat16)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = hf_config(model.shape)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    """Writes config.json, generation_config.json and model.safetensors (bfloat16), each at once."""
+    write_json(folder / "config.json", hf_config(model.shape))
     generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_json(folder / "generation_config.json", generation)
     weights = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous()
         for name, value in model.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
+    write_bytes(folder / "model.safetensors", save(weights, metadata={"format": "pt"}))
+
+
+def check_format(config: Mapping[str, Any], folder: Path) -> None:
+    """Refuses a config.json that this module would compute otherwise than it says.
+
+    Raises:
+        UserError: another family, untied embeddings, biases, other norms, scaled rotary frequencies
+            or an end token that is not 0.
+    """
+    wanted = {
+        **{"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": EPSILON},
+        **{"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False},
+        **{"eos_token_id": 0, "rope_type": "default"},
+    }
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    absent = {"tie_word_embeddings": False, "eos_token_id": 2}  # transformers' defaults
+    found = {**wanted, **absent, **config, "rope_type": rope.get("rope_type", "default")}
+    other = [f"{key}={found[key]!r}" for key, value in wanted.items() if found[key] != value]
+    if other:
+        raise UserError(
+            f"{folder} is no model of the format that `specdec train target` writes:"
+            f" {', '.join(other)}; the recipes train on Llamas with"
+            f" {', '.join(f'{key}={value!r}' for key, value in wanted.items())}"
+        )
 
 
 def load_hf(
     folder: Path, *, dtype: torch.dtype = torch.float32, compiled: bool = False
 ) -> LanguageModel:
-    """Reads what save_hf wrote; weights become float32, products run in `dtype`."""
+    """Reads what save_hf wrote; weights become float32, products run in `dtype`.
+
+    Raises:
+        UserError: a model of another format, see ``check_format``.
+    """
     config = json.loads((folder / "config.json").read_text())
+    check_format(config, folder)
+    rope = config.get("rope_parameters") or {}
     shape = ModelShape(
         num_layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         feed_forward=config["intermediate_size"],
         num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         vocab_size=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
-        rope_theta=config["rope_parameters"]["rope_theta"],
+        rope_theta=rope.get("rope_theta", config.get("rope_theta", 10000.0)),
     )
     model = LanguageModel(shape, dtype=dtype, compiled=compiled)
     weights = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
@@ -307,47 +340,37 @@ def grow(model: LanguageModel, num_layers: int, *, compiled: bool = False) -> La
     """A deeper model whose layers repeat the given one's in order (ABC becomes ABCABC).
 
     Raises:
-        ValueError: num_layers is not a multiple of the present depth.
+        UserError: num_layers is not a multiple of the present depth.
     """
     depth = model.shape.num_layers
     if num_layers % depth:
-        raise ValueError(f"{num_layers} layers are not a multiple of {depth}")
-    sizes = asdict(model.shape) | {"num_layers": num_layers}
-    deeper = LanguageModel(ModelShape(**sizes), dtype=model.dtype, compiled=compiled)
-    old = model.state_dict()
-    new = {}
-    for name, value in deeper.state_dict().items():
-        parts = name.split(".")
-        if parts[1] == "layers":
-            parts[2] = str(int(parts[2]) % depth)
-        new[name] = old.get(".".join(parts), value).clone()
-    deeper.load_state_dict(new)
-    return deeper
+        raise UserError(f"{num_layers} layers are not a multiple of {depth}")
+    return with_layers(model, [layer % depth for layer in range(num_layers)], compiled=compiled)
 
 
-def keep_layers(
+def with_layers(
     model: LanguageModel, layers: Sequence[int], *, compiled: bool = False
 ) -> LanguageModel:
-    """A shallower model with the embedding, the final norm and some layers of the given one.
+    """A model with copies of the embedding, the final norm and some layers of the given one.
 
     Args:
         model: is not changed.
-        layers: indices of the layers to keep, in their new order.
+        layers: indices of the layers to take, in their new order.
         compiled: see LanguageModel.
 
     Raises:
-        ValueError: no layers, or one that the model has not.
+        UserError: no layers, or one that the model has not.
     """
     depth = model.shape.num_layers
     if not layers or not all(0 <= layer < depth for layer in layers):
-        raise ValueError(f"layers {list(layers)} are not layers of a model of {depth}")
+        raise UserError(f"layers {list(layers)} are not layers of a model of {depth}")
     sizes = asdict(model.shape) | {"num_layers": len(layers)}
-    shallower = LanguageModel(ModelShape(**sizes), dtype=model.dtype, compiled=compiled)
+    other = LanguageModel(ModelShape(**sizes), dtype=model.dtype, compiled=compiled)
     old, new = model.state_dict(), {}
-    for name in shallower.state_dict():
+    for name in other.state_dict():
         parts = name.split(".")
         if parts[1] == "layers":
             parts[2] = str(layers[int(parts[2])])
         new[name] = old[".".join(parts)].clone()
-    shallower.load_state_dict(new)
-    return shallower
+    other.load_state_dict(new)
+    return other

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
+from torch import Tensor
+
+from specdec.errors import UserError
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -37,6 +40,23 @@ def wait_for_all() -> None:
     """Returns when every process has called it."""
     if rank_and_size()[1] > 1:
         dist.barrier()
+
+
+def check_rows(batch: int, name: str) -> None:
+    """Refuses a batch that does not give every process as many rows.
+
+    Raises:
+        UserError: it is no multiple of the number of processes.
+    """
+    size = rank_and_size()[1]
+    if batch % size:
+        raise UserError(f"{name}={batch} is no multiple of num_processes={size}")
+
+
+def own_rows(*batches_BS: Tensor, device: torch.device) -> list[Tensor]:
+    """This process's share of the rows of each batch, on its device."""
+    rank, size = rank_and_size()
+    return [batch_BS[rank::size].to(device) for batch_BS in batches_BS]
 
 
 def average_gradients(weights: Iterable[torch.nn.Parameter]) -> None:
@@ -69,6 +89,9 @@ def _child(
 
     try:
         recipe(**cfg, report=report)
+    except UserError as error:
+        Path(f"{store}.{rank}.error").write_text(str(error))
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -76,14 +99,22 @@ def _child(
 def spawned(recipe: Callable[..., None], cfg: dict[str, Any], size: int) -> bool:
     """Runs a recipe in `size` processes, unless that is one or this is one of them.
 
+    On GPUs there is one process per GPU at the most, and one where `device` names a single one.
+
     Args:
         recipe: see run_in_processes.
-        cfg: its arguments; "report" is left out.
+        cfg: its arguments; "report" is told where there are fewer processes, and left out.
         size: processes wanted.
 
     Returns:
         True when the recipe has run; False when the caller should do the work itself.
     """
+    device = str(cfg.get("device"))
+    if size > 1 and rank_and_size()[1] == 1 and device != "cpu" and torch.cuda.is_available():
+        most = 1 if ":" in device else torch.cuda.device_count()
+        if most < size:
+            cfg["report"](0.0, f"device={device}: {most} of num_processes={size}, one per GPU")
+        size = min(size, most)
     if size <= 1 or rank_and_size()[1] > 1:
         return False
     arguments = {name: value for name, value in cfg.items() if name != "report"}
@@ -100,10 +131,15 @@ def run_in_processes(recipe: Callable[..., None], cfg: dict[str, Any], size: int
         size: processes, 2 or more.
 
     Raises:
+        UserError: as a process raised it.
         torch.multiprocessing.ProcessRaisedException: a process failed; the others are ended.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        mp.start_processes(  # type: ignore[no-untyped-call]
-            _child, args=(size, store, recipe, cfg), nprocs=size, start_method="spawn"
-        )
+        store = Path(folder) / "store"
+        try:
+            mp.start_processes(  # type: ignore[no-untyped-call]
+                _child, args=(size, str(store), recipe, cfg), nprocs=size, start_method="spawn"
+            )
+        except mp.ProcessRaisedException as error:
+            told = sorted(store.parent.glob("*.error"))
+            raise UserError(told[0].read_text()) if told else error from None

@@ -10,35 +10,100 @@ from __future__ import annotations
 import json
 import platform
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from tokenizers import Tokenizer
 
+from specdec.errors import UserError
+from specdec.report.files import write_json
 from specdec.train.corpus import Corpus, build_corpus
-from specdec.train.lm import Phase, Pretraining, Report, RunPlan
-from specdec.train.model import LanguageModel, ModelShape, save_hf
+from specdec.train.keys import made_of
+from specdec.train.lm import Pretraining, Report
+from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.parallel import rank_and_size, spawned
+from specdec.train.plan import RunPlan
 from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams, stream_of
-from specdec.train.tokenizer import save_tokenizer, tokenizer_texts, train_tokenizer
+from specdec.train.tokenizer import END, save_tokenizer, tokenizer_texts, train_tokenizer
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def write_json(path: Path, value: object) -> None:
-    """Writes indented JSON; the folder is created where absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n")
-
-
 def need(path: Path, recipe: str) -> Path:
-    """The path, or FileNotFoundError naming the recipe that makes it."""
+    """The path.
+
+    Raises:
+        UserError: it is missing; names the recipe that makes it.
+    """
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `specdec train {recipe}` first")
+        raise UserError(f"{path} is missing: run `specdec train {recipe}` first")
     return path
+
+
+def need_model(folder: Path, recipe: str) -> Path:
+    """A model's folder, with weights and tokenizer; otherwise as ``need``."""
+    for name in ("model.safetensors", "tokenizer.json"):
+        need(folder / name, recipe)
+    return folder
+
+
+def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]:
+    """The token streams of a work folder, in the tokenizer of a model where one is given.
+
+    Raises:
+        UserError: they are missing, or encoded by another tokenizer.
+    """
+    recipe = "tokenizer" if model is None else f"tokenizer tokenizer={model} work_dir={work}"
+    path, used = need(work / "tokens.npz", recipe), work / "tokenizer.json"
+    if model is not None and used.exists() and not _same_json(used, model / "tokenizer.json"):
+        raise UserError(
+            f"{path} is encoded by another tokenizer than {model}'s: run `specdec train {recipe}`"
+            " with another work_dir"
+        )
+    return load_streams(path)
+
+
+def _same_json(one: Path, other: Path) -> bool:
+    return bool(json.loads(one.read_text("utf-8")) == json.loads(other.read_text("utf-8")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """A trained model and what its continuations are made of.
+
+    Attributes:
+        model: of the family's format.
+        tokenizer: its own.
+        streams: token arrays in that tokenizer.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    streams: dict[str, np.ndarray]
+
+
+def read_teacher(
+    work: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    compiled: bool = False,
+) -> Teacher:
+    """The model in a folder, named as the recipe that makes it, and the streams in ``work``.
+
+    Raises:
+        UserError: a file is missing, or model and streams do not belong together.
+    """
+    need_model(folder, folder.name)
+    streams = need_streams(work, folder)
+    model = load_hf(folder, dtype=dtype, compiled=compiled).to(device)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Teacher(model=model, tokenizer=tokenizer, streams=streams)
 
 
 def pick_device(name: str) -> torch.device:
@@ -54,7 +119,7 @@ def pick_device(name: str) -> torch.device:
 def set_up(num_threads: int, precision: str) -> torch.dtype:
     """Sets CPU threads (0 leaves torch's choice) and returns the dtype of a precision's name."""
     if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {sorted(PRECISIONS)}, got {precision!r}")
+        raise UserError(f"precision must be one of {sorted(PRECISIONS)}, got {precision!r}")
     if num_threads:
         torch.set_num_threads(num_threads)
     return PRECISIONS[precision]
@@ -92,6 +157,7 @@ def make_tokenizer(
     *,
     work_dir: str,
     output_dir: str,
+    tokenizer: str | None,
     packages: dict[str, float],
     gsm8k_mb: float,
     copy_threshold: float,
@@ -103,32 +169,57 @@ def make_tokenizer(
 ) -> None:
     """Builds the corpus, learns the tokenizer, encodes the token streams.
 
-    Writes the tokenizer into output_dir/target and output_dir/draft, output_dir/corpus.json and
-    work_dir/tokens.npz. Arguments: conf/train/tokenizer.yaml; report(progress, line) as elsewhere.
+    Writes the tokenizer into output_dir/target and output_dir/draft, output_dir/corpus.json and,
+    into work_dir, tokens.npz and the tokenizer that it is encoded by. With ``tokenizer``, the
+    folder of one that is there already, output_dir stays as it is. Arguments:
+    conf/train/tokenizer.yaml; report(progress, line) as elsewhere.
+
+    Raises:
+        UserError: models of another tokenizer lie in output_dir, or ``tokenizer`` is none of this
+            kind.
     """
     work, out = Path(work_dir), Path(output_dir)
+    kept = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
     report(0.0, "reading source files")
     corpus = build_corpus(packages=packages, gsm8k_mb=gsm8k_mb, copy_threshold=copy_threshold)
-    report(0.4, f"{len(corpus.train)} documents; learning merges")
-    tokenizer = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
-    for part in ("target", "draft"):
-        save_tokenizer(tokenizer, out / part, max_positions)
+    report(0.4, f"{len(corpus.train)} documents")
+    if kept is None:
+        found = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
+        _refuse_other_models(found, out)
+    else:
+        found = kept
     report(0.6, "encoding")
-    streams = encode_corpus(corpus, tokenizer, seed)
+    streams = encode_corpus(corpus, found, seed)
     save_streams(streams, work / "tokens.npz")
-    write_json(out / "corpus.json", describe_corpus(corpus, streams))
+    save_tokenizer(found, work, max_positions)
+    if kept is None:
+        for part in ("target", "draft"):
+            save_tokenizer(found, out / part, max_positions)
+        write_json(out / "corpus.json", describe_corpus(corpus, streams))
     report(1.0, f"{sum(map(len, streams.values()))} tokens")
 
 
-def make_plan(cfg: dict[str, Any]) -> RunPlan:
-    """A RunPlan from plain values; unknown keys are a ValueError."""
-    phases = tuple(Phase(**phase) for phase in cfg["phases"])
-    known = {entry.name for entry in fields(RunPlan)}
-    unknown = sorted(set(cfg) - known)
-    if unknown:
-        raise ValueError(f"unknown keys of a plan: {unknown}; known: {sorted(known)}")
-    series = {name: tuple(cfg.get(name, ())) for name in ("restarts", "cycle_rates")}
-    return RunPlan(**(cfg | {"phases": phases} | series))
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise UserError(f"tokenizer={folder} holds no tokenizer.json")
+    found = Tokenizer.from_file(str(path))
+    if found.token_to_id(END) != 0:
+        raise UserError(f"tokenizer={folder} must have {END!r}, which separates texts, as id 0")
+    return found
+
+
+def _refuse_other_models(learnt: Tokenizer, out: Path) -> None:
+    for folder in (out / "target", out / "draft"):
+        used = folder / "tokenizer.json"
+        if (folder / "model.safetensors").exists() and not (
+            used.exists() and json.loads(used.read_text("utf-8")) == json.loads(learnt.to_str())
+        ):
+            raise UserError(
+                f"{folder} holds a model of another tokenizer than the one just learnt: give"
+                f" tokenizer={folder} to keep that model's, or another output_dir and work_dir for"
+                " a new family"
+            )
 
 
 def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
@@ -148,8 +239,11 @@ def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None
         "steps": run.state.step,
         "tokens": run.state.tokens,
         "minutes": round(run.state.seconds / 60, 1),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {run.device.type}",
+        "machine": f"{platform.machine()}, {run.device.type}, {rank_and_size()[1]} processes of"
+        f" {torch.get_num_threads()} threads",
         "torch": torch.__version__,
+        "windows": sorted({phase.length for phase in run.plan.phases}),
+        "held_out_window": run.plan.eval_length,
         "curve": sorted({row["step"]: row for row in kept + kept_held}.values(), key=_step),
     }
     write_json(path, record | (extra or {}))
@@ -182,9 +276,8 @@ def train_target(
         return
     work, out = Path(work_dir), Path(output_dir)
     dtype = set_up(num_threads, precision)
-    streams = load_streams(need(work / "tokens.npz", "tokenizer"))
-    schedule = make_plan(plan)
-    sizes = ModelShape(num_layers=schedule.phases[0].layers, **shape)
+    streams, schedule = need_streams(work), RunPlan.of(plan)
+    sizes = _shape(shape, schedule, streams)
     generator = torch.Generator().manual_seed(seed)
     model = LanguageModel(sizes, generator=generator, dtype=dtype, compiled=compiled)
     run = Pretraining(
@@ -201,3 +294,21 @@ def train_target(
         return
     save_hf(trained, out / "target")
     record_run(run, out / "target" / "training.json")
+
+
+def _shape(sizes: dict[str, int], schedule: RunPlan, streams: dict[str, np.ndarray]) -> ModelShape:
+    """The model at the first phase.
+
+    Raises:
+        UserError: no depth is given, or the vocabulary is smaller than the streams'.
+    """
+    depth = schedule.phases[0].layers
+    if depth is None:
+        raise UserError("plan.phases: the first phase must give `layers`, the depth to begin with")
+    shape = made_of(ModelShape, sizes, "shape", num_layers=depth)
+    largest = max(int(ids.max(initial=0)) for ids in streams.values())
+    if largest >= shape.vocab_size:
+        raise UserError(
+            f"shape.vocab_size={shape.vocab_size}, but the token streams hold id {largest}"
+        )
+    return shape

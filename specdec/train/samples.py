@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.errors import UserError
 from specdec.train.model import LanguageModel
 
 
@@ -33,12 +34,19 @@ class Sampling:
     top_k: int = 0
     share: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Checks that there is something to draw from."""
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.share <= 0:
+            raise UserError(
+                f"temperature and top_k must be at least 0, top_p in (0, 1], share positive: {self}"
+            )
+
 
 def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """Next tokens, int64 of shape (B,), under one sampling rule."""
     if sampling.temperature == 0.0:
         return logits_BV.argmax(-1)
-    width = sampling.top_k or logits_BV.shape[-1]
+    width = min(sampling.top_k or logits_BV.shape[-1], logits_BV.shape[-1])
     values, ids = (logits_BV.float() / sampling.temperature).topk(width, dim=-1)
     probs = values.softmax(-1)
     before = probs.cumsum(-1) - probs
@@ -102,12 +110,20 @@ def generate(
 
     Returns:
         New tokens, int64 of shape (B, T), on the CPU.
+
+    Raises:
+        UserError: the model has not so many positions.
     """
-    batch = prompts_BP.shape[0]
+    batch, longest = prompts_BP.shape[0], prompts_BP.shape[1] + max_new_tokens
+    if longest > model.shape.max_positions:
+        raise UserError(
+            f"{prompts_BP.shape[1]} prompt tokens and {max_new_tokens} new ones do not fit the"
+            f" model's {model.shape.max_positions} positions: lower new_tokens"
+        )
     shares = torch.tensor([s.share for s in samplings], dtype=torch.float64)
     bounds = [0, *(shares.cumsum(0) / shares.sum() * batch).round().long().tolist()]
     device = model.device
-    cache = _Cache(model, batch, prompts_BP.shape[1] + max_new_tokens)
+    cache = _Cache(model, batch, longest)
     logits = _forward(model, prompts_BP.to(device), cache).cpu()
     out = torch.zeros(batch, max_new_tokens, dtype=torch.long)
     ended = torch.zeros(batch, dtype=torch.bool)

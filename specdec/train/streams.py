@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from specdec.errors import UserError
+from specdec.report.files import write_bytes
 from specdec.train.corpus import Corpus, Document
 
 STREAMS = ("stdlib", "function", "package", "gsm8k")
@@ -27,12 +31,17 @@ def stream_of(document: Document) -> str:
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
-    """Token ids of all texts, uint16, each preceded by the end token 0."""
+    """Token ids of all texts, as ``compact`` holds them, each preceded by the end token 0."""
     ids: list[int] = []
     for encoding in tokenizer.encode_batch_fast(list(texts)):
         ids.append(0)
         ids.extend(encoding.ids)
-    return np.asarray(ids, dtype=np.uint16)
+    return compact(np.asarray(ids, dtype=np.int64))
+
+
+def compact(ids: np.ndarray) -> np.ndarray:
+    """The same ids as uint16 where they fit, else as uint32."""
+    return ids.astype(np.uint16 if ids.max(initial=0) < 2**16 else np.uint32)
 
 
 def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, np.ndarray]:
@@ -56,9 +65,10 @@ def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, 
 
 
 def save_streams(streams: dict[str, np.ndarray], path: Path) -> None:
-    """Writes token arrays to an .npz file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **streams)  # type: ignore[arg-type]
+    """Writes token arrays to an .npz file, atomically."""
+    stream = BytesIO()
+    np.savez(stream, **streams)  # type: ignore[arg-type]
+    write_bytes(path, stream.getvalue())
 
 
 def load_streams(path: Path) -> dict[str, np.ndarray]:
@@ -86,14 +96,18 @@ class Mixture:
     ) -> None:
         """Takes token arrays, the share of windows from each, and a seed.
 
+        A weighted stream without any text (no such data at hand) is left out.
+
         Raises:
-            ValueError: a weighted stream is missing or no weight is positive.
+            UserError: a weighted stream is missing, or nothing is left.
         """
         self.names = [name for name, weight in weights.items() if weight > 0]
         missing = [name for name in self.names if name not in streams]
-        if missing or not self.names:
-            raise ValueError(f"no stream for weights {missing or weights}")
+        if missing:
+            raise UserError(f"no stream for weights {missing}; there are {', '.join(streams)}")
         self.names = [name for name in self.names if len(streams[name]) > 2]
+        if not self.names:
+            raise UserError(f"no stream with text for weights {weights}")
         self.streams = streams
         share = np.asarray([weights[name] for name in self.names], dtype=np.float64)
         self.share = share / share.sum()
@@ -106,7 +120,7 @@ class Mixture:
     def _windows(self, name: str, length: int) -> np.ndarray:
         if (name, length) not in self._starts:
             stream = self.streams[name]
-            last = max(1, len(stream) - length - 1)
+            last = max(0, len(stream) - length)  # a window has one token more, the last target
             if name in ALIGNED:
                 starts = np.flatnonzero(stream == 0) + 1
                 starts = starts[starts < last]
@@ -114,6 +128,19 @@ class Mixture:
                 starts = np.arange(0, last, length)
             self._starts[name, length] = starts
         return self._starts[name, length]
+
+    def check(self, length: int) -> None:
+        """Refuses a length that a stream is too short for.
+
+        Raises:
+            UserError: a stream without a window of so many positions.
+        """
+        for name in self.names:
+            if not len(self._windows(name, length)):
+                raise UserError(
+                    f"no window of length={length} in stream {name!r} of"
+                    f" {len(self.streams[name])} tokens: lower the length, or its weight to 0"
+                )
 
     def _order(self, name: str, length: int, epoch: int) -> np.ndarray:
         key = (name, length, epoch)
@@ -139,15 +166,23 @@ class Mixture:
         tokens = torch.from_numpy(np.stack(rows))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def state(self) -> dict[str, object]:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all streams."""
+        return sum(len(self.streams[name]) for name in self.names)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the batches: seed, shares and sizes of the streams."""
+        sizes = {name: len(self.streams[name]) for name in self.names}
+        shares = dict(zip(self.names, self.share.tolist(), strict=True))
+        return {"seed": self.seed, "shares": shares, "tokens": sizes}
+
+    def state(self) -> dict[str, Any]:
         """Position of the draws, as plain values."""
         cursors = {name: (c.epoch, c.index) for name, c in self.cursors.items()}
         return {"draws": self.draws, "cursors": cursors}
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Returns to a position that `state` gave."""
-        draws, cursors = state["draws"], state["cursors"]
-        assert isinstance(draws, int)
-        assert isinstance(cursors, dict)
-        self.draws = draws
-        self.cursors = {name: _Cursor(*pair) for name, pair in cursors.items()}
+        self.draws = state["draws"]
+        self.cursors = {name: _Cursor(*pair) for name, pair in state["cursors"].items()}

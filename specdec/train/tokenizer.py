@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specdec.errors import UserError
+from specdec.report.files import write_json, write_text
 from specdec.train.corpus import Corpus
 
 END = "<|end|>"
@@ -26,10 +27,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
         vocab_size: entries, END and the 256 bytes included.
 
     Raises:
-        ValueError: vocab_size leaves no room for END and the bytes.
+        UserError: vocab_size leaves no room for END and the bytes.
     """
     if vocab_size < 257:
-        raise ValueError(f"vocab_size must be at least 257, got {vocab_size}")
+        raise UserError(f"vocab_size must be at least 257, got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -56,8 +57,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -
         folder: created where absent.
         max_length: positions of the models it serves.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,
@@ -67,7 +67,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def tokenizer_texts(corpus: Corpus, max_mb: float) -> list[str]:

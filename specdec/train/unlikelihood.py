@@ -9,6 +9,7 @@ Unlikelihood Training", ICLR 2020, section 5.2), beside plain cross entropy on t
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from specdec.errors import UserError
 from specdec.metrics.loops import repeated_ngrams
+from specdec.report.files import write_json
 from specdec.train.draft import sample_target
-from specdec.train.lm import Pretraining, Report
+from specdec.train.keys import made_of
+from specdec.train.lm import Loss, Pretraining, Report
 from specdec.train.model import LanguageModel, load_hf, save_hf
-from specdec.train.parallel import rank_and_size, spawned, wait_for_all
-from specdec.train.recipes import make_plan, need, pick_device, record_run, set_up, write_json
-from specdec.train.streams import Mixture, load_streams
-
-SMALLEST = 1e-6
-"""Floor of 1 - p, which float32 rounds to zero in a settled loop."""
+from specdec.train.parallel import check_rows, own_rows, rank_and_size, spawned, wait_for_all
+from specdec.train.plan import RunPlan
+from specdec.train.recipes import pick_device, read_teacher, record_run, set_up
+from specdec.train.resuming import keep_settings, weights_hash
+from specdec.train.streams import Mixture
 
 
 def mark_repeated(
@@ -62,17 +64,17 @@ def between(first: LanguageModel, last: LanguageModel, share: float) -> Language
     models", CVPR 2022, section 3).
 
     Raises:
-        ValueError: share is outside [0, 1].
+        UserError: share is outside [0, 1].
     """
     if not 0.0 <= share <= 1.0:
-        raise ValueError(f"blend must be in [0, 1], got {share}")
+        raise UserError(f"blend must be in [0, 1], got {share}")
     new = last.state_dict()
     mixed = {name: value.lerp(new[name], share) for name, value in first.state_dict().items()}
     first.load_state_dict(mixed)
     return first
 
 
-class UnlikelihoodLoss:
+class UnlikelihoodLoss(Loss):
     """Loss for lm.Pretraining: cross entropy of text plus unlikelihood of marked sample tokens.
 
     The second term is the mean over all positions of the sample windows of -log(1 - p(token)) at
@@ -89,24 +91,43 @@ class UnlikelihoodLoss:
             length: positions per sample window.
 
         Raises:
-            ValueError: a weight that is not positive.
+            UserError: a weight that is not positive, windows that the samples are too few for, or a
+                batch that the processes do not share evenly.
         """
         if weight <= 0:
-            raise ValueError(f"the unlikelihood weight must be positive, got {weight}")
+            raise UserError(f"the unlikelihood weight must be positive, got {weight}")
+        check_rows(batch, "unlikelihood.batch")
+        samples.check(length)
         self.samples, self.weight, self.batch, self.length = samples, weight, batch, length
 
     def __call__(self, model: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Scalar loss in nats per token."""
-        inputs, targets = self.samples.batch(self.batch, self.length)
-        rank, size = rank_and_size()
-        inputs, targets = inputs[rank::size].to(model.device), targets[rank::size].to(model.device)
+        inputs, targets = own_rows(
+            *self.samples.batch(self.batch, self.length), device=model.device
+        )
         vocab_size = model.shape.vocab_size
-        repeated = targets >= vocab_size
+        repeated, tokens = targets >= vocab_size, targets % vocab_size
         logits = model(inputs % vocab_size)
-        log_p = logits.gather(-1, (targets % vocab_size)[..., None])[..., 0] - logits.logsumexp(-1)
-        rest = (-torch.expm1(log_p)).clamp_min(SMALLEST)
-        unlikelihood = -(rest.log() * repeated).mean()
+        unlikelihood = (minus_log_rest(logits, tokens) * repeated).mean()
         return model.loss(inputs_BS, targets_BS) + self.weight * unlikelihood
+
+    def state(self) -> dict[str, Any]:
+        """Position of the draws of samples."""
+        return self.samples.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Returns to a position that ``state`` gave."""
+        self.samples.restore(state)
+
+
+def minus_log_rest(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
+    """-log(1 - p(token)), float32 of shape (B, S), with its gradient however near p is to 1.
+
+    As log-sum-exp of all logits less that of the others: 1 - p itself rounds to zero in a settled
+    loop, where the gradient by the token's logit, p, is needed most.
+    """
+    others_BSV = logits_BSV.scatter(-1, tokens_BS[..., None], -torch.inf)
+    return logits_BSV.logsumexp(-1) - others_BSV.logsumexp(-1)
 
 
 def finish_target(
@@ -137,19 +158,19 @@ def finish_target(
     if spawned(finish_target, locals(), num_processes):
         return
     work, out, place = Path(work_dir), Path(output_dir), pick_device(device)
-    dtype = set_up(num_threads, precision)
-    streams = load_streams(need(work / "tokens.npz", "tokenizer"))
-    start = need(out / "target" / "model.safetensors", "target").parent
-    folder = first = _first_weights(start, work / "finish" / "start")
+    dtype, schedule = set_up(num_threads, precision), RunPlan.of(plan)
+    teacher = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
+    schedule.check(teacher.model.shape)
+    begun_with = {"ngram": ngram, "sampling": sampling, "weights": weights, "seed": seed}
+    begun_with |= {"unlikelihood": unlikelihood, "plan": plan}
+    folder = first = _first_weights(teacher.model, work / "finish", begun_with)
     for number in range(rounds):
         here = work / "finish" / str(number)
         if not (here / "model" / "model.safetensors").exists():
             model = load_hf(folder, dtype=dtype, compiled=compiled).to(place)
             samples = sample_target(
+                replace(teacher, model=model),
                 work=here,
-                target=model,
-                tokenizer=Tokenizer.from_file(str(start / "tokenizer.json")),
-                streams=streams,
                 sampling=sampling,
                 seed=seed + number,
                 mark=partial(mark_repeated, vocab_size=model.shape.vocab_size, ngram=ngram),
@@ -157,29 +178,58 @@ def finish_target(
             )
             run = Pretraining(
                 model,
-                Mixture(streams, weights, seed + number),
-                make_plan(plan),
+                Mixture(teacher.streams, weights, seed + number),
+                schedule,
                 here,
-                held_out=streams["held_out"],
-                loss=UnlikelihoodLoss(_alone(samples, seed), **unlikelihood),
+                held_out=teacher.streams["held_out"],
+                loss=_loss(unlikelihood, samples, seed),
                 report=report,
             )
             _keep(run, here, samples)
         folder = here / "model"
     if rank_and_size()[0] == 0:
-        save_hf(between(load_hf(first), load_hf(folder), blend), out / "target")
+        _write_finished(work / "finish", between(load_hf(first), load_hf(folder), blend), out)
         _record(out / "target" / "training.json", work / "finish", rounds, blend)
 
 
-def _first_weights(shipped: Path, kept: Path) -> Path:
-    if rank_and_size()[0] == 0 and not kept.exists():
-        save_hf(load_hf(shipped), kept)
+def _loss(unlikelihood: dict[str, Any], samples: npt.NDArray[Any], seed: int) -> UnlikelihoodLoss:
+    alone = Mixture({"samples": samples}, {"samples": 1.0}, seed)
+    return made_of(UnlikelihoodLoss, unlikelihood, "unlikelihood", samples=alone)
+
+
+def _first_weights(shipped: LanguageModel, work: Path, begun_with: dict[str, Any]) -> Path:
+    """The folder of the weights that the first round begins with, kept at the first call.
+
+    Raises:
+        UserError: the rounds there were begun with other settings, or the shipped model is neither
+            the one that they began with nor what this recipe made of it.
+    """
+    kept, known = work / "start", work / "models.json"
+    keep_settings(work / "settings.json", begun_with, [kept / "model.safetensors"])
+    if rank_and_size()[0] == 0:
+        if not known.exists():
+            save_hf(shipped, kept)
+            _write_down(work, "start", shipped)
+        elif weights_hash(shipped) not in json.loads(known.read_text()).values():
+            raise UserError(
+                "output_dir/target is neither the model whose rounds lie in"
+                f" {work} nor what was made of it: give another work_dir, or delete {work}"
+            )
     wait_for_all()
     return kept
 
 
-def _alone(samples: npt.NDArray[Any], seed: int) -> Mixture:
-    return Mixture({"samples": samples}, {"samples": 1.0}, seed)
+def _write_finished(work: Path, model: LanguageModel, out: Path) -> None:
+    model = model.bfloat16().float()  # as the file holds them
+    _write_down(work, "written", model)
+    save_hf(model, out / "target")
+
+
+def _write_down(work: Path, name: str, model: LanguageModel) -> None:
+    """Adds a model's hash to models.json, by which a repeated command knows it."""
+    path = work / "models.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    write_json(path, {**known, name: weights_hash(model)})
 
 
 def _keep(run: Pretraining, folder: Path, samples: npt.NDArray[Any]) -> None:
@@ -188,8 +238,8 @@ def _keep(run: Pretraining, folder: Path, samples: npt.NDArray[Any]) -> None:
     run.report(0.0, f"{repeated_share:.1%} of the samples repeat")
     trained = run.run()
     if rank_and_size()[0] == 0:
-        save_hf(trained, folder / "model")
         record_run(run, folder / "training.json", {"repeated_share": round(repeated_share, 4)})
+        save_hf(trained, folder / "model")  # last: it says that the round is complete
     wait_for_all()
 
 
@@ -197,6 +247,6 @@ def _record(path: Path, folder: Path, rounds: int, blend: float) -> None:
     """Adds the rounds to the record of the target's training."""
     record = json.loads(path.read_text()) if path.exists() else {}
     done = [json.loads((folder / str(n) / "training.json").read_text()) for n in range(rounds)]
-    keys = ("steps", "tokens", "minutes", "repeated_share")
+    keys = ("steps", "tokens", "minutes", "repeated_share", "windows")
     finish = {"blend": blend, "rounds": [{key: one[key] for key in keys} for one in done]}
     write_json(path, record | {"finish": finish})

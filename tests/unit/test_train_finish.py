@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 
 from specdec.metrics.loops import repeated_ngrams
 from specdec.train import unlikelihood
-from specdec.train.lm import Phase, Pretraining, RunPlan, silent
+from specdec.train.lm import Pretraining, silent
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.train.plan import Phase, RunPlan
 from specdec.train.samples import Sampling, generate
 from specdec.train.streams import Mixture, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer

@@ -1,0 +1,143 @@
+"""How long a training run is, how fast, and in which phases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from specdec.errors import UserError
+from specdec.train.keys import made_of
+from specdec.train.model import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of the run.
+
+    Attributes:
+        until: share of the budget at which it ends, in (0, 1].
+        length: positions per sequence.
+        batch: sequences per step.
+        layers: depth, a multiple of that before; on entry the model is grown to it. None keeps the
+            depth.
+    """
+
+    until: float
+    length: int
+    batch: int
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that there is something to train on."""
+        if min(self.length, self.batch, self.layers or 1) < 1:
+            raise UserError(f"length, batch and layers must be at least 1, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """How long, how fast and in which phases.
+
+    Attributes:
+        phases: in order; the last one's `until` is 1.
+        budget_minutes: wall clock of the whole run, resumed parts added up; None counts steps.
+        max_steps: length of the run in optimizer steps where budget_minutes is None.
+        muon_lr: peak step size of the matrices (Muon, scaled to AdamW's update size).
+        adam_lr: peak step size of embeddings and norms (AdamW).
+        weight_decay: of both.
+        warmup_steps: linear rise after the start, each growth and each restart.
+        decay_from: share of a cycle after which the step size falls linearly to zero.
+        restarts: shares of the budget at which a new cycle begins, at the peak step size again;
+            without any, the whole run is one cycle.
+        cycle_rates: share of the peak step size that each cycle reaches; all of it without any.
+        clip: largest gradient norm.
+        checkpoint_minutes: time between checkpoints.
+        log_every: steps per row of the loss curve.
+        eval_every: rows of the loss curve per held-out measurement.
+        eval_length: positions per window of that measurement.
+    """
+
+    phases: tuple[Phase, ...]
+    budget_minutes: float | None = None
+    max_steps: int = 0
+    muon_lr: float = 4e-3
+    adam_lr: float = 4e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 40
+    decay_from: float = 0.45
+    restarts: tuple[float, ...] = ()
+    cycle_rates: tuple[float, ...] = ()
+    clip: float = 1.0
+    checkpoint_minutes: float = 4.0
+    log_every: int = 50
+    eval_every: int = 4
+    eval_length: int = 256
+
+    def __post_init__(self) -> None:
+        """Checks that the run has an end, that phases cover it and that a model can grow so."""
+        ends = [phase.until for phase in self.phases]
+        if not ends or ends[-1] != 1.0 or ends != sorted(set(ends)) or ends[0] <= 0.0:
+            raise UserError(f"phases must end at rising shares, the last at 1.0, got {ends}")
+        depths = [phase.layers for phase in self.phases if phase.layers is not None]
+        if any(deep % flat for flat, deep in pairwise(depths)):
+            raise UserError(f"layers of phases must be multiples of those before, got {depths}")
+        if self.budget_minutes is None and self.max_steps <= 0:
+            raise UserError("give budget_minutes or max_steps")
+        if list(self.restarts) != sorted(set(self.restarts)) or not all(
+            0.0 < share < 1.0 for share in self.restarts
+        ):
+            raise UserError(f"restarts must rise within (0, 1), got {self.restarts}")
+        if self.cycle_rates and len(self.cycle_rates) != len(self.restarts) + 1:
+            raise UserError(
+                f"{len(self.restarts) + 1} cycles need as many cycle_rates, got {self.cycle_rates}"
+            )
+        if min(self.log_every, self.eval_every, self.eval_length) < 1:
+            raise UserError("log_every, eval_every and eval_length must be at least 1")
+
+    @staticmethod
+    def of(values: Mapping[str, Any], where: str = "plan") -> RunPlan:
+        """From plain values.
+
+        Raises:
+            UserError: unknown or missing keys, or values that make no plan.
+        """
+        series = {name: tuple(values.get(name) or ()) for name in ("restarts", "cycle_rates")}
+        phases = tuple(
+            made_of(Phase, phase, f"{where}.phases") for phase in values.get("phases", ())
+        )
+        return made_of(RunPlan, {**values, **series, "phases": phases}, where)
+
+    def check(self, shape: ModelShape) -> None:
+        """Refuses a model that these phases cannot train, before anything is run.
+
+        Raises:
+            UserError: it cannot be grown to a phase's depth, or has too few positions.
+        """
+        for phase in self.phases:
+            if (phase.layers or shape.num_layers) % shape.num_layers:
+                raise UserError(
+                    f"a model of {shape.num_layers} layers cannot be grown to"
+                    f" layers={phase.layers}: give a multiple, or leave `layers` out"
+                )
+            if phase.length > shape.max_positions:
+                raise UserError(
+                    f"length={phase.length} is beyond the model's {shape.max_positions} positions"
+                )
+
+    def phase_at(self, progress: float) -> Phase:
+        """Phase in force at a progress in [0, 1]."""
+        return next((p for p in self.phases if progress < p.until), self.phases[-1])
+
+    def cycle_at(self, progress: float) -> int:
+        """Restarts that lie behind a progress in [0, 1]."""
+        return sum(progress >= start for start in self.restarts)
+
+    def rate_at(self, progress: float, steps_since_growth: int) -> float:
+        """Share of the peak step size, in [0, 1]."""
+        warm = min(1.0, (steps_since_growth + 1) / max(1, self.warmup_steps))
+        starts, cycle = [0.0, *self.restarts, 1.0], self.cycle_at(progress)
+        start, end = starts[cycle], starts[cycle + 1]
+        fall = (end - progress) / max(1e-9, (end - start) * (1.0 - self.decay_from))
+        peak = self.cycle_rates[cycle] if self.cycle_rates else 1.0
+        return peak * warm * max(0.0, min(1.0, fall))

@@ -1,0 +1,155 @@
+"""The heads' recipes and the finishing of a target, by the command, on a model of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from specdec.cli.main import main
+from specdec.models.exits import read_head
+from specdec.train import recipes
+from specdec.train.corpus import Corpus, Document
+from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.train.tokenizer import save_tokenizer, train_tokenizer
+
+SOURCE = '''def scaled(value, factor):
+    """The product of a value and a factor, both of them numbers.
+
+    Nothing is checked here.
+    """
+    return value * factor
+'''
+SIZES = {"hidden": 16, "feed_forward": 24, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+COMMON = ["compiled=false", "device=cpu", "num_processes=1", "num_threads=0", "precision=fp32"]
+SAMPLING = [
+    *("sampling.prompts=4", "sampling.gsm8k_prompts=0", "sampling.new_tokens=8"),
+    "sampling.batch=4",
+]
+EVALUATION = ["evaluation.prompts={stdlib: 1}", "evaluation.new_tokens=6"]
+SHORT = ["plan.max_steps=2", "plan.length=32"]
+
+
+@pytest.fixture
+def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A random 4-layer model with a tokenizer of its own, and token streams in that tokenizer."""
+    target = tmp_path / "own" / "target"
+    save_tokenizer(train_tokenizer([SOURCE] * 3, 330), target, 1024)
+    shape = ModelShape(num_layers=4, vocab_size=330, max_positions=1024, **SIZES)
+    save_hf(LanguageModel(shape, generator=torch.Generator().manual_seed(0)), target)
+    corpus = Corpus(licences={"stdlib": "PSF-2.0"})
+    for number in range(40):
+        text = SOURCE.replace("scaled", f"scaled_{number}")
+        corpus.train += [Document("stdlib", kind, "a.py", text) for kind in ("file", "functions")]
+        corpus.held_out.append(Document("stdlib", "file", "b.py", text))
+    monkeypatch.setattr(recipes, "build_corpus", lambda **_: corpus)
+    places = [f"work_dir={tmp_path / 'work'}", f"output_dir={tmp_path / 'own'}"]
+    assert main(["train", "tokenizer", f"tokenizer={target}", *places]) == 0
+    return places
+
+
+def own(places: list[str]) -> Path:
+    return Path(places[1].partition("=")[2])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "names"),
+    [
+        ("exit_head", ["heads=[{kind: norm, layer: 2}]", "weights={stdlib: 1}"], ["norm-2"]),
+        (
+            "bundled_heads",
+            ["heads=[{kind: transformer, layer: 1}, {kind: norm, layer: 3}]", *SAMPLING],
+            ["norm-3", "transformer-1"],
+        ),
+        (
+            "medusa_heads",
+            ["heads=[{kind: medusa, layer: 4, offset: 1}, {kind: medusa, layer: 4, offset: 2}]"]
+            + SAMPLING,
+            ["medusa-4-1", "medusa-4-2"],
+        ),
+    ],
+)
+def test_heads_of_ones_own_model(
+    recipe: str, words: list[str], names: list[str], family: list[str]
+) -> None:
+    """Trained, measured and read back; the target's files stay as they are."""
+    files = [path for path in (own(family) / "target").iterdir() if path.is_file()]
+    before = {path.name: path.read_bytes() for path in files}
+    command = ["train", recipe, *family, *words, *COMMON, *SHORT, *EVALUATION]
+    assert main(command) == 0
+    heads = own(family) / "heads"
+    assert sorted(path.stem for path in heads.glob("*.safetensors")) == names
+    assert {path.name: path.read_bytes() for path in files} == before
+    for name in names:
+        with safe_open(heads / f"{name}.safetensors", framework="pt") as file:
+            assert file.get_tensor("output.weight").shape == (330, 16)
+        kind, layer, *_ = name.split("-")
+        if kind != "medusa":
+            assert read_head(heads, kind, int(layer)).layer == int(layer)
+    (measured,) = heads.glob("measured-*.json")
+    assert {row["head"] for row in json.loads(measured.read_text())} == set(names)
+    (record,) = heads.glob("training-*.json")
+    assert json.loads(record.read_text())["steps"] == 2
+    assert main(command) == 0, "the same command again finds its work done"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan.length=2048"], "beyond the model's 1024 positions"),
+        (["heads=[{kind: norm, layer: 5}]"], "4 layers only"),
+        (["heads=[{kind: norn, layer: 1}]"], "none of the kinds norm, transformer, medusa"),
+        (["heads=[{kind: norm, layr: 1}]"], "did you mean layer"),
+        (["heads=[]"], "named once each"),
+        (["loss.temperature=0"], "temperature=0"),
+        (["weights={poems: 1}"], "no stream for weights ['poems']"),
+        (["evaluation.prompts={humaneval_y: 1}"], "choose from"),
+        (["evaluation.new_tokens=1024"], "no room for a prompt"),
+        (["work_dir=nowhere"], "specdec train tokenizer tokenizer="),
+        (["output_dir=nowhere"], "nowhere/target/model.safetensors is missing"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_sampled(
+    words: list[str], message: str, family: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = ["heads=[{kind: norm, layer: 2}]", "weights={stdlib: 1}", *COMMON, *SHORT, *EVALUATION]
+    assert main(["train", "bundled_heads", *family, *SAMPLING, *fast, *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    if "weights" not in words[0]:
+        assert not list(Path(family[0].partition("=")[2]).rglob("samples-*"))
+
+
+def test_finishing_trains_long_windows_and_knows_its_model(
+    family: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the shipped plan: windows of 256 alone once cost later positions."""
+    few = ["plan.max_steps=5", "plan.log_every=1", "unlikelihood.length=16", "rounds=1"]
+    command = ["train", "finish", *family, *COMMON, *SAMPLING, *few]
+    command += ["weights={stdlib: 0.5, function: 0.5}", "sampling.rules=[{temperature: 0.0}]"]
+    target = own(family) / "target"
+    assert main(command) == 0
+    finished = load_hf(target).state_dict()
+    (done,) = json.loads((target / "training.json").read_text())["finish"]["rounds"]
+    assert done["windows"] == [256, 512, 1024]
+    record = json.loads((tmp_path / "work" / "finish" / "0" / "training.json").read_text())
+    assert record["held_out_window"] == 1024
+    assert record["tokens"] == 5 * 4096, "as many tokens at each length"
+    assert "held_out" in record["curve"][2]
+
+    def unchanged() -> bool:
+        now = load_hf(target).state_dict()
+        return all(torch.equal(now[name], value) for name, value in finished.items())
+
+    assert main(command) == 0
+    assert unchanged(), "the same command again begins where it first began"
+    assert main([*command, "ngram=3"]) == 2
+    assert "ngram was 8, is 3" in " ".join(capsys.readouterr().err.split())
+    other = LanguageModel(load_hf(target).shape, generator=torch.Generator().manual_seed(9))
+    save_hf(other, target)
+    assert main(command) == 2, "another model was once replaced by the first one's weights"
+    assert "neither the model whose rounds lie in" in " ".join(capsys.readouterr().err.split())
+    assert Tokenizer.from_file(str(target / "tokenizer.json")).get_vocab_size() == 330
