@@ -10,6 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from specdec.conditions import (
+    caveat,
+    conditions_of,
+    recorded_figures,
+    tell_what_is_not_captured,
+    tell_what_is_replayed,
+)
 from specdec.data import (
     Request,
     data_provenance,
@@ -20,14 +27,13 @@ from specdec.data import (
 from specdec.distributed.lease import logs_in
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
-from specdec.models.uncaptured import limits
 from specdec.pairs import ModelPair, ReplayModels, build_pair
 from specdec.recording import check_recordable, record_run, write_record
 from specdec.report import (
     RequestWriter,
+    finished,
     print_table,
     provenance,
-    read_requests,
     write_comparison,
     write_json,
     write_run,
@@ -69,15 +75,12 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     _set_threads(cfg)
     progress.phase("loading models", None)
     pair, prompts, cut = prepare(cfg)
-    _tell_what_is_replayed(pair, progress)
-    _tell_what_is_not_captured([cfg], pair, progress)
+    tell_what_is_replayed(pair, progress.note)
+    tell_what_is_not_captured([cfg], pair, progress.note)
     with logs_in(output_dir / LOGS_FOLDER):
         runner = build_runner(cfg, pair, stop_rules(cfg, pair))
     path = output_dir / "requests.jsonl"
-    records = [r for r in read_requests(path) if r.totals is not None] if path.is_file() else []
-    done = {record.result.id for record in records}
-    todo = [p for p in prompts if p.id not in done]
-    results, totals = [r.result for r in records], [r.totals for r in records if r.totals]
+    results, totals, todo = _behind(path, runner.name, 0, prompts)
     progress.phase(f"{runner.name}: decoding", len(todo))
     try:
         if cfg.get("record"):
@@ -105,8 +108,8 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         "claims": str(runner.claims),
         **summarise(results, RunTotals.merge(totals)),
     }
-    summary |= _recorded_figures(pair) | _caveat(cfg)
-    conditions = _conditions(cfg, pair, len(prompts), cut, repeats=1)
+    summary |= recorded_figures(pair) | caveat(cfg)
+    conditions = conditions_of(cfg, pair, len(prompts), cut, repeats=1)
     _write_provenance(cfg, output_dir)
     write_run(output_dir, summary, results, conditions)
     print_table([summary], conditions)
@@ -133,8 +136,8 @@ def compare_jobs(
     _set_threads(base)
     progress.phase("loading models", None)
     pair, prompts, cut = prepare(base)
-    _tell_what_is_replayed(pair, progress)
-    _tell_what_is_not_captured(cfgs, pair, progress)
+    tell_what_is_replayed(pair, progress.note)
+    tell_what_is_not_captured(cfgs, pair, progress.note)
     runners: list[Runner] = []
     runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {}
     try:
@@ -161,12 +164,12 @@ def compare_jobs(
         _write_record(base, pair, prompts, recorded, output_dir, progress)
     first = {name: [result for result, _ in found[0]] for name, found in runs.items()}
     write_token_ends(output_dir, first, pair.tokenizer)
-    conditions = _conditions(base, pair, len(prompts), cut, repeats)
+    conditions = conditions_of(base, pair, len(prompts), cut, repeats)
     merged = {name: [_as_run(parts) for parts in found] for name, found in runs.items()}
     rows = [
         comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims)
-        | _recorded_figures(pair)
-        | _caveat(cfg)
+        | recorded_figures(pair)
+        | caveat(cfg)
         for r, cfg in zip(runners, cfgs, strict=True)
     ]
     _write_provenance(base, output_dir, strategies=[r.name for r in runners])
@@ -184,18 +187,34 @@ def _one_repeat(
     writer: RequestWriter,
     progress: Progress,
 ) -> None:
+    left: dict[str, set[int]] = {}
     for runner in runners:
-        runs[runner.name].append([])
-    for turn, group in enumerate(_groups(prompts, base)):
+        results, totals, todo = _behind(writer.path, runner.name, repeat, prompts)
+        runs[runner.name].append(list(zip(results, totals, strict=True)))
+        left[runner.name] = {prompt.id for prompt in todo}
+        progress.advance(len(results))
+    for turn, whole in enumerate(_groups(prompts, base)):
         shift = (turn + repeat) % len(runners)  # nobody always runs first on a cold cache
         for runner in [*runners[shift:], *runners[:shift]]:
+            group = [prompt for prompt in whole if prompt.id in left[runner.name]]
 
             def book(result: RequestResult, total: RunTotals, name: str = runner.name) -> None:
                 writer.write(name, result, repeat=repeat, totals=total)
                 runs[name][-1].append((result, total))
                 progress.advance(detail=name)
 
-            runner.run(group, lambda _: None, book)
+            if group:
+                runner.run(group, lambda _: None, book)
+
+
+def _behind(
+    path: Path, name: str, repeat: int, prompts: Sequence[TokenPrompt]
+) -> tuple[list[RequestResult], list[RunTotals], list[TokenPrompt]]:
+    """What an interrupted command has left of a strategy and repeat; the prompts behind it."""
+    done = finished(path, name, repeat)
+    found = [(r.result, r.totals) for r in done.values() if r.totals is not None]
+    todo = [prompt for prompt in prompts if prompt.id not in done]
+    return [result for result, _ in found], [totals for _, totals in found], todo
 
 
 def _groups(prompts: Sequence[TokenPrompt], cfg: Mapping[str, Any]) -> list[list[TokenPrompt]]:
@@ -288,65 +307,6 @@ def _set_threads(cfg: Mapping[str, Any]) -> None:
         torch.set_num_threads(int(cfg["threads"]))
 
 
-def _conditions(
-    cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
-) -> dict[str, Any]:
-    clock, model = cfg.get("clock", {}), cfg["model"]
-    found: dict[str, Any] = {
-        "clock": clock.get("kind", "measured"),
-        "data": cfg["data"]["name"] if pair.tokenizer is not None else "random tokens",
-        "num_prompts": num_prompts,
-        "prompts_truncated": cut,
-        "max_new_tokens": cfg["max_new_tokens"],
-        "sampling": (cfg.get("choices") or {}).get("sampling", cfg["sampling"]),
-        "seed": cfg["seed"],
-        "batch_size": cfg["batch_size"],
-        "model": model["kind"],
-        "dtype": model.get("dtype"),
-        "threads": torch.get_num_threads(),
-        "repeats": repeats,
-    }
-    if "profile" in clock:
-        found["clock_profile"] = clock["profile"]
-        found["clock_scale"] = clock["scale"]
-    if isinstance(pair, ReplayModels):
-        found |= pair.conditions()
-    return found
-
-
-def _recorded_figures(pair: ModelPair) -> dict[str, Any]:
-    """What made-up tokens cannot show: how much of the recorded text was loops."""
-    if not isinstance(pair, ReplayModels):
-        return {}
-    return {"loop_share": pair.about.get("loop_share")}
-
-
-def _caveat(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Why a row's times are not to be compared with others', where that is so."""
-    caveat = cfg.get("clock", {}).get("caveat")
-    return {"caveat": caveat} if caveat else {}
-
-
-def _tell_what_is_replayed(pair: ModelPair, progress: Progress) -> None:
-    """Data and sampling of a replay are the record's, whatever the configuration says."""
-    if isinstance(pair, ReplayModels):
-        about = {k: v for k, v in pair.conditions().items() if isinstance(v, str) and k != "replay"}
-        told = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
-        progress.note(f"model=replay plays what was recorded: {told}")
-
-
-def _tell_what_is_not_captured(
-    cfgs: Sequence[Mapping[str, Any]], pair: ModelPair, progress: Progress
-) -> None:
-    """Where faster passes were asked for and cannot be had."""
-    told: dict[str, list[str]] = {}
-    for cfg in cfgs:
-        for limit in limits(cfg, getattr(pair, "device", "cpu")):
-            told.setdefault(limit, []).append(cfg["strategy"]["name"])
-    for limit, names in told.items():
-        progress.note(f"{', '.join(names)}: {limit}")
-
-
 def _write_record(
     cfg: Mapping[str, Any],
     pair: ModelPair,
@@ -366,7 +326,9 @@ def _write_record(
         about={
             "strategy": cfg["strategy"]["name"],
             "model": {k: model[k] for k in ("kind", "target", "draft") if k in model},
-            **{k: v for k, v in _conditions(cfg, pair, len(results), 0, 1).items() if k in _ABOUT},
+            **{
+                k: v for k, v in conditions_of(cfg, pair, len(results), 0, 1).items() if k in _ABOUT
+            },
             "sampling_params": dict(cfg["sampling"]),
             "provenance": provenance(command=sys.argv, config=cfg),
         },

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from specdec.cli.arguments import read_arguments
 from specdec.cli.checks import check_config
 from specdec.cli.composing import Composed, compose_config, parse
-from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, working_in
 from specdec.cli.jobs import Job, checked_job
 from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
@@ -59,7 +59,7 @@ class Comparison:
         jobs: one per row.
         repeats: interleaved repeats.
         output_dir: as asked for; None where the default is wanted.
-        notices: overrides that do not hold for every row, in words.
+        notices: overrides that do not hold for every row, in words, and what the jobs say.
     """
 
     jobs: tuple[Job, ...]
@@ -133,17 +133,13 @@ def execute(comparison: Comparison, folder: Path) -> None:
             print(table.read_text(encoding="utf-8"))
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
         return
-    try:
+    with working_in(folder):
         # Here, not at the top: torch and transformers, seconds to import, come with it.
         from specdec.engine import compare_jobs
 
         configs = [job.config for job in comparison.jobs]
         with reporting() as progress:
             found = compare_jobs(configs, folder, comparison.repeats, progress)
-    except BaseException as error:
-        write_failure(folder, error)
-        raise
-    write_status(folder, "ok")
     if "rows" in found:
         log_results(configs, found["rows"], folder)
     print(f"results in {folder}")
@@ -179,7 +175,10 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
         if _text(override) not in used:
             raise UserError(_no_row(override, jobs))
     return Comparison(
-        tuple(jobs), base.values["repeats"], base.values["output_dir"], tuple(notices)
+        tuple(jobs),
+        base.values["repeats"],
+        base.values["output_dir"],
+        tuple(dict.fromkeys([*notices, *(text for job in jobs for text in job.notices)])),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.cli.comparing import RESULT_FILE, Comparison, compose_comparison
 from specdec.cli.composing import compose_config, parse
-from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, working_in
 from specdec.cli.jobs import Job, run_job_of
 from specdec.cli.progress import reporting
 from specdec.cli.tree import PARTS
@@ -134,7 +134,7 @@ def _execute(composed: Curves, folder: Path) -> None:
         print((folder / "comparison.md").read_text(encoding="utf-8"))
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
         return
-    try:
+    with working_in(folder):
         # Here, not at the top: torch and transformers, seconds to import, come with it.
         from specdec.engine import run_job
         from specdec.serving.curves import curve_jobs
@@ -148,8 +148,4 @@ def _execute(composed: Curves, folder: Path) -> None:
             cross = None if composed.cross is None else composed.cross.name
             curve_jobs(rows, folder, composed.comparison.repeats, progress, cross=cross)
         print((folder / "comparison.md").read_text(encoding="utf-8"))
-    except BaseException as error:
-        write_failure(folder, error)
-        raise
-    write_status(folder, "ok")
     print(f"results in {folder}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile
 from traceback import format_exception
 from typing import Any
 from uuid import uuid4
@@ -19,6 +22,11 @@ from yaml import YAMLError
 from specdec.cli.tree import flatten
 from specdec.errors import UserError
 from specdec.report.files import write_text
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
@@ -80,14 +88,25 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
             f"output_dir={folder} is not empty and is no run folder (it has no {CONFIG_FILE}):"
             " name a new folder"
         )
+    make_folder(folder)
+    write_text(stored, as_yaml(config))
+    return False
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder that can be written to, as needed.
+
+    Raises:
+        UserError: it cannot be made, or not be written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(stored, as_yaml(config))
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise UserError(
             f"output_dir={folder} cannot be written ({error.strerror}): name another folder"
         ) from error
-    return False
 
 
 def as_yaml(config: Mapping[str, Any]) -> str:
@@ -95,16 +114,56 @@ def as_yaml(config: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
-def write_status(folder: Path, status: str, error: str = "") -> None:
-    """Records how a job ended: running, ok or failed."""
-    write_text(folder / STATUS_FILE, json.dumps({"status": status, "error": error}, indent=1))
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Work whose end the folder's ``status.json`` tells: ok, interrupted or failed.
+
+    Raises:
+        UserError: another process is at work there.
+    """
+    with alone_in(folder):
+        try:
+            yield
+        except BaseException as error:
+            with suppress(OSError):  # a full disk is what failed, perhaps
+                write_text(folder / STATUS_FILE, json.dumps(_failure(error), indent=1))
+            raise
+        write_text(folder / STATUS_FILE, json.dumps({"status": "ok", "error": ""}, indent=1))
 
 
-def write_failure(folder: Path, error: BaseException) -> None:
-    """Records that a job failed, of what and where."""
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other processes of ours out of a folder; a lock ends with its process.
+
+    Where folders cannot be locked (Windows, some network file systems) nobody is kept out.
+
+    Raises:
+        UserError: another process is at work there.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"output_dir={folder}: another process is at work there; wait for it, end it, or"
+                " name another folder"
+            ) from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    if isinstance(error, KeyboardInterrupt):
+        return {"status": "interrupted", "error": ""}
     text = f"{type(error).__name__}: {error}"
-    found = {"status": "failed", "error": text, "traceback": "".join(format_exception(error))}
-    write_text(folder / STATUS_FILE, json.dumps(found, indent=1))
+    return {"status": "failed", "error": text, "traceback": "".join(format_exception(error))}
 
 
 def _difference(there: object, here: dict[str, Any]) -> str:

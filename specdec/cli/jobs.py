@@ -32,11 +32,13 @@ class Job:
         name: the preset's name.
         config: plain and resolved, as the engine takes it; ``choices`` names the options.
         output_dir: as asked for; None where the default is wanted.
+        notices: what the user should know before it starts.
     """
 
     name: str
     config: dict[str, Any]
     output_dir: str | None
+    notices: tuple[str, ...] = ()
 
 
 def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
@@ -82,12 +84,12 @@ def checked_job(composed: Composed) -> Job:
         )
     if config["model"]["kind"] == "pretrained":
         check_data(config["data"])
-        num_layers = _check_models(name, config)
+        num_layers, notices = _check_models(name, config)
     else:
-        num_layers = config["model"]["num_layers"]
+        num_layers, notices = config["model"]["num_layers"], ()
     config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
-    return Job(name, config, values["output_dir"])
+    return Job(name, config, values["output_dir"], notices)
 
 
 def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
@@ -133,11 +135,11 @@ def _check_hf(name: str, config: Mapping[str, Any]) -> None:
             )
 
 
-def _check_models(name: str, config: Mapping[str, Any]) -> int:
+def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
     """Looks at the models' files: seconds, where loading them takes minutes.
 
     Returns:
-        Layers of the target.
+        Layers of the target, and what the user should know.
     """
     from specdec.models.inspection import inspect_model
 
@@ -154,10 +156,10 @@ def _check_models(name: str, config: Mapping[str, Any]) -> int:
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
             f" {target.max_positions} positions of model.target={model['target']}: lower it"
         )
-    check_prompts(config, target.path, target.max_positions)
+    longest = check_prompts(config, target.path, target.max_positions)
     drafts = uses_draft_model(config)
     if not drafts and not config["record"]:
-        return target.num_layers
+        return target.num_layers, ()
     if model["draft"] is None:
         why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"
         raise UserError(
@@ -171,4 +173,11 @@ def _check_models(name: str, config: Mapping[str, Any]) -> int:
             f" model.target={model['target']} one of {target.vocab_size}: speculative decoding"
             " needs the same; choose a draft of the target's family"
         )
-    return target.num_layers
+    reach = config["max_new_tokens"] + (target.max_positions if longest is None else longest)
+    if not 0 < draft.max_positions < min(reach, target.max_positions):
+        return target.num_layers, ()
+    return target.num_layers, (
+        f"model.draft={model['draft']} has {draft.max_positions} positions, the target"
+        f" {target.max_positions}: beyond them nothing is drafted, and all rates count those"
+        " tokens too (max_new_tokens, data.max_prompt_tokens keep requests shorter)",
+    )

@@ -13,37 +13,43 @@ from specdec.errors import UserError
 _KNOWN_TO_FIT = ("stdlib",)  # made from source files to a bounded length, which takes a second
 
 
-def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: int) -> None:
+def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: int) -> int | None:
     """Tokenises the prompts and refuses what the run would refuse minutes later.
 
     Nothing is checked for a model without ``tokenizer.json``, for one whose chat template is used
     (applying it needs transformers), or for prompts from the hub; the run checks again in any case.
+
+    Returns:
+        Tokens of the longest prompt; None where nothing was checked.
 
     Raises:
         UserError: an empty prompt, or one too long where ``data.truncation`` is error.
     """
     data, file = config["data"], model_folder / "tokenizer.json"
     if data["name"] in _KNOWN_TO_FIT or data["origin"] == "hub" or not file.is_file():
-        return
+        return None
     if data["chat"] == "always" or (data["chat"] == "auto" and _has_chat_template(model_folder)):
-        return
+        return None
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
     room = max_positions - int(config["max_new_tokens"])
     bound = data["max_prompt_tokens"]
+    longest = 0
     for prompt in load_requested(Request.of(data)):
         tokens = tokenizer.encode(prompt.text).ids
         if not tokens:
             raise UserError(
                 f"prompt {prompt.id} of data={data['name']} is empty: remove it, or give it text"
             )
-        fit_prompt(
+        kept, _ = fit_prompt(
             tokens,
             max_len=room if bound is None else min(room, bound),
             truncation=data["truncation"],
             label=f"prompt {prompt.id} of data={data['name']}",
         )
+        longest = max(longest, len(kept))
+    return longest
 
 
 def _has_chat_template(model_folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -13,6 +14,7 @@ from specdec.errors import RankFailure, UserError
 BAD_INPUT = 2
 """Exit status for input that cannot be used."""
 
+_FAILED = 1
 _INTERRUPTED = 130
 _RANK_FAILED = 3
 _COMMANDS = {
@@ -36,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes them from the process.
 
     Returns:
-        The exit status: 0, 2 for bad input, 3 when a rank failed, 130 when interrupted. A defect of
-        the library is an exception with its traceback, and status 1.
+        The exit status: 0, 1 where the disk is full, 2 for bad input, 3 when a rank failed, 130
+        when interrupted. A defect of the library is an exception with its traceback, and status 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -59,6 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone; keep Python from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("SPECDEC_TRACEBACK"):
+            raise
+        print(
+            f"specdec: {error.strerror}: make room, then start the same command again; it goes on"
+            " behind the prompts that are on disk",
+            file=sys.stderr,
+        )
+        return _FAILED
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.cli.arguments import read_arguments
 from specdec.cli.composing import compose_config
-from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, working_in
 from specdec.cli.jobs import checked_job
 from specdec.cli.profiles import load_profile
 from specdec.cli.progress import reporting
@@ -132,13 +132,8 @@ def execute(config: dict[str, Any], folder: Path) -> None:
     if claim(folder, config, RESULT_FILE):
         print(f"{folder}: complete already, not measured again (delete the folder to repeat it)")
         return
-    try:
-        with reporting() as progress:
-            found = (allocation_job if splits else profile_job)(config, folder, progress)
-    except BaseException as error:
-        write_failure(folder, error)
-        raise
-    write_status(folder, "ok")
+    with working_in(folder), reporting() as progress:
+        found = (allocation_job if splits else profile_job)(config, folder, progress)
     (print_splits if splits else print_profile)(found)
     if splits:
         print(f"best: specdec run --config-dir {folder} strategy=swiftspec_best")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, working_in
 from specdec.cli.jobs import Job, run_job_of
 from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
-from specdec.errors import UserError
 
 RESULT_FILE = "summary.json"
 """Written last in a run folder; where it exists the run is complete."""
@@ -56,6 +56,8 @@ def main(words: Sequence[str]) -> int:
     if "--cfg" in arguments.flags:
         print(as_yaml(job.config), end="")
         return 0
+    for notice in job.notices:
+        print(f"note: {notice}", file=sys.stderr)
     execute(job, Path(job.output_dir) if job.output_dir else default_folder("run", job.name))
     return 0
 
@@ -72,18 +74,13 @@ def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
     if claim(folder, job.config, RESULT_FILE):
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
         return None
-    try:
+    with working_in(folder):
         # Here, not at the top: torch and transformers, seconds to import, come with it.
         from specdec.engine import run_job
 
         with reporting() as progress:
             summary = run_job(job.config, folder, progress)
-    except BaseException as error:
-        write_failure(folder, error)
-        raise
-    if not (folder / RESULT_FILE).is_file():
-        raise UserError(f"{folder}: the run ended without {RESULT_FILE}; start it again to resume")
-    write_status(folder, "ok")
+        assert (folder / RESULT_FILE).is_file(), "a run ends with its summary"
     log_results([job.config], [summary], folder)
     print(f"results in {folder}")
     return summary

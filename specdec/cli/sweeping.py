@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from specdec.cli.composing import parse, plain
-from specdec.cli.folders import default_folder, safe_name
+from specdec.cli.folders import alone_in, default_folder, make_folder, safe_name
 from specdec.cli.jobs import Job, checked_job, run_job_of
 from specdec.cli.launchers import SIDE_BY_SIDE, check_launcher
 from specdec.cli.progress import duration
@@ -38,8 +38,17 @@ SWEEP_FILE = "sweep.json"
 _NOTES = ".jobs-"
 
 Record = dict[str, Any]
-"""How a job ended: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed, lost),
-``error`` and ``seconds``."""
+"""How a job ended: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed,
+interrupted, lost), ``error`` and ``seconds``."""
+
+_LOST: Record = {
+    "status": "lost",
+    "error": "its process ended without a word (killed, or out of memory), or it was never started",
+}
+_INTERRUPTED: Record = {
+    "status": "interrupted",
+    "error": "the sweep was interrupted before this job was over; the same command goes on",
+}
 
 
 def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
@@ -67,16 +76,23 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     # Whatever is wrong with a combination is said now, not after the hours of those before it.
     combinations = BasicSweeper.split_arguments(parse(kept), max_batch_size=None)[0]
     jobs = [run_job_of(_without_hydra(c), extra) for c in combinations[:_MAX_CHECKED]]
+    for notice in dict.fromkeys(text for job in jobs for text in job.notices):
+        print(f"note: {notice}", file=sys.stderr)
     _tell_about_clocks(parsed, jobs)
     own_sweeper = not any(str(o.key_or_group) == "hydra/sweeper" for o in parsed)
     expected = [_job_name(c, varying) for c in combinations] if own_sweeper else []
-    notes = _notes_folder(folder)
-    try:
-        _launch(kept, extra, _Place(folder, notes, tuple(varying), len(expected), time.time()))
-    finally:
-        records = _collect(notes, expected)
-        write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
-        shutil.rmtree(notes, ignore_errors=True)
+    make_folder(folder)
+    with alone_in(folder):
+        notes, untold = _notes_folder(folder), _LOST
+        try:
+            _launch(kept, extra, _Place(folder, notes, tuple(varying), len(expected), time.time()))
+        except KeyboardInterrupt:
+            untold = _INTERRUPTED
+            raise
+        finally:
+            records = _collect(notes, expected, untold)
+            write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
+            shutil.rmtree(notes, ignore_errors=True)
     return _report(folder, records)
 
 
@@ -167,12 +183,11 @@ def _notes(folder: Path) -> list[Record]:
     return found
 
 
-def _collect(notes: Path, expected: Sequence[str]) -> list[Record]:
-    """How every job ended, those included that ended without a word."""
+def _collect(notes: Path, expected: Sequence[str], untold: Record) -> list[Record]:
+    """How every job ended; ``untold``: those that ended without a word, or never began."""
     told = {record["job"]: record for record in _notes(notes)}
-    lost = "its process ended without a word (killed, or out of memory), or it was never started"
     names = [*expected, *(name for name in told if name not in expected)]
-    return [told.get(n, {"job": n, "status": "lost", "error": lost, "seconds": 0}) for n in names]
+    return [told.get(n, {"job": n, **untold, "seconds": 0}) for n in names]
 
 
 def _notes_folder(folder: Path) -> Path:
@@ -180,12 +195,7 @@ def _notes_folder(folder: Path) -> Path:
     for old in folder.glob(f"{_NOTES}*"):
         shutil.rmtree(old, ignore_errors=True)
     notes = folder / f"{_NOTES}{uuid4().hex[:8]}"
-    try:
-        notes.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(
-            f"output_dir={folder} cannot be written ({error.strerror}): name another folder"
-        ) from error
+    make_folder(notes)
     return notes
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, write_failure, write_status
+from specdec.cli.folders import as_yaml, claim, default_folder, working_in
 from specdec.cli.jobs import Job, run_job_of
 from specdec.cli.progress import reporting
 
@@ -65,15 +65,11 @@ def execute(job: Job, folder: Path | None) -> int:
     refuse(job.config)
     folder = folder or default_folder("verify", job.name)
     claim(folder, {"command": "verify", **job.config}, "verify.json")
-    try:
+    with working_in(folder):
         with reporting() as progress:
             progress.phase(f"{job.name}: checking", len(CHECKS))
             report = certify(job.config, on_check=lambda c: progress.advance(detail=c.name))
-    except BaseException as error:
-        write_failure(folder, error)
-        raise
-    write_report(folder, report)
-    write_status(folder, "ok")
+        write_report(folder, report)
     print_report(report, job.config["choices"])
     print(f"results in {folder}")
     return 0 if report.lossless else 1

@@ -95,7 +95,7 @@ class HuggingFacePair:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions of the target; a draft with fewer is refused by its own runner."""
+        """Positions of the target; a draft with fewer proposes nothing beyond its own."""
         value = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         return None if value is None else int(value)
 

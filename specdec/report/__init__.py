@@ -4,7 +4,7 @@ from specdec.report.files import plain, write_bytes, write_json, write_text
 from specdec.report.folders import write_comparison, write_run
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import config_hash, provenance
-from specdec.report.requests import RequestRecord, RequestWriter, finished_keys, read_requests
+from specdec.report.requests import RequestRecord, RequestWriter, finished, read_requests
 from specdec.report.tables import best_row, markdown_table, print_table
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "best_row",
     "comparison_png",
     "config_hash",
-    "finished_keys",
+    "finished",
     "markdown_table",
     "plain",
     "print_table",

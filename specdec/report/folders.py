@@ -30,9 +30,9 @@ def write_comparison(
     """
     base = Path(folder)
     return [
-        write_json(base / "comparison.json", {"rows": list(rows), "conditions": conditions}),
         write_text(base / "comparison.md", markdown_table(rows, conditions)),
         write_bytes(base / "comparison.png", comparison_png(rows, conditions, runs)),
+        write_json(base / "comparison.json", {"rows": list(rows), "conditions": conditions}),
     ]
 
 
@@ -42,9 +42,12 @@ def write_run(
     results: Sequence[RequestResult],
     conditions: Mapping[str, Any],
 ) -> list[Path]:
-    """Writes summary.json (metrics and ``conditions``) and run.png; returns their paths."""
+    """Writes run.png and, last, summary.json (metrics and ``conditions``); returns their paths.
+
+    Where summary.json exists the run is complete.
+    """
     base = Path(folder)
     return [
-        write_json(base / "summary.json", {**summary, "conditions": conditions}),
         write_bytes(base / "run.png", run_png(summary, results, conditions)),
+        write_json(base / "summary.json", {**summary, "conditions": conditions}),
     ]

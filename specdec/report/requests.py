@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from specdec.errors import UserError
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.report.files import plain
 
@@ -44,7 +45,7 @@ class RequestWriter:
         """Opens the file for appending, making it and its folder as needed.
 
         Raises:
-            ValueError: a line other than the last is damaged.
+            UserError: a line other than the last is damaged.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
     An unfinished last line, left by a process that was killed, is ignored.
 
     Raises:
-        ValueError: another line is damaged.
+        UserError: another line is damaged.
     """
     file = Path(path)
     if not file.exists():
@@ -106,9 +107,17 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
     return [_record(json.loads(line)) for line in whole.splitlines() if line.strip()]
 
 
-def finished_keys(path: str | Path) -> set[tuple[str, int, int]]:
-    """(strategy, repeat, prompt id) of every finished request of a file."""
-    return {record.key for record in read_requests(path)}
+def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, RequestRecord]:
+    """Prompt id -> what a file has of a strategy and repeat, totals included: not to be done again.
+
+    Raises:
+        UserError: a line other than the last is damaged.
+    """
+    return {
+        record.result.id: record
+        for record in read_requests(path)
+        if record.key[:2] == (strategy, repeat) and record.totals is not None
+    }
 
 
 def _record(line: dict[str, Any]) -> RequestRecord:
@@ -134,7 +143,7 @@ def _whole_length(data: bytes, path: Path) -> int:
                 json.loads(line)
             except ValueError as error:
                 if number < len(lines) - 1:
-                    raise ValueError(
+                    raise UserError(
                         f"{str(path)!r} line {number} is damaged; move the file away to start anew"
                     ) from error
                 return length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from specdec.cli.folders import safe_name
+from specdec.cli.folders import alone_in, safe_name
 from specdec.cli.main import main
 from specdec.errors import UserError
 
@@ -62,6 +63,35 @@ class TestRun:
         assert main(["run", RANDOM, "output_dir=out"]) == 0
         assert len(engine.runs) == 2
         assert status_of(Path("out")) == "ok"
+
+    def test_ctrl_c_is_no_failure(self, engine, capsys) -> None:
+        engine.failing, engine.error = {"speculative"}, KeyboardInterrupt()
+        assert main(["run", RANDOM, "output_dir=out"]) == 130
+        assert status_of(Path("out")) == "interrupted"
+        assert "interrupted" in capsys.readouterr().err
+
+    def test_two_processes_do_not_share_a_folder(self, engine, capsys) -> None:
+        """Both took the folder for an interrupted run, and wrote every prompt's line twice."""
+        Path("out").mkdir()
+        with alone_in(Path("out")):
+            assert main(["run", RANDOM, "output_dir=out"]) == 2
+            assert main(["run", "-m", RANDOM, "seed=0,1", "output_dir=out"]) == 2
+        assert capsys.readouterr().err.count("another process is at work there") == 2
+        assert engine.runs == []
+        assert main(["run", RANDOM, "output_dir=out"]) == 0, "a lock ends with its owner"
+
+    def test_a_full_disk_is_said_in_one_line(self, engine, monkeypatch, capsys) -> None:
+        full = OSError(errno.ENOSPC, "No space left on device")
+
+        def write(path: Path, text: str) -> None:
+            if path.name == "status.json":
+                raise full
+            path.write_text(text, encoding="utf-8")
+
+        monkeypatch.setattr("specdec.cli.folders.write_text", write)
+        engine.failing, engine.error = {"speculative"}, full
+        assert main(["run", RANDOM, "output_dir=out"]) == 1
+        assert capsys.readouterr().err.startswith("specdec: No space left on device: make room")
 
     def test_another_configuration_may_not_use_the_folder(self, engine, capsys) -> None:
         assert main(["run", RANDOM, "output_dir=out"]) == 0
@@ -120,6 +150,13 @@ class TestSweep:
         assert main(list(self.SWEEP)) == 0
         assert len(engine.runs) == 6, "what was complete is skipped"
         assert "2 run, 2 complete before, 0 failed" in capsys.readouterr().out
+
+    def test_what_ctrl_c_left_undone_is_called_so(self, engine) -> None:
+        engine.failing, engine.error = {"best_first"}, KeyboardInterrupt()
+        words = ["run", "-m", RANDOM, "strategy=ar,best_first,staged", "output_dir=sweep"]
+        assert main(words) == 130
+        records = json.loads(Path("sweep/sweep.json").read_text(encoding="utf-8"))
+        assert [r["status"] for r in records] == ["ok", "interrupted", "interrupted"]
 
     def test_a_sweep_over_other_values_does_not_mix_with_it(self, engine, capsys) -> None:
         assert main(list(self.SWEEP)) == 0

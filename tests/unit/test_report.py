@@ -15,7 +15,7 @@ from specdec.report import (
     RequestWriter,
     best_row,
     config_hash,
-    finished_keys,
+    finished,
     markdown_table,
     plain,
     print_table,
@@ -41,7 +41,8 @@ def test_requests_are_read_back_as_written(tmp_path: Path) -> None:
     assert record.result == result
     assert record.totals == totals
     assert record.prompt == "stdlib/4"
-    assert finished_keys(path) == {("specpipe", 1, 4)}
+    assert finished(path, "specpipe", 1) == {4: record}
+    assert finished(path, "specpipe", 0) == finished(path, "ar", 1) == {}
     assert read_requests(tmp_path / "none.jsonl") == []
 
 
@@ -50,13 +51,14 @@ def test_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path, torn: s
     """Appending behind a torn line would glue two records together and lose both."""
     path = tmp_path / "requests.jsonl"
     with RequestWriter(path) as writer:
-        writer.write("ar", make_result([[1]], prompt_id=0))
+        writer.write("ar", make_result([[1]], prompt_id=0), totals=RunTotals())
     with path.open("a", encoding="utf-8") as stream:
         stream.write(torn)
-    assert finished_keys(path) == {("ar", 0, 0)}
+    assert list(finished(path, "ar")) == [0]
     with RequestWriter(path) as writer:
-        writer.write("ar", make_result([[1]], prompt_id=1))
-    assert finished_keys(path) == {("ar", 0, 0), ("ar", 0, 1)}
+        writer.write("ar", make_result([[1]], prompt_id=1), totals=RunTotals())
+        writer.write("ar", make_result([[1]], prompt_id=2))  # its counts are nowhere
+    assert list(finished(path, "ar")) == [0, 1]
 
 
 def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
@@ -131,19 +133,19 @@ def test_markdown_has_the_same_cells_and_all_conditions() -> None:
 def test_comparison_folder_holds_json_markdown_and_a_picture(tmp_path: Path) -> None:
     rows, runs = make_rows()
     paths = write_comparison(tmp_path, rows, {"clock": "measured"}, runs)
-    assert [p.name for p in paths] == ["comparison.json", "comparison.md", "comparison.png"]
-    stored = json.loads(paths[0].read_text(encoding="utf-8"))
+    assert [p.name for p in paths] == ["comparison.md", "comparison.png", "comparison.json"]
+    stored = json.loads(paths[2].read_text(encoding="utf-8"))
     assert [row["strategy"] for row in stored["rows"]] == list(runs)
     assert stored["rows"][1]["speedup_wall"] == rows[1]["speedup_wall"]
-    assert paths[2].read_bytes().startswith(b"\x89PNG")
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_run_folder_holds_summary_and_a_picture(tmp_path: Path) -> None:
     run = timed_run(0.1, chunk=2)
     summary = summarise(run.results, run.totals)
     paths = write_run(tmp_path, summary, run.results, {"strategy": "x"})
-    assert json.loads(paths[0].read_text(encoding="utf-8"))["new_tokens"] == 40
-    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(paths[1].read_text(encoding="utf-8"))["new_tokens"] == 40, "written last"
     write_run(tmp_path, summarise([], RunTotals()), [], {})  # an empty run is drawn empty
 
 
