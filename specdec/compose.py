@@ -12,6 +12,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from specdec.clocks import (
@@ -71,7 +72,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "vocab_size": lambda: pair.vocab_size,
         "pair": pair.synthetic,
         "katz": pair.katz,
-        "load_heads": lambda: bench.medusa_heads,
+        "load_heads": lambda: partial(bench.medusa_heads, ranks=ranks),
         "sample": lambda: verifier.needs.draft_probs,
         "places": lambda: bench.exit_places(stages),
         "front": lambda: bench.exit_front(stages) if stages and stages.after_drafting else None,

@@ -76,7 +76,7 @@ def check_executor(source: TokenSource, policy: TreePolicy, executor: Executor) 
     Raises:
         UserError: see the messages.
     """
-    check_exits(source, policy, executor)
+    check_exits(source, policy, executor.latency)
     missing = set(source.needs.hidden_layers) - set(executor.hidden_layers)
     if missing:
         raise UserError(

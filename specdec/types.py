@@ -247,7 +247,8 @@ class Answers:
         node_ids: int64[A].
         tokens: int64[A], the target's own next token after each node, by its keyed draw.
         probs: float64[A, V], processed target distributions; only where declared as needed.
-        hidden: layer -> tensor[A, E] in the target's dtype on its device; only where needed.
+        hidden: layer -> tensor[A, E] in the target's dtype, on its device or, of stages in
+            processes of their own, on the host; only where needed.
     """
 
     request: int
@@ -265,13 +266,13 @@ class Exits:
         request: request id.
         node_ids: int64[W], nodes that have passed the exit layer.
         candidates: rows in their order.
-        layer: layers of the target before the exit; 0 where the model has only one.
+        layer: layers of the target before the exit.
     """
 
     request: int
     node_ids: IntArray
     candidates: Candidates
-    layer: int = 0
+    layer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import torch
 
 from specdec.clocks import Clock, ClockKind, MeasuredClock
 from specdec.distributed.leading import DraftGroup
-from specdec.distributed.plan import DraftPlan, SessionPlan, plan_ranks
+from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
 from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
 from specdec.executors.distributed import DistributedExecutor, Ranks
@@ -29,10 +29,9 @@ from specdec.executors.exit_building import (
     ExitPlaces,
     build_early_exit,
     build_front,
-    exit_plan,
+    check_exits,
 )
 from specdec.executors.exits import paged
-from specdec.executors.hidden import refuse_hidden
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
@@ -174,13 +173,18 @@ class Workbench:
             )
         return self._draft.runner
 
-    def medusa_heads(self, num_heads: int) -> MedusaHeads:
+    def medusa_heads(self, num_heads: int, ranks: Ranks | None = None) -> MedusaHeads:
         """Heads on the target's last hidden state, for ``MedusaSource``.
+
+        Args:
+            num_heads: tokens ahead that are guessed.
+            ranks: processes that have the target; no more of it than its output head is loaded
+                here.
 
         Raises:
             UserError: the pair has no hidden states, or not so many trained heads.
         """
-        return self.pair.medusa_heads(num_heads, self.meter)
+        return self.pair.medusa_heads(num_heads, self.meter, alone=ranks is not None)
 
     def release(self) -> None:
         """Gives back ranks that share a draft, where no executor has taken them over."""
@@ -217,6 +221,8 @@ class Workbench:
         serving.budget(policy, 1 if layout is None else layout.stages)
         check_choice(policy, verifier, self.clock)
         check_source(source, policy, verifier, self.pair.vocab_size)
+        if layout is None or not layout.after_drafting:
+            check_exits(source, policy, 1 if layout is None else layout.stages)
         parts = Parts(
             source=source,
             policy=policy,
@@ -254,8 +260,6 @@ class Workbench:
                 clock=self.clock,
                 blocks=blocks,
             )
-        if stages is not None and ranks is not None:
-            return self._distributed(needs, stages, ranks, serving)
         hidden = tuple(layer for layer in needs.hidden_layers if 0 <= layer < pair.num_layers)
         if stages is None:
             all_layers = pair.stage(0, pair.num_layers, self.meter, capture_layers=hidden)
@@ -266,7 +270,11 @@ class Workbench:
                 hidden_layers=hidden,
             )
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
+        hidden = () if exits else hidden
         bounds = self._bounds(stages, exits[0] if exits else None)
+        if ranks is not None:
+            parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
+            return self._distributed(needs, stages, ranks, parts, serving)
         self._refuse_in_process()
         # The devices of a stage are one slice here; a profile prices the whole stage.
         ends = [0, *np.cumsum(stages.devices).tolist()]
@@ -289,7 +297,7 @@ class Workbench:
             answerer=answerer,
             clock=self.clock,
             exits=reader if exits else None,
-            hidden_layers=() if exits else hidden,
+            hidden_layers=hidden,
         )
 
     def exit_front(self, stages: StageLayout, layers: Sequence[int] = ()) -> ExitFront:
@@ -312,20 +320,22 @@ class Workbench:
         return ExitPlaces(self.pair, partial(self.exit_front, stages))
 
     def _distributed(
-        self, needs: Needs, stages: StageLayout, ranks: Ranks, serving: ServingRules
+        self,
+        needs: Needs,
+        stages: StageLayout,
+        ranks: Ranks,
+        parts: tuple[RankPlan, ...],
+        serving: ServingRules,
     ) -> DistributedExecutor:
         if stages.groups is not None and self.clock.kind is ClockKind.PACED:
             raise UserError(
                 f"executor.groups={list(stages.groups)} with clock=paced: a profile prices a whole"
                 " stage, not its devices; leave groups null"
             )
-        refuse_hidden(needs)
-        exit_layer = self.pair.exit_layer if needs.exits else None
-        bounds = self._bounds(stages, exit_layer)
-        parts = plan_ranks(bounds, stages.devices, stages.degree)
+        exits = ExitPlan(candidates=needs.exits, sample=needs.draft_probs) if needs.exits else None
         plan = SessionPlan(
             ranks=parts,
-            exits=exit_plan(needs, parts, exit_layer),
+            exits=exits,
             degree=stages.degree,
             num_ranks=_num_ranks(stages, shares_draft=self._draft is not None),
             model=ranks.model,

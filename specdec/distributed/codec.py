@@ -29,7 +29,8 @@ class Kind(IntEnum):
     ``SETUP``: a session begins (JSON). ``BEGIN``: a step's batch, for the first stage. ``END``: the
     step's commits, with the batch for all others. ``REPORT``: send your counts. ``RELEASE``: the
     session ends. ``STOP``: the process ends. ``DRAFT``: a pass of the draft, for the ranks that
-    share it. To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of the one with the early exit.
+    share it. To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of those with early exits,
+    ``HIDDEN`` of those whose hidden states a part needs.
     """
 
     SETUP = 0
@@ -41,6 +42,7 @@ class Kind(IntEnum):
     DRAFT = 6
     ANSWERS = 7
     EXITS = 8
+    HIDDEN = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

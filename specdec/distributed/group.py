@@ -20,7 +20,7 @@ from specdec.distributed.collective import Connections
 from specdec.distributed.diagnosis import Diagnosis
 from specdec.distributed.launch import Processes
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.replies import REPLIES, Arrived, Reply
+from specdec.distributed.replies import REPLIES, Arrived, Owed, Reply
 from specdec.distributed.transport import (
     FOREVER,
     PeerLost,
@@ -68,8 +68,8 @@ class RankGroup:
         self._processes = processes
         self._sessions = itertools.count(1)
         self._reports = itertools.count()
-        self._replies: dict[Kind, queue.SimpleQueue[Arrived | None]] = {
-            kind: queue.SimpleQueue() for kind in REPLIES
+        self._replies: dict[Owed, queue.SimpleQueue[Arrived | None]] = {
+            (kind, rank): queue.SimpleQueue() for kind in REPLIES for rank in range(1, size)
         }
         self._listened: dict[int, threading.Thread] = {}
         self._diagnosis = Diagnosis(store=store, size=size, processes=processes)
@@ -150,12 +150,12 @@ class RankGroup:
         """Bytes that rank 0 has sent."""
         return self._sender.num_bytes
 
-    def has_reply(self, kind: Kind) -> bool:
+    def has_reply(self, owed: Owed) -> bool:
         """Whether ``reply`` would return at once."""
-        return not self._replies[kind].empty()
+        return not self._replies[owed].empty()
 
-    def reply(self, kind: Kind, session: int, tick: int, timeout_s: float) -> Reply:
-        """The reply of a kind in a step; those that nobody has waited for are dropped.
+    def reply(self, owed: Owed, session: int, tick: int, timeout_s: float) -> Reply:
+        """A rank's reply of a kind in a step; those that nobody has waited for are dropped.
 
         Raises:
             RankFailure: if a rank has ended, or none has moved for ``timeout_s``.
@@ -163,7 +163,7 @@ class RankGroup:
         waiting = False
         while True:
             try:
-                found = self._replies[kind].get(timeout=_POLL_S)
+                found = self._replies[owed].get(timeout=_POLL_S)
             except queue.Empty:
                 if not waiting:
                     self._diagnosis.expect_progress()
@@ -253,14 +253,14 @@ class RankGroup:
     def _listen(self, source: int) -> None:
         """Thread: takes replies off the wire, so that waiting for them can be interrupted."""
 
-        def receive(probs: torch.Tensor) -> None:
-            self._group.recv([probs], source, Tag.PROBS).wait(FOREVER)
+        def receive(rows: torch.Tensor) -> None:
+            self._group.recv([rows], source, Tag.REPLY_ROWS).wait(FOREVER)
 
         try:
             receiver = WordReceiver(self._group, source, Tag.REPLY)
             while True:
                 arrived = Arrived.read(receiver.receive(), receive)
-                self._replies[arrived.reply.kind].put(arrived)
+                self._replies[arrived.reply.kind, source].put(arrived)
         except RuntimeError:
             for waiting in self._replies.values():
                 waiting.put(None)

@@ -42,15 +42,15 @@ class Ledger:
             if commit.finished:
                 self._opened.pop(commit.request, None)
 
-    def is_open(self, request_id: int) -> bool:
-        """Whether the request has been opened and is neither finished nor closed."""
-        return request_id in self._opened
+    def is_open(self, request_id: int, tick: int) -> bool:
+        """Whether the request was open when the batch of ``tick`` entered, and still is."""
+        return self._opened.get(request_id, tick + 1) <= tick
 
     def prune(self, tick: int, flight: InFlight) -> None:
         """Drops the rows of the batch that entered at ``tick`` which are dead by now."""
         requests = {rows.request for rows in flight.batch.trees}
         requests.update(chunk.request for chunk in flight.batch.prefills)
-        closed = frozenset(r for r in requests if self._opened.get(r, tick + 1) > tick)
+        closed = frozenset(r for r in requests if not self.is_open(r, tick))
         commits = {}
         for request_id in requests - closed:
             at, commit = self._latest.get(request_id, (-1, None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -18,25 +18,33 @@ class RankPlan:
         last_in_group: whether its rows wait for the step's commit before they go on.
         peers: ranks that share its layers (tensor parallelism), itself among them; empty where it
             has them alone.
+        exits: layers of the target before each early exit that it hands out; it alone has the
+            heads.
+        hidden: layers, from 0, whose output it sends to rank 0.
     """
 
     layers: tuple[int, int]
     group: int
     last_in_group: bool
     peers: tuple[int, ...] = ()
+    exits: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()
+
+    @property
+    def tells(self) -> bool:
+        """Whether it sends rank 0 something besides answers."""
+        return bool(self.exits or self.hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitPlan:
-    """Which rank hands out early exits, and what (``Output.exits``).
+    """What ranks with early exits hand out (``Output.exits``).
 
     Attributes:
-        rank: has the exit layer, and alone the head.
-        candidates: tokens per node at most.
+        candidates: tokens per node and exit at most.
         sample: whether they are sampled, and come with their whole distribution.
     """
 
-    rank: int
     candidates: int
     sample: bool
 
@@ -56,7 +64,7 @@ class SessionPlan:
         threads: of torch, per rank; None for what the rank has.
         trace: whether ranks write down what they do.
         num_blocks, block_tokens: of each rank's paged cache; ``num_blocks`` None: not paged.
-        exits: None without an early exit.
+        exits: None without early exits.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -85,7 +93,7 @@ class SessionPlan:
     @property
     def repliers(self) -> set[int]:
         """Ranks that send something to rank 0 within a step."""
-        return {len(self.ranks)} | ({self.exits.rank} if self.exits else set())
+        return {i for i, part in enumerate(self.ranks, 1) if part.tells} | {len(self.ranks)}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -100,6 +108,8 @@ class SessionPlan:
                 group=r["group"],
                 last_in_group=r["last_in_group"],
                 peers=tuple(r["peers"]),
+                exits=tuple(r["exits"]),
+                hidden=tuple(r["hidden"]),
             )
             for r in values["ranks"]
         )
@@ -138,14 +148,21 @@ class DraftPlan:
 
 
 def plan_ranks(
-    bounds: Sequence[tuple[int, int]], groups: Sequence[int] | None, degree: int = 1
+    bounds: Sequence[tuple[int, int]],
+    groups: Sequence[int] | None,
+    degree: int = 1,
+    *,
+    exits: Sequence[int] = (),
+    hidden: Sequence[int] = (),
 ) -> tuple[RankPlan, ...]:
     """Ranks for layer ranges.
 
     Args:
         bounds: (first, last) layer of each range.
         groups: ranges per stage (None: one each).
-        degree: ranks per range, which share its layers.
+        degree: ranks per range, which share its layers; the last of them tells rank 0 of them.
+        exits: layers before each early exit.
+        hidden: layers, from 0, whose output rank 0 needs.
     """
     sizes = [1] * len(bounds) if groups is None else groups
     places = [(g + 1, i == size - 1) for g, size in enumerate(sizes) for i in range(size)]
@@ -154,5 +171,10 @@ def plan_ranks(
         first = len(plans) + 1
         peers = tuple(range(first, first + degree)) if degree > 1 else ()
         part = RankPlan(layers=layers, group=group, last_in_group=last, peers=peers)
-        plans += [part] * degree
+        telling = replace(
+            part,
+            exits=tuple(layer for layer in exits if layers[0] < layer <= layers[1]),
+            hidden=tuple(layer for layer in hidden if layers[0] <= layer < layers[1]),
+        )
+        plans += [*[part] * (degree - 1), telling]
     return tuple(plans)

@@ -1,15 +1,17 @@
-"""What ranks tell rank 0 within a step: the target's answers, and what an exit head proposes.
+"""What ranks tell rank 0 within a step: answers, what exit heads propose, and hidden states.
 
-A reply is a message of words; whole distributions, where there are any, follow in a second one. It
-names no nodes: both sides know from their books which rows it is about.
+A reply is a message of words; distributions or hidden states, where there are any, follow in a
+second one. It names no nodes: both sides know from their books which rows it is about.
 
-Shape letters: W tree rows, K candidates, V vocabulary.
+Shape letters: W tree rows, R rows (prompts' too), X exits, K candidates, V vocabulary, E hidden
+size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,10 +20,14 @@ from specdec.device_probs import Probs, on_host
 from specdec.distributed.codec import HEADER_WORDS, Kind, message
 from specdec.types import Answers, Batch, Candidates, Exits, FloatArray, IntArray, TreeRows
 
-REPLIES = (Kind.ANSWERS, Kind.EXITS)
+REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN)
 """Kinds of messages that are replies."""
 
-_BODY = HEADER_WORDS + 2  # behind the shape of the distributions
+Owed: TypeAlias = tuple[Kind, int]
+"""A reply that is due in a step: its kind, and the rank that it comes from."""
+
+_BODY = HEADER_WORDS + 3  # behind the type and shape of what follows in the second message
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +37,21 @@ class Reply:
     Attributes:
         kind: one of ``REPLIES``.
         body: int64[n]; tokens of answers, or candidates as ``exits_reply`` packs them.
-        probs: float64[W, V]; None where nobody needs distributions.
+        rows: on the host, for the second message: distributions, float64[W, V] of each exit or of
+            the answers, or hidden states [R, E] of each layer, one below the other; None where
+            there are none.
     """
 
     kind: Kind
     body: IntArray
-    probs: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
     def words(self, session: int, tick: int) -> IntArray:
-        """The message, without the distributions."""
-        shape = (0, 0) if self.probs is None else self.probs.shape
-        return message(self.kind, session, tick, np.array(shape, np.int64), self.body)
+        """The first message."""
+        about = [0, 0, 0]
+        if self.rows is not None:
+            about = [_DTYPES.index(self.rows.dtype), *self.rows.shape]
+        return message(self.kind, session, tick, np.array(about, np.int64), self.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +70,11 @@ class Arrived:
             words: the message.
             receive: fills a tensor with the second message, where there is one.
         """
-        _, kind, session, tick, num_rows, vocab = words[:_BODY].tolist()
-        probs = torch.empty(num_rows, vocab, dtype=torch.float64) if vocab else None
-        if probs is not None:
-            receive(probs)
-        return Arrived(session, tick, Reply(Kind(kind), words[_BODY:], probs))
+        _, kind, session, tick, dtype, num_rows, width = words[:_BODY].tolist()
+        rows = torch.empty(num_rows, width, dtype=_DTYPES[dtype]) if width else None
+        if rows is not None:
+            receive(rows)
+        return Arrived(session, tick, Reply(Kind(kind), words[_BODY:], rows))
 
 
 def answers_reply(answers: Sequence[Answers]) -> Reply:
@@ -88,16 +98,17 @@ def read_answers(reply: Reply, batch: Batch, is_open: Callable[[int], bool]) -> 
             request=rows.request,
             node_ids=rows.node_ids,
             tokens=tokens[part],
-            probs=_rows(reply.probs, part),
+            probs=_rows(reply.rows, part),
         )
         for rows, part in _by_request(batch, is_open)
     )
 
 
 def exits_reply(exits: Sequence[Exits]) -> Reply:
-    """Candidates of all tree rows that have passed the exit.
+    """Candidates of all tree rows at the exits of a rank, one exit after the other.
 
-    The body is K, then tokens [W, K], the bits of log-probabilities [W, K], and counts [W].
+    The body is K, then tokens [X * W, K], the bits of log-probabilities [X * W, K], and counts
+    [X * W].
     """
     found = Candidates.joined([e.candidates for e in exits])
     width = np.array([found.tokens.shape[1]], np.int64)
@@ -106,11 +117,19 @@ def exits_reply(exits: Sequence[Exits]) -> Reply:
     return Reply(Kind.EXITS, body, _joined([] if found.probs is None else [found.probs]))
 
 
-def read_exits(reply: Reply, batch: Batch, is_open: Callable[[int], bool]) -> tuple[Exits, ...]:
-    """The candidates of ``batch``, by request; arguments as for ``read_answers``."""
-    num_rows, k = batch.num_nodes, int(reply.body[0])
+def read_exits(
+    reply: Reply, batch: Batch, is_open: Callable[[int], bool], layers: Sequence[int]
+) -> tuple[Exits, ...]:
+    """The candidates of ``batch``, by exit and request.
+
+    Args:
+        reply: of ``exits_reply``.
+        batch, is_open: as for ``read_answers``.
+        layers: of the target before each of the rank's exits.
+    """
+    num_rows, k = len(layers) * batch.num_nodes, int(reply.body[0])
     body = reply.body[1:]
-    assert len(body) == num_rows * (2 * k + 1), "rank 0 and the exit's rank disagree"
+    assert len(body) == num_rows * (2 * k + 1), "rank 0 and the exits' rank disagree"
     tokens, bits = body[: 2 * num_rows * k].reshape(2, num_rows, k)
     logprobs, counts = bits.view(np.float64), body[2 * num_rows * k :]
     return tuple(
@@ -121,11 +140,26 @@ def read_exits(reply: Reply, batch: Batch, is_open: Callable[[int], bool]) -> tu
                 tokens=tokens[part],
                 logprobs=logprobs[part],
                 counts=counts[part],
-                probs=_rows(reply.probs, part),
+                probs=_rows(reply.rows, part),
             ),
+            layer=layer,
         )
-        for rows, part in _by_request(batch, is_open)
+        for number, layer in enumerate(layers)
+        for rows, part in _by_request(batch, is_open, start=number * batch.num_nodes)
     )
+
+
+def hidden_reply(layers: Sequence[torch.Tensor]) -> Reply:
+    """Hidden states [R, E] after each of a rank's layers, of all rows that it has computed."""
+    return Reply(Kind.HIDDEN, np.zeros(0, np.int64), torch.cat(list(layers)).cpu())
+
+
+def read_hidden(reply: Reply, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Layer -> [R, E] of a ``hidden_reply``, of all rows of ``batch`` in packing order."""
+    rows, num_rows = reply.rows, batch.num_tokens
+    assert rows is not None, "the ranks' rows follow"
+    assert len(rows) == len(layers) * num_rows, "rank 0 and a layer's rank disagree"
+    return dict(zip(layers, rows.split(num_rows), strict=True))
 
 
 def _joined(probs: Sequence[Probs]) -> torch.Tensor | None:
@@ -136,9 +170,10 @@ def _rows(probs: torch.Tensor | None, part: slice) -> FloatArray | None:
     return None if probs is None else probs[part].numpy()
 
 
-def _by_request(batch: Batch, is_open: Callable[[int], bool]) -> Iterator[tuple[TreeRows, slice]]:
-    """Tree rows of open requests, and where they stand among all."""
-    start = 0
+def _by_request(
+    batch: Batch, is_open: Callable[[int], bool], start: int = 0
+) -> Iterator[tuple[TreeRows, slice]]:
+    """Tree rows of open requests, and where they stand among all, which begin at ``start``."""
     for rows in batch.trees:
         stop = start + len(rows.node_ids)
         if is_open(rows.request):

@@ -18,7 +18,7 @@ from specdec.clocks import MeasuredClock, PacedClock, Timeline, Work
 from specdec.distributed.codec import Ending, Entry, OpenedRequest
 from specdec.distributed.ledger import Ledger
 from specdec.distributed.plan import RankPlan, SessionPlan
-from specdec.distributed.replies import Reply, answers_reply, exits_reply
+from specdec.distributed.replies import Reply, answers_reply, exits_reply, hidden_reply
 from specdec.executors.answering import Answerer
 from specdec.executors.exits import ExitReader, paged
 from specdec.executors.layout import InFlight
@@ -26,6 +26,7 @@ from specdec.executors.stage import Stage
 from specdec.metrics.meter import Meter
 from specdec.randomness import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
+from specdec.types import Exits
 
 if TYPE_CHECKING:
     from specdec.pairs import ModelPair
@@ -83,7 +84,7 @@ class StageSession:
             sends: whether there is a rank so many after, for its rows to go to.
             stage: its layers.
             answerer: on the last rank.
-            exits: on the rank that has the early exit.
+            exits: on a rank that has early exits.
             clock: this rank's.
             edges: where rows come from and go to.
         """
@@ -177,15 +178,19 @@ class StageSession:
         out = self._stage.run(batch, hidden)
         if not self._is_last:  # for the last rank nothing comes before the answer
             self._edges.release_rows()
-        proposed = None
-        if self._exits is not None and batch.trees:
-            (logits,) = out.exit_logits.values()  # of the one exit that ranks send
-            proposed = exits_reply(self._exits.read(batch, logits))
+        proposed: list[Exits] = []
+        if self._exits is not None:
+            for layer, logits in out.exit_logits.items():
+                proposed += self._exits.read(batch, logits, layer)
         clock.charge(rank, Work.STAGE, num_rows)
         self.rows += num_rows
-        if proposed is not None:
+        for _ in out.exit_logits:
             clock.charge(rank, Work.EXIT, batch.num_nodes)
-            self._edges.send_reply(tick, proposed)
+        if proposed:
+            self._edges.send_reply(tick, exits_reply(proposed))
+        if self._plan.hidden:
+            captured = [out.captured[layer] for layer in self._plan.hidden]
+            self._edges.send_reply(tick, hidden_reply(captured))
         if self._receiver:
             self._slot = (entered, InFlight(batch, out.hidden))
             if not self._plan.last_in_group:
@@ -233,8 +238,8 @@ def build_session(
     from specdec.compose import build_clock
 
     meter, mine = Meter(), plan.ranks[rank - 1]
-    exits = plan.exits if plan.exits is not None and plan.exits.rank == rank else None
-    stage = _slice(pair, mine, meter, join, has_exit=exits is not None)
+    exits = plan.exits if mine.exits else None
+    stage = _slice(pair, mine, meter, join)
     stage = paged(stage, plan.num_blocks, plan.block_tokens)
     is_last = rank == len(plan.ranks)
     draws = KeyedDraws(seed=plan.seed)
@@ -261,18 +266,16 @@ def _slice(
     part: RankPlan,
     meter: Meter,
     join: Callable[[Sequence[int]], Collective] | None,
-    *,
-    has_exit: bool,
 ) -> Stage:
-    """A rank's layers, or its share of them; with the exit head where that is this rank's."""
+    """A rank's layers, or its share of them; with the exit heads that are this rank's."""
     from specdec.pairs import HuggingFacePair
 
     if part.peers and isinstance(pair, HuggingFacePair):
         assert join is not None, "ranks that share layers are connected"
         group = join(part.peers)
-        if has_exit:
-            return pair.exit_stage(*part.layers, meter, (pair.exit_layer,), group)
-        return pair.stage(*part.layers, meter, group)
-    if has_exit:
-        return pair.exit_stage(*part.layers, meter, (pair.exit_layer,))
-    return pair.stage(*part.layers, meter)
+        if part.exits:
+            return pair.exit_stage(*part.layers, meter, part.exits, group)
+        return pair.stage(*part.layers, meter, group, part.hidden)
+    if part.exits:
+        return pair.exit_stage(*part.layers, meter, part.exits)
+    return pair.stage(*part.layers, meter, capture_layers=part.hidden)

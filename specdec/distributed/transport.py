@@ -39,7 +39,7 @@ class Tag(IntEnum):
 
     CONTROL = 0
     REPLY = 1
-    PROBS = 2
+    REPLY_ROWS = 2
     HIDDEN = 3
 
 

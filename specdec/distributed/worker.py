@@ -99,11 +99,11 @@ class _Edges:
             self._receiver.release()
 
     def send_reply(self, tick: int, reply: Reply) -> None:
-        """Words; distributions, where there are any, in a second message."""
+        """Words; distributions or hidden states, where there are any, in a second message."""
         sender = self._worker.control
         sender.send_words(reply.words(self._session, tick), 0, Tag.REPLY)
-        if reply.probs is not None:
-            sender.send(reply.probs, 0, Tag.PROBS)
+        if reply.rows is not None:
+            sender.send(reply.rows, 0, Tag.REPLY_ROWS)
 
 
 class Worker:

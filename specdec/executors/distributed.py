@@ -2,17 +2,20 @@
 
 The steps are those of ``PipelineExecutor`` over messages. A step costs rank 0 one message to the
 first stage (what enters) and one to every rank (what was decided); the last rank answers with
-tokens, the one with an early exit with candidates. Who holds what is followed by the same books on
-both sides (``distributed.ledger``).
+tokens, those with early exits with candidates, and those whose hidden states a part needs send them
+when they have computed them. Who holds what is followed by the same books on both sides
+(``distributed.ledger``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from specdec.clocks import Clock, ClockKind
 from specdec.distributed.codec import (
@@ -27,11 +30,12 @@ from specdec.distributed.leading import DraftGroup
 from specdec.distributed.lease import Lease
 from specdec.distributed.ledger import Ledger
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import read_answers, read_exits
-from specdec.executors.layout import Submitted
+from specdec.distributed.replies import Owed, Reply, read_answers, read_exits, read_hidden
+from specdec.executors.hidden import with_hidden
+from specdec.executors.layout import InFlight, Submitted
 from specdec.executors.times import StepTimes
 from specdec.metrics.meter import Meter
-from specdec.types import Batch, Commit, ExecutorCounters, IntArray, Output
+from specdec.types import Answers, Batch, Commit, ExecutorCounters, Exits, IntArray, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState
@@ -63,9 +67,9 @@ class DistributedExecutor:
     Attributes:
         latency: stages (groups of ranks, where a stage has several).
         counters: batches and rows that entered the first stage.
+        hidden_layers: layers whose hidden states its outputs carry, on the host. Their ranks send
+            them in the step in which they are computed; they wait here for the answers.
     """
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -107,9 +111,14 @@ class DistributedExecutor:
         self._closes: list[int] = []
         self._entered = _NO_TOKENS  # the step's entry, in words
         self._due: Batch | None = None  # what the last rank answers in this step
-        exits = plan.exits
-        self._exit_stage = 0 if exits is None else plan.ranks[exits.rank - 1].group
-        self._exiting: Batch | None = None  # what passes the exit in this step
+        self._last = len(plan.ranks)
+        self._telling = {rank: part for rank, part in enumerate(plan.ranks, 1) if part.tells}
+        self._telling_stages = sorted({part.group for part in self._telling.values()})
+        self.hidden_layers = tuple(n for part in self._telling.values() for n in part.hidden)
+        # (stage that tells something besides answers, tick of entry) -> what it computes, until
+        # that is answered
+        self._passed: dict[tuple[int, int], Batch] = {}
+        self._owed: dict[Owed, tuple[int, Batch]] = {}  # in this step: tick of the reply, rows
         self._in_step = False
         self._lease = Lease(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
         self._group = self._lease.group
@@ -145,10 +154,11 @@ class DistributedExecutor:
         self._closes.clear()
         self._opens.clear()
         self._ledger.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
-        if self._exit_stage == 1:
-            self._exiting = self._ledger.alive(self._tick)
+        if 1 in self._telling_stages:
+            self._pass(1, self._tick)
         if self.latency == 1:
             self._due = self._ledger.take(self._tick)
+        self._owed = self._expected()
         self._entered = entry_words(entry)
         if not entry.is_empty:
             begin = message(Kind.BEGIN, self._session, self._tick, self._entered)
@@ -156,39 +166,34 @@ class DistributedExecutor:
         if self._times is not None:
             num_nodes = 0 if self._due is None else self._due.num_nodes
             self._times.compute([batch.num_tokens, *self._flow], num_nodes)
-            if self._exiting is not None:
-                self._times.exit(self._exit_stage - 1, self._exiting.num_nodes)
+            for part in self._telling.values():
+                passing = self._passed.get((part.group, self._entry(part.group)))
+                if passing is not None:
+                    for _ in part.exits:
+                        self._times.exit(part.group - 1, passing.num_nodes)
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
         if self._times is not None and self._times.busy():
             return False
-        return all(self._group.has_reply(kind) for kind in self._owed)
+        return all(self._group.has_reply(owed) for owed in self._owed)
 
     def collect(self) -> Output:
-        """Waits for the last rank where it has something to answer, and for exits.
+        """Waits for what ranks owe in this step: answers, exits, hidden states of what is answered.
 
         Raises:
             RankFailure: a rank died, raised, or none moved for ``timeout_s``.
         """
-        owed, is_open = self._owed, self._ledger.is_open
-        replies = {}
-        if owed:
+        replies: dict[Owed, Reply] = {}
+        if self._owed:
             with self._meter.waiting():
-                for kind in owed:
-                    replies[kind] = self._group.reply(
-                        kind, self._session, self._tick, self._timeout_s
-                    )
+                for owed, (tick, _) in self._owed.items():
+                    replies[owed] = self._group.reply(owed, self._session, tick, self._timeout_s)
         else:
             self._group.check()
         if self._times is not None:
             self._times.finish()
-        answers, exits = replies.get(Kind.ANSWERS), replies.get(Kind.EXITS)
-        return Output(
-            step=self._step,
-            answers=() if answers is None else read_answers(answers, owed[Kind.ANSWERS], is_open),
-            exits=() if exits is None else read_exits(exits, owed[Kind.EXITS], is_open),
-        )
+        return self._read(replies)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Tells every rank what was decided, which ends the step."""
@@ -197,8 +202,10 @@ class DistributedExecutor:
         end = message(Kind.END, self._session, self._tick, decided, self._entered)
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is what all wait for
         self._ledger.commit(self._tick, commits)
-        if self._exit_stage > 1:
-            self._exiting = self._ledger.alive(self._tick + 2 - self._exit_stage)
+        for stage in self._telling_stages:
+            self._passed.pop((stage, self._entry(self.latency)), None)
+            if stage > 1:
+                self._pass(stage, self._tick + 1)
         if self.latency > 1:
             self._due = self._ledger.take(self._tick + 2 - self.latency)
         if self._times is not None:
@@ -246,8 +253,54 @@ class DistributedExecutor:
         flowing = [self._ledger.alive(tick) for tick in entered]
         return [*(0 if batch is None else batch.num_tokens for batch in flowing), due]
 
-    @property
-    def _owed(self) -> dict[Kind, Batch]:
-        """Kinds of replies that ranks owe in this step, with the rows that they are about."""
-        rows = {Kind.EXITS: self._exiting, Kind.ANSWERS: self._due}
-        return {kind: batch for kind, batch in rows.items() if batch is not None and batch.trees}
+    def _entry(self, stage: int) -> int:
+        """Tick at which that entered which a stage computes in this step."""
+        return self._tick + 1 - stage
+
+    def _pass(self, stage: int, tick: int) -> None:
+        """Notes what a stage computes in step ``tick``."""
+        batch = self._ledger.alive(tick + 1 - stage)
+        if batch is not None:
+            self._passed[stage, tick + 1 - stage] = batch
+
+    def _expected(self) -> dict[Owed, tuple[int, Batch]]:
+        """What this step waits for: the tick at which it was or is sent, and the rows about which.
+
+        Hidden states are not waited for before their rows are answered.
+        """
+        found: dict[Owed, tuple[int, Batch]] = {}
+        answered = self._entry(self.latency)
+        for rank, part in self._telling.items():
+            passing = self._passed.get((part.group, self._entry(part.group)))
+            if part.exits and passing is not None and passing.trees:
+                found[Kind.EXITS, rank] = self._tick, passing
+            if part.hidden and self._due is not None:
+                sent = answered + part.group - 1
+                found[Kind.HIDDEN, rank] = sent, self._passed[part.group, answered]
+        if self._due is not None and self._due.trees:
+            found[Kind.ANSWERS, self._last] = self._tick, self._due
+        return found
+
+    def _read(self, replies: Mapping[Owed, Reply]) -> Output:
+        """The step's output; what concerns requests that have ended since is left out."""
+        answers: tuple[Answers, ...] = ()
+        exits: tuple[Exits, ...] = ()
+        batch, captured = Batch(step=self._step), dict[int, torch.Tensor]()
+        answered = self._entry(self.latency)
+        for (kind, rank), reply in replies.items():
+            rows, part = self._owed[kind, rank][1], self._plan.ranks[rank - 1]
+            if kind is Kind.ANSWERS:
+                answers = read_answers(reply, rows, partial(self._is_open, answered))
+            elif kind is Kind.EXITS:
+                is_open = partial(self._is_open, self._entry(part.group))
+                exits += read_exits(reply, rows, is_open, part.exits)
+            else:
+                layers = read_hidden(reply, rows, part.hidden)
+                flight = InFlight(rows, layers[part.hidden[0]], layers)
+                self._ledger.prune(answered, flight)
+                batch, captured = flight.batch, captured | flight.captured
+        output = Output(step=self._step, answers=answers, exits=exits)
+        return with_hidden(output, batch, captured) if captured else output
+
+    def _is_open(self, entered: int, request_id: int) -> bool:
+        return self._ledger.is_open(request_id, entered)

@@ -8,16 +8,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from specdec.clocks import Clock
-from specdec.distributed.plan import ExitPlan, RankPlan
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer
 from specdec.executors.early_exit import EarlyExitExecutor, ExitFront, Segment
 from specdec.executors.exits import paged
 from specdec.metrics.meter import Meter
-from specdec.types import Needs
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Executor, TokenSource, TreePolicy
+    from specdec.interfaces import TokenSource, TreePolicy
     from specdec.pairs import ModelPair
 
 
@@ -119,59 +117,29 @@ def build_early_exit(
     )
 
 
-def check_exits(source: TokenSource, policy: TreePolicy, executor: Executor) -> None:
-    """Refuses a policy that cannot wait for exits, and an executor that has none.
+def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
+    """Refuses exits where none are handed out on the way, and a policy that cannot wait for them.
 
-    Also several exits in a pipeline under a rejection verifier, whose draws depend on how far the
-    draft has come when an answer arrives.
+    Args:
+        source: whose needs are looked at.
+        policy: that asks it.
+        latency: steps from submission to answer.
 
     Raises:
         UserError: with the reason and the remedy.
     """
     if not source.needs.exits:
         return
+    if latency == 1:
+        raise UserError(
+            f"{type(source).__name__} needs exits of the target before its answers, and on one"
+            " stage (executor=local) both come at once: use executor=early_exit, which drafts with"
+            " the layers before the exit and then verifies, or executor=pipeline with at least 2"
+            " stages and policy=ppsd or policy=ppsd_tree, which verifies while drafting"
+        )
     if not getattr(policy, "follows_exits", False):
         raise UserError(
             f"{type(policy).__name__} drafts before it submits, but in a pipeline a token's exit"
             " comes after it was submitted: use policy=ppsd or policy=ppsd_tree, or draft first"
             " and verify then with executor=early_exit"
         )
-    if executor.latency == 1:
-        raise UserError(
-            "source=early_exit needs executor=early_exit, which drafts and then verifies, or"
-            " executor=pipeline with at least 2 stages, which verifies while drafting"
-        )
-    if source.needs.further_exits and getattr(source, "gives_probs", False):
-        raise UserError(
-            "source=multi_exit in a pipeline waits for exits, so how far the draft has come at"
-            " a verdict, and with it the draws of a rejection verifier, would depend on the other"
-            " requests: use verifier=match, source=early_exit or executor=early_exit"
-        )
-
-
-def refuse_several(needs: Needs) -> None:
-    """Refuses several exits of stages in processes of their own.
-
-    Raises:
-        UserError: if a part needs more than one.
-    """
-    if needs.further_exits:
-        raise UserError(
-            "source=multi_exit with executor.transport=distributed: ranks send one exit only; use"
-            " source=early_exit, or executor.transport=in_process"
-        )
-
-
-def exit_plan(needs: Needs, ranks: Sequence[RankPlan], layer: int | None) -> ExitPlan | None:
-    """Which rank of a pipeline hands out the exits that ``needs`` asks for; None without an exit.
-
-    Of ranks that share the layers with the exit, it is the last, as for answers.
-
-    Raises:
-        UserError: several exits, of which ranks send one only.
-    """
-    if layer is None:
-        return None
-    refuse_several(needs)
-    found = [i for i, r in enumerate(ranks, 1) if r.layers[0] < layer <= r.layers[1]]
-    return ExitPlan(rank=found[-1], candidates=needs.exits, sample=needs.draft_probs)

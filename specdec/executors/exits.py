@@ -202,7 +202,7 @@ class ExitReader:
         if params.needs_history:
             self._paths.open(request.id, np.asarray(request.tokens))
 
-    def read(self, batch: Batch, logits: torch.Tensor, layer: int = 0) -> tuple[Exits, ...]:
+    def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
         """Candidates of every tree row at the exit after ``layer`` layers.
 
         Args:

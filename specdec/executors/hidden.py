@@ -1,4 +1,4 @@
-"""Hidden states that leave an executor with its answers, and the refusal where they cannot."""
+"""Hidden states that leave an executor with its answers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from specdec.errors import UserError
 from specdec.executors.layout import row_items
 from specdec.hidden import PromptHidden
-from specdec.types import Batch, Needs, Output
+from specdec.types import Batch, Output
 
 
 def with_hidden(output: Output, batch: Batch, captured: Mapping[int, torch.Tensor]) -> Output:
@@ -35,17 +34,3 @@ def with_hidden(output: Output, batch: Batch, captured: Mapping[int, torch.Tenso
             answers[item.request] = replace(answers[item.request], hidden=rows)
         start = stop
     return replace(output, answers=tuple(answers.values()), prompts=tuple(prompts))
-
-
-def refuse_hidden(needs: Needs) -> None:
-    """Refuses hidden states of stages in processes of their own.
-
-    Raises:
-        UserError: if a part needs hidden states.
-    """
-    if needs.hidden_layers:
-        raise UserError(
-            f"a part needs hidden states of target layers {list(needs.hidden_layers)} (source="
-            "medusa does), which ranks do not send: use executor.transport=in_process, or"
-            " executor=local"
-        )

@@ -59,13 +59,17 @@ class MedusaHeads:
         self.layer = int(config.num_hidden_layers) - 1
         self.vocab_size = int(config.vocab_size)
         self._meter = meter
+        self._device = target.get_output_embeddings().weight.device
         self._heads = [_Head(target, weights) for weights in heads]
         self.head_bytes = sum(head.num_bytes for head in self._heads) // len(self._heads)
 
     def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, V] of head ``number``, from 1, for hidden states [R, E] after the last layer."""
+        """[R, V] of head ``number``, from 1, for hidden states [R, E] after the last layer.
+
+        They may lie on the host, which is where other processes' arrive.
+        """
         with torch.inference_mode(), self._meter.model("medusa"):
-            return self._heads[number - 1](hidden)
+            return self._heads[number - 1](hidden.to(self._device))
 
 
 class _Head:

@@ -226,10 +226,11 @@ class HuggingFacePair:
         layers = self.weight_bytes[0] * self.num_layers / (self.num_layers + self.head_cost)
         return head + round(layers * self.exit_layer / self.num_layers)
 
-    def medusa_heads(self, num_heads: int, meter: Meter) -> MedusaHeads:
-        """Heads on the target's last hidden state."""
-        weights = self.medusa_weights(num_heads)
-        return MedusaHeads(target=self.target, heads=weights, meter=meter)
+    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
+        """Heads on the target's last hidden state; see ``ModelPair``."""
+        weights, last = self.medusa_weights(num_heads), self.num_layers - 1
+        target = self.lone_part(last, last + 1) if alone else self.target
+        return MedusaHeads(target=target, heads=weights, meter=meter)
 
     def medusa_weights(self, num_heads: int) -> list[Weights]:
         """Their weights: untrained ones."""
@@ -238,6 +239,10 @@ class HuggingFacePair:
     def part(self, first: int, last: int) -> PreTrainedModel:
         """A model with the weights of (at least) layers ``first`` .. ``last`` of the target."""
         return self.target
+
+    def lone_part(self, first: int, last: int) -> PreTrainedModel:
+        """As ``part``, where this process uses nothing else of the target."""
+        return self.part(first, last)
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
         """One rank's share (tensor parallelism) of those layers."""

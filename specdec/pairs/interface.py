@@ -70,8 +70,8 @@ class ModelPair(Protocol):
         """Bytes of weights that a pass of the exit head reads, with or without those before it."""
         ...
 
-    def medusa_heads(self, num_heads: int, meter: Meter) -> MedusaHeads:
-        """Heads on the target's last hidden state."""
+    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
+        """Heads on the target's last hidden state; ``alone`` where its layers are elsewhere."""
         ...
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer: ...
@@ -106,7 +106,7 @@ class NoExit:
         """Refused, as ``exit_layer``."""
         return self.exit_layer
 
-    def medusa_heads(self, num_heads: int, meter: Meter) -> MedusaHeads:
+    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
         """Refused, as ``exit_layer``."""
         raise UserError(
             "source=medusa reads the target's hidden states, which this model does not have; use"

@@ -107,10 +107,14 @@ class PretrainedPair(HuggingFacePair):
     def part(self, first: int, last: int) -> PreTrainedModel:
         """The whole target; only the layers asked for where ``parts_only`` is set."""
         if self.parts_only and last - first < self.num_layers:
-            info = self._target_info
-            loaded = load_stage(info, first, last, dtype=self.dtype, device=self.device)
-            return quantize(loaded, self._quantization)
+            return self.lone_part(first, last)
         return self.target
+
+    def lone_part(self, first: int, last: int) -> PreTrainedModel:
+        """The target's layers ``first`` .. ``last`` and nothing else of it."""
+        info = self._target_info
+        loaded = load_stage(info, first, last, dtype=self.dtype, device=self.device)
+        return quantize(loaded, self._quantization)
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
         """One rank's share of the target's layers, which is all that is read."""

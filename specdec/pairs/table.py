@@ -34,7 +34,10 @@ _SAMPLE_LENGTH = 16
 
 
 class TablePair:
-    """Target and draft as tables of logits given the last token; the draft is also the exit."""
+    """Target and draft as tables of logits given the last token; the draft is also the exit.
+
+    Exits after ``exit_layer`` are as much nearer to the target as they are to its last layer.
+    """
 
     is_synthetic = False
     num_layers = _NUM_LAYERS
@@ -84,10 +87,12 @@ class TablePair:
         return ModelStage(runner=cast("ModelRunner", runner))
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """A slice with the draft's table as the head of each exit."""
+        """A slice with a table as the head of each exit."""
         heads = {}
         for layer in exits:
-            runner = TableRunner(table=self.draft_table, name="exit", first=layer)
+            nearer = (layer - self.exit_layer) / (self.num_layers - self.exit_layer)
+            table = self.draft_table.lerp(self.target_table, nearer)
+            runner = TableRunner(table=table, name="exit", first=layer)
             heads[layer] = TransformerHead(stage=ModelStage(runner=cast("ModelRunner", runner)))
         captured = [layer - 1 for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
@@ -96,7 +101,7 @@ class TablePair:
         """None: tables are not read as weights are."""
         return 0
 
-    def medusa_heads(self, num_heads: int, meter: Meter) -> MedusaHeads:
+    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
         """Heads that guess as the draft's table would, so many tokens on."""
         heads = TableHeads(table=self.draft_table, num_heads=num_heads, layer=self.num_layers - 1)
         return cast("MedusaHeads", heads)

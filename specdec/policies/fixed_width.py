@@ -41,7 +41,10 @@ class FixedWidth(Stateless):
     submitted whole, and nothing is fed until it is answered.
 
     With a source whose proposals come with ``Output.exits`` (PPSD) a level is expanded when its
-    exits have arrived; until then nothing is fed. Width 1 with 1 child is PPSD's own chain.
+    exits have arrived; until then nothing is fed. Width 1 with 1 child is PPSD's own chain. A chain
+    grows in that step also where it is another request's turn: so the child stands there, or not,
+    when its parent is judged, whoever shares the target (rejection verifiers draw otherwise for a
+    node with a child than for one without).
 
     Attributes:
         value_dependent: false only for a chain, which takes candidates as they come.
@@ -98,10 +101,13 @@ class FixedWidth(Stateless):
         if self.depth is not None:
             self._grow_serially(state, source, requests, self.depth)
         else:
+            growing = requests
             if source.needs.exits:
-                fed = [r for r in requests if r.tree.submitted_at[0] >= 0]
+                if not self.value_dependent:
+                    growing = [r for r in state.requests.values() if not r.finished]
+                fed = [r for r in growing if r.tree.submitted_at[0] >= 0]
                 expand(state, source, [(r, open_bottom(r)) for r in fed], self.children)
-            for request in requests:
+            for request in growing:
                 if request.tree.submitted_at[0] >= 0 or len(request.tree) > 1:
                     self._append_level(request)
         return unsubmitted(requests)

@@ -19,6 +19,7 @@ from specdec.executors import ExitStage
 from specdec.executors import distributed as over_ranks
 from specdec.metrics.meter import Meter
 from specdec.pairs import PretrainedPair
+from specdec.sources import MultiExitSource
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, save_hf
 from specdec.types import NO_NODE, Batch, Exits, Output, PrefillChunk, TreeRows
@@ -26,7 +27,7 @@ from tests.distributed.support import PROMPTS, config, counted, rejection, runne
 from tests.distributed.threads import ThreadGroup, thread_ranks
 from tests.shapes import small_llama
 
-EVERY_STEP = ("node_ids", "tokens", "logprobs", "counts", "probs")
+EVERY_STEP = ("layer", "node_ids", "tokens", "logprobs", "counts", "probs")
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,11 @@ def same_exits(values: dict[str, Any], plant: Any = None) -> list[dict]:
         ("ppsd_tree", 4, 5, "norm", "t06"),  # inside the third stage
         ("ppsd_tree", 2, 6, "transformer", "greedy"),  # the exit's rank is the one that answers
         ("ppsd", 3, 4, "transformer", "no_repeat4"),  # histories on the exit's rank
+        ("ppsd_multi", 4, 2, "transformer", "t06"),  # exits 2 and 4, of two ranks
+        ("ppsd_multi", 8, 3, "norm", "greedy"),  # exits 3 and 6, both of later ranks
+        ("ppsd_multi", 2, 2, "norm", "t06"),  # both of one rank
+        ("ppsd_multi", 2, 4, "transformer", "t06"),  # the second of the rank that answers
+        ("ppsd_multi", 3, 2, "norm", "no_repeat4"),  # histories on both ranks
     ],
 )
 def test_exits_of_ranks_are_those_of_one_process(
@@ -105,18 +111,43 @@ def test_distributions_travel() -> None:
     """Rejection needs what candidates were sampled from, and the target's distributions."""
     same_exits(exits("ppsd", 2, 6, "t08", verifier=rejection()))
     same_exits(exits("ppsd", 3, 2, "t08", verifier=rejection(), batch_size=2))
+    same_exits(exits("ppsd_multi", 4, 2, "t08", verifier=rejection(), batch_size=2))
+    same_exits(exits("ppsd_multi", 2, 2, "t08", verifier=rejection()))
 
 
 @pytest.mark.parametrize("groups", [[2, 1], [1, 3]])
 def test_stages_of_several_devices(groups: list[int]) -> None:
     """The exit is on one device of a stage; the others hand rows on within the step."""
     same_exits(exits("ppsd_tree", 2, 5, executor__groups=groups))
+    three = exits("ppsd_multi", 2, 2, executor__groups=groups)
+    three["source"]["further_exits"] = [3, 7]  # of [2, 1], two ranks of one stage have them
+    same_exits(three)
 
 
-def test_one_rank_has_the_head(group: ThreadGroup) -> None:
-    with runner(exits("ppsd", 4, 3, executor__transport="distributed")):
+@pytest.mark.parametrize(
+    ("strategy", "layer", "found"), [("ppsd", 3, [0, 1, 0, 0]), ("ppsd_multi", 2, [1, 1, 0, 0])]
+)
+def test_ranks_have_their_own_heads_alone(
+    strategy: str, layer: int, found: list[int], group: ThreadGroup
+) -> None:
+    with runner(exits(strategy, 4, layer, executor__transport="distributed")):
         stages = [session._stage for session in group.sessions.values()]
-    assert [isinstance(stage, ExitStage) for stage in stages] == [False, True, False, False]
+    assert [s.num_exits if isinstance(s, ExitStage) else 0 for s in stages] == found
+
+
+def test_tokens_come_from_both_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared above is a choice: some nodes wait for the exit of the second rank."""
+    waited: list[bool] = []
+    right = MultiExitSource._goes_on
+
+    def goes_on(self: MultiExitSource, state: Any, nodes: Any, at: int) -> Any:
+        mask = right(self, state, nodes, at)
+        waited.extend(mask.tolist() if at == 0 else [])
+        return mask
+
+    monkeypatch.setattr(MultiExitSource, "_goes_on", goes_on)
+    decoded(exits("ppsd_multi", 4, 2), "distributed")
+    assert set(waited) == {False, True}
 
 
 @pytest.mark.parametrize(
@@ -183,9 +214,9 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("bug", ["head not pruned", "wrong rows"])
+@pytest.mark.parametrize("bug", ["head not pruned", "wrong rows", "wrong exit"])
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = exits("ppsd_tree", 8, 3)
+    values = exits("ppsd_tree", 8, 3) if bug != "wrong exit" else exits("ppsd_multi", 2, 2)
 
     def plant() -> None:
         if bug == "head not pruned":
@@ -193,7 +224,8 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
                 ExitStage, "commit", lambda self, commits: self.body.commit(commits)
             )
         else:
-            monkeypatch.setattr(over_ranks, "read_exits", _shifted)
+            wrong = _shifted if bug == "wrong rows" else _exchanged
+            monkeypatch.setattr(over_ranks, "read_exits", wrong)
 
     with pytest.raises(AssertionError):
         same_exits(values, plant)
@@ -203,3 +235,8 @@ def _shifted(*args: Any) -> tuple[Exits, ...]:
     """Candidates at the node before."""
     found = replies.read_exits(*args)
     return tuple(replace(e, node_ids=np.roll(e.node_ids, 1)) for e in found)
+
+
+def _exchanged(reply: Any, batch: Any, is_open: Any, layers: Any) -> tuple[Exits, ...]:
+    """One exit's candidates under the name of another of the same rank."""
+    return replies.read_exits(reply, batch, is_open, layers[::-1])

@@ -111,4 +111,4 @@ def test_the_head_counts_in_a_balanced_split() -> None:
 def test_ledger_forgets_what_ended() -> None:
     ledger = Ledger()
     assert ledger.take(3) is None
-    assert not ledger.is_open(1)
+    assert not ledger.is_open(1, 3)

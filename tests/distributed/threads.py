@@ -14,7 +14,7 @@ import torch
 from specdec.distributed.codec import HEADER_WORDS, Kind, read_ending, read_entry
 from specdec.distributed.lease import give
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import REPLIES, Arrived, Reply
+from specdec.distributed.replies import REPLIES, Arrived, Owed, Reply
 from specdec.distributed.session import StageSession, build_session
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
@@ -33,7 +33,9 @@ class ThreadGroup:
         self.size = size
         self.alive = True
         self._inboxes = {rank: queue.SimpleQueue[Any]() for rank in range(1, size)}
-        self._replies = {kind: queue.SimpleQueue[Any]() for kind in REPLIES}
+        self._replies = {
+            (kind, rank): queue.SimpleQueue[Any]() for kind in REPLIES for rank in range(1, size)
+        }
         self._numbers = itertools.count(1)
         self.sessions: dict[tuple[int, int], StageSession] = {}
         for rank in range(1, size):
@@ -45,7 +47,7 @@ class ThreadGroup:
         pair = build_pair(plan.model)
         edges = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
         for rank in range(1, len(plan.ranks) + 1):
-            link = _Edges(self._replies, session, edges[rank - 1], edges[rank])
+            link = _Edges(self._replies, session, rank, edges[rank - 1], edges[rank])
             self.sessions[session, rank] = build_session(
                 rank=rank, plan=plan, pair=pair, edges_of=link.of
             )
@@ -58,12 +60,12 @@ class ThreadGroup:
         for rank in ranks:
             self._inboxes[rank].put(words.copy())
 
-    def has_reply(self, kind: Kind) -> bool:
-        return not self._replies[kind].empty()
+    def has_reply(self, owed: Owed) -> bool:
+        return not self._replies[owed].empty()
 
-    def reply(self, kind: Kind, session: int, tick: int, timeout_s: float) -> Reply:
+    def reply(self, owed: Owed, session: int, tick: int, timeout_s: float) -> Reply:
         while True:
-            found = self._replies[kind].get(timeout=timeout_s)
+            found = self._replies[owed].get(timeout=timeout_s)
             if isinstance(found, BaseException):
                 raise found
             if (found.session, found.tick) == (session, tick):
@@ -112,8 +114,8 @@ def thread_ranks(size: int) -> Iterator[ThreadGroup]:
 class _Edges:
     """Rows through queues; a receiver checks that it expects as many as were sent."""
 
-    def __init__(self, replies: Any, session: int, before: Any, after: Any) -> None:
-        self._replies, self._session = replies, session
+    def __init__(self, replies: Any, session: int, rank: int, before: Any, after: Any) -> None:
+        self._replies, self._session, self._rank = replies, session, rank
         self._before, self._after = before, after
         self._is_model = False
 
@@ -135,4 +137,5 @@ class _Edges:
 
     def send_reply(self, tick: int, reply: Reply) -> None:
         words = reply.words(self._session, tick)
-        self._replies[reply.kind].put(Arrived.read(words, lambda probs: probs.copy_(reply.probs)))
+        arrived = Arrived.read(words, lambda rows: rows.copy_(reply.rows))
+        self._replies[reply.kind, self._rank].put(arrived)

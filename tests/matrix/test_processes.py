@@ -8,10 +8,7 @@ from functools import cache
 import pytest
 
 from specdec.distributed import Lease
-from specdec.errors import UserError
-from specdec.executors.exit_building import refuse_several
-from specdec.executors.hidden import refuse_hidden
-from tests.matrix.cells import Cell, all_cells, config, cover, met, option, runner
+from tests.matrix.cells import Cell, all_cells, cover, met, option
 from tests.matrix.outcomes import Kind, check, composed
 
 pytestmark = pytest.mark.distributed
@@ -33,25 +30,8 @@ def ranks() -> Iterator[None]:
 def sample() -> list[Cell]:
     """Cells that run on processes: what meets in any of them meets in these."""
     staged = (c for c in all_cells() if "transport" in option("executor", c.executor))
-    running = [c for c in staged if composed(c).kind is not Kind.REFUSED]
-    first = {c.source: c for c in reversed(running)}
-    sources = {source for source, cell in first.items() if _goes_over_ranks(cell)}
-    assert "early_exit" in sources
-    return cover((c for c in running if c.source in sources), met)
-
-
-def _goes_over_ranks(cell: Cell) -> bool:
-    """Whether the cell's source can be served by ranks; those that cannot are refused in words."""
-    ready = runner(config(cell))
-    try:
-        needs = ready.parts.source.needs
-        refuse_hidden(needs)
-        refuse_several(needs)
-    except UserError:
-        return False
-    finally:
-        ready.close()
-    return True
+    running = (c for c in staged if composed(c).kind is not Kind.REFUSED)
+    return cover(running, met)
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

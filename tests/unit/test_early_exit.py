@@ -206,8 +206,10 @@ class TestRefusals:
         with pytest.raises(UserError, match="drafts before it submits"):
             bench.parts(source=late, policy=Chain(gamma=2), verifier=match, stages=2)
         policy = FixedWidth(width=1, children=1)
-        with pytest.raises(UserError, match="at least 2 stages"):
-            bench.parts(source=late, policy=policy, verifier=match)
+        for other in (policy, Chain(gamma=2)):  # on one device no policy can wait for exits
+            with pytest.raises(UserError, match="at least 2 stages") as refused:
+                bench.parts(source=late, policy=other, verifier=match)
+            assert "in a pipeline" not in str(refused.value)
         layout = StageLayout(stages=2, after_drafting=True)
         with pytest.raises(UserError, match="source=early_exit"):
             bench.parts(source=late, policy=Chain(gamma=2), verifier=match, stages=layout)

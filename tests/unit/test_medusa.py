@@ -24,9 +24,7 @@ from heads import (
 )
 
 import specdec.assets
-from specdec.cli.composing import compose_config
 from specdec.clocks import CONTROLLER, Work
-from specdec.compose import compose
 from specdec.errors import UserError
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.metrics.meter import Meter
@@ -326,9 +324,3 @@ class TestRefusals:
         far.needs = Needs(hidden_layers=(LAYERS,))
         with pytest.raises(UserError, match=rf"layers \[{LAYERS}\]"):
             bench.parts(source=far, policy=levels(), verifier=MatchVerifier(), stages=2)
-
-    def test_ranks_do_not_send_them(self, models: Pair) -> None:
-        words = ["strategy=medusa", "model=random", "executor=pipeline", "executor.stages=2"]
-        cfg = compose_config([*words, "executor.transport=distributed"]).values
-        with pytest.raises(UserError, match="ranks do not send"):
-            compose(cfg, models)

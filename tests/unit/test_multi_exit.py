@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,26 @@ import torch
 
 from specdec.errors import UserError
 from specdec.executors import ExitFront
+from specdec.interfaces import TokenSource
 from specdec.metrics.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
+from specdec.policies import FixedWidth
+from specdec.serving.feeding import Feeding
+from specdec.serving.rules import ServingRules
 from specdec.sources import MultiExitSource
 from specdec.sources.chances import ExitChances
 from specdec.state import DecodeState
-from specdec.testing import ObservedPair, RandomPair, Watch
+from specdec.testing import ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
 from specdec.workbench import Workbench
 from strategies import multi_exit
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
+
+TURNS = (
+    ServingRules(feeding=Feeding.MICRO_BATCHES),
+    ServingRules(feeding=Feeding.ITERATION),
+    ServingRules(prefill_first=True),
+)
 
 
 def chosen_by(
@@ -179,3 +190,31 @@ class TestSampled:
         matched = multi_exit.build(Workbench(models, seed=1), gamma=2)
         with pytest.raises(AssertionError, match="learned"):
             assert_equal_to_plain(models, matched)
+
+    @pytest.mark.parametrize("rules", TURNS)
+    def test_a_request_draws_the_same_in_any_company(self, rules: ServingRules) -> None:
+        """Whether a child stands when its parent is judged must not hang on whose turn it is."""
+        alone, together = (self.sampled(rules, batch_size) for batch_size in (1, 5))
+        assert alone == together
+
+    def test_a_chain_that_grows_by_turns_only_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Control: as with trees, which choose late and under ``match`` alone."""
+        alone = self.sampled(TURNS[0], 1)
+        grown_late = FixedWidth.select
+
+        def select(self: FixedWidth, state: DecodeState, source: TokenSource) -> Nodes:
+            self.value_dependent = True
+            found = grown_late(self, state, source)
+            self.value_dependent = False
+            return found
+
+        monkeypatch.setattr(FixedWidth, "select", select)
+        assert self.sampled(TURNS[0], 5) != alone
+
+    def sampled(self, rules: ServingRules, batch_size: int) -> dict[int, tuple[int, ...]]:
+        """Tokens by request, of a pipeline whose exits are of its first and third stage."""
+        bench = Workbench(pair(num_layers=6, exit_layer=2), seed=1)
+        built = multi_exit.build(bench, stages=6, verifier=RejectionVerifier())
+        parts = replace(built, serving=rules)
+        found = decode_cases(parts, cases(5, tokens=8), batch_size=batch_size, prefill_chunk=3)
+        return {request: decoded.output for request, decoded in found.items()}

@@ -1,0 +1,230 @@
+"""Hidden states of stages on ranks: rows, steps and prompts are those of the in-process pipeline.
+
+Threads stand for ranks here; ``test_parity.py`` has real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.distributed import replies
+from specdec.distributed.ledger import Ledger
+from specdec.distributed.replies import Arrived, Reply, hidden_reply
+from specdec.executors import distributed as over_ranks
+from specdec.executors.distributed import Ranks
+from specdec.executors.layout import InFlight, StageLayout
+from specdec.hidden import PromptHidden
+from specdec.interfaces import TreePolicy
+from specdec.metrics.meter import Meter
+from specdec.pairs import PretrainedPair
+from specdec.policies import FixedWidth, Static
+from specdec.sampling import SamplingParams
+from specdec.sources import DraftModelSource
+from specdec.state import StopRules
+from specdec.testing import Case, decode_steps
+from specdec.train.model import LanguageModel, save_hf
+from specdec.types import Batch, Needs, Output
+from specdec.verifiers import MatchVerifier
+from specdec.workbench import Parts, Workbench
+from tests.distributed.support import PROMPTS, config, pair, rejection, run, runner, same
+from tests.distributed.threads import ThreadGroup, thread_ranks
+from tests.shapes import small_llama
+
+LAYERS = (0, 4, 7)  # of 8: the first, one inside, and the last
+LEVELS = FixedWidth(width=5, children=3)
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[ThreadGroup]:
+    """Eight ranks; executors use the first of them."""
+    with thread_ranks(9) as made:
+        yield made
+
+
+def reading(policy: TreePolicy, layout: StageLayout, *, over_ranks: bool) -> Parts:
+    """A draft model beside whose guesses somebody needs hidden states."""
+    bench = Workbench(pair(), seed=11)
+    source = DraftModelSource(runner=bench.draft_runner())
+    source.needs = Needs(hidden_layers=LAYERS)
+    model = config("ar", 2)["model"]
+    ranks = Ranks(model=model, clock={"kind": "measured"}, threads=1) if over_ranks else None
+    return bench.parts(
+        source=source, policy=policy, verifier=MatchVerifier(), stages=layout, ranks=ranks
+    )
+
+
+def outputs(parts: Parts) -> list[Output]:
+    """What left the executor, step by step, of three prompts of which two run at a time."""
+    found, collect = [], parts.executor.collect
+
+    def noting() -> Output:
+        found.append(collect())
+        return found[-1]
+
+    parts.executor.collect = noting  # type: ignore[method-assign]
+    stop = StopRules(max_new_tokens=8)
+    params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0.9)]
+    cases = [
+        Case(prompt.id, "", tuple(prompt.tokens.tolist()), sampling, stop)
+        for prompt, sampling in zip(PROMPTS, params, strict=True)
+    ]
+    try:
+        for _ in decode_steps(parts, cases, {}, batch_size=2, prefill_chunk=4):
+            pass
+    finally:
+        parts.executor.shutdown()
+    return found
+
+
+def same_rows(policy: TreePolicy, layout: StageLayout, plant: Any = None) -> int:
+    """Compares transports step by step; returns how many tree rows were compared."""
+    expected = outputs(reading(policy, layout, over_ranks=False))
+    if plant is not None:
+        plant()
+    parts = reading(policy, layout, over_ranks=True)
+    assert parts.executor.hidden_layers == LAYERS
+    steps = outputs(parts)
+    compared = 0
+    for known, found in zip(expected, steps, strict=True):
+        assert [a.request for a in known.answers] == [a.request for a in found.answers]
+        assert [_place(p) for p in known.prompts] == [_place(p) for p in found.prompts]
+        for theirs, mine in zip(known.answers, found.answers, strict=True):
+            assert mine.node_ids.tolist() == theirs.node_ids.tolist()
+            _equal(mine.hidden, theirs.hidden)
+            compared += len(mine.node_ids)
+        for other, chunk in zip(known.prompts, found.prompts, strict=True):
+            _equal(chunk.layers, other.layers)
+    prompt_rows = sum(len(p.layers[LAYERS[0]]) for step in steps for p in step.prompts)
+    assert prompt_rows == sum(len(prompt.tokens) - 1 for prompt in PROMPTS)
+    return compared
+
+
+def _place(chunk: PromptHidden) -> tuple[int, int]:
+    return chunk.request, chunk.start
+
+
+def _equal(mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torch.Tensor]) -> None:
+    assert set(mine) == set(theirs) == set(LAYERS)
+    for layer in LAYERS:
+        assert mine[layer].dtype == torch.float64
+        assert torch.equal(mine[layer], theirs[layer])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        StageLayout(stages=1),  # latency 1
+        StageLayout(stages=3),
+        StageLayout(stages=8),
+        StageLayout(stages=2, groups=(2, 1)),  # two ranks of one stage have layers that are needed
+    ],
+)
+def test_rows_are_those_of_one_process(layout: StageLayout) -> None:
+    """Levels in flight are pruned on the ranks, and in what rank 0 holds of them."""
+    policy = LEVELS if layout.stages > 1 else Static(branching=[3, 2])
+    assert same_rows(policy, layout) >= 24
+
+
+@pytest.mark.parametrize("bug", ["rows not pruned", "shifted rows", "exchanged layers"])
+def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = replies.read_hidden
+
+    def shifted(*args: Any) -> dict[int, torch.Tensor]:
+        return {layer: rows.roll(1, 0) for layer, rows in right(*args).items()}
+
+    def exchanged(reply: Reply, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
+        return right(reply, batch, layers[::-1])
+
+    def plant() -> None:
+        if bug == "rows not pruned":
+            prune = Ledger.prune
+
+            def kept(self: Ledger, tick: int, flight: InFlight) -> None:
+                if not flight.captured:  # the books of both sides stay right
+                    prune(self, tick, flight)
+
+            monkeypatch.setattr(Ledger, "prune", kept)
+        else:
+            wrong = shifted if bug == "shifted rows" else exchanged
+            monkeypatch.setattr(over_ranks, "read_hidden", wrong)
+
+    with pytest.raises((AssertionError, KeyError)):
+        same_rows(LEVELS, StageLayout(stages=2), plant)
+
+
+@pytest.mark.parametrize(
+    ("stages", "policy", "sampling"),
+    [(2, "medusa", "t06"), (3, "medusa", "no_repeat4"), (8, "specpipe", "greedy")],
+)
+def test_medusa_counts_what_it_does_in_one_process(stages: int, policy: str, sampling: str) -> None:
+    values = config("medusa", stages, sampling, batch_size=2)
+    if policy != "medusa":
+        values["policy"] = config(policy, stages)["policy"]
+    same(values)
+
+
+def test_heads_that_sample_count_what_they_do_in_one_process() -> None:
+    chain = {"_target_": "specdec.policies.Chain", "gamma": 3}
+    same(config("medusa", 3, "t08", batch_size=2, verifier=rejection(), policy=chain))
+
+
+def test_only_ranks_with_a_layer_send_it(group: ThreadGroup) -> None:
+    with runner(config("medusa", 4, distributed=True)):
+        sent = [session._plan.hidden for session in group.sessions.values()]
+    assert sent == [(), (), (), (7,)]
+
+
+def test_a_cancelled_request_leaves_no_trace() -> None:
+    """Its rows are under way when it is closed, and the next run has the same prompt ids."""
+    values = config("medusa", 3, "t06")
+    expected = {key: result.output for key, result in run(values)[0].items()}
+    values["executor"]["transport"] = "distributed"
+    for when in (2, 4):
+        with runner(values) as made:
+            state = made.parts.new_state()
+            for number, _ in enumerate(made.steps(state, PROMPTS[:2], lambda request: None)):
+                if number == when:
+                    for request in state.requests.values():
+                        request.cancel()
+            found: dict[int, tuple[int, ...]] = {}
+            made.run(PROMPTS, lambda result, into=found: into.__setitem__(result.id, result.output))
+        assert found == expected
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_rows_keep_their_type_on_the_wire(dtype: str) -> None:
+    rows = [torch.randn(3, 5).to(getattr(torch, dtype)) for _ in range(2)]
+    reply = hidden_reply(rows)
+    arrived = Arrived.read(reply.words(4, 9), lambda empty: empty.copy_(reply.rows))  # type: ignore
+    assert (arrived.session, arrived.tick) == (4, 9)
+    assert arrived.reply.rows is not None
+    assert arrived.reply.rows.dtype == getattr(torch, dtype)
+    assert torch.equal(arrived.reply.rows, torch.cat(rows))
+
+
+def test_rank_0_loads_the_output_head_and_no_layers(tmp_path: Path) -> None:
+    """Of a model on disk: heads whose target is elsewhere say what those beside it say."""
+    target = LanguageModel(small_llama(4), generator=torch.Generator().manual_seed(1))
+    save_hf(target, tmp_path)
+    logits, loaded = [], []
+    for alone in (False, True):
+        models = PretrainedPair(
+            target=str(tmp_path),
+            draft=None,
+            ngram=None,
+            dtype="float32",
+            device="cpu",
+            attention="auto",
+        )
+        heads = models.medusa_heads(2, Meter(), alone=alone)
+        assert heads.layer == 3
+        hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+        logits.append(heads.logits(2, hidden))
+        loaded.append("target" in vars(models))
+    assert torch.equal(logits[0], logits[1])
+    assert loaded == [True, False]
