@@ -1,7 +1,8 @@
 """`specdec verify` of every early-exit preset, with stages as large as the exit and smaller ones.
 
     python -m experiments.ppsd.verified [--transports in_process distributed] [--models random tiny]
-        [--strategies eesd eesd_ts ppsd ppsd_tree] [--sampling t06] [--out outputs/ppsd_verified]
+        [--strategies eesd eesd_ts eesd_multi ppsd ppsd_tree ppsd_multi] [--sampling t06]
+        [--out outputs/ppsd_verified]
 
 One `specdec verify` per line, with its exit status (0: lossless). Each checks greedy output and
 sampled output with --sampling; both models have 24 layers. Over ranks go those that are pipelines.
@@ -30,13 +31,15 @@ LAYOUTS = ((2, 12), (3, 9), (4, 6), (8, 3), (8, 6))
 TINY_HEADS = {12: ("model.exit_head=norm",), 9: ("model.exit_heads=null",)}
 """What ships: a norm head at 12, and none at 9, where the head is untrained."""
 
-LOCAL = ("eesd", "eesd_ts")
+LOCAL = ("eesd", "eesd_ts", "eesd_multi")
+SEVERAL = ("eesd_multi", "ppsd_multi")
+"""Their further exits are at layers without a head of the same kind: untrained ones."""
 
 
 def main() -> int:
     """Runs the grid; returns an exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds, presets = ("in_process", "distributed"), (*LOCAL, "ppsd", "ppsd_tree")
+    kinds, presets = ("in_process", "distributed"), (*LOCAL, "ppsd", "ppsd_tree", "ppsd_multi")
     parser.add_argument("--transports", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", choices=presets, default=list(presets))
@@ -62,6 +65,8 @@ def grid(
         for model in models:
             for stages, layer in LAYOUTS:
                 heads = TINY_HEADS.get(layer, ()) if model == "tiny" else ()
+                if model == "tiny" and strategy in SEVERAL:
+                    heads = ("model.exit_heads=null",)
                 exit_at = (f"executor.stages={stages}", f"model.exit_layer={layer}")
                 yield f"strategy={strategy}", *MODELS[model], *exit_at, *heads, *over
 

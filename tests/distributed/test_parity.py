@@ -53,9 +53,9 @@ def test_distributions_travel(stages: int) -> None:
     same(config("speculative", stages, "t08", verifier=rejection()))
 
 
-@pytest.mark.parametrize(("strategy", "layer"), [("ppsd", 6), ("ppsd_tree", 3)])
+@pytest.mark.parametrize(("strategy", "layer"), [("ppsd", 6), ("ppsd_tree", 3), ("ppsd_multi", 3)])
 def test_exits_travel(strategy: str, layer: int, stages: int) -> None:
-    """From the first rank, or a later one than that, or the one that answers."""
+    """From the first rank, or a later one than that, or the one that answers; or from two."""
     head = {"model__exit_layer": layer, "model__exit_head": "transformer"}
     same(config(strategy, stages, "t06", batch_size=2, **head))
 
@@ -63,6 +63,15 @@ def test_exits_travel(strategy: str, layer: int, stages: int) -> None:
 def test_distributions_of_exits_travel(stages: int) -> None:
     """Beside the answers', from the same rank where there are two stages."""
     same(config("ppsd", stages, "t08", verifier=rejection(), model__exit_layer=5))
+    same(config("ppsd_multi", stages, "t08", verifier=rejection(), model__exit_layer=2))
+
+
+@pytest.mark.parametrize(("policy", "batch_size"), [("medusa", 2), ("specpipe", 1)])
+def test_hidden_states_travel(policy: str, batch_size: int, stages: int) -> None:
+    """Those of prompts, whole trees and levels; heads on rank 0 read them."""
+    values = config("medusa", stages, "t06", batch_size=batch_size)
+    values["policy"] = config(policy, stages)["policy"]
+    same(values)
 
 
 @pytest.mark.parametrize("strategy", ["ar", "specpipe", "pipedec"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.distributed import Lease
 from specdec.distributed.following import CallList
 from specdec.errors import RankFailure
 from specdec.verify import certify
@@ -39,10 +40,16 @@ def test_pipeline_stages_of_several_ranks() -> None:
     same(config("specinfer", 2, executor__target_degree=2, verifier=rejection()))
 
 
-def test_an_exit_of_a_shared_stage() -> None:
-    """One of the ranks has the whole head; the others go on with their share of the layers."""
+def test_what_one_rank_of_a_shared_stage_tells() -> None:
+    """Exits: one has the whole head, the others go on with their share of the layers. Hidden
+    states: all have them whole after a layer, one sends them."""
     head = {"model__exit_layer": 3, "model__exit_head": "transformer"}
-    same(config("ppsd_tree", 2, "t06", executor__target_degree=2, **head))
+    lease = Lease(4, threads=1)
+    try:
+        same(config("ppsd_tree", 2, "t06", executor__target_degree=2, **head))
+        same(config("medusa", 2, "t06", executor__target_degree=2))
+    finally:
+        lease.release()
 
 
 def test_a_shared_draft_keeps_its_cache() -> None:
