@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from specdec.clocks import Clock, ClockKind
 from specdec.errors import UserError
-from specdec.executors.exit_building import check_exits
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.policies import StagedTree, Static
 from specdec.policies.staged import cheap_source
@@ -67,6 +66,34 @@ def check_source(
         raise UserError(
             f"the source proposes from a vocabulary of {source.vocab_size} tokens, the target has"
             f" {target_vocab}; use a draft trained with the target's tokenizer (model.draft)"
+        )
+
+
+def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
+    """Refuses exits where none are handed out on the way, and a policy that cannot wait for them.
+
+    Args:
+        source: whose needs are looked at.
+        policy: that asks it.
+        latency: steps from submission to answer.
+
+    Raises:
+        UserError: with the reason and the remedy.
+    """
+    if not source.needs.exits:
+        return
+    if latency == 1:
+        raise UserError(
+            f"{type(source).__name__} needs exits of the target before its answers, and on one"
+            " stage (executor=local) both come at once: use executor=early_exit, which drafts with"
+            " the layers before the exit and then verifies, or executor=pipeline with at least 2"
+            " stages and policy=ppsd or policy=ppsd_tree, which verifies while drafting"
+        )
+    if not getattr(policy, "follows_exits", False):
+        raise UserError(
+            f"{type(policy).__name__} drafts before it submits, but in a pipeline a token's exit"
+            " comes after it was submitted: use policy=ppsd or policy=ppsd_tree, or draft first"
+            " and verify then with executor=early_exit"
         )
 
 

@@ -25,12 +25,7 @@ from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan,
 from specdec.errors import UserError
 from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
 from specdec.executors.distributed import DistributedExecutor, Ranks
-from specdec.executors.exit_building import (
-    ExitPlaces,
-    build_early_exit,
-    build_front,
-    check_exits,
-)
+from specdec.executors.exit_building import ExitPlaces, build_early_exit, build_front
 from specdec.executors.exits import paged
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import split_layers
@@ -41,7 +36,7 @@ from specdec.models import ModelRunner
 from specdec.models.medusa import MedusaHeads
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.randomness import KeyedDraws
-from specdec.refusals import check_choice, check_executor, check_source
+from specdec.refusals import check_choice, check_executor, check_exits, check_source
 from specdec.scheduler import FifoScheduler
 from specdec.serving.rules import ServingRules
 from specdec.sources.combined import joined_needs
@@ -178,8 +173,7 @@ class Workbench:
 
         Args:
             num_heads: tokens ahead that are guessed.
-            ranks: processes that have the target; no more of it than its output head is loaded
-                here.
+            ranks: that have the target's layers, of which none are loaded here.
 
         Raises:
             UserError: the pair has no hidden states, or not so many trained heads.

@@ -1,4 +1,4 @@
-"""Puts early exits together, and refuses parts that cannot wait for them."""
+"""Puts early exits together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from specdec.executors.exits import paged
 from specdec.metrics.meter import Meter
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource, TreePolicy
     from specdec.pairs import ModelPair
 
 
@@ -115,31 +114,3 @@ def build_early_exit(
         clock=clock,
         stages=sum(last > layer for _, last in bounds),
     )
-
-
-def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
-    """Refuses exits where none are handed out on the way, and a policy that cannot wait for them.
-
-    Args:
-        source: whose needs are looked at.
-        policy: that asks it.
-        latency: steps from submission to answer.
-
-    Raises:
-        UserError: with the reason and the remedy.
-    """
-    if not source.needs.exits:
-        return
-    if latency == 1:
-        raise UserError(
-            f"{type(source).__name__} needs exits of the target before its answers, and on one"
-            " stage (executor=local) both come at once: use executor=early_exit, which drafts with"
-            " the layers before the exit and then verifies, or executor=pipeline with at least 2"
-            " stages and policy=ppsd or policy=ppsd_tree, which verifies while drafting"
-        )
-    if not getattr(policy, "follows_exits", False):
-        raise UserError(
-            f"{type(policy).__name__} drafts before it submits, but in a pipeline a token's exit"
-            " comes after it was submitted: use policy=ppsd or policy=ppsd_tree, or draft first"
-            " and verify then with executor=early_exit"
-        )
