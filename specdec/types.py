@@ -247,7 +247,7 @@ class Answers:
         node_ids: int64[A].
         tokens: int64[A], the target's own next token after each node, by its keyed draw.
         probs: float64[A, V], processed target distributions; only where declared as needed.
-        hidden: layer -> tensor[A, E] in the target's dtype, on its device or the host; where needed.
+        hidden: layer -> tensor[A, E] in the target's dtype, on its device or the host; if needed.
     """
 
     request: int
