@@ -270,7 +270,7 @@ class Workbench:
             parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
             return self._distributed(needs, stages, ranks, parts, serving)
         self._refuse_in_process()
-        # The devices of a stage are one slice here; a profile prices the whole stage.
+        # The devices of a stage are one slice here; the clock is charged for each.
         ends = [0, *np.cumsum(stages.devices).tolist()]
         slices: list[Stage] = []
         for first, last in pairwise(ends):
@@ -292,6 +292,7 @@ class Workbench:
             clock=self.clock,
             exits=reader if exits else None,
             hidden_layers=hidden,
+            devices=stages.devices,
         )
 
     def exit_front(self, stages: StageLayout, layers: Sequence[int] = ()) -> ExitFront:
@@ -321,11 +322,6 @@ class Workbench:
         parts: tuple[RankPlan, ...],
         serving: ServingRules,
     ) -> DistributedExecutor:
-        if stages.groups is not None and self.clock.kind is ClockKind.PACED:
-            raise UserError(
-                f"executor.groups={list(stages.groups)} with clock=paced: a profile prices a whole"
-                " stage, not its devices; leave groups null"
-            )
         exits = ExitPlan(candidates=needs.exits, sample=needs.draft_probs) if needs.exits else None
         plan = SessionPlan(
             ranks=parts,

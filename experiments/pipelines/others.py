@@ -21,7 +21,7 @@ from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from specdec.clocks import Work
 from specdec.compose import build_profile
-from specdec.profiling.equations import StepTimes, pipedec_latency
+from specdec.profiling.equations import StepTimes, pipedec_latency, plain_latency
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -319,7 +319,7 @@ def _latency_laws(run: Outcome, stages: int, width: int) -> dict[str, float]:
     """Milliseconds per token by the formulas, from a run's profile."""
     profile = build_profile(run.config["clock"])
     one, full = (StepTimes.of(profile, width=num, stages=stages) for num in (1, width))
-    return {"pp": stages * (one.compute + one.transfer), "pipedec": pipedec_latency(full)}
+    return {"pp": plain_latency(one), "pipedec": pipedec_latency(full)}
 
 
 def small_model(item: Item, lab: Lab) -> Findings:

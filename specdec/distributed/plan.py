@@ -91,6 +91,14 @@ class SessionPlan:
         return self.ranks[-1].group
 
     @property
+    def devices(self) -> list[int]:
+        """Per stage, ranges of layers that work one after the other."""
+        sizes = [0] * self.num_groups
+        for part in self.ranks[:: self.degree]:
+            sizes[part.group - 1] += 1
+        return sizes
+
+    @property
     def repliers(self) -> set[int]:
         """Ranks that send something to rank 0 within a step."""
         return {i for i, part in enumerate(self.ranks, 1) if part.tells} | {len(self.ranks)}

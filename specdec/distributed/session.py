@@ -65,6 +65,7 @@ class StageSession:
         *,
         rank: int,
         plan: RankPlan,
+        is_inner: bool,
         is_last: bool,
         degree: int,
         sends: bool,
@@ -79,6 +80,7 @@ class StageSession:
         Args:
             rank: as the clock knows it.
             plan: its place in the pipeline.
+            is_inner: whether its rows come within the step, from a rank of its own group.
             is_last: whether it answers.
             degree: ranks that share each layer; rows come from the rank so many before.
             sends: whether there is a rank so many after, for its rows to go to.
@@ -90,6 +92,7 @@ class StageSession:
         """
         self._rank = rank
         self._plan = plan
+        self._is_inner = is_inner
         self._is_last = is_last
         self._sender = max(0, rank - degree)
         self._receiver = rank + degree if sends else 0
@@ -170,9 +173,11 @@ class StageSession:
         self.doing = f"waiting for {num_rows} rows of rank {sender} in step {tick}"
         hidden = self._edges.receive_rows(num_rows) if sender else None
         self.doing = f"computing {num_rows} rows in step {tick}"
-        if self._plan.group == 1:
+        if self._is_inner:
+            clock.align(sender, rank)  # it has sent them just now
+        elif self._plan.group == 1:
             clock.start(rank)
-        else:
+        if self._is_inner or self._plan.group > 1:
             clock.charge(sender, Work.TRANSFER, num_rows)
             clock.follow(rank, sender)
         out = self._stage.run(batch, hidden)
@@ -248,6 +253,7 @@ def build_session(
     return StageSession(
         rank=rank,
         plan=mine,
+        is_inner=rank > plan.degree and plan.ranks[rank - plan.degree - 1].group == mine.group,
         is_last=is_last,
         degree=plan.degree,
         sends=rank + plan.degree <= len(plan.ranks),

@@ -99,7 +99,7 @@ class DistributedExecutor:
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
         self._first = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
-        self._times = StepTimes(clock, self.latency) if clock.kind is ClockKind.PACED else None
+        self._times = StepTimes(clock, plan.devices) if clock.kind is ClockKind.PACED else None
         self._flow = [0] * (self.latency - 1)  # rows that go into stages 2, 3, ... in this step
         self._meter = meter
         self._timeout_s = timeout_s

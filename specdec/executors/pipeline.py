@@ -43,6 +43,7 @@ class PipelineExecutor:
         clock: Clock,
         exits: ExitReader | None = None,
         hidden_layers: tuple[int, ...] = (),
+        devices: Sequence[int] | None = None,
     ) -> None:
         """Composes the pipeline.
 
@@ -52,6 +53,7 @@ class PipelineExecutor:
             clock: charged per stage and step for compute, pruning and transfer.
             exits: turns the logits of exit heads into proposals (PPSD Alg. 1).
             hidden_layers: that the stages capture.
+            devices: of each stage, for the clock; one each where omitted.
         """
         self.hidden_layers = hidden_layers
         self._exits = exits
@@ -60,7 +62,7 @@ class PipelineExecutor:
         ]
         self._stages = list(stages)
         self._answerer = answerer
-        self._times = StepTimes(clock, len(self._stages))
+        self._times = StepTimes(clock, devices or [1] * len(self._stages))
         self._slots: list[InFlight | None] = [None] * len(self._stages)
         self._submitted = Submitted()
         self._step = -1

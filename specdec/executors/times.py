@@ -12,12 +12,16 @@ class StepTimes:
 
     All stages begin with the step, and it ends when the slowest has finished. On a clock that knows
     only this process's rank the charges of others are its plan of them, or nothing.
+
+    A profile prices a device. The devices of a stage work one after the other within a step, with a
+    transfer between two of them (PipeDec 3.1: "nodes in group G must execute tasks sequentially").
     """
 
-    def __init__(self, clock: Clock, num_stages: int) -> None:
-        """Charges ``clock`` for stages on ranks 1 .. ``num_stages``."""
+    def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
+        """Charges ``clock`` for stages on ranks 1 .. N, of so many devices each."""
         self._clock = clock
-        self._ranks = range(1, num_stages + 1)
+        self._devices = tuple(devices)
+        self._ranks = range(1, len(self._devices) + 1)
 
     def compute(self, rows: Sequence[int], num_nodes: int) -> None:
         """All stages begin.
@@ -26,9 +30,12 @@ class StepTimes:
             rows: that each stage computes.
             num_nodes: tree nodes among the last stage's, for the output head.
         """
-        for rank, num_rows in zip(self._ranks, rows, strict=True):
+        for rank, num_devices, num_rows in zip(self._ranks, self._devices, rows, strict=True):
             self._clock.align(rank, CONTROLLER)
-            self._clock.charge(rank, Work.STAGE, num_rows)
+            for device in range(num_devices):
+                if device:
+                    self._clock.charge(rank, Work.TRANSFER, num_rows)
+                self._clock.charge(rank, Work.STAGE, num_rows)
         self._clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
 
     def exit(self, stage: int, num_nodes: int) -> None:

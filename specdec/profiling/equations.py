@@ -52,11 +52,6 @@ class StepTimes:
             draft=profile.ms(Work.DRAFT, width),
         )
 
-    @property
-    def longest(self) -> float:
-        """The step's own length: its slowest stage, or the draft where that is slower."""
-        return max(*self.stages, self.draft)
-
 
 def eq1_tbt(stages: Sequence[float], hit: float) -> float:
     """SpecPipe Eq. 1 (reconstructed): max_i T_i + (1 - p) times the sum over the other stages.
@@ -72,6 +67,16 @@ def eq1_tbt(stages: Sequence[float], hit: float) -> float:
 def eq2_tbt(step: float, num_stages: int, hit: float) -> float:
     """SpecPipe Eq. 2 (reconstructed), for equal stages: T (1 + (1 - p) (N - 1))."""
     return step * (1.0 + (1.0 - hit) * (num_stages - 1))
+
+
+def plain_latency(times: StepTimes) -> float:
+    """PipeDec 2.4, plain decoding: N computations and the N - 1 transfers between them.
+
+    Args:
+        times: of a step of one token.
+    """
+    num = len(times.stages)
+    return num * times.compute + (num - 1) * times.transfer
 
 
 def pipedec_latency(times: StepTimes) -> float:

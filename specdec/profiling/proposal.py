@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from specdec.clocks import CostCurve, LatencyProfile, Work
+from specdec.clocks import CostCurve, LatencyProfile
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
@@ -27,7 +27,7 @@ class Cell:
         tbt: simulated, mean.
         eq1, eq2: SpecPipe's equations at that hit rate.
         pipedec: PipeDec's latency, which assumes that every token is a hit.
-        draft_bound: whether the draft is slower than the stages.
+        draft_bound: whether the draft, which works beside the stages' computation, takes longer.
     """
 
     width: int
@@ -125,9 +125,9 @@ def _cell(
         "_target_": "specdec.policies.FixedWidth",
         **{"width": width, "children": children, "levels_per_step": 1},
     }
-    clock = clock_node(grouped(profile, group))
-    # Groups are priced by the profile here; nothing of the simulator runs in other processes.
-    executor = {**cfg["executor"], "stages": stages, "groups": None, "transport": "in_process"}
+    clock, groups = clock_node(profile), None if group == 1 else [group] * stages
+    # Nothing of the simulator runs in other processes.
+    executor = {**cfg["executor"], "stages": stages, "groups": groups, "transport": "in_process"}
     changed = {"policy": policy, "clock": clock, "executor": executor, "batch_size": 1}
     runner = PartsRunner(cfg={**cfg, **changed, "trace": False}, pair=pair, stop=stop)
     results: list[RequestResult] = []
@@ -153,25 +153,8 @@ def _cell(
         eq1=eq1_tbt(times.stages, hit_rate),
         eq2=eq2_tbt(max(times.stages), stages, hit_rate),
         pipedec=pipedec_latency(times),
-        draft_bound=times.draft > max(times.stages),
+        draft_bound=times.draft > times.compute,
     )
-
-
-def grouped(profile: LatencyProfile, group: int) -> LatencyProfile:
-    """A profile whose stages are groups of devices that work one after the other (PipeDec's G)."""
-    if group == 1:
-        return profile
-    stage, transfer = profile.costs[Work.STAGE], profile.costs.get(Work.TRANSFER)
-    points = sorted({*stage.tokens, *(transfer.tokens if transfer is not None else ())})
-    inner = [0.0 if transfer is None else transfer(n) for n in points]
-    ms = tuple(group * stage(n) + (group - 1) * t for n, t in zip(points, inner, strict=True))
-    curve = CostCurve(
-        tokens=tuple(points),
-        ms=ms,
-        block_tokens=stage.block_tokens,
-        block_ms=group * stage.block_ms,
-    )
-    return replace(profile, costs={**profile.costs, Work.STAGE.value: curve})
 
 
 def clock_node(profile: LatencyProfile) -> dict[str, Any]:

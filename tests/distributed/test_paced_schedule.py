@@ -44,6 +44,8 @@ def emitted(kind: str, strategy: str, costs: dict[str, Any], **keys: Any) -> dic
         ("specpipe", 30.0, {}),  # the draft is slower than any stage
         ("specpipe_db", 30.0, {"batch_size": 3}),
         ("ppsd", 8.0, {}),
+        ("ar", 8.0, {"executor__groups": [2, 1, 2, 1]}),
+        ("pipedec", 8.0, {"executor__groups": [1, 3, 1, 2]}),
     ],
 )
 def test_paced_times_are_the_simulators(
@@ -51,7 +53,7 @@ def test_paced_times_are_the_simulators(
 ) -> None:
     costs = {**COSTS, "draft": {"tokens": [1], "ms": [draft_ms]}}
     expected = emitted("simulated", strategy, costs, **keys)
-    with virtual_ranks(STAGES + 1, monkeypatch):
+    with virtual_ranks(sum(keys.get("executor__groups", [1] * STAGES)) + 1, monkeypatch):
         found = emitted("paced", strategy, costs, **keys)
     assert found == {request: pytest.approx(times) for request, times in expected.items()}
 

@@ -16,12 +16,19 @@ from specdec.cli.profiles import load_profile
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock, Work
 from specdec.compose import build_profile
 from specdec.errors import UserError
+from specdec.executors.times import StepTimes as StepClock
 from specdec.metrics import Meter
 from specdec.pairs import RandomPair
-from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt, pipedec_latency
+from specdec.profiling.equations import (
+    StepTimes,
+    eq1_tbt,
+    eq2_tbt,
+    pipedec_latency,
+    plain_latency,
+)
 from specdec.profiling.job import profile_of, profile_yaml
 from specdec.profiling.passes import _Bench, measure_model
-from specdec.profiling.proposal import clock_node, grouped
+from specdec.profiling.proposal import clock_node
 from specdec.profiling.samples import Sample
 from specdec.profiling.transfer import measure_transfer
 from specdec.report.tables import notes_of
@@ -50,8 +57,8 @@ def test_the_pinned_profile_gives_the_worked_example_of_the_paper_values() -> No
     found = load_profile("specpipe_8x3090")
     profile = build_profile({"profile": "specpipe_8x3090", **found})
     times = StepTimes.of(profile, width=64, stages=8)
-    assert times.longest == pytest.approx(48.0)
-    assert eq2_tbt(times.longest, 8, hit=0.98) == pytest.approx(54.7, abs=0.1)
+    assert max(times.stages) == pytest.approx(48.0)
+    assert eq2_tbt(max(times.stages), 8, hit=0.98) == pytest.approx(54.7, abs=0.1)
 
 
 def test_step_times_of_a_group() -> None:
@@ -62,17 +69,37 @@ def test_step_times_of_a_group() -> None:
     assert pipedec_latency(times) == pytest.approx(83 + 3)
     slow_draft = StepTimes(stages=(5.0,), compute=5.0, compute_one=4.0, transfer=1.0, draft=17.0)
     assert pipedec_latency(slow_draft) == 17.0
-    assert slow_draft.longest == 17.0
 
 
-@pytest.mark.parametrize("group", [2, 3])
+def test_plain_decoding_has_a_transfer_less_than_stages() -> None:
+    """PipeDec 2.4: sum of N computations and N - 1 transfers; the answer's way back is left out."""
+    times = StepTimes.of(PROFILE, width=1, stages=7)
+    assert plain_latency(times) == pytest.approx(7 * 30 + 6 * 1)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("num_tokens", [1, 20, 64, 65, 200])
-def test_a_grouped_profile_prices_what_its_devices_cost(group: int, num_tokens: int) -> None:
-    whole = grouped(PROFILE, group).ms(Work.STAGE, num_tokens)
-    transfer = PROFILE.ms(Work.TRANSFER, min(num_tokens, 64))  # its growth beyond is left out
-    parts = group * PROFILE.ms(Work.STAGE, num_tokens) + (group - 1) * transfer
-    assert whole == pytest.approx(parts)
-    assert grouped(PROFILE, 1) is PROFILE
+def test_the_devices_of_a_stage_are_priced_one_by_one(devices: int, num_tokens: int) -> None:
+    """Once a stage was priced as one device, whatever ``executor.groups`` said."""
+    clock = SimulatedClock(PROFILE)
+    times = StepClock(clock, [1, devices])
+    times.compute([0, num_tokens], 0)
+    times.finish()
+    transfers = (devices - 1) * PROFILE.ms(Work.TRANSFER, num_tokens)
+    parts = devices * PROFILE.ms(Work.STAGE, num_tokens) + transfers
+    assert clock.now() * 1e3 == pytest.approx(parts)
+    law = StepTimes.of(PROFILE, width=num_tokens, stages=2, group=devices)
+    assert law.compute == pytest.approx(parts), "the equations price a group alike"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 32, 64])
+def test_pipedec_s_seven_stages_are_pairs_of_its_fourteen_devices(num_tokens: int) -> None:
+    pair, device = (
+        build_profile({"profile": name, **load_profile(name)})
+        for name in ("pipedec_7", "pipedec_14")
+    )
+    law = StepTimes.of(device, width=num_tokens, stages=7, group=2)
+    assert pair.ms(Work.STAGE, num_tokens) == pytest.approx(law.compute, abs=0.01)
 
 
 def test_a_profile_s_file_can_be_used_by_path_and_by_name(tmp_path: Path) -> None:
@@ -178,7 +205,8 @@ def test_a_profile_in_use_is_held_against_the_simulator(
             eq2_tbt(max(times.stages), cell["stages"], cell["hit_rate"])
         )
         assert cell["eq2_error"] == pytest.approx(cell["eq2"] / cell["tbt"] - 1)
-        assert cell["pipedec"] <= times.longest
+        assert cell["pipedec"] <= max(times.stages)
+        assert cell["draft_bound"] is False, "17 ms beside 37 or more"
     best = min(cells, key=lambda c: c["tbt"])
     assert found["proposal"]["simulated"]["width"] == best["width"]
     assert not (tmp_path / "p" / "measured.yaml").exists(), "nothing was measured"
@@ -188,7 +216,7 @@ def test_a_profile_in_use_is_held_against_the_simulator(
 
 def test_equal_steps_without_refills_are_exactly_eq_2() -> None:
     """Plain decoding never hits, so neither equation has a refill to leave out: N steps a token."""
-    clock = SimulatedClock(grouped(PROFILE, 1))
+    clock = SimulatedClock(PROFILE)
     stages = 6
     for rank in range(1, stages + 1):
         clock.align(rank, 0)
