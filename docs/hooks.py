@@ -15,6 +15,7 @@ NAV: dict[str, list[str]] = {
     "Start": ["index.md", "models_and_data.md", "python.md", "adding.md"],
     "How it works": [
         "architecture.md",
+        "specpipe.md",
         "swiftspec.md",
         "early_exit.md",
         "medusa.md",

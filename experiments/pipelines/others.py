@@ -130,6 +130,7 @@ def batches(item: Item, lab: Lab) -> Findings:
                         s["throughput_tokens_per_s"],
                         s["tbt_ms_mean"],
                         s["tbt_ms_p99"],
+                        s["tbt_ms_request_p99"],
                         s["loop_share"],
                     )
                 )
@@ -137,7 +138,10 @@ def batches(item: Item, lab: Lab) -> Findings:
                 (only,) = rows[name].values()
                 rows[name] = dict.fromkeys(config["batch_sizes"], only)
         found.measures += _batch_measures(config, draft, rows)
-    columns = ("draft", "row", "batch size", "tokens/s", "TBT ms", "p99 TBT ms", "loop_share")
+    columns = (
+        *("draft", "row", "batch size", "tokens/s", "TBT ms", "p99 TBT ms"),
+        *("p99 of requests' means, ms", "loop_share"),
+    )
     found.tables.append(
         Table("Simulated, all requests present at the start", columns, tuple(table))
     )
@@ -235,9 +239,14 @@ def _batch_figure(item: Item, found: tuple[str, Mapping[str, Mapping[int, Outcom
     sizes = item.config["batch_sizes"]
     ratios = _batch_ratios(item.config, rows)
     made, (left, right, *more) = figure(10.5 + 3.5 * bool(ratios), 4.6, 2 + bool(ratios))
+    tails = {metric: None for metric, *_ in item.config.get("below", {}).values()}
     by_size = {
-        name: (sizes, [runs[size].summary["tbt_ms_p99"] for size in sizes])
+        name + ", requests' means" * ("request" in metric): (
+            sizes,
+            [runs[size].summary[metric] for size in sizes],
+        )
         for name, runs in rows.items()
+        for metric in tails or ("tbt_ms_p99",)
     }
     plane = {
         name: (

@@ -22,7 +22,7 @@ from specdec.clocks import CONTROLLER
 from specdec.distributed.codec import HEADER_WORDS, Kind, read_ending, read_entry
 from specdec.distributed.lease import give
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import Arrived, Reply
+from specdec.distributed.replies import Arrived, Owed, Reply
 from specdec.distributed.session import StageSession, build_session
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
@@ -72,7 +72,7 @@ class VirtualGroup:
         self.size = size
         self.alive = True
         self.times = times
-        self._replies: dict[Kind, deque[tuple[float, Arrived]]] = defaultdict(deque)
+        self._replies: dict[Owed, deque[tuple[float, Arrived]]] = defaultdict(deque)
         self._numbers = itertools.count(1)
         self._sessions: dict[tuple[int, int], StageSession] = {}
 
@@ -81,7 +81,7 @@ class VirtualGroup:
         pair = build_pair(plan.model)
         edges: list[deque[Any]] = [deque() for _ in range(len(plan.ranks) + 1)]
         for rank in range(1, len(plan.ranks) + 1):
-            link = _Edges(self, session, edges[rank - 1], edges[rank])
+            link = _Edges(self, session, rank, edges[rank - 1], edges[rank])
             with self.times.of(rank):
                 self._sessions[session, rank] = build_session(
                     rank=rank, plan=plan, pair=pair, edges_of=link.of
@@ -102,16 +102,16 @@ class VirtualGroup:
                 else:
                     mine.end(tick, read_ending(words))
 
-    def answer(self, arrived: Arrived) -> None:
+    def answer(self, arrived: Arrived, rank: int) -> None:
         """A rank's reply, sent now."""
-        self._replies[arrived.reply.kind].append((self.times.now, arrived))
+        self._replies[arrived.reply.kind, rank].append((self.times.now, arrived))
 
-    def has_reply(self, kind: Kind) -> bool:
-        waiting = self._replies[kind]
+    def has_reply(self, owed: Owed) -> bool:
+        waiting = self._replies[owed]
         return bool(waiting) and waiting[0][0] <= self.times.now
 
-    def reply(self, kind: Kind, session: int, tick: int, timeout_s: float) -> Reply:
-        sent, found = self._replies[kind].popleft()
+    def reply(self, owed: Owed, session: int, tick: int, timeout_s: float) -> Reply:
+        sent, found = self._replies[owed].popleft()
         assert (found.session, found.tick) == (session, tick)
         self.times.wait_for(sent)
         return found.reply
@@ -144,9 +144,9 @@ class _Edges:
     """Rows with the time at which they were sent."""
 
     def __init__(
-        self, group: VirtualGroup, session: int, before: deque[Any], after: deque[Any]
+        self, group: VirtualGroup, session: int, rank: int, before: deque[Any], after: deque[Any]
     ) -> None:
-        self._group, self._session = group, session
+        self._group, self._session, self._rank = group, session, rank
         self._before, self._after = before, after
 
     def of(self, stage: Stage) -> _Edges:
@@ -167,5 +167,5 @@ class _Edges:
 
     def send_reply(self, tick: int, reply: Reply) -> None:
         words = reply.words(self._session, tick)
-        probs = reply.probs
-        self._group.answer(Arrived.read(words, lambda into: into.copy_(probs)))
+        arrived = Arrived.read(words, lambda rows: rows.copy_(reply.rows))
+        self._group.answer(arrived, self._rank)
