@@ -10,9 +10,11 @@ import pytest
 from specdec.cli.comparing import batch_sizes
 from specdec.cli.curves import compose_curves
 from specdec.errors import UserError
+from specdec.metrics import RunTotals, summarise
 from specdec.policies.adaptive_width import _Fitted
 from specdec.report.batches import curves_markdown, curves_png
 from specdec.serving.curves import add_ratios, crossovers
+from tests.unit.test_metrics import make_result
 
 WORDS = ["strategies=[ar,specpipe_db]", "executor.stages=8", "clock=simulated", "data.limit=2"]
 
@@ -92,3 +94,15 @@ def test_step_times_are_fitted_where_there_is_no_profile() -> None:
         now += 0.01 + 0.001 * nodes
     fitted.step(now, 1)
     assert fitted.table(30)[[0, 30]] == pytest.approx([0.01, 0.04])
+
+
+def test_percentiles_over_requests_are_of_their_own_means() -> None:
+    """A request whose gaps are 1 and 3 s counts as one of 2 s; one without a second token not."""
+    one = [make_result([[1], [2], [3]], times=[0.0, gap, 4.0]) for gap in [1.0] * 60 + [2.0] * 40]
+    slow = make_result([[1], [2]], times=[0.0, 7.0])
+    single = make_result([[1]], times=[9.0])
+    found = summarise([*one, slow, single], RunTotals())
+    assert found["tbt_ms_p99"] == 3000.0, "a hundred of two hundred and one gaps are 2 or 3 s"
+    assert found["tbt_ms_request_p99"] == 2000.0
+    slower = summarise([slow] * 3 + one, RunTotals())
+    assert slower["tbt_ms_request_p99"] == 7000.0

@@ -191,18 +191,6 @@ def test_empty_and_instant_runs_give_none_not_errors() -> None:
     assert found["tbt_ms_mean"] is None
 
 
-def test_percentiles_over_requests_are_of_their_own_means() -> None:
-    """A request whose gaps are 1 and 3 s counts as one of 2 s; one without a second token not."""
-    one = [make_result([[1], [2], [3]], times=[0.0, gap, 4.0]) for gap in [1.0] * 60 + [2.0] * 40]
-    slow = make_result([[1], [2]], times=[0.0, 7.0])
-    single = make_result([[1]], times=[9.0])
-    found = summarise([*one, slow, single], RunTotals())
-    assert found["tbt_ms_p99"] == 3000.0, "a hundred of two hundred and one gaps are 2 or 3 s"
-    assert found["tbt_ms_request_p99"] == 2000.0
-    slower = summarise([slow] * 3 + one, RunTotals())
-    assert slower["tbt_ms_request_p99"] == 7000.0
-
-
 @given(st.lists(st.tuples(st.integers(1, 5), st.floats(1e-3, 2.0)), min_size=2, max_size=20))
 def test_mean_time_between_tokens_is_the_inverse_of_the_decode_speed(
     answers: list[tuple[int, float]],
