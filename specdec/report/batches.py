@@ -73,10 +73,8 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
         ax.set_ylim(bottom=0)
         tidy(ax)
     tail.legend(fontsize=7.5, frameon=False)
-    profile = conditions.get("clock_profile")
-    on = "" if profile is None else f" on {profile}"
     loops = percent(next((r["loop_share"] for r in rows if r.get("loop_share") is not None), None))
-    title = f"Batch sizes compared{on}: {title_of(conditions)}, loop_share {loops}"
+    title = f"Batch sizes compared: {title_of(conditions)}, loop_share {loops}"
     figure.suptitle(fill(title, 118), fontsize=10, x=0.01, ha="left")
     return png(figure)
 

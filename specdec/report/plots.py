@@ -87,6 +87,7 @@ def run_png(
         shares = summary.get("drafted_share_by_position") or {}
         depth.plot([int(k) for k in shares], list(shares.values()), marker="o", ms=3, color=_OURS)
         depth.set_ylim(0, 1)
+        depth.set_xlim(-2, max(map(int, shares), default=0) + 32)
         depth.set_xlabel("position in the output (tokens)")
         depth.set_ylabel("share of tokens that a source proposed")
     for ax in (emission, paths, depth):

@@ -90,9 +90,13 @@ def used_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def title_of(conditions: Mapping[str, Any]) -> str:
-    """One line that says what was compared, under which clock."""
-    clock = conditions.get("clock", "measured")
-    parts = [f"{clock} time"]
+    """One line that says what was compared, under which clock and latency profile."""
+    time = f"{conditions.get('clock', 'measured')} time"
+    if conditions.get("clock_profile") is not None:
+        time += f" on {conditions['clock_profile']}"
+        scale = conditions.get("clock_scale", 1.0)
+        time += "" if scale == 1.0 else f" x {scale:g}"
+    parts = [time]
     if conditions.get("data") is not None:
         count = conditions.get("num_prompts")
         parts.append(f"data={conditions['data']}" + (f" ({count} prompts)" if count else ""))

@@ -93,9 +93,10 @@ def timeline_png(
 
     bars, labels = bars_of(trace)
     wide = default_steps(bars) if steps is None else steps
+    last = max((bar.step for bar in bars), default=0)
     if not any(bar.tokens and wide[0] <= bar.step <= wide[1] for bar in bars):
-        last = max((bar.step for bar in bars), default=0)
         raise ValueError(f"no rank worked in steps {wide[0]} to {wide[1]} (the last is {last})")
+    wide = wide[0], min(wide[1], last)
     near = _detail(wide, commits or {})
     figure = Figure(figsize=(15.0, 1.9 + 0.42 * len(labels)), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)

@@ -25,7 +25,7 @@ SCRIPTS = {
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples' folder on the path, as for a script that is started there."""
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-    for name in ("careful", "echo"):
+    for name in ("careful", "echo", "topk"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -37,7 +37,7 @@ def test_script_runs(script: str, beside: None, capsys: pytest.CaptureFixture[st
 
 
 def test_every_script_is_tested() -> None:
-    parts = {"careful.py", "echo.py"}  # used by the scripts, and below
+    parts = {"careful.py", "echo.py", "topk.py"}  # used by the scripts, and below
     assert {path.name for path in EXAMPLES.glob("*.py")} == SCRIPTS.keys() | parts
 
 
@@ -69,4 +69,40 @@ def test_the_careful_policy_is_refused_where_it_would_bias(beside: None) -> None
             [1, 2],
             overrides=["strategy=careful", "verifier=rejection", "model=random"],
             config_dirs=[EXAMPLES / "conf"],
+        )
+
+
+def test_the_verifier_does_what_it_says(beside: None) -> None:
+    """With k=1 it is greedy decoding; with more it accepts more, and is called lossy."""
+    import specdec
+
+    def generate(*words: str) -> specdec.Generation:
+        model = ["model=random", "model.num_layers=2", "model.vocab_size=32", "max_new_tokens=24"]
+        return specdec.generate(
+            [1, 2, 3], overrides=[*model, *words], config_dirs=[EXAMPLES / "conf"]
+        )
+
+    plain, one = generate("strategy=ar"), generate("verifier=topk", "verifier.k=1")
+    wide = generate("verifier=topk", "verifier.k=32")
+    assert one.tokens == plain.tokens != wide.tokens
+    assert wide.metrics["acceptance_rate"] == 1.0, "every token is among the 32 best of 32"
+    assert wide.metrics["acceptance_length"] > one.metrics["acceptance_length"]
+    with pytest.raises(specdec.UserError, match=r"verifier\.k=0"):
+        generate("verifier=topk", "verifier.k=0")
+
+
+def test_a_verifier_that_promises_too_much_is_found_out(
+    beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from topk import TopK
+
+    from specdec.testing import assert_lossless
+    from specdec.types import Lossless
+
+    monkeypatch.setattr(TopK, "lossless", Lossless.TOKEN)
+    with pytest.raises(AssertionError, match="greedy_parity"):
+        assert_lossless(
+            ["verifier=topk", "model=random"],
+            config_dirs=[EXAMPLES / "conf"],
+            checks=["greedy_parity"],
         )

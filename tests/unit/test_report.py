@@ -109,9 +109,10 @@ def test_table_shows_every_column_and_marks_the_best_lossless_row() -> None:
     for terminal, width in ((False, 80), (True, 60), (True, 200)):
         stream = StringIO()
         console = Console(file=stream, width=width, force_terminal=terminal, color_system=None)
-        print_table(rows, {"clock": "simulated", "data": "stdlib"}, console)
+        held = {"clock": "simulated", "clock_profile": "uniform_30ms", "clock_scale": 2.0}
+        print_table(rows, {**held, "data": "stdlib"}, console)
         text = stream.getvalue()
-        assert text.startswith("simulated time, data=stdlib")
+        assert text.startswith("simulated time on uniform_30ms x 2, data=stdlib")
         headings = ("lossless", "tokens/s", "vs ar", "TBT ms", "accept len", "target", "loops")
         assert all(heading in text for heading in headings)
         assert "\u2026" not in text, "a cell was cut"

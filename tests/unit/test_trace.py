@@ -221,7 +221,7 @@ def test_a_warm_up_leaves_no_mark() -> None:
     assert min(span.start_s for span in trace.spans()) == 0.0
 
 
-def test_pictures_are_drawn_from_the_files_alone(folder: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_pictures_are_drawn_from_the_files_alone(folder: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     assert main(["trace", str(folder)]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.split()]
     assert [p.name for p in paths] == ["timeline.png", "tree.html", "trace.json"]
@@ -232,6 +232,12 @@ def test_pictures_are_drawn_from_the_files_alone(folder: Path, capsys) -> None: 
     assert {bar.phase for bar in bars} == {"compute", "draft", "prune", "transmit", "wait"}
     with pytest.raises(ValueError, match="no rank worked"):
         timeline_png(trace, steps=(10**6, 10**6))
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr("specdec.trace.timeline._panel", lambda *given: shown.append(given[2]))
+    timeline_png(trace, steps=(3, 10**6))
+    last = max(bar.step for bar in bars)
+    assert shown[0] == (3, last), "no picture is titled with steps that were not"
+    assert shown[1][1] <= last
 
 
 def test_the_page_needs_nothing_else(folder: Path) -> None:

@@ -1,0 +1,47 @@
+"""A verifier of one's own: a draft token may stand if it is among the target's k best. Lossy."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from specdec.bounds import Count, bounded
+from specdec.state import DecodeState
+from specdec.types import NO_NODE, Lossless, Needs, Output, Verdict
+from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answers
+
+
+class TopK:
+    """Follows the most probable child that is among the target's ``k`` most probable tokens."""
+
+    needs = Needs(target_probs=True)  # the distributions come with the answers
+    lossless = Lossless.LOSSY  # what it promises: tables and `specdec verify` say so
+
+    @bounded
+    def __init__(self, *, k: Count) -> None:
+        """Takes the keys of its YAML.
+
+        Args:
+            k: tokens of the target that count as right; 1 is plain greedy decoding.
+        """
+        self.k = k
+
+    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
+        """One verdict per request whose root was answered: a walk down its tree."""
+        return [
+            follow(answered, partial(self._rule, answered))
+            for answered in record_answers(state, output)
+        ]
+
+    def _rule(self, answered: RootAnswered, slot: int) -> Choice:
+        """At one answered node: which child is followed, or which token comes after it."""
+        tree = answered.request.tree
+        children = tree.children(slot)
+        probs = answered.probs(slot)  # float64[V], after temperature and filters
+        right = np.argsort(-probs, kind="stable")[: self.k]
+        good = children[np.isin(tree.tokens[children], right)]
+        if not len(good):
+            return Choice(NO_NODE, answered.token(slot), num_rejected=len(children))
+        best = int(good[probs[tree.tokens[good]].argmax()])
+        return Choice(best, int(tree.tokens[best]), num_rejected=len(children) - 1)
