@@ -239,14 +239,9 @@ def _batch_figure(item: Item, found: tuple[str, Mapping[str, Mapping[int, Outcom
     sizes = item.config["batch_sizes"]
     ratios = _batch_ratios(item.config, rows)
     made, (left, right, *more) = figure(10.5 + 3.5 * bool(ratios), 4.6, 2 + bool(ratios))
-    tails = {metric: None for metric, *_ in item.config.get("below", {}).values()}
     by_size = {
-        name + ", requests' means" * ("request" in metric): (
-            sizes,
-            [runs[size].summary[metric] for size in sizes],
-        )
+        name: (sizes, [runs[size].summary["tbt_ms_p99"] for size in sizes])
         for name, runs in rows.items()
-        for metric in tails or ("tbt_ms_p99",)
     }
     plane = {
         name: (
@@ -263,10 +258,14 @@ def _batch_figure(item: Item, found: tuple[str, Mapping[str, Mapping[int, Outcom
         title=title,
     )
     lines(right, by_size)
+    y = "p99 time between tokens (ms, simulated)"
+    if any("request" in metric for metric, *_ in item.config.get("below", {}).values()):
+        y += "\ndotted: p99 of requests' means"
+        for line, runs in zip(right.get_lines(), rows.values(), strict=True):
+            tail = [runs[size].summary["tbt_ms_request_p99"] for size in sizes]
+            right.plot(sizes, tail, ls=":", marker="o", ms=4, color=line.get_color())
     doublings(right, sizes)
-    tidy(
-        right, x="batch size (requests)", y="p99 time between tokens (ms, simulated)", title=item.id
-    )
+    tidy(right, x="batch size (requests)", y=y, title=item.id)
     for ax in more:
         claims = item.stated.claims
         lines(ax, {claims[c].text: (sizes, list(by.values())) for c, by in ratios.items()})
