@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experiments.ppsd.runs import exit_run
 from experiments.reproduce.drawing import line_chart
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 
@@ -41,8 +41,7 @@ def transfer_latency(item: Item, lab: Lab) -> Findings:
         *("transfer ms", "stages", "E", "alpha", "PP tokens/s", "PPSD tokens/s", "over PP"),
         *("over one device", "tokens/s per device", "loop_share"),
     )
-    found.tables.append(Table("Simulated, values of the bundled target", columns, tuple(rows)))
+    found.table("Simulated, values of the bundled target", columns, rows)
     y = "speed-up over plain decoding on one device (times)"
     found.figure = line_chart(series, x="stages (N / E)", y=y, title=item.stated.title)
-    found.notes += list(config.get("notes", ()))
     return found

@@ -12,8 +12,8 @@ from typing import Any
 
 from experiments.pipelines.tables import SIMULATED
 from experiments.reproduce.drafts import make_draft
-from experiments.reproduce.drawing import COLORS, bars, figure, legend, tidy
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.drawing import COLORS, bar_chart, figure
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.report.files import write_json
@@ -81,9 +81,8 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
         *("fastest", "most tokens/s per device", "loop_share"),
     )
     title = f"{draft.title}; target pass {config['target_ms']:g} ms"
-    found.tables.append(Table(title, columns, tuple(rows)))
+    found.table(title, columns, rows)
     found.figure = _map_figure(item, config, best)
-    found.notes += list(config.get("notes", ()))
     return found
 
 
@@ -164,12 +163,14 @@ def staged_shape(item: Item, lab: Lab) -> Findings:
         *("tree", "guesses", "accept length", "draft passes per target pass", "traffic, own sizes"),
         *("traffic, the paper's sizes", "nodes/pass", "loop_share"),
     )
-    found.tables.append(Table("Counts of runs on the bundled pair (exact)", columns, tuple(rows)))
-    made, (ax,) = figure(9.0, 4.2)
-    bars(ax, best, form="{:.2f}")
-    y = "relative memory traffic at the paper's sizes"
-    tidy(ax, x="tree (children per level); n-gram guesses by depth", y=y, title=item.stated.title)
-    legend(ax)
-    found.figure = made
-    found.notes += list(config.get("notes", ()))
+    found.table("Counts of runs on the bundled pair (exact)", columns, rows)
+    x, y = "tree (children per level); n-gram guesses by depth", "relative memory traffic"
+    found.figure = bar_chart(
+        best,
+        x=x,
+        y=f"{y} at the paper's sizes",
+        title=item.stated.title,
+        size=(9.0, 4.2),
+        form="{:.2f}",
+    )
     return found

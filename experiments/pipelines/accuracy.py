@@ -16,8 +16,8 @@ import numpy as np
 
 from experiments.pipelines.tables import SIMULATED, run_rows
 from experiments.reproduce.drafts import Draft, drafts, make_draft
-from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.drawing import band, doublings, figure, legend, line_chart, lines, tidy
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -44,9 +44,9 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
                 cells[width, children] = run
                 s = run.summary
                 table.append((width, children, s["hit_rate"], run.tbt_ms, s["loop_share"]))
-        found.measures += _size_measures(config, draft, cells)
+        _add_size_measures(found, config, draft, cells)
     columns = ("width", "children", "accuracy (hit rate)", "TBT ms", "loop_share")
-    found.tables.append(Table("Tree parameters, simulated", columns, tuple(table)))
+    found.table("Tree parameters, simulated", columns, table)
     made, (left, right) = figure(10.0, 3.9, 2)
     for ax, pick in ((left, "hit_rate"), (right, "tbt_ms_mean")):
         lines(
@@ -66,13 +66,15 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
     tidy(right, x="tree width (nodes per level)", y="time between tokens (ms, simulated)")
     legend(left)
     found.figure = made
-    found.notes += list(config.get("notes", ()))
     return found
 
 
-def _size_measures(
-    config: Mapping[str, Any], draft: Draft, cells: Mapping[tuple[int, int], Outcome]
-) -> list[Measure]:
+def _add_size_measures(
+    found: Findings,
+    config: Mapping[str, Any],
+    draft: Draft,
+    cells: Mapping[tuple[int, int], Outcome],
+) -> None:
     """Saturation: the last doubling gains under 2 points. Collapse: the fewest children lose over 5
     points at the choice's width. Optimum: the choice is within 3 per cent of the grid's best."""
     widths, children = config["widths"], config["children"]
@@ -89,16 +91,8 @@ def _size_measures(
         "few_children": (loss > 5.0, f"{children[0]} children lose {loss:.1f} points"),
         "optimum": (excess <= 3.0, f"best is {best[0]}/{best[1]}, the choice {excess:+.1f} %"),
     }
-    return [
-        Measure(
-            claim=claim,
-            value=bool(value),
-            kind="simulated",
-            conditions=f"{draft.title}: {text}",
-            loop_share=loops,
-        )
-        for claim, (value, text) in facts.items()
-    ]
+    for claim, (value, text) in facts.items():
+        found.add(claim, bool(value), "simulated", f"{draft.title}: {text}", loops=loops)
 
 
 def top_k(item: Item, lab: Lab) -> Findings:
@@ -127,9 +121,8 @@ def top_k(item: Item, lab: Lab) -> Findings:
                 found.add(claim, value, "measured", draft.title, loops=loops, interval=ends)
         series[draft.short] = (ks, shares)
     columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share", "prompts", "tokens")
-    found.tables.append(Table("Hit ratio of the draft's k best tokens", columns, tuple(table)))
+    found.table("Hit ratio of the draft's k best tokens", columns, table)
     found.missing += list(config.get("times", ()))
-    found.notes += list(config.get("notes", ()))
     made, (ax,) = figure(7.0, 4.2)
     lines(ax, series)
     for claim in item.stated.claims.values():
@@ -209,7 +202,7 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
         *("tree", "sure positions", "fair positions", "right where sure", "accuracy", "TBT ms"),
         *("steps/token", "loop_share"),
     )
-    found.tables.append(Table("Simulated, synthetic drafts", columns, tuple(table)))
+    found.table("Simulated, synthetic drafts", columns, table)
     dynamic = curves["dynamic tree"]
     for name in config["static"]:
         shared = _shared_grid(curves[name][0], dynamic[0])
@@ -221,13 +214,9 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
             where = f"{name}, accuracies {shared[0]:.2f} to {shared[-1]:.2f}: the dynamic tree's"
             where += f" TBT is {ratio.min():.2f} to {ratio.max():.2f} of it"
         found.add(config["claim"], lower, "simulated", where)
-    made, (ax,) = figure(7.0, 4.6)
-    lines(ax, curves)
     y, x = "TBT (ms, simulated)", "accuracy (share of levels with the right token)"
-    tidy(ax, x=x, y=y, title="synthetic drafts of rising quality")
-    legend(ax)
-    found.figure = made
-    found.notes += list(config.get("notes", ()))
+    title = "synthetic drafts of rising quality"
+    found.figure = line_chart(curves, x=x, y=y, title=title, size=(7.0, 4.6))
     return found
 
 
@@ -265,15 +254,7 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         text = f"{draft.title}: {lost:.1f} points lost from the shallowest to the deepest"
         found.add(config["with_depth"], lost < config["points"], "simulated", text, loops=loops)
     columns = ("draft", "tree", "accuracy", "95 % from", "to", "loop_share")
-    found.tables.append(Table("Accuracy", columns, tuple(table)))
-    made, (ax,) = figure(7.0, 4.0)
-    lines(ax, series)
-    tidy(
-        ax,
-        x="pipeline stages",
-        y="accuracy (hit rate of the dynamic tree)",
-        title=item.stated.title,
-    )
-    legend(ax)
-    found.figure = made
+    found.table("Accuracy", columns, table)
+    x, y = "pipeline stages", "accuracy (hit rate of the dynamic tree)"
+    found.figure = line_chart(series, x=x, y=y, title=item.stated.title, size=(7.0, 4.0))
     return found

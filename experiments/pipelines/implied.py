@@ -12,7 +12,7 @@ from experiments.pipelines.tables import run_rows
 from experiments.pipelines.theory import needed_acceptance_length
 from experiments.reproduce.drafts import Draft, drafts, make_draft
 from experiments.reproduce.drawing import COLORS, figure, legend, tidy
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, lengths_of, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -60,8 +60,8 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
         )
         length = needed_acceptance_length(static_ms, nodes, stages, profile)
         implied.append((name, dynamic_ms, static_ms, hit, length))
-    found.tables.append(Table("What would have to be true", _NEEDED, tuple(implied)))
-    found.tables.append(Table("What drafts have", _HAD, tuple(_had(*point) for point in points)))
+    found.table("What would have to be true", _NEEDED, implied)
+    found.table("What drafts have", _HAD, tuple(_had(*point) for point in points))
     for draft, d, s in points[: len(points) - len(sweep)]:
         for claim, value, counts in (
             (config["hit"], d.summary["hit_rate"], hits_of(d.results)),

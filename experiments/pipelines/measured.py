@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from experiments.reproduce.drawing import band, figure, legend, lines, tidy
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.clocks import Work
@@ -37,7 +37,7 @@ def layer_times(item: Item, lab: Lab) -> Findings:
     table = [(num, ms[Work.STAGE][num], ms[Work.DRAFT][num]) for num in rows]
     columns = ("rows", "stage ms", "draft pass ms")
     title = f"Least of {repeats}, {_CONTEXT} tokens of context, float32, one thread"
-    found.tables.append(Table(title, columns, tuple(table)))
+    found.table(title, columns, table)
     flat = ms[Work.STAGE][config["flat_rows"]] / ms[Work.STAGE][8]
     where = f"this CPU, 1/{config['stages']} of the bundled target"
     text = f"{where}; {config['flat_rows']} rows take {flat:.2f} of the time of 8"

@@ -16,7 +16,8 @@ from experiments.reproduce.drawing import (
     lines,
     tidy,
 )
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.intervals import Interval
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from specdec.clocks import Work
@@ -56,7 +57,7 @@ def memory(item: Item, lab: Lab) -> Findings:
         (f"KV of one level of {config['width']} (MiB)", level),
         (f"KV of {config['levels']} levels in flight, first stage (MiB)", tree),
     )
-    found.tables.append(Table("Arithmetic on the model's shape", ("what", "value"), rows))
+    found.table("Arithmetic on the model's shape", ("what", "value"), rows)
     for claim, value in (
         ("first", middle + table),
         ("middle", middle),
@@ -64,7 +65,6 @@ def memory(item: Item, lab: Lab) -> Findings:
         ("tree", tree),
     ):
         found.add(claim, value, "formula", config["conditions"])
-    found.notes += list(config["notes"])
     return found
 
 
@@ -94,10 +94,8 @@ def features(item: Item, lab: Lab) -> Findings:
         ]
         if batch:
             facts.append(("large_batch", True, "formula", f"preset {', '.join(batch)}"))
-        found.measures += [
-            Measure(claim=claim, value=bool(value), kind=kind, conditions=text)
-            for claim, value, kind, text in facts
-        ]
+        for claim, value, kind, text in facts:
+            found.add(claim, bool(value), kind, text)
     return found
 
 
@@ -137,19 +135,16 @@ def batches(item: Item, lab: Lab) -> Findings:
             if fixed:
                 (only,) = rows[name].values()
                 rows[name] = dict.fromkeys(config["batch_sizes"], only)
-        found.measures += _batch_measures(config, draft, rows)
+        _add_batch_measures(found, config, draft, rows)
     columns = (
         *("draft", "row", "batch size", "tokens/s", "TBT ms", "p99 TBT ms"),
         *("p99 of requests' means, ms", "loop_share"),
     )
-    found.tables.append(
-        Table("Simulated, all requests present at the start", columns, tuple(table))
-    )
+    found.table("Simulated, all requests present at the start", columns, table)
     if "batching" in config:
         _batching(config["batching"], lab, found)
     if curves:
         found.figure = _batch_figure(item, next(iter(curves.items())))
-    found.notes += list(config.get("notes", ()))
     return found
 
 
@@ -166,59 +161,39 @@ def _batching(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
     found.add(config["claim"], outside / totals.total_model_s, "measured", text, loops=loops)
 
 
-def _batch_measures(
-    config: Mapping[str, Any], draft: Draft, rows: Mapping[str, Mapping[int, Outcome]]
-) -> list[Measure]:
+def _add_batch_measures(
+    found: Findings,
+    config: Mapping[str, Any],
+    draft: Draft,
+    rows: Mapping[str, Mapping[int, Outcome]],
+) -> None:
     def value(name: str, size: int, metric: str) -> float:
         return float(rows[name][size].summary[metric])
 
-    measures = []
     sizes = list(config["batch_sizes"])
     loops = next(iter(next(iter(rows.values())).values())).summary["loop_share"]
     for claim, ratios in _batch_ratios(config, rows).items():
         later = {size: r for size, r in ratios.items() if size >= config.get("from_batch", 1)}
         size = sorted(later, key=lambda size: later[size])[len(later) // 2]
         metric, mine, other = config["ratios"][claim]
-        low, high = None, None
+        ends: Interval = (None, None)
         if metric.startswith("tbt"):
             _, low, high = speed_ratio(rows[mine][size], rows[other][size])
+            ends = (low, high)
         spread = f"{min(later.values()):.2f} to {max(later.values()):.2f} over batches of"
-        measures.append(
-            Measure(
-                claim=claim,
-                value=later[size],
-                kind="simulated",
-                conditions=f"{draft.title}; batch {size}; {spread} {min(later)} to {max(later)}",
-                low=low,
-                high=high,
-                loop_share=loops,
-            )
-        )
+        where = f"{draft.title}; batch {size}; {spread} {min(later)} to {max(later)}"
+        found.add(claim, later[size], "simulated", where, loops=loops, interval=ends)
     for claim, (metric, mine, other) in config.get("below", {}).items():
         worst = max(value(mine, size, metric) / value(other, size, metric) for size in sizes)
-        measures.append(
-            Measure(
-                claim=claim,
-                value=worst < 1.0,
-                kind="simulated",
-                conditions=f"{draft.title}; at worst {worst:.2f} of it",
-                loop_share=loops,
-            )
-        )
+        where = f"{draft.title}; at worst {worst:.2f} of it"
+        found.add(claim, worst < 1.0, "simulated", where, loops=loops)
     for claim, (metric, others, mine) in config.get("overtakes", {}).items():
         last = sizes[-1]
         ahead = {name: value(name, last, metric) / value(mine, last, metric) for name in others}
         text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ahead.items())
-        measures.append(
-            Measure(
-                claim=claim,
-                value=all(r > 1 for r in ahead.values()),
-                kind="simulated",
-                conditions=f"{draft.title}; batch {last}: {text}",
-                loop_share=loops,
-            )
-        )
-    return measures
+        above = all(r > 1 for r in ahead.values())
+        where = f"{draft.title}; batch {last}: {text}"
+        found.add(claim, above, "simulated", where, loops=loops)
 
 
 def _batch_ratios(
@@ -316,7 +291,7 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
         *("draft", "method", "stages", "formula ms", "simulated ms", "formula off, %"),
         *("hit rate", "loop_share"),
     )
-    found.tables.append(Table("Latency per token", columns, tuple(table)))
+    found.table("Latency per token", columns, table)
     y = "PipeDec's formula against the simulator (per cent)"
     met = (-5.0, 5.0, "met: within 5 %")
     found.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)
@@ -349,6 +324,5 @@ def small_model(item: Item, lab: Lab) -> Findings:
             loops=run.summary["loop_share"],
         )
     columns = ("draft", "PipeDec TBT ms", "8B alone ms (stated)", "ratio", "loop_share")
-    found.tables.append(Table("70B in a pipeline against 8B alone", columns, tuple(rows)))
-    found.notes += list(config.get("notes", ()))
+    found.table("70B in a pipeline against 8B alone", columns, rows)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.pipelines.tables import SIMULATED
 from experiments.reproduce.drafts import Draft, drafts
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 
@@ -48,7 +48,7 @@ def timeline(item: Item, lab: Lab) -> Findings:
             found.add(claim, value, "simulated", conditions, loops=loops)
         rows = tuple((kind, us / 1e3, us / sum(busy.values()), loops) for kind, us in busy.items())
         columns = ("phase", "ms", "share of busy time", "loop_share")
-        found.tables.append(Table("Time of all stages", columns, rows))
+        found.table("Time of all stages", columns, rows)
         found.figure = timeline_png(trace, title=f"{item.id}, simulated, {draft.title}")
     return found
 
@@ -75,8 +75,7 @@ def algorithm(item: Item, lab: Lab) -> Findings:
             found.add(claim, held == of > 0, "simulated", where, loops=loops)
             rows.append((item.stated.claims[claim].text, held, of, what, loops))
     columns = ("line", "held", "of", "counted", "loop_share")
-    found.tables.append(Table("Algorithm 1 in a trace", columns, tuple(rows)))
-    found.notes += list(config.get("notes", ()))
+    found.table("Algorithm 1 in a trace", columns, rows)
     return found
 
 

@@ -12,6 +12,7 @@ from experiments.pipelines.theory import decode_counts
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import (
+    bar_chart,
     bars,
     claims_panel,
     figure,
@@ -19,7 +20,7 @@ from experiments.reproduce.drawing import (
     line_chart,
     tidy,
 )
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import beside, interval, times_of
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
@@ -56,18 +57,16 @@ def tbt(item: Item, lab: Lab) -> Findings:
             row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()
         ]
         shown[draft.short] = {name: run.tbt_ms for name, run in runs.items()}
-        found.measures += _ratios(config, draft, runs)
-        found.measures += _chain_ratios(config, draft, runs, chains)
+        _add_ratios(found, config, draft, runs)
+        _add_chain_ratios(found, config, draft, runs, chains)
     for traced in chains.values():
         for draft, run in traced:
             shown.setdefault("traced chains", {})[draft.short] = run.tbt_ms
-    found.tables.append(Table("Simulated time between tokens", COLUMNS, tuple(table)))
+    found.table("Simulated time between tokens", COLUMNS, table)
     found.measures += computed(config)
     if lab.paced and "paced" in config:
         add_paced(config["paced"], lab, found)
     found.figure = _tbt_figure(item, found, shown)
-    found.missing += list(config.get("absent", ()))
-    found.notes += list(config.get("notes", ()))
     return found
 
 
@@ -90,40 +89,22 @@ def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[An
     )
 
 
-def ratio_measure(claim: str, draft: Draft, *, slow: Outcome, fast: Outcome) -> Measure:
+def add_ratio(found: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome) -> None:
     """How many times faster one row is than another, with its interval over prompts."""
     value, low, high = speed_ratio(fast, slow)
-    return Measure(
-        claim=claim,
-        value=value,
-        kind="simulated",
-        conditions=draft.title,
-        low=low,
-        high=high,
-        loop_share=fast.summary["loop_share"],
-    )
+    loops = fast.summary["loop_share"]
+    found.add(claim, value, "simulated", draft.title, loops=loops, interval=(low, high))
 
 
-def _ratios(config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]) -> list[Measure]:
-    measures = [
-        ratio_measure(claim, draft, slow=runs[slow], fast=runs[fast])
-        for claim, (slow, fast) in config.get("ratios", {}).items()
-    ]
-    values = config.get("values", {})
-    for claim, name in (
-        values.items() if draft.name in config.get("values_of", [draft.name]) else ()
-    ):
-        run = runs[name]
-        measures.append(
-            Measure(
-                claim=claim,
-                value=run.tbt_ms,
-                kind="simulated",
-                conditions=draft.title,
-                loop_share=run.summary["loop_share"],
-            )
-        )
-    return measures
+def _add_ratios(
+    found: Findings, config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
+) -> None:
+    for claim, (slow, fast) in config.get("ratios", {}).items():
+        add_ratio(found, claim, draft, slow=runs[slow], fast=runs[fast])
+    if draft.name in config.get("values_of", [draft.name]):
+        for claim, name in config.get("values", {}).items():
+            loops = runs[name].summary["loop_share"]
+            found.add(claim, runs[name].tbt_ms, "simulated", draft.title, loops=loops)
 
 
 def _chains(
@@ -139,32 +120,25 @@ def _chains(
             table.append(row_of(draft, name, runs[name], plain=runs["PP"]))
             made.setdefault(name, []).append((draft, runs[name]))
             for claim in chain.get("over_plain", ()):
-                found.measures.append(ratio_measure(claim, draft, slow=runs["PP"], fast=runs[name]))
+                add_ratio(found, claim, draft, slow=runs["PP"], fast=runs[name])
     return made
 
 
-def _chain_ratios(
+def _add_chain_ratios(
+    found: Findings,
     config: Mapping[str, Any],
     draft: Draft,
     runs: Mapping[str, Outcome],
     chains: Mapping[str, Sequence[tuple[Draft, Outcome]]],
-) -> list[Measure]:
+) -> None:
     """Rows of other prompts and another model: no interval, and the conditions say so."""
-    measures: list[Measure] = []
     if draft.name not in config.get("chain_against", [draft.name]):
-        return measures
+        return
     for claim, (slow, fast) in config.get("chain_ratios", {}).items():
         for traced, run in chains.get(slow, ()):
-            measures.append(
-                Measure(
-                    claim=claim,
-                    value=run.tbt_ms / runs[fast].tbt_ms,
-                    kind="simulated",
-                    conditions=f"{draft.title}; other side: {traced.title} (other prompts)",
-                    loop_share=runs[fast].summary["loop_share"],
-                )
-            )
-    return measures
+            where = f"{draft.title}; other side: {traced.title} (other prompts)"
+            loops = runs[fast].summary["loop_share"]
+            found.add(claim, run.tbt_ms / runs[fast].tbt_ms, "simulated", where, loops=loops)
 
 
 def _tbt_figure(
@@ -197,8 +171,8 @@ def sampling_change(item: Item, lab: Lab) -> Findings:
         for draft, rows in runs.items()
         for name, run in rows.items()
     ]
-    found.tables.append(Table("Greedy and stochastic decoding", COLUMNS, tuple(table)))
-    found.measures += _changes(config, runs)
+    found.table("Greedy and stochastic decoding", COLUMNS, table)
+    _add_changes(found, config, runs)
     made, (left, *more) = figure(*((11.5, 4.4, 2) if config.get("changes") else (7.0, 4.2, 1)))
     shown = {d.short: {n: r.tbt_ms for n, r in rows.items()} for d, rows in runs.items()}
     bars(left, shown)
@@ -207,15 +181,14 @@ def sampling_change(item: Item, lab: Lab) -> Findings:
     for ax in more:
         claims_panel(ax, item.stated.claims, found.measures)
     found.figure = made
-    found.notes += list(config.get("notes", ()))
     return found
 
 
-def _changes(
-    config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
-) -> list[Measure]:
+def _add_changes(
+    found: Findings, config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
+) -> None:
     """Per cent that sampling adds to a row's TBT, with its interval over prompts."""
-    sentences, measures = config.get("sentences", {}), []
+    sentences = config.get("sentences", {})
     by_name = {draft.name: draft for draft in runs}
     pairs = [(by_name[name], by_name[config["stochastic"]]) for name in config["greedy"]]
     for claim, name in {**config.get("changes", {}), **sentences}.items():
@@ -223,21 +196,14 @@ def _changes(
             greedy, sampled = runs[plain][name], runs[stochastic][name]
             change = 100.0 * (sampled.tbt_ms / greedy.tbt_ms - 1.0)
             rows = beside(sampled.results, greedy.results, times_of)
-            low, high = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
-            is_sentence = claim in sentences
+            ends = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
             text = f"bundled pair, replayed: {stochastic.short} against {plain.short}"
-            measures.append(
-                Measure(
-                    claim=claim,
-                    value=change < config["small"] if is_sentence else change,
-                    kind="simulated",
-                    conditions=f"{text}; change {change:+.1f} %" if is_sentence else text,
-                    low=None if is_sentence else low,
-                    high=None if is_sentence else high,
-                    loop_share=sampled.summary["loop_share"],
-                )
-            )
-    return measures
+            loops = sampled.summary["loop_share"]
+            if claim in sentences:
+                text += f"; change {change:+.1f} %"
+                found.add(claim, change < config["small"], "simulated", text, loops=loops)
+            else:
+                found.add(claim, change, "simulated", text, loops=loops, interval=ends)
 
 
 def levels(item: Item, lab: Lab) -> Findings:
@@ -262,12 +228,9 @@ def levels(item: Item, lab: Lab) -> Findings:
             loops=runs[names[0]].summary["loop_share"],
         )
     columns = tuple("of one level" if c == "of PP" else c for c in COLUMNS)
-    found.tables.append(Table("Levels per step", columns, tuple(table)))
-    made, (ax,) = figure(8.0, 4.0)
-    bars(ax, shown)
-    tidy(ax, x="draft", y="time between tokens (ms, simulated)", title=item.stated.title)
-    legend(ax)
-    found.figure = made
+    found.table("Levels per step", columns, table)
+    y = "time between tokens (ms, simulated)"
+    found.figure = bar_chart(shown, x="draft", y=y, title=item.stated.title, size=(8.0, 4.0))
     return found
 
 
@@ -296,9 +259,7 @@ def equations(item: Item, lab: Lab) -> Findings:
         *("steps/token", "Eq. 2", "Eq. 2 off, %", "flush steps/token", "refill steps/token"),
         "loop_share",
     )
-    found.tables.append(
-        Table("The equations (reconstructed) and the simulator", columns, (*table,))
-    )
+    found.table("The equations (reconstructed) and the simulator", columns, table)
     y = "the equation against the simulator (per cent)"
     met = (-5.0, 5.0, "met: within 5 %")
     found.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)

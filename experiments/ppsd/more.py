@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments.ppsd.laws import alpha_of_speedup
 from experiments.ppsd.runs import add_runs, rival_runs
-from experiments.reproduce.drawing import bars, figure, legend, line_chart, tidy
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.drawing import bar_chart, line_chart
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.metrics.exit_laws import eq6_speedup
@@ -46,9 +46,8 @@ def against_others(item: Item, lab: Lab) -> Findings:
         *("model", "row", "XSum tokens/s", "GSM8K tokens/s", "XSum over plain"),
         "GSM8K over plain",
     )
-    found.tables.append(Table("Stated cells", columns, rows))
+    found.table("Stated cells", columns, rows)
     rival_runs(item, lab, found, config["runs"])
-    found.missing += list(config["absent"])
     return found
 
 
@@ -69,19 +68,16 @@ def heads(item: Item, lab: Lab) -> Findings:
     add_runs(item, lab, found, config["runs"])
     names = ("XSum", "GSM8K", "HumanEval")
     rows = tuple((m, head, *values) for m, pair in by_head.items() for head, values in pair.items())
-    found.tables.append(Table("Stated acceptance, %", ("model", "head", *names), rows))
-    made, (ax,) = figure(6.5, 3.7)
-    bars(
-        ax,
-        {
-            f"{model}\n{name}": {head: values[i] for head, values in pair.items()}
-            for model, pair in by_head.items()
-            for i, name in enumerate(names)
-        },
+    found.table("Stated acceptance, %", ("model", "head", *names), rows)
+    shown = {
+        f"{model}\n{name}": {head: values[i] for head, values in pair.items()}
+        for model, pair in by_head.items()
+        for i, name in enumerate(names)
+    }
+    y = "acceptance rate (per cent, stated)"
+    found.figure = bar_chart(
+        shown, x="model, data set", y=y, title=item.stated.title, size=(6.5, 3.7)
     )
-    tidy(ax, x="model, data set", y="acceptance rate (per cent, stated)", title=item.stated.title)
-    legend(ax)
-    found.figure = made
     return found
 
 
@@ -112,7 +108,7 @@ def independent(item: Item, lab: Lab) -> Findings:
         *("model", "temperature", "stages", "theoretical", "wall", "wall / theory"),
         *("alpha by Eq. 6", "cost per step, ms"),
     )
-    found.tables.append(Table("Measured by others", columns, tuple(rows)))
+    found.table("Measured by others", columns, rows)
     xs = [2, 4, 6, 8, 12, 16, 24]
     series = {
         where: (xs, [law(n) for n in xs]),
@@ -152,7 +148,7 @@ def training(item: Item, lab: Lab) -> Findings:
     from specdec.train.exit_recipe import STATED
     from specdec.train.exits import HeadKind
 
-    found, config = Findings(), item.config
+    found = Findings()
     where = "default of `specdec train exit_head`"
     for claim in item.stated.claims:
         kind, _, name = claim.partition("_")
@@ -172,6 +168,5 @@ def training(item: Item, lab: Lab) -> Findings:
         "loop_share",
     )
     title = "Heads that ship (measured when they were trained; docs/early_exit.md)"
-    found.tables.append(Table(title, columns, tuple(rows)))
-    found.missing += list(config["absent"])
+    found.table(title, columns, rows)
     return found

@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.open.maps import write_profile
 from experiments.pipelines.tables import SIMULATED
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
@@ -143,35 +143,33 @@ def add_runs(
         *("Eq. 6", "run / law", "loop_share"),
     )
     title = "PPSD on the bundled target, transfers and heads at no cost (simulated)"
-    found.tables.append(Table(title, columns, tuple(rows)))
-    found.measures += [_best(claim, runs, *spec) for claim, spec in config.get("best", {}).items()]
+    found.table(title, columns, rows)
+    for claim, spec in config.get("best", {}).items():
+        _add_best(found, claim, runs, *spec)
     if "lower" in config:
-        found.measures.append(_lower(config["lower"], runs))
+        _add_lower(found, config["lower"], runs)
     return [(made.law, made.speedup[0]) for same in runs.values() for made in same]
 
 
 Runs = Mapping[tuple[str, int], Sequence[ExitRun]]
 
 
-def _best(claim: str, runs: Runs, kind: str, wanted: int) -> Measure:
+def _add_best(found: Findings, claim: str, runs: Runs, kind: str, wanted: int) -> None:
     """Whether one exit has the highest mean speed-up of its kind of head."""
     means = {
-        layer: fmean(made.speedup[0] for made in found)
-        for (name, layer), found in runs.items()
+        layer: fmean(made.speedup[0] for made in same)
+        for (name, layer), same in runs.items()
         if name == kind
     }
     best = max(means, key=lambda layer: means[layer])
     text = "bundled target, " + ", ".join(f"E={e}/24: {m:.2f}x" for e, m in means.items())
-    loops = runs[kind, best][0].loops
-    return Measure(
-        claim=claim, value=best == wanted, kind="simulated", conditions=text, loop_share=loops
-    )
+    found.add(claim, best == wanted, "simulated", text, loops=runs[kind, best][0].loops)
 
 
-def _lower(claim: str, runs: Runs) -> Measure:
+def _add_lower(found: Findings, claim: str, runs: Runs) -> None:
     pairs = {
-        layer: (found, runs["transformer", layer])
-        for (kind, layer), found in runs.items()
+        layer: (same, runs["transformer", layer])
+        for (kind, layer), same in runs.items()
         if kind == "norm" and ("transformer", layer) in runs
     }
     alphas = {
@@ -179,13 +177,9 @@ def _lower(claim: str, runs: Runs) -> Measure:
         for layer, sides in pairs.items()
     }
     text = ", ".join(f"E={e}/24: {a:.2f} against {b:.2f}" for e, (a, b) in alphas.items())
-    return Measure(
-        claim=claim,
-        value=all(a < b for a, b in alphas.values()),
-        kind="simulated",
-        conditions=f"bundled target, {text}",
-        loop_share=next(iter(pairs.values()))[0][0].loops,
-    )
+    loops = next(iter(pairs.values()))[0][0].loops
+    less = all(a < b for a, b in alphas.values())
+    found.add(claim, less, "simulated", f"bundled target, {text}", loops=loops)
 
 
 Curve = tuple[list[float], list[float]]
@@ -213,7 +207,7 @@ def draft_length_runs(
         *("Eq. 4", "loop_share"),
     )
     title = f"EESD on the bundled target, E = {config['exit_layer']} of {_LAYERS} (simulated)"
-    found.tables.append(Table(title, columns, tuple(rows)))
+    found.table(title, columns, rows)
     rates, speeds = [row[2] for row in rows], [row[4] for row in rows]
     top = speeds.index(max(speeds))
     falls = all(b < a for a, b in pairwise(rates))
@@ -260,4 +254,4 @@ def rival_runs(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any])
         *("95 % from", "to", "loop_share"),
     )
     title = f"On the bundled target, {_STAGES} stages for every row (simulated)"
-    found.tables.append(Table(title, columns, tuple(table)))
+    found.table(title, columns, table)

@@ -11,7 +11,7 @@ import numpy as np
 from experiments.ppsd.laws import alpha_of_overall
 from experiments.ppsd.runs import add_runs, draft_length_runs
 from experiments.reproduce.drawing import COLORS, band, doublings, figure, legend, lines, tidy
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from experiments.reproduce.pacing import add_paced
@@ -39,7 +39,7 @@ def cells(item: Item, lab: Lab) -> Findings:
     """
     found, config = Findings(), item.config
     table = [cell for row in config["rows"] for cell in _cells(row, config["plain"])]
-    found.tables.append(Table("Formula check of every stated cell", _CELL, tuple(table)))
+    found.table("Formula check of every stated cell", _CELL, table)
     ppsd = [cell for cell in table if str(cell[1]).startswith("PPSD")]
     for claim, (model, method, which) in config.get("claims", {}).items():
         mine = [c for c in ppsd if c[0] == model and c[1] == method and which in ("mean", c[3])]
@@ -57,7 +57,6 @@ def cells(item: Item, lab: Lab) -> Findings:
         f": {names}" if off else ""
     )
     found.add(config["consistent"], not off, "formula", text)
-    found.notes += list(config.get("notes", ()))
     stated: dict[str, list[tuple[float, float]]] = {}
     for cell in table:
         stated.setdefault(str(cell[1]).split(",")[0], []).append((cell[8], cell[6]))
@@ -129,7 +128,7 @@ def exits(item: Item, lab: Lab) -> Findings:
         "Eq. 6 with S < E",
         "stated / law",
     )
-    found.tables.append(Table("Formula check of every stated cell", columns, tuple(table)))
+    found.table("Formula check of every stated cell", columns, table)
     off = [
         abs(row[6] / min((row[7], row[8]), key=lambda law: abs(law - row[6])) - 1) for row in table
     ]
@@ -137,10 +136,8 @@ def exits(item: Item, lab: Lab) -> Findings:
     text = f"{inside} of {len(off)} cells within {config['within']} % of the nearer form"
     text += f"; worst {100 * max(off):.0f} %"
     found.add(config["follows"], inside == len(off), "formula", text)
-    found.measures += [
-        _best_exit(claim, spec, table) for claim, spec in config.get("best", {}).items()
-    ]
-    found.notes += list(config.get("notes", ()))
+    for claim, spec in config.get("best", {}).items():
+        _add_best_exit(found, claim, spec, table)
     stated: dict[str, list[tuple[float, float]]] = {}
     for row in table:
         stated.setdefault(f"{row[0]}, {row[1]}", []).append((row[8], row[6]))
@@ -148,7 +145,9 @@ def exits(item: Item, lab: Lab) -> Findings:
     return found
 
 
-def _best_exit(claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]) -> Measure:
+def _add_best_exit(
+    found: Findings, claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
+) -> None:
     """Whether one exit position has the highest mean stated speed-up of its model and head."""
     model, head, wanted = spec
     mine: dict[int, list[float]] = {}
@@ -158,7 +157,7 @@ def _best_exit(claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
     means = {exit_layer: float(np.mean(values)) for exit_layer, values in mine.items()}
     best = max(means, key=lambda key: means[key])
     text = "means " + ", ".join(f"E={e}: {m:.2f}x" for e, m in means.items())
-    return Measure(claim=claim, value=best == wanted, kind="formula", conditions=text)
+    found.add(claim, best == wanted, "formula", text)
 
 
 def draft_lengths(item: Item, lab: Lab) -> Findings:
@@ -177,7 +176,7 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
             for g, a, s in zip(gammas, rates[name][1], speeds[name][1], strict=True)
         ]
     columns = ("alpha", "draft length", "Eq. 5 overall acceptance", "Eq. 4 EESD", "Eq. 6 PPSD")
-    found.tables.append(Table(f"By the laws, E = {exit_layer} of {layers}", columns, tuple(rows)))
+    found.table(f"By the laws, E = {exit_layer} of {layers}", columns, rows)
     falls = all(all(b < a for a, b in pairwise(ys)) for _, ys in rates.values())
     peaks = all(0 < int(np.argmax(ys)) < len(ys) - 1 for _, ys in speeds.values())
     tops = ", ".join(f"{n}: gamma {gammas[int(np.argmax(ys))]}" for n, (_, ys) in speeds.items())
@@ -212,9 +211,7 @@ def no_verification(item: Item, lab: Lab) -> Findings:
     eesd = [config["tokens"] / g * (g * exit_layer + config["layers"]) * per_layer for g in gammas]
     ppsd = config["tokens"] * exit_layer * per_layer
     rows = tuple((g, s, ppsd) for g, s in zip(gammas, eesd, strict=True))
-    found.tables.append(
-        Table("Seconds for all tokens, computed", ("draft length", "EESD", "PPSD"), rows)
-    )
+    found.table("Seconds for all tokens, computed", ("draft length", "EESD", "PPSD"), rows)
     text = f"EESD {min(eesd):.1f} s at its best length, PPSD {ppsd:.1f} s"
     found.add("lowest", ppsd < min(eesd), "formula", text)
     made, (ax,) = figure(6.0, 3.7)
@@ -252,7 +249,7 @@ def equations(item: Item, lab: Lab) -> Findings:
     found.add("better", lowest > 1.0, "formula", where)
     columns = ("alpha", "E", "gamma", "Eq. 7")
     worst_rows = sorted(grid, key=lambda row: row[3])[:8]
-    found.tables.append(Table("PPSD over EESD where it is least", columns, tuple(worst_rows)))
+    found.table("PPSD over EESD where it is least", columns, worst_rows)
     return found
 
 
@@ -266,8 +263,5 @@ def shapes(item: Item, lab: Lab) -> Findings:
         total = (layers * layer + 2 * config["vocab"] * hidden) / 1e9
         rows.append((claim, layers, hidden, ffn, total))
         found.add(claim, total, "formula", f"{layers} layers of {hidden} / {ffn}")
-    found.tables.append(
-        Table("Parameters", ("model", "layers", "hidden", "FFN", "billions"), tuple(rows))
-    )
-    found.notes += list(config.get("notes", ()))
+    found.table("Parameters", ("model", "layers", "hidden", "FFN", "billions"), rows)
     return found

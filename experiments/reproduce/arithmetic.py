@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings, Measure
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.errors import UserError
@@ -36,9 +36,7 @@ def arithmetic(item: Item, lab: Lab) -> Findings:
     found = Findings(measures=computed(item.config))
     for table in item.config.get("tables", ()):
         rows = tuple(tuple(row) for row in table["rows"])
-        found.tables.append(Table(table["title"], tuple(table["columns"]), rows))
-    found.notes += list(item.config.get("notes", ()))
-    found.missing += list(item.config.get("absent", ()))
+        found.table(table["title"], tuple(table["columns"]), rows)
     return found
 
 

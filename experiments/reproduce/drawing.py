@@ -84,6 +84,23 @@ def lines(
         ax.plot(xs, ys, marker=marker, ms=3.5, lw=1.4, color=color, label=name, zorder=3)
 
 
+def bar_chart(
+    groups: Mapping[str, Mapping[str, float | None]],
+    *,
+    x: str,
+    y: str,
+    title: str,
+    size: tuple[float, float],
+    form: str = "{:.1f}",
+) -> Figure:
+    """A figure of one panel with grouped ``bars``."""
+    made, (ax,) = figure(*size)
+    bars(ax, groups, form=form)
+    tidy(ax, x=x, y=y, title=title)
+    legend(ax)
+    return made
+
+
 def line_chart(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     *,
@@ -91,9 +108,10 @@ def line_chart(
     y: str,
     title: str,
     within: tuple[float, float, str] | None = None,
+    size: tuple[float, float] = (6.8, 4.2),
 ) -> Figure:
     """A figure of one panel with a line per name; ``within``: a band's ends and name."""
-    made, (ax,) = figure(6.8, 4.2)
+    made, (ax,) = figure(*size)
     lines(ax, series)
     if within is not None:
         band(ax, *within)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,10 @@ class Findings:
                 loop_share=loops,
             )
         )
+
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Adds a ``Table``."""
+        self.tables.append(Table(title, tuple(columns), tuple(tuple(row) for row in rows)))
 
 
 def verdict(claim: Claim, measure: Measure | None) -> str:

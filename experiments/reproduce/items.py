@@ -74,10 +74,13 @@ class Item:
         return "ready"
 
     def build(self, lab: Lab) -> Findings:
-        """Runs what the item needs and makes its findings."""
+        """Runs what the item needs; its findings end with the config's ``notes`` and ``absent``."""
         module, _, function = self.builder.partition(":")
         make: Callable[[Item, Lab], Findings] = getattr(importlib.import_module(module), function)
-        return make(self, lab)
+        findings = make(self, lab)
+        findings.notes += self.config.get("notes", ())
+        findings.missing += self.config.get("absent", ())
+        return findings
 
 
 def all_items(root: Path = ROOT) -> dict[str, Item]:

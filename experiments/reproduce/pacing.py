@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.lab import Lab
 from specdec.metrics.compare import speed_ratio_interval
 from specdec.report import read_requests
@@ -42,7 +42,7 @@ def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
         *(f"over {first['strategy']}", "overrun_share", "hit rate", "accept length"),
         *("tokens as the first row", "loop_share", "prompts", "repeats"),
     )
-    found.tables.append(Table("Paced: a process per stage, real messages", columns, table))
+    found.table("Paced: a process per stage, real messages", columns, table)
     records = read_requests(compared["folder"] / "requests.jsonl")
     wanted = {claim: (slow, fast) for claim, (slow, fast) in config.get("ratios", {}).items()}
     wanted |= {claim: ("ar", fast) for claim, fast in config.get("follows", {}).items()}

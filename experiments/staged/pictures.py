@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.reproduce.drawing import figure, legend, tidy
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from experiments.staged.tables import compared
@@ -22,24 +22,13 @@ def roofline(item: Item, lab: Lab) -> Findings:
     flops = 2.0 * config["parameters"] * config["tokens_per_s"]
     moved = config["parameters"] * config["bytes"] * config["tokens_per_s"]
     where = "arithmetic: 2 operations and 2 bytes per parameter and token"
-    found.measures += [
-        Measure(claim="intensity", value=flops / moved, kind="formula", conditions=where),
-        Measure(
-            claim="utilisation",
-            value=100 * flops / config["peak_flops"],
-            kind="formula",
-            conditions=f"{where}; {config['peak_flops'] / 1e12:.0f} TFLOP/s",
-        ),
-    ]
+    found.add("intensity", flops / moved, "formula", where)
+    where += f"; {config['peak_flops'] / 1e12:.0f} TFLOP/s"
+    found.add("utilisation", 100 * flops / config["peak_flops"], "formula", where)
     points = {"baseline": 1.0, **config["traffic"]}
     rows = tuple((n, 1.0 / t, 100 * moved / config["peak_bytes"]) for n, t in points.items())
-    found.tables.append(
-        Table(
-            "Operations per byte of weights",
-            ("row", "FLOP/byte", "bandwidth used by the baseline, %"),
-            rows,
-        )
-    )
+    columns = ("row", "FLOP/byte", "bandwidth used by the baseline, %")
+    found.table("Operations per byte of weights", columns, rows)
     made, (ax,) = figure(6.5, 4.0)
     xs = np.logspace(-1, 3, 60)
     roof = np.minimum(xs * config["peak_bytes"], config["peak_flops"]) / 1e12
@@ -101,7 +90,7 @@ def origins(item: Item, lab: Lab) -> Findings:
         for kind in counts
     )
     columns = ("tokens", *names, "count", "loop_share")
-    found.tables.append(Table("Share of tokens by origin", columns, rows))
+    found.table("Share of tokens by origin", columns, rows)
     value = shares["white space"]["n-gram"]
     found.add(
         "white_space",

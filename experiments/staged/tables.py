@@ -21,7 +21,7 @@ from experiments.reproduce.drawing import (
     legend,
     tidy,
 )
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
@@ -110,10 +110,7 @@ def traffic(item: Item, lab: Lab) -> Findings:
         "draft passes/token",
         "loop_share",
     )
-    found.tables.append(
-        Table("Relative memory traffic (counts of runs, exact)", columns, tuple(table))
-    )
-    found.notes += list(config.get("notes", ()))
+    found.table("Relative memory traffic (counts of runs, exact)", columns, table)
     found.figure = claims_figure(item.stated.claims, found.measures, item.stated.title)
     return found
 
@@ -181,8 +178,7 @@ def speed(item: Item, lab: Lab) -> Findings:
         *("sampling", "row", "tokens/s", "over ar", "by counts", "tokens as ar"),
         *("overhead_share", "nodes/pass", "loop_share"),
     )
-    found.tables.append(Table("Measured on this machine", columns, tuple(table)))
-    found.missing += list(config.get("absent", ()))
+    found.table("Measured on this machine", columns, table)
     made, (left, right) = figure(11.0, 4.2, 2)
     bars(left, shown)
     tidy(left, x="sampling", y="tokens per second (measured, this CPU)", title=item.stated.title)
@@ -211,7 +207,7 @@ def overhead(item: Item, lab: Lab) -> Findings:
                 (f"{label}, {name}: {speed_of} of {bound:.0f} tokens/s that its traffic allows"),
             )
     columns = ("sampling", "row", "tokens/s by traffic alone", "stated tokens/s", "lost, %")
-    found.tables.append(Table("What Tables 1 and 2 imply", columns, tuple(rows)))
+    found.table("What Tables 1 and 2 imply", columns, rows)
     for label, sampling in config["samplings"].items():
         result = compared(item, lab, sampling)
         row = next(r for r in result["rows"] if r["strategy"] == "staged")
@@ -264,7 +260,7 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
                 claim, value, "measured", f"{label}, {len(staged)} prompts; {text}", loops=loops
             )
     columns = ("sampling", "row", "worst prompt", "median", "best prompt", "prompts", "loop_share")
-    found.tables.append(Table("Speed-up over ar per prompt, measured", columns, tuple(table)))
+    found.table("Speed-up over ar per prompt, measured", columns, table)
     found.figure = made
     return found
 

@@ -11,6 +11,7 @@ from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import drafts
 from experiments.reproduce.drawing import (
     band,
+    bar_chart,
     bars,
     claims_panel,
     doublings,
@@ -19,7 +20,7 @@ from experiments.reproduce.drawing import (
     lines,
     tidy,
 )
-from experiments.reproduce.findings import Findings, Measure, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import Interval, accepted_of, beside, interval
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
@@ -79,9 +80,7 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
             loops=fmean(loops) if loops else None,
         )
     found.measures += computed(config)
-    found.tables.append(Table("Simulated decoding", _COLUMNS, tuple(table)))
-    found.missing += list(config.get("absent", ()))
-    found.notes += list(config.get("notes", ()))
+    found.table("Simulated decoding", _COLUMNS, table)
     made, (left, right) = figure(12.0, 4.8, 2)
     bars(left, shown, form="{:.0f}")
     tidy(left, x="draft", y="tokens per second (simulated)", title=item.stated.title)
@@ -127,7 +126,7 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
                 found_lengths.append(run.summary["accepted_per_pass"])
                 table.append((draft.title, key, size, found_lengths[-1], run.summary["loop_share"]))
             drawn[key][draft.short] = (sizes, found_lengths)
-            found.measures += _saturation(config, key, runs, draft.title)
+            _saturation(found, config, key, runs, draft.title)
     names = (("target's batch size bs (nodes)", "bs"), ("draft's batch size w (leaves)", "w"))
     for ax, (x, key) in zip(axes, names, strict=True):
         lines(ax, drawn[key])
@@ -137,41 +136,23 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
         tidy(ax, x=x, y="accepted tokens per target pass (simulated)", title=item.stated.title)
         legend(ax)
     columns = ("draft", "varied", "size", "accepted per pass", "loop_share")
-    found.tables.append(Table("Compression ratio (without the bonus token)", columns, tuple(table)))
-    found.notes += list(config.get("notes", ()))
+    found.table("Compression ratio (without the bonus token)", columns, table)
     found.figure = made
     return found
 
 
-def _saturation(config: Any, key: str, runs: Mapping[int, Outcome], title: str) -> list[Measure]:
+def _saturation(
+    found: Findings, config: Any, key: str, runs: Mapping[int, Outcome], title: str
+) -> None:
     """Whether the largest size gains little on the stated one; of bs also the stated gain."""
     claim, knee = config["target" if key == "bs" else "draft"]
-    text, value, ends = _gain(runs, knee, max(runs))
-    loops = runs[knee].summary["loop_share"]
-    measures = [
-        Measure(
-            claim=claim,
-            value=value < config["small"],
-            kind="simulated",
-            conditions=f"{title}; {text}: {value:+.1f} %",
-            loop_share=loops,
-        )
-    ]
+    text, value, _ = _gain(runs, knee, max(runs))
+    loops, where = runs[knee].summary["loop_share"], f"{title}; {text}: {value:+.1f} %"
+    found.add(claim, value < config["small"], "simulated", where, loops=loops)
     if key == "bs":
         name, low, high = config["gain"]
         _, value, ends = _gain(runs, low, high)
-        measures.append(
-            Measure(
-                claim=name,
-                value=value,
-                kind="simulated",
-                conditions=title,
-                low=ends[0],
-                high=ends[1],
-                loop_share=loops,
-            )
-        )
-    return measures
+        found.add(name, value, "simulated", title, loops=loops, interval=ends)
 
 
 def _gain(runs: Mapping[int, Outcome], low: int, high: int) -> tuple[str, float, Interval]:
@@ -211,14 +192,9 @@ def choices(item: Item, lab: Lab) -> Findings:
                 f"{draft.title}; best: {best}{ahead}",
                 loops=runs[best].summary["loop_share"],
             )
-    found.tables.append(Table("Simulated decoding", _COLUMNS, tuple(table)))
-    found.missing += list(config.get("absent", ()))
-    found.notes += list(config.get("notes", ()))
-    made, (ax,) = figure(7.5, 4.0)
-    bars(ax, shown, form="{:.0f}")
+    found.table("Simulated decoding", _COLUMNS, table)
     stated = " or ".join(name for allowed in config["best"].values() for name in allowed)
     title = f"{item.stated.title} (the paper's best: {stated})"
-    tidy(ax, x="draft", y="tokens per second (simulated)", title=title)
-    legend(ax)
-    found.figure = made
+    y = "tokens per second (simulated)"
+    found.figure = bar_chart(shown, x="draft", y=y, title=title, size=(7.5, 4.0), form="{:.0f}")
     return found

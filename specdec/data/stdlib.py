@@ -86,7 +86,7 @@ def _head(
     parts = lines[first - 1 : function.body[0].end_lineno]
     if owner is not None:
         parts = [*lines[owner.lineno - 1 : _class_line_end(owner)], *parts]
-    imports = _imports_used(module, function)
+    imports = imports_used(module, function)
     text = "\n".join([*imports, "", "", *parts] if imports else parts) + "\n"
     if MIN_CHARS <= len(text) <= MAX_CHARS and text.isascii():
         name = function.name if owner is None else f"{owner.name}.{function.name}"
@@ -100,7 +100,8 @@ def _class_line_end(owner: ast.ClassDef) -> int:
     return max(ends)
 
 
-def _imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
+def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
+    """A module's import statements, of at most six names each, that bind a name in a function."""
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     used = []
     for node in module.body:

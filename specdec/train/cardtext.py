@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.train.corpus import HELD_OUT_MODULUS
+from specdec.train.corpus import EVALUATED, HELD_OUT_MODULUS
 
 RANKS = (1, 2, 4, 8, 16, 32)
 
@@ -225,11 +225,21 @@ LIMITS = """## Limits
 - A line break and the indentation after it are one token, so a prompt should not end in a line
   break: it would say that no indentation follows. Strip it.
 - Text: Python code and a little GSM8K-style English arithmetic. Other text is outside its domain.
-- No evaluation prompt was trained on: a file that shares 13 consecutive words with HumanEval or
-  with GSM8K's test questions was dropped, and held-out files were never read for training or for
+- {kept_out}, and held-out files were never read for training or for
   the tokenizer. A near copy of a held-out file in another package was dropped as well (half of
   its 3-line shingles seen before); shorter shared passages may remain.
 """
+
+
+def _kept_out(corpus: dict[str, Any]) -> str:
+    names = corpus.get("kept_out", list(EVALUATED))  # records of before say nothing: it was both
+    if not names:
+        return "No evaluation set was at hand when the text was gathered, so none was kept out"
+    sets = " or\n  with ".join(names)
+    return (
+        f"No evaluation prompt was trained on: a file that shares 13 consecutive words with {sets}"
+        " was dropped"
+    )
 
 
 def write_card(
@@ -274,6 +284,6 @@ def write_card(
         f"{distilled} The loss is the divergence KL(target || draft) in nats; held-out is the "
         "cross entropy on the held-out text.\n",
         _curve(draft),
-        "\n" + LIMITS,
+        "\n" + LIMITS.replace("{kept_out}", _kept_out(corpus)),
     ]
     (folder / "README.md").write_text("\n".join(parts), encoding="ascii", errors="replace")

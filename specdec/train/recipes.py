@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from specdec.errors import UserError
 from specdec.report.files import write_json
-from specdec.train.corpus import Corpus, build_corpus
+from specdec.train.corpus import EVALUATED, Corpus, build_corpus
 from specdec.train.keys import made_of
 from specdec.train.lm import Pretraining, Report
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
@@ -146,6 +146,7 @@ def describe_corpus(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str,
         "python": platform.python_version(),
         "sources": sources,
         "dropped": dict(corpus.dropped),
+        "kept_out": corpus.kept_out,
         "streams": {
             name: {"tokens": len(ids), "bytes": stream_bytes[name]} for name, ids in streams.items()
         },
@@ -182,7 +183,7 @@ def make_tokenizer(
     kept = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
     report(0.0, "reading source files")
     corpus = build_corpus(packages=packages, gsm8k_mb=gsm8k_mb, copy_threshold=copy_threshold)
-    report(0.4, f"{len(corpus.train)} documents")
+    report(0.4, f"{len(corpus.train)} documents; {told_of(corpus)}")
     if kept is None:
         found = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
         _refuse_other_models(found, out)
@@ -197,6 +198,13 @@ def make_tokenizer(
             save_tokenizer(found, out / part, max_positions)
         write_json(out / "corpus.json", describe_corpus(corpus, streams))
     report(1.0, f"{sum(map(len, streams.values()))} tokens")
+
+
+def told_of(corpus: Corpus) -> str:
+    """Which evaluation text was kept out, and that of which sets was not, for want of the sets."""
+    absent = [name for name in EVALUATED if name not in corpus.kept_out]
+    kept = f"text of {', '.join(corpus.kept_out) or 'no evaluation set'} kept out"
+    return f"{kept}; not at hand (SPECDEC_DATA): {', '.join(absent)}" if absent else kept
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -120,16 +121,31 @@ def body(seed: int) -> str:
 
 
 def test_evaluation_text_is_dropped(tmp_path, monkeypatch):
-    """A file that quotes thirteen words of an evaluation set is dropped, reworded ones stay."""
+    """A file that quotes thirteen words of an evaluation set is dropped, reworded ones stay.
+
+    Plain files of the data folder count as gzipped ones do: they were once overlooked.
+    """
     quoted = " ".join(f"word{i}" for i in range(20))
     (tmp_path / "quotes.py").write_text(f'"""{quoted}"""\n' + body(1))
     (tmp_path / "plain.py").write_text(body(2))
     monkeypatch.delenv("SPECDEC_DATA", raising=False)
     monkeypatch.setattr(corpus, "stdlib_root", lambda: tmp_path)
-    monkeypatch.setattr(corpus, "evaluation_grams", lambda data: corpus.word_grams(quoted))
-    built = corpus.build_corpus(packages={})
-    assert [d.path for d in built.train] == ["plain.py"]
-    assert built.dropped["evaluation n-gram"] == 1
+    data = tmp_path / "data"
+    (data / "humaneval").mkdir(parents=True)
+    row = json.dumps({"prompt": quoted[:60], "canonical_solution": quoted[60:]})
+    for ending, opened in (("", open), (".gz", gzip.open)):
+        path = data / "humaneval" / f"HumanEval.jsonl{ending}"
+        with opened(path, "wt") as stream:
+            stream.write(row + "\n")
+        monkeypatch.setenv("SPECDEC_DATA", str(data))
+        built = corpus.build_corpus(packages={})
+        assert [d.path for d in built.train] == ["plain.py"]
+        assert built.dropped["evaluation n-gram"] == 1
+        assert built.kept_out == ["HumanEval"]
+        assert "not at hand (SPECDEC_DATA): GSM8K's test questions" in recipes.told_of(built)
+        path.unlink()
+    monkeypatch.delenv("SPECDEC_DATA")
+    assert len(corpus.build_corpus(packages={}).train) == 2, "the control: it is the set that drops"
 
 
 @pytest.mark.parametrize(
