@@ -28,7 +28,10 @@ _MIB, _GIB = 2**20, 2**30
 
 
 def memory(item: Item, lab: Lab) -> Findings:
-    """Memory per device from the model's shape, and what the tree needs (SpecPipe Table 1).
+    """Memory per device from the model's shape, and what the tree adds (SpecPipe Table 1).
+
+    Keys and values of tree nodes lie in the context budget that the totals hold already (4.5), so
+    the tree adds its rows in flight and its mask.
 
     Keys: ``shape`` (hidden, layers, kv_heads, head_dim, ffn, vocab), ``devices``,
     ``context_tokens``, ``runtime_mib``, ``width``, ``levels``.
@@ -44,9 +47,9 @@ def memory(item: Item, lab: Lab) -> Findings:
     runtime = config["runtime_mib"] * _MIB / _GIB
     middle = weights + cache + runtime
     table = 2 * s["hidden"] * s["vocab"] / _GIB
-    level, tree = (
-        n * kv_token / _MIB for n in (config["width"], config["width"] * config["levels"])
-    )
+    width, nodes = config["width"], 1 + config["width"] * config["levels"]
+    hidden = 2 * width * s["hidden"] * 2 / _MIB  # in and out, 2 bytes each
+    mask = nodes**2 / _MIB
     rows = (
         ("parameters of a layer (millions)", layer / 1e6),
         (f"weights of {layers} layers, bf16 (GiB)", weights),
@@ -54,15 +57,16 @@ def memory(item: Item, lab: Lab) -> Findings:
         ("embedding or output table (GiB)", table),
         ("runtime (GiB)", runtime),
         ("KV of one token on a device (KiB)", kv_token / 1024),
-        (f"KV of one level of {config['width']} (MiB)", level),
-        (f"KV of {config['levels']} levels in flight, first stage (MiB)", tree),
+        (f"KV of {nodes} tree nodes, first stage (MiB, of the KV budget)", nodes * kv_token / _MIB),
+        (f"hidden states of a level of {width}, in and out (MiB)", hidden),
+        (f"mask of {nodes} nodes, a byte each (MiB)", mask),
     )
     found.table("Arithmetic on the model's shape", ("what", "value"), rows)
     for claim, value in (
         ("first", middle + table),
         ("middle", middle),
         ("last", middle + table),
-        ("tree", tree),
+        ("tree", hidden + mask),
     ):
         found.add(claim, value, "formula", config["conditions"])
     return found
