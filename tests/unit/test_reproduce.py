@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments.pipelines.others import memory
 from experiments.ppsd.laws import alpha_of_overall, alpha_of_speedup
 from experiments.reproduce import command, results
 from experiments.reproduce.arithmetic import evaluate
@@ -23,6 +24,7 @@ from experiments.reproduce.findings import (
     verdict,
 )
 from experiments.reproduce.items import all_items, choose
+from experiments.reproduce.lab import Lab
 from experiments.reproduce.rendering import claim_rows, csv_text, markdown
 from experiments.reproduce.stated import Claim, read_paper
 from specdec.errors import UserError
@@ -212,3 +214,14 @@ def test_paced_rows_are_described() -> None:
         for claim, rows in pairs.items():
             assert claim in ITEMS[name].stated.claims
             assert all(row in strategies for row in rows)
+
+
+def test_a_tree_s_keys_lie_in_the_context_budget_and_are_not_counted_twice(tmp_path: Path) -> None:
+    """SpecPipe 4.5: KV is "shared by both the speculative tree nodes and the tokens generated"."""
+    item = ITEMS["specpipe/table1"]
+    found = memory(item, Lab(folder=tmp_path, quick=True))
+    values = {measure.claim: measure.value for measure in found.measures}
+    nodes, hidden_bytes = 1 + 8 * 64, 8192 * 2
+    assert values["tree"] == pytest.approx((2 * 64 * hidden_bytes + nodes**2) / 2**20)
+    key_value_bytes = 2 * 8 * 128 * 2 * 10  # of a token on a device of ten layers
+    assert values["tree"] < nodes * key_value_bytes / 2**20
