@@ -46,6 +46,9 @@ def emitted(kind: str, strategy: str, costs: dict[str, Any], **keys: Any) -> dic
         ("ppsd", 8.0, {}),
         ("ar", 8.0, {"executor__groups": [2, 1, 2, 1]}),
         ("pipedec", 8.0, {"executor__groups": [1, 3, 1, 2]}),
+        ("ppsd_multi", 8.0, {"model__exit_layer": 1}),  # both exits in the first stage
+        ("ppsd_multi", 8.0, {"model__exit_layer": 3}),  # in the second and the third
+        ("medusa", 8.0, {}),  # heads beside the trees
     ],
 )
 def test_paced_times_are_the_simulators(
