@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class Decoder:
         Raises:
             UserError: for anything that the command line would refuse.
         """
-        cfg = run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config
+        cfg = _config(overrides, config_dirs)
         if cfg["strategy"]["kind"] != "parts":
             raise UserError(
                 f"strategy={cfg['strategy']['name']} is transformers' own decoding; call its"
@@ -231,7 +232,7 @@ class Decoder:
             )
         pair = self.pair
         if not isinstance(prompt, str):
-            ids = list(prompt)
+            ids = _token_ids(prompt)
         elif pair.tokenizer is None:
             raise UserError("this pair has no tokenizer: give the prompt as token ids")
         else:
@@ -251,6 +252,17 @@ class Decoder:
                 f" the model's {room} positions; shorten one of them"
             )
         return TokenPrompt(prompt_id, np.asarray(ids, np.int64))
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """The prompt as it was given, if it is one prompt's tokens."""
+    try:
+        return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise UserError(
+            f"a prompt is text or a list of token ids, not {prompt!r:.60}; many prompts are decoded"
+            " in turn, one call each (or as one batch by `specdec run batch_size=`)"
+        ) from error
 
 
 class _Follower:
@@ -348,5 +360,11 @@ def certify(
     """
     from specdec.verify import certify as run_checks
 
-    cfg = run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config
-    return run_checks(cfg, checks=checks)
+    return run_checks(_config(overrides, config_dirs), checks=checks)
+
+
+def _config(overrides: Sequence[str], config_dirs: Sequence[str | Path]) -> dict[str, Any]:
+    for name, given in (("overrides", overrides), ("config_dirs", config_dirs)):
+        if isinstance(given, str):
+            raise UserError(f"{name}={given!r} must be a list, as in {name}=[{given!r}]")
+    return run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config

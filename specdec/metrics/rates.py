@@ -204,13 +204,14 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
     """Where the time went.
 
     ``overhead_share``: the controller's wall time outside model calls and declared waits, over
-    that wall time; ``overhead_ms_per_step`` the same per step. ``bubble_share``: per stage, the
+    that wall time, None where no model was called (replayed and synthetic runs);
+    ``overhead_ms_per_step`` the same per step. ``bubble_share``: per stage, the
     share of the run's clock in which it did not work. ``draft_hidden_share``: draft time that
     passed while the target was busy. ``mean_batch``: requests open per step; ``kv_tokens_mean``,
     ``kv_tokens_peak``: tokens and nodes that the target's first stage held for them.
     """
     overhead = totals.wall_s - totals.total_model_s - totals.wait_s
-    known = totals.wall_s > 0
+    known = totals.wall_s > 0 and totals.total_model_s + totals.wait_s > 0
     bubbles = None
     if totals.stage_busy_s is not None and totals.clock_s > 0:
         busy = sorted(totals.stage_busy_s.items())
