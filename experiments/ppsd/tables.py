@@ -247,6 +247,9 @@ def equations(item: Item, lab: Lab) -> Findings:
     found.add("nothing", least >= 1.0, "formula", where)
     where = f"least {lowest:.3f} at alpha {alpha}, E = {exit_layer}, gamma = {gamma}"
     found.add("better", lowest > 1.0, "formula", where)
+    gain, stated = eq7_gain(1.0, 5, layers // 4, layers), 5 + 4
+    where = f"{gain:.2f} at gamma = 5, E = N / 4, not {stated}: (gamma + N / E) / (gamma + 1)"
+    found.add("ones", abs(gain / stated - 1.0) < 0.01, "formula", where)
     columns = ("alpha", "E", "gamma", "Eq. 7")
     worst_rows = sorted(grid, key=lambda row: row[3])[:8]
     found.table("PPSD over EESD where it is least", columns, worst_rows)

@@ -58,7 +58,8 @@ def eq6_speedup(alpha: float, exit_layer: int, num_layers: int) -> float:
 def eq7_gain(alpha: float, gamma: int, exit_layer: int, num_layers: int) -> float:
     """Eq. 7: PPSD over EESD, Eq. 6 / Eq. 4.
 
-    The paper calls it above 1 always; where E does not divide N and alpha is small it is not.
+    The paper calls it above 1 always; where E does not divide N and alpha is small it is not. At
+    alpha = 1 it is (gamma + N / E) / (gamma + 1); the paper prints gamma + N / E.
     """
     return eq6_speedup(alpha, exit_layer, num_layers) / eq4_speedup(
         alpha, gamma, exit_layer, num_layers

@@ -33,7 +33,9 @@ class BestFirst(Stateless):
 
     Leaves are those of ``best_leaves``; nodes are made only of what is expanded or submitted. An
     expansion asks for ``max(bs, w)`` children, so no child left out could be among the ``bs`` best
-    nodes or the ``w`` best leaves.
+    nodes or the ``w`` best leaves. The paper does not say how many it asks for. With fewer the
+    subgraph is the best one of a smaller tree, and a root that stands alone takes several serial
+    expansions to ``bs`` nodes: a deeper tree, later.
 
     *Serial* form (SwiftSpec-base, the paper's ablation): ``select`` expands the ``w`` best leaves
     ``d`` times, goes on while fewer than ``bs`` nodes are available, and submits the ``bs`` best
@@ -55,6 +57,7 @@ class BestFirst(Stateless):
         bs: Annotated[int, Bound(at_least=2, remedy="the root alone is policy=root_only")],
         w: Count,
         d: Count | Literal["until_ready", "ratio", "ratio_plus_one"] | None,
+        children: Count | None = None,
         asynchronous: bool = False,
         min_mass: Share = 0.0,
         min_prob: Share = 0.0,
@@ -66,6 +69,7 @@ class BestFirst(Stateless):
             w: leaves per expansion (the paper: 8).
             d: expansions per round; "until_ready" (or None): until the target is (asynchronous).
                 The command line turns "ratio" and "ratio_plus_one" into a number (``cli.fitting``).
+            children: candidates per expanded leaf; None: max(bs, w).
             asynchronous: expand in ``overlap`` instead of in ``select``.
             min_mass: serial form: a request's ``d`` expansions end early once the ``w`` best leaves
                 hold less than this probability together, since no expansion gains more tokens than
@@ -92,7 +96,7 @@ class BestFirst(Stateless):
         self.min_mass = min_mass
         self.min_prob = min_prob
         self._least = float(np.log(min_prob)) if min_prob else -np.inf
-        self._children = max(bs, w)
+        self._children = children or max(bs, w)
         self.expansions = {"between": 0, "beside": 0}
 
     def held_nodes(self, latency: int) -> int:

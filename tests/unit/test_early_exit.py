@@ -82,6 +82,7 @@ class TestLaws:
         assert exit_laws.eq6_speedup(0.0, 9, 24) == pytest.approx(24 / 27)  # E does not divide N
         assert exit_laws.eq4_speedup(0.0, 5, 3, 24) == pytest.approx(24 / 39)
         assert exit_laws.eq7_gain(0.6, 5, 3, 24) > 1.0
+        assert exit_laws.eq7_gain(1.0, 5, 3, 24) == pytest.approx((5 + 8) / 6)  # printed: 5 + 8
         rates = [exit_laws.eq5_acceptance(0.7, gamma) for gamma in range(1, 11)]
         assert rates == sorted(rates, reverse=True)
         assert rates[0] == pytest.approx(0.7)

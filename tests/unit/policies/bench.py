@@ -381,15 +381,17 @@ def beam(root: Context, width: int, children: int, depth: int) -> list[list[Cont
     return levels
 
 
-def best_first(root: Context, bs: int, w: int, d: int) -> list[Context]:
-    """SwiftSpec Alg. 1 on the whole vocabulary: the ``bs`` best nodes after ``d`` expansions."""
+def best_first(
+    root: Context, bs: int, w: int, d: int, children: int | None = None
+) -> list[Context]:
+    """SwiftSpec Alg. 1: the ``bs`` best nodes after ``d`` expansions, of all children or some."""
     scores, expanded = {root: 0.0}, set()
     rounds = 0
     while rounds < d or len(scores) < bs:
         leaves = sorted((c for c in scores if c not in expanded), key=lambda c: -scores[c])[:w]
         for leaf in leaves:
             expanded.add(leaf)
-            for token, logprob in children_of(leaf):
+            for token, logprob in children_of(leaf)[:children]:
                 scores[(*leaf, token)] = scores[leaf] + logprob
         rounds += 1
     return sorted(scores, key=lambda c: -scores[c])[:bs]

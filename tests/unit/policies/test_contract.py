@@ -31,6 +31,7 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "fixed_serial": lambda: FixedWidth(width=5, children=3, levels_per_step=None, depth=4),
     "best": lambda: BestFirst(bs=8, w=4, d=3),
     "best_async": lambda: BestFirst(bs=8, w=4, d=3, asynchronous=True),
+    "best_few": lambda: BestFirst(bs=8, w=4, d=2, asynchronous=True, children=2),
     "best_until_ready": lambda: BestFirst(bs=8, w=4, d=None, asynchronous=True),
     "pipe_best": lambda: PipelineBestFirst(width=6, children=4),
     "pipe_best1": lambda: PipelineBestFirst(width=6, children=4, draft_passes=1),

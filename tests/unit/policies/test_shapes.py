@@ -249,6 +249,19 @@ def test_serial_best_first_is_algorithm_1(bs: int, w: int, d: int) -> None:
     assert all(len(call[1]) <= w for call in source.calls)
 
 
+@pytest.mark.parametrize(("children", "passes"), [(1, 7), (2, 3), (4, 2), (8, 1), (None, 1)])
+def test_fewer_children_make_a_lone_root_grow_longer(children: int | None, passes: int) -> None:
+    """Alg. 1, lines 13-15: 1 + 2 + 4 + 8 nodes, or eight at once: what a round after a miss costs.
+
+    Fewer children than nodes verified give the best subgraph of a smaller, deeper tree.
+    """
+    policy, source = BestFirst(bs=8, w=8, d=3, asynchronous=True, children=children), TableSource()
+    chosen = select_once(policy, source)
+    assert policy.expansions == {"between": passes, "beside": 0}
+    assert source.widths == [children or 8] * passes
+    assert sorted(chosen) == sorted(best_first(ROOT, 8, 8, passes, children))
+
+
 def test_best_first_grows_on_until_bs_nodes_are_there() -> None:
     """Two candidates per node: one expansion does not give twelve nodes."""
     source = TableSource(table=lambda c: children_of(c)[:2])

@@ -1,0 +1,71 @@
+"""What drafting beside the target loses, over drafts, depths and children per expanded leaf."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from experiments.pipelines.tables import SIMULATED
+from experiments.reproduce.arithmetic import computed
+from experiments.reproduce.drafts import drafts
+from experiments.reproduce.drawing import band, figure, legend, lines, tidy
+from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, speed_ratio
+
+_COLUMNS = (
+    *("draft", "d", "children per leaf", "in turns, tokens per pass", "beside, tokens per pass"),
+    *("tokens lost, %", "guesses lost, %", "beside over in turns", "loop_share"),
+)
+
+
+def lost(item: Item, lab: Lab) -> Findings:
+    """Serial and parallel trees of equal d, bs, w and children.
+
+    Keys: ``drafts``, ``common``, ``serial`` and ``parallel`` (overrides), ``depths``, ``children``
+    (per expanded leaf), ``bs``; claims ``loss`` (tokens per pass lost) and ``speedup``, held
+    against means over the drafts, and ``levels`` (with at least ``bs`` children, at most d tokens
+    per pass beside the target and d + 1 in turns), ``computed``.
+    """
+    found, config = Findings(), item.config
+    made, axes = figure(11.0, 4.2, len(config["depths"]))
+    rows, held = [], True
+    sums: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    series: dict[int, dict[str, tuple[list[float], list[float]]]] = {}
+    for draft in drafts(config["drafts"], item, lab, found):
+        for d in config["depths"]:
+            line = series.setdefault(d, {}).setdefault(draft.short, ([], []))
+            for children in config["children"]:
+                words = [*draft.words, SIMULATED, *config["common"], f"policy.d={d}"]
+                words.append(f"policy.children={children}")
+                base, mine = (lab.run([*words, *config[s]]) for s in ("serial", "parallel"))
+                tokens, guesses = (
+                    100 * (1.0 - mine.summary[key] / base.summary[key])
+                    for key in ("acceptance_length", "accepted_per_pass")
+                )
+                lengths = [run.summary["acceptance_length"] for run in (base, mine)]
+                ratio = speed_ratio(mine, base)[0]
+                loops = mine.summary["loop_share"]
+                rows.append((draft.title, d, children, *lengths, tokens, guesses, ratio, loops))
+                sums.setdefault((d, children), []).append((tokens, ratio))
+                if children >= config["bs"]:
+                    held = held and lengths[1] <= d and lengths[0] <= d + 1
+                line[0].append(float(children))
+                line[1].append(tokens)
+    for (d, children), values in sums.items():
+        where = f"d = {d}, {children} children per leaf; mean of {len(values)} drafts"
+        tokens, ratio = (fmean(column) for column in zip(*values, strict=True))
+        found.add(config["loss"], tokens, "simulated", where)
+        found.add(config["speedup"], ratio, "simulated", where)
+    found.add(config["levels"], held, "simulated", f"all drafts, {config['bs']} children per leaf")
+    found.measures += computed(config)
+    found.tables.append(Table("Equal d, bs, w and children (simulated)", _COLUMNS, tuple(rows)))
+    found.notes += list(config.get("notes", ()))
+    stated = item.stated.claims[config["loss"]].stated
+    for ax, (d, drawn) in zip(axes, series.items(), strict=True):
+        lines(ax, drawn)
+        band(ax, stated, stated, "stated")
+        y = "tokens per pass lost (per cent, simulated)"
+        tidy(ax, x="children per expanded leaf", y=y, title=f"{d} expansions per pass")
+        legend(ax)
+    found.figure = made
+    return found
