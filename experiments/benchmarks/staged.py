@@ -2,9 +2,9 @@
 
     python -m experiments.benchmarks.staged [overrides of `specdec run`]
 
-For chain(8), the static tree 1,1,3,1,1,1 and a best-first tree: draft passes of the draft alone
-and of the staged source, whether every submitted tree was the same, and the ratio of wall times
-(medians over interleaved repeats). Defaults: data=stdlib, 8 prompts x 64 tokens,
+For chain(8), the static trees 2,2,1,1 and 1,1,3,1,1,1 and a best-first tree: draft passes of the
+draft alone and of the staged source, whether every submitted tree was the same, and the ratio of
+wall times (medians over interleaved repeats). Defaults: data=stdlib, 8 prompts x 64 tokens,
 sampling=no_repeat4.
 """
 
@@ -29,6 +29,7 @@ REPEATS = 5
 DEFAULTS = ["data=stdlib", "data.limit=8", "max_new_tokens=64", "sampling=no_repeat4"]
 TREES = {
     "chain(8)": ["policy=chain", "policy.gamma=8"],
+    "static 2,2,1,1": ["policy=staged"],
     "static 1,1,3,1,1,1": ["policy=static", "policy.branching=[1,1,3,1,1,1]"],
     "best first 32/4/6": ["policy=best_first"],
 }

@@ -60,10 +60,10 @@ def lost(item: Item, lab: Lab) -> Findings:
     found.measures += computed(config)
     found.tables.append(Table("Equal d, bs, w and children (simulated)", _COLUMNS, tuple(rows)))
     found.notes += list(config.get("notes", ()))
-    stated = item.stated.claims[config["loss"]].stated
+    stated = item.stated.claims[config["loss"]]
     for ax, (d, drawn) in zip(axes, series.items(), strict=True):
         lines(ax, drawn)
-        band(ax, stated, stated, "stated")
+        band(ax, *stated.ends, f"stated: {stated.stated}")
         y = "tokens per pass lost (per cent, simulated)"
         tidy(ax, x="children per expanded leaf", y=y, title=f"{d} expansions per pass")
         legend(ax)
