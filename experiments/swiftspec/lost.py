@@ -8,7 +8,7 @@ from experiments.pipelines.tables import SIMULATED
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import drafts
 from experiments.reproduce.drawing import band, figure, legend, lines, tidy
-from experiments.reproduce.findings import Findings, Table
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, speed_ratio
 
@@ -58,8 +58,7 @@ def lost(item: Item, lab: Lab) -> Findings:
         found.add(config["speedup"], ratio, "simulated", where)
     found.add(config["levels"], held, "simulated", f"all drafts, {config['bs']} children per leaf")
     found.measures += computed(config)
-    found.tables.append(Table("Equal d, bs, w and children (simulated)", _COLUMNS, tuple(rows)))
-    found.notes += list(config.get("notes", ()))
+    found.table("Equal d, bs, w and children (simulated)", _COLUMNS, rows)
     stated = item.stated.claims[config["loss"]]
     for ax, (d, drawn) in zip(axes, series.items(), strict=True):
         lines(ax, drawn)
