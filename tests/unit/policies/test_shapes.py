@@ -251,7 +251,7 @@ def test_serial_best_first_is_algorithm_1(bs: int, w: int, d: int) -> None:
 
 @pytest.mark.parametrize(("children", "passes"), [(1, 7), (2, 3), (4, 2), (8, 1), (None, 1)])
 def test_fewer_children_make_a_lone_root_grow_longer(children: int | None, passes: int) -> None:
-    """Alg. 1, lines 13-15: 1 + 2 + 4 + 8 nodes, or eight at once: what a round after a miss costs."""
+    """Alg. 1, lines 13-15: 1 + 2 + 4 + 8 nodes, or eight at once: a round after a miss."""
     policy, source = BestFirst(bs=8, w=8, d=3, asynchronous=True, children=children), TableSource()
     chosen = select_once(policy, source)
     assert policy.expansions == {"between": passes, "beside": 0}
