@@ -18,7 +18,14 @@ from specdec.train.lm import Pretraining, Report
 from specdec.train.model import save_hf, with_layers
 from specdec.train.parallel import rank_and_size, spawned, wait_for_all
 from specdec.train.plan import RunPlan
-from specdec.train.recipes import Teacher, pick_device, read_teacher, record_run, set_up
+from specdec.train.recipes import (
+    Teacher,
+    copy_tokenizer,
+    pick_device,
+    read_teacher,
+    record_run,
+    set_up,
+)
 from specdec.train.resuming import keep_settings, weights_hash
 from specdec.train.samples import Sampling, docstring_end, function_prompts
 from specdec.train.streams import Mixture, load_streams, save_streams
@@ -154,6 +161,7 @@ def train_draft(
     trained = run.run()
     if rank_and_size()[0] == 0:
         save_hf(trained, out / "draft")
+        copy_tokenizer(out / "target", out / "draft")
         extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
         record_run(run, out / "draft" / "training.json", extra)
 

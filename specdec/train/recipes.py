@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
-from specdec.report.files import write_json
+from specdec.report.files import write_bytes, write_json
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
 from specdec.train.keys import made_of
 from specdec.train.lm import Pretraining, Report
@@ -65,6 +65,13 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
             " with another work_dir"
         )
     return load_streams(path)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Puts the tokenizer that a model's text was encoded by beside the model."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (source / name).exists():
+            write_bytes(folder / name, (source / name).read_bytes())
 
 
 def _same_json(one: Path, other: Path) -> bool:
@@ -301,6 +308,7 @@ def train_target(
     if rank_and_size()[0] != 0:
         return
     save_hf(trained, out / "target")
+    copy_tokenizer(work, out / "target")
     record_run(run, out / "target" / "training.json")
 
 

@@ -124,6 +124,37 @@ def test_bad_input_is_told_before_anything_is_sampled(
         assert not list(Path(family[0].partition("=")[2]).rglob("samples-*"))
 
 
+def test_a_draft_of_ones_own_and_its_ngrams(family: list[str]) -> None:
+    """A whole family beside a tokenizer that was there: each model gets a copy of it."""
+    phase = "phases=[{until: 1.0, length: 32, batch: 2}]"
+    few = [f"distill_plan.{words}" for words in (phase, "max_steps=2", "restarts=[]")]
+    few += ["distill_plan.cycle_rates=[]", "distill_weights={samples: 0.5, function: 0.5}"]
+    draft = ["train", "draft", *family, "target_layers=[3, 0]", *few, *SAMPLING, *COMMON]
+    assert main(draft) == 0
+    made, target = own(family) / "draft", own(family) / "target"
+    assert load_hf(made).shape.num_layers == 2
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (made / name).read_bytes() == (target / name).read_bytes()
+    assert json.loads((made / "training.json").read_text())["target_layers"] == [3, 0]
+    short = ["sampling.prompts=4", "sampling.new_tokens=8", "num_threads=0", "precision=fp32"]
+    assert main(["train", "ngram", *family, *short]) == 0
+    with safe_open(own(family) / "ngram" / "samples.safetensors", framework="pt") as file:
+        tokens = file.get_tensor("tokens")
+    assert tokens.dtype == torch.int16
+    assert int((tokens == 0).sum()) == 4, "a document per prompt"
+    (target / "tokenizer.json").unlink()
+    sizes = [f"shape.{name}={size}" for name, size in SIZES.items()]
+    plan = ["plan.phases=[{until: 1.0, layers: 2, length: 32, batch: 2}]", "plan.max_steps=1"]
+    plan += [
+        "shape.vocab_size=330",
+        "plan.restarts=[]",
+        "plan.cycle_rates=[]",
+        "weights={stdlib: 1}",
+    ]
+    assert main(["train", "target", *family, *sizes, *plan, *COMMON]) == 0
+    assert (target / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+
+
 def test_finishing_trains_long_windows_and_knows_its_model(
     family: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

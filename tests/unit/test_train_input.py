@@ -51,7 +51,8 @@ class TestResuming:
     @pytest.mark.parametrize("kind", ["heads", "unlikelihood"])
     def test_a_stopped_run_equals_an_uninterrupted_one(self, kind: str, tmp_path: Path) -> None:
         """Also where the loss counts or draws; it once began anew there."""
-        samples = np.concatenate([[0], mark_repeated(LINE, vocab_size=48, ngram=4)] * 3)
+        marked = [np.roll(LINE, 3 * n)[:30].astype(np.int64) + 48 for n in range(9)]
+        samples = np.concatenate([piece for row in marked for piece in ([0], row)])
 
         def run(folder: Path, stop: int | None) -> torch.Tensor:
             target, loss = toy(3), TextLoss()
