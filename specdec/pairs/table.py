@@ -36,12 +36,13 @@ _SAMPLE_LENGTH = 16
 class TablePair:
     """Target and draft as tables of logits given the last token; the draft is also the exit.
 
-    Exits after ``exit_layer`` are as much nearer to the target as they are to its last layer.
+    An exit twice as deep as ``exit_layer`` has logits half way from there to the target's, and so
+    on. The first one is shallow enough that strategies with several exits use them all.
     """
 
     is_synthetic = False
     num_layers = _NUM_LAYERS
-    exit_layer = _NUM_LAYERS // 4
+    exit_layer = _NUM_LAYERS // 8
     max_positions: int | None = 1 << 20
     head_cost = 0.0
     eos_ids: frozenset[int] = frozenset()
@@ -90,8 +91,7 @@ class TablePair:
         """A slice with a table as the head of each exit."""
         heads = {}
         for layer in exits:
-            nearer = (layer - self.exit_layer) / (self.num_layers - self.exit_layer)
-            table = self.draft_table.lerp(self.target_table, nearer)
+            table = self.draft_table.lerp(self.target_table, 1 - self.exit_layer / layer)
             runner = TableRunner(table=table, name="exit", first=layer)
             heads[layer] = TransformerHead(stage=ModelStage(runner=cast("ModelRunner", runner)))
         captured = [layer - 1 for layer in exits]

@@ -16,12 +16,14 @@ from specdec.executors import ExitFront
 from specdec.interfaces import TokenSource
 from specdec.metrics.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
 from specdec.policies import FixedWidth
+from specdec.sampling import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
 from specdec.sources import MultiExitSource
 from specdec.sources.chances import ExitChances
-from specdec.state import DecodeState
-from specdec.testing import ObservedPair, RandomPair, Watch, decode_cases
+from specdec.sources.remembering import AnswerBook
+from specdec.state import DecodeState, StopRules
+from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
 from specdec.workbench import Workbench
@@ -190,6 +192,54 @@ class TestSampled:
         matched = multi_exit.build(Workbench(models, seed=1), gamma=2)
         with pytest.raises(AssertionError, match="learned"):
             assert_equal_to_plain(models, matched)
+
+    @pytest.mark.parametrize("stages", [2, 4])
+    def test_the_exit_follows_from_the_tokens_before(
+        self, stages: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever is drawn: then a candidate is a sample of the law that rejection divides by."""
+        chosen = self.choices(stages, monkeypatch)
+        assert {frozenset({True}), frozenset({False})} == set(chosen)
+
+    def test_a_choice_by_the_candidate_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Control: an exit that is left where the candidate drawn from it is an odd token."""
+
+        def odd(book: AnswerBook, nodes: Nodes) -> BoolArray:
+            known = book.recall(nodes, 1)
+            return (known.counts > 0) & (known.tokens[:, 0] % 2 == 1)
+
+        monkeypatch.setattr(
+            MultiExitSource,
+            "_goes_on",
+            lambda self, state, nodes, at: odd(self._books[at], nodes) & (at == 0),
+        )
+        assert frozenset({True, False}) in self.choices(4, monkeypatch)
+
+    def choices(self, stages: int | None, monkeypatch: pytest.MonkeyPatch) -> list[frozenset[bool]]:
+        """By tokens up to a node: whether it went on from the first exit, of ten requests each."""
+        found: dict[tuple[int, ...], set[bool]] = {}
+        goes_on = MultiExitSource._goes_on
+
+        def noting(self: MultiExitSource, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
+            mask = goes_on(self, state, nodes, at)
+            rows = iter(mask.tolist())
+            for request_id, ids in nodes.items:
+                tree = state.requests[request_id].tree
+                for node_id, slot in zip(ids.tolist(), tree.slots(ids).tolist(), strict=True):
+                    went = next(rows)
+                    if at == 0 and 0 in self._said[request_id].get(node_id, {}):
+                        path = state.requests[request_id].path_tokens(slot)
+                        found.setdefault(tuple(path.tolist()), set()).add(went)
+            return mask
+
+        monkeypatch.setattr(MultiExitSource, "_goes_on", noting)
+        bench = Workbench(pair(num_layers=6, exit_layer=2), seed=1)
+        parts = multi_exit.build(bench, stages=stages, verifier=RejectionVerifier())
+        stop, rule = StopRules(max_new_tokens=3), SamplingParams(temperature=0.5)
+        prompts = [(token,) for token in range(6) for _ in range(10)]
+        requests = [Case(i, "", prompt, rule, stop) for i, prompt in enumerate(prompts)]
+        decode_cases(parts, requests, batch_size=30)
+        return [frozenset(went) for went in found.values()]
 
     @pytest.mark.parametrize("rules", TURNS)
     def test_a_request_draws_the_same_in_any_company(self, rules: ServingRules) -> None:
