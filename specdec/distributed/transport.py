@@ -10,7 +10,9 @@ Letters: R rows, E hidden size.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, TypeAlias
@@ -31,6 +33,7 @@ CONNECT = timedelta(seconds=120)
 """Patience with ranks that are to join a group."""
 
 FRAME_WORDS = 2048
+_POLL_S = 0.02
 _CHUNK_ROWS = 256  # rows of one message of hidden states
 
 
@@ -85,12 +88,42 @@ def connected(
     Args:
         store: of these ranks alone.
         index, size: place among them, and their number.
-        device: of what they will add up.
+        device: of what is sent.
         loopback: see ``control_group``.
     """
     if device.type == "cpu":
         return _gloo(store, index, size, loopback=loopback)
     return _nccl(store, index, size)
+
+
+CPU = torch.device("cpu")
+
+
+def wire_device(
+    store: dist.Store, me: int, others: Iterable[int], device: torch.device
+) -> torch.device:
+    """Where tensors have to lie that go to and come from other ranks: ``device``, or the CPU.
+
+    NCCL refuses ranks that share a GPU, as on a machine with one. Theirs go over gloo, by the host.
+
+    Args:
+        store: shared by all; each of them asks the same question once.
+        me, others: their names in it.
+        device: of this rank's model.
+    """
+    if device.type == "cpu":
+        return device
+    mine = gpu_id(device)
+    store.set(f"gpu/{me}", mine)
+    keys = [f"gpu/{other}" for other in others if other != me]
+    while not store.check(keys):  # a wait of the store's own would keep signs of life back
+        time.sleep(_POLL_S)
+    return CPU if mine.encode() in [store.get(key) for key in keys] else device
+
+
+def gpu_id(device: torch.device) -> str:
+    """What no other GPU is called, on any machine."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _gloo(store: dist.Store, index: int, size: int, *, loopback: bool) -> Group:
@@ -111,6 +144,18 @@ def _gloo(store: dist.Store, index: int, size: int, *, loopback: bool) -> Group:
 def _nccl(store: dist.Store, index: int, size: int) -> Group:
     nccl: Any = dist.ProcessGroupNCCL
     return nccl(store, index, size, nccl.Options())
+
+
+def settle(work: dist.Work, on: torch.Tensor, patience: timedelta = FOREVER) -> None:
+    """Waits until an operation on a tensor is through.
+
+    On a GPU its stream waits and the host goes on. Asked with a time limit, NCCL's works would have
+    the host look every few milliseconds instead, in every layer of a tensor-parallel group.
+    """
+    if on.device.type == "cpu":
+        work.wait(patience)
+    else:
+        work.wait()
 
 
 class Sender:
@@ -140,8 +185,8 @@ class Sender:
             self._under_way.append((work, tensor, to))
             self.num_bytes += tensor.numel() * tensor.element_size()
             if len(self._under_way) > self._max_under_way:
-                work, _, to = self._under_way.popleft()
-                work.wait(FOREVER)
+                work, oldest, to = self._under_way.popleft()
+                settle(work, oldest)
         except RuntimeError as error:
             raise PeerLost(to) from error
 
@@ -267,7 +312,7 @@ class RowReceiver:
         at = self._at
         try:
             work = self._works[at] or self._post(at, num_rows if not self._ahead else _CHUNK_ROWS)
-            work.wait(FOREVER)
+            settle(work, self._buffers[at])
         except RuntimeError as error:
             raise PeerLost(self._source) from error
         self._works[at] = None

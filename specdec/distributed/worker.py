@@ -33,6 +33,7 @@ from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import Reply
 from specdec.distributed.session import StageSession, build_session
 from specdec.distributed.transport import (
+    CPU,
     NUM_TAGS,
     Group,
     PeerLost,
@@ -43,6 +44,7 @@ from specdec.distributed.transport import (
     control_group,
     data_group,
     send_rows,
+    wire_device,
 )
 from specdec.errors import UserError
 from specdec.executors.exits import layers_of
@@ -57,7 +59,9 @@ _MAX_UNDER_WAY = 16  # hidden states may be large
 class _Edges:
     """A session's rows and replies over the process groups."""
 
-    def __init__(self, *, worker: Worker, session: int, stage: Stage, degree: int) -> None:
+    def __init__(
+        self, *, worker: Worker, session: int, stage: Stage, degree: int, num_ranks: int
+    ) -> None:
         self._worker = worker
         self._degree = degree
         self._session = session
@@ -68,24 +72,27 @@ class _Edges:
         if layers is not None:
             runner = layers.runner
             device, dtype, width = runner.device, runner.dtype, runner.hidden_size
-        group, sender, self._shift = worker.data(device)
-        self._sender = sender
+        before, after = worker.rank - degree, worker.rank + degree
+        to = worker.wire(after, device) if after <= num_ranks else CPU
+        _, self._sender, shift = worker.data(to)
+        self._wire, self._next = to, after - shift
         self._receiver = None
-        if worker.rank > degree:
+        if before > 0:
+            wire = worker.wire(before, device)
+            group, _, shift = worker.data(wire)
             self._receiver = RowReceiver(
                 group,
-                worker.rank - degree - self._shift,
+                before - shift,
                 self._tag + Tag.HIDDEN,
                 width=width,
                 dtype=dtype,
-                device=device,
+                device=wire,
             )
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
         """To the next stage; a stage that computes nothing sends as many empty rows."""
-        rows = torch.zeros(num_rows, 1) if rows is None else rows
-        to = self._worker.rank + self._degree - self._shift
-        send_rows(self._sender, rows, to, self._tag + Tag.HIDDEN)
+        rows = torch.zeros(num_rows, 1) if rows is None else rows.to(self._wire)
+        send_rows(self._sender, rows, self._next, self._tag + Tag.HIDDEN)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor | None:
         """Waits for the rows of the stage before."""
@@ -157,6 +164,12 @@ class Worker:
             self._data = group, Sender(group, max_under_way=_MAX_UNDER_WAY), 1
         return self._data
 
+    def wire(self, other: int, device: torch.device) -> torch.device:
+        """Where rows have to lie that go to, or come from, another rank; see ``wire_device``."""
+        pair = sorted((self.rank, other))
+        store = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
+        return wire_device(store, self.rank, pair, device)
+
     def _follow(self, kind: Kind, session: int, tick: int, words: IntArray) -> None:
         if kind is Kind.END:
             self._current = stage = self._sessions[session]
@@ -200,7 +213,11 @@ class Worker:
             plan=plan,
             pair=self._pair(plan),
             edges_of=lambda stage: _Edges(
-                worker=self, session=session, stage=stage, degree=plan.degree
+                worker=self,
+                session=session,
+                stage=stage,
+                degree=plan.degree,
+                num_ranks=len(plan.ranks),
             ),
             join=self._join,
         )

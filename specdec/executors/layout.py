@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from specdec.device_probs import to_device
 from specdec.types import Batch, BoolArray, Commit, IntArray, PrefillChunk, TreeRows
 
 _NO_TOKENS = np.zeros(0, np.int64)
@@ -147,7 +148,8 @@ class InFlight:
         if self.hidden is not None:
             mask = np.concatenate(keep) if keep else np.zeros(0, np.bool_)
             if not mask.all():
-                rows = torch.from_numpy(mask)
+                # Places, not a mask: a device's tensors are asked how many places a mask has.
+                rows = to_device(np.flatnonzero(mask), self.hidden.device)
                 self.hidden = self.hidden[rows]
                 self.captured = {layer: held[rows] for layer, held in self.captured.items()}
         self.batch = replace(

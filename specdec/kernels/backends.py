@@ -70,6 +70,8 @@ class Seen:
         return self._masks[window]
 
 
+_FLEX_SHAPES = 128
+
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Seen, float | None], torch.Tensor]
 """(query [1, H, R, D], key [1, G, C, D], value likewise, seen, scaling) -> [1, H, R, D]."""
 
@@ -170,7 +172,12 @@ def _flex_kernel(device_type: str) -> Kernel:
     from torch.nn.attention.flex_attention import flex_attention
 
     # Uncompiled it writes out all scores: right everywhere, fast nowhere.
-    call: Any = torch.compile(flex_attention, dynamic=False) if device_type == "cuda" else None
+    call: Any = None
+    if device_type == "cuda":
+        call = torch.compile(flex_attention, dynamic=False)
+        # One code for every number of rows and every context; torch's own limit is 8.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _FLEX_SHAPES)
 
     def attend(
         query: torch.Tensor,

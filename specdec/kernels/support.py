@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
 
@@ -40,6 +41,10 @@ def flash_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
         return f"flash-attn runs on CUDA devices, not on {str(device)!r}"
     if dtype not in _HALF:
         return f"flash-attn computes in float16 or bfloat16, not in {dtype}: choose another dtype"
+    try:
+        import_module("flash_attn")
+    except ImportError as error:  # such as one that was built for another torch
+        return f"flash-attn cannot be imported ({error}): build it for torch {torch.__version__}"
     return None
 
 

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-_KEY_BYTES = 16384  # of a block of keys; with its values, three times (pipelining), 96 KiB at most
+_KEY_BYTES = 16384  # of a block of keys; with its values, and a few times (pipelining)
+_QUERY_BYTES = 8192  # of a block of rows: beside the keys it stays below 99 KiB
 _MAX_BLOCK_KEYS = 64
 _MAX_BLOCK_ROWS = 64
-_MAX_SUMS = 8192  # of a block, in registers: rows times head size
 _MIN_DOT = 16  # smallest side of a product on tensor cores
 _BLOCKS_PER_PROCESSOR = 2
 _INTERPRETED_SPLITS = 4
@@ -235,7 +235,7 @@ class TreeAttention:
 def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
     """Rows, keys and head size of a block that fits a processor's registers and shared memory."""
     block_dim = max(_MIN_DOT, triton.next_power_of_2(dim))
-    most_rows = min(_MAX_BLOCK_ROWS, max(_MIN_DOT, _MAX_SUMS // block_dim))
+    most_rows = min(_MAX_BLOCK_ROWS, max(_MIN_DOT, _QUERY_BYTES // (block_dim * itemsize)))
     rows = min(most_rows, max(_MIN_DOT, triton.next_power_of_2(num_items)))
     keys = min(_MAX_BLOCK_KEYS, max(_MIN_DOT, _KEY_BYTES // (block_dim * itemsize)))
     return rows, keys, block_dim

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.attention import OPAQUE
+from specdec.attention import OPAQUE, StepCache
 from specdec.errors import UserError
 from specdec.kernels import support
+from specdec.kv_storage import Pair
 
 KERNELS = ("torch", "triton")
 
@@ -33,6 +34,30 @@ class Execution:
 
 
 PLAIN = Execution()
+
+
+class OpaqueCache:
+    """A ``StepCache`` for compiled models, which call it as one operation.
+
+    Compiled code holds for the numbers that it has looked at, and each layer has its own.
+    """
+
+    is_compileable = False
+
+    def __init__(self, cache: StepCache) -> None:
+        """Passes everything on to ``cache``."""
+        self._cache = cache
+
+    @torch.compiler.disable
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Pair:
+        """See ``StepCache``."""
+        return self._cache.update(key, value, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See ``StepCache``."""
+        return 0
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
@@ -62,6 +87,9 @@ def prepare(
         return model
     support.require(support.compile_problem(device), "model.compile=true")
     model.set_attn_implementation(OPAQUE)
+    # Layers differ in a number of theirs: without this each is compiled anew, and beyond the
+    # eighth none is.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     # Row counts vary between passes that are not captured; captured ones have few shapes each.
     compiled: Callable[..., Any] = torch.compile(model, dynamic=None)
     return compiled

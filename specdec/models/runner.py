@@ -5,7 +5,7 @@ Letters: R rows of one request, A rows whose logits are asked for, V vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -29,7 +29,7 @@ from specdec.device_probs import to_device
 from specdec.errors import UserError
 from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.metrics.meter import Meter
-from specdec.models.execution import PLAIN, Execution, current, prepare
+from specdec.models.execution import PLAIN, Execution, OpaqueCache, current, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, own_instance
 from specdec.models.static import Computed, Graphs, StaticPasses, resolve_graphs
@@ -73,6 +73,8 @@ class ModelRunner:
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
     """
+
+    _call: Callable[..., Any] | None = None  # the model, or its compiled form; none in the probe
 
     def __init__(
         self,
@@ -234,6 +236,7 @@ class ModelRunner:
         inputs = self._inputs(tokens, positions, step.cache)
         with attending(step):
             if wants_logits:
+                assert self._call is not None, "the runner is being made"
                 logits = self._call(**inputs, logits_to_keep=keep).logits[0]
             else:
                 self._model.base_model(**inputs)
@@ -270,7 +273,8 @@ class ModelRunner:
         self, tokens: torch.Tensor, positions: torch.Tensor, cache: StepCache
     ) -> dict[str, Any]:
         """Arguments of transformers' forward; in a later slice the embeddings are placeholders."""
-        inputs: dict[str, Any] = {"position_ids": positions[None], "past_key_values": cache}
+        given = cache if self._call in (None, self._model) else OpaqueCache(cache)
+        inputs: dict[str, Any] = {"position_ids": positions[None], "past_key_values": given}
         if self.is_first:
             inputs["input_ids"] = tokens[None]
         else:

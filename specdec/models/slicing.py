@@ -33,9 +33,11 @@ class _Layers(nn.ModuleList):
 class _NoEmbedding(nn.Module):
     """Stands for an embedding whose result would be overwritten anyway."""
 
-    def __init__(self, like: nn.Embedding) -> None:
+    def __init__(self, layers: nn.Module) -> None:
+        """Takes type and device of ``layers``: a stage's own embedding may be on no device."""
         super().__init__()
-        self.zero = torch.zeros(1, 1, 1, dtype=like.weight.dtype)
+        like = next(layers.parameters())
+        self.zero = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.zero
@@ -85,7 +87,7 @@ def own_instance(
     if first_layer:
         for path, module in list(own.base_model.named_modules()):
             if isinstance(module, nn.Embedding) and not path.startswith(name):
-                own.base_model.set_submodule(path, _NoEmbedding(module))
+                own.base_model.set_submodule(path, _NoEmbedding(layers))
         layers[0].register_forward_pre_hook(_put_hidden, with_kwargs=True)
     for index in capture_layers:
         layers[index - first_layer].register_forward_hook(_Capture(index))

@@ -298,11 +298,13 @@ def captured(launch: Callable[[], Computed], pool: Any) -> Callable[[], Computed
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        # Other threads may use the device meanwhile: NCCL's look after its operations.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = launch()
     except RuntimeError as error:
+        cause = str(error.__context__ or error)  # ending a capture that broke off fails again
         raise UserError(
-            f"model.graphs=cuda cannot capture a pass of this model ({str(error).splitlines()[0]}):"
+            f"model.graphs=cuda cannot capture a pass of this model ({cause.splitlines()[0]}):"
             " its forward may wait for the device, or memory is short; use model.graphs=off"
         ) from error
 

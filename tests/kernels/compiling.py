@@ -68,6 +68,13 @@ def main() -> None:
         "norm + swiglu, float16": compile_kernel(swiglu._gated, "fp16", **blocks, NORM=1, EARLY=1),
         "norm + projections, float16": compile_kernel(swiglu._normed, "fp16", **blocks, EARLY=1),
     }
+    for dim in (64, 128, 256):  # float32 has no tensor cores here, and the largest blocks
+        rows, keys, wide_dim = tree_attention._block(64 * 4, dim, 4)
+        sizes = {"BLOCK_ROWS": rows, "BLOCK_KEYS": keys, "DIM": dim, "BLOCK_DIM": wide_dim}
+        compile_kernel(
+            tree_attention._tree_attention, "fp32", **attention | sizes, SPLITS=8, num_rows=1
+        )
+        print(f"tree attention, float32, heads of {dim}: compiled")
     for name, ptx in found.items():
         assert "mma" in ptx, f"{name} does not use tensor cores"
         print(f"{name}: compiled, {ptx.count('cp.async')} asynchronous copies")

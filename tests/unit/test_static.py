@@ -142,7 +142,7 @@ class FakeCuda:
         self.events.append("replay")
 
     @contextmanager
-    def _capture(self, graph, pool):
+    def _capture(self, graph, pool, capture_error_mode):
         self.events.append(f"capture in {pool}")
         yield
         if self._fails:
@@ -199,6 +199,33 @@ def test_compiled_passes(monkeypatch):
         rows = grown(runner, runner.new_cache(8), prefix=9, nodes=4)
         found.append(runner.forward([rows]).logits)
     assert (found[0] - found[1]).abs().max() < 1e-12
+
+
+@pytest.mark.slow
+def test_every_layer_of_a_deep_model_is_compiled(monkeypatch):
+    """torch compiles eight variants of a code; layers that differ in a number are variants."""
+    ran: list[int] = []
+
+    def backend(graph, inputs):
+        def run(*values):
+            ran.append(len(graph.graph.nodes))
+            return graph(*values)
+
+        return run
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: compiled(*a, backend=backend, **k))
+    monkeypatch.setattr(support, "compile_problem", lambda device: None)
+    found = []
+    for num_layers in (2, 10):
+        runner = _runner(random_model("llama", num_layers=num_layers), Execution(compile=True))
+        rows = grown(runner, runner.new_cache(8), nodes=9)  # the prompt's pass compiles
+        del ran[:]
+        runner.forward([rows])
+        found.append(len(ran))
+        torch.compiler.reset()
+    per_layer = (found[1] - found[0]) / 8
+    assert per_layer == int(per_layer) > 2  # none fell back to running as it is
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""A CUDA device made of the CPU's memory, and what runs on it."""

@@ -1,0 +1,160 @@
+"""Whole strategies on the emulated device with captured passes: the tokens of plain decoding.
+
+What a run on a GPU would trip over by itself fails here: an index tensor left on the host, a value
+looked at in a captured pass, an address that moves, an output that the next replay overwrites.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.metrics.meter import Meter
+from specdec.models.execution import Execution
+from specdec.models.random import random_model
+from specdec.models.runner import ModelRunner
+from specdec.models.static import StaticPasses
+from specdec.pairs import build_pair
+from specdec.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+from tests.emulated.device import Device, emulated
+from tests.matrix.cells import PROMPTS, Cell, all_cells, base, config, cover, plain
+from tests.matrix.outcomes import Kind, composed
+
+EXPECTED = {"synchronize", "a copy to the host"}
+NUM_TOKENS = 5  # of those that plain decoding gives
+
+
+@cache
+def chosen() -> tuple[Cell, ...]:
+    """Every source, every executor, both kinds of verifier."""
+    cells = [
+        cell
+        for cell in all_cells()
+        if cell.policy == "static"  # composing all cells would take longer than decoding some
+        if (cell.verifier, cell.sampling) in (("match", "t06"), ("rejection", "greedy"))
+        if cell.source == "draft_model" or cell.executor in ("local", "early_exit")
+        if composed(cell).kind is not Kind.REFUSED
+    ]
+    return tuple(cover(cells, lambda c: {c.source, c.executor, c.verifier}))
+
+
+def _runner(cell: Cell) -> PartsRunner:
+    values = config(cell)
+    values["model"].update(device="cuda", graphs="cuda")
+    values["serving"] = deepcopy(base()["serving"])  # paged caches are not captured
+    stop = StopRules(max_new_tokens=NUM_TOKENS)
+    return PartsRunner(cfg=values, pair=build_pair(values["model"]), stop=stop)
+
+
+def _decoded(ready: PartsRunner, prompts: tuple[TokenPrompt, ...] = PROMPTS) -> dict:
+    outputs = {}
+    ready.run(prompts, lambda result: outputs.__setitem__(result.id, result.output))
+    return outputs
+
+
+def _expected(sampling: str) -> dict:
+    return {prompt: tokens[:NUM_TOKENS] for prompt, tokens in plain(sampling).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", chosen(), ids=lambda c: f"{c.source}-{c.policy}-{c.executor}")
+def test_tokens_are_those_of_plain_decoding(cell: Cell) -> None:
+    with emulated() as device:
+        ready = _runner(cell)
+        device.waits.clear()  # of loading
+        assert _decoded(ready) == _expected(cell.sampling)
+        assert set(device.waits) <= EXPECTED
+        assert sum(graph.replays for graph in device.graphs) > 0
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "t06"])
+def test_a_step_is_one_wait_and_a_few_small_copies(sampling: str) -> None:
+    """Per pass of plain decoding: one integer comes back; what the pass reads goes there."""
+    with emulated() as device:
+        ready = _runner(Cell("none", "root_only", "match", "local", sampling))
+        _decoded(ready, PROMPTS[:1])  # captures
+        _clear(device)
+        _decoded(ready, PROMPTS[:1])
+        assert device.to_host == [1] * NUM_TOKENS
+        sent = 1 if sampling == "greedy" else 2  # the draws' keyed uniforms
+        assert len(device.to_device) == sent * NUM_TOKENS
+        assert device.waits["synchronize"] == NUM_TOKENS
+
+
+def _clear(device: Device) -> None:
+    device.to_host.clear()
+    device.to_device.clear()
+    device.waits.clear()
+
+
+def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: handing out what a replay gave, as it lies, fails here as on a GPU."""
+    from specdec.models import static
+
+    monkeypatch.setattr(static, "_cut", lambda computed, num_rows: computed)
+    cell = Cell("draft_model", "static", "match", "local", "greedy")
+    with emulated(), pytest.raises((ValueError, AssertionError)):  # NaN where logits were
+        assert _decoded(_runner(cell)) == _expected("greedy")
+
+
+def test_a_pass_that_looks_at_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a number that Python reads while a pass is captured."""
+    original = StaticPasses._made
+
+    def made(self, inputs, arena, context, wants_logits):
+        compute = self._compute
+
+        def looking(step, tokens, positions, wants):
+            return compute(step, tokens + int(tokens[0]) * 0, positions, wants)
+
+        self._compute = looking
+        try:
+            return original(self, inputs, arena, context, wants_logits)
+        finally:
+            self._compute = compute
+
+    monkeypatch.setattr(StaticPasses, "_made", made)
+    with emulated(), pytest.raises(Exception, match="not permitted when stream is capturing"):
+        _decoded(_runner(Cell("none", "root_only", "match", "local", "greedy")))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("graphs", ["off", "cuda"])
+def test_later_slices(family: str, graphs: str) -> None:
+    """A stage that is not the first: embeddings that it has not, windows and caps, captured."""
+    options = {"sliding_window": 6} if family == "gemma2" else None
+    whole = random_model(family, dtype="float64", num_layers=2, options=options)
+    plain_slice = ModelRunner(model=whole, name="target", meter=Meter(), first_layer=1)
+    hidden = torch.randn(12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected = _sliced(plain_slice, hidden)
+    with emulated() as device:
+        model = random_model(family, dtype="float64", device="cuda", num_layers=2, options=options)
+        runner = ModelRunner(
+            model=model,
+            name="target",
+            meter=Meter(),
+            first_layer=1,
+            execution=Execution(graphs=graphs),
+        )
+        assert (_sliced(runner, hidden.to("cuda")).cpu() - expected).abs().max() < 1e-12
+        assert bool(device.graphs) == (graphs == "cuda")
+
+
+def _sliced(runner: ModelRunner, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of a tree behind a prompt, for hidden states that enter the slice."""
+    cache = runner.new_cache(8)
+    runner.forward([cache.rows(prefix_tokens=np.arange(3, 10))], hidden=hidden[:7])
+    rows = cache.rows(
+        node_ids=np.arange(5),
+        node_tokens=np.arange(5),
+        parent_ids=np.array([-1, 0, 0, 1, 3]),
+        node_positions=np.array([7, 8, 8, 9, 10]),
+    )
+    logits = runner.forward([rows], hidden=hidden[7:]).logits
+    assert logits is not None
+    return logits

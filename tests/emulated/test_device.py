@@ -1,0 +1,146 @@
+"""The emulated device refuses what CUDA refuses: without that, tests on it could not fail."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specdec.distributed.collective import RankCollective
+from specdec.distributed.transport import CPU, wire_device
+from specdec.errors import UserError
+from specdec.models.static import Computed, captured
+from tests.emulated.device import HERE, DeviceTensor, emulated
+
+
+def test_devices_do_not_mix():
+    with emulated() as device:
+        there = torch.arange(3.0, device="cuda")
+        assert there.device == HERE
+        for mixed in (lambda: there + torch.ones(3), lambda: torch.cat([there, torch.ones(1)])):
+            with pytest.raises(RuntimeError, match="one device, found cuda:0 and cpu"):
+                mixed()
+        with pytest.raises(RuntimeError, match="numpy"):
+            there.numpy()
+        assert (there + torch.tensor(2.0)).tolist() == [2.0, 3.0, 4.0]  # a scalar may
+        before = len(device.to_device)
+        assert torch.where(there > 1, there, torch.tensor(0.0)).tolist() == [0.0, 0.0, 2.0]
+        assert len(device.to_device) == before + 1  # but not for nothing
+
+
+FORBIDDEN = {
+    "a number": lambda x: x.sum().item(),
+    "a truth": lambda x: bool((x > 0).all()),
+    "an array": lambda x: x.cpu(),
+    "a mask": lambda x: x[x > 1],
+    "a copy": lambda x: x + torch.ones(3).to("cuda"),
+    "a made tensor": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device="cuda"),
+    "an index": lambda x: x[torch.tensor([0, 1])],
+    "a wait": lambda x: torch.cuda.current_stream().synchronize(),
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_a_capture_breaks_off(what):
+    with emulated(), torch.inference_mode():
+        given = torch.arange(3.0, device="cuda")
+        with pytest.raises(UserError, match=r"cannot capture.*not permitted when stream is"):
+            captured(lambda: FORBIDDEN[what](given), None)
+
+
+def _computed(hidden: torch.Tensor) -> Computed:
+    return Computed(hidden, None, {})
+
+
+def test_a_replay_computes_anew_where_it_was_captured():
+    """From the same memory, to the same memory; nothing before the first replay."""
+    with emulated() as device, torch.inference_mode():
+        given = torch.tensor([1.0, 2.0], device="cuda")
+        calls = []
+
+        def launch() -> Computed:
+            calls.append(None)
+            made = given * 2
+            made += 1
+            return _computed(made.view(2, 1))
+
+        replay = captured(launch, None)
+        assert device.graphs[0].replays == 0
+        first = replay().hidden
+        assert first.flatten().tolist() == [3.0, 5.0]
+        given.fill_(10.0)
+        assert replay().hidden is first
+        assert first.flatten().tolist() == [21.0, 21.0]
+        assert len(calls) == 3  # two to warm up, one to capture
+
+
+def test_graphs_of_a_pool_share_memory():
+    """The control of every test of what outlives a replay."""
+    with emulated(), torch.inference_mode():
+        given = torch.ones(2, device="cuda")
+        one, other = (captured(lambda f=f: _computed(given * f), "pool") for f in (2, 3))
+        kept = one().hidden
+        assert kept.tolist() == [2.0, 2.0]
+        other()
+        assert kept.isnan().all().cpu()
+
+
+class _HostGroup:
+    """Stands for gloo: two ranks with the same tensors, which must lie on the host."""
+
+    def allreduce(self, tensors):
+        assert not isinstance(tensors[0], DeviceTensor)
+        tensors[0].mul_(2)
+        return SimpleNamespace(wait=lambda patience: None)
+
+    def allgather(self, parts, tensors):
+        assert not isinstance(tensors[0], DeviceTensor)
+        for part in parts[0]:
+            part.copy_(tensors[0])
+        return SimpleNamespace(wait=lambda patience: None)
+
+
+class _DeviceGroup:
+    """Stands for NCCL, whose works must not be given a time limit."""
+
+    def allreduce(self, tensors):
+        assert isinstance(tensors[0], DeviceTensor)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_ranks_that_share_a_gpu_meet_on_the_host():
+    """NCCL refuses two ranks on one GPU: gloo gets copies, and results go back."""
+    with emulated():
+        shared = RankCollective(_HostGroup(), rank=0, peers=(1, 2), wire=CPU)
+        found = shared.add(torch.ones(2, 2, device="cuda"))
+        assert (found.device, found.tolist()) == (HERE, [[2.0, 2.0], [2.0, 2.0]])
+        found = shared.gather(torch.ones(2, 1, device="cuda"))
+        assert (found.device, found.tolist()) == (HERE, [[1.0, 1.0], [1.0, 1.0]])
+        apart = RankCollective(_DeviceGroup(), rank=0, peers=(1, 2), wire=HERE)
+        assert apart.add(torch.ones(2, device="cuda")).device == HERE
+
+
+class _Store(dict):
+    """Stands for the ranks' store."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return self[key]
+
+
+@pytest.mark.parametrize(("other", "wire"), [("GPU-a", CPU), ("GPU-b", HERE)])
+def test_where_ranks_meet(other, wire, monkeypatch):
+    with emulated():
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a")
+        )
+        store = _Store({"gpu/2": other.encode()})
+        assert wire_device(store, 1, (1, 2), HERE) == wire
+        assert store["gpu/1"] == b"GPU-a"
+        assert wire_device(store, 1, (1, 3), CPU) == CPU  # nobody is asked
