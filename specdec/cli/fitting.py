@@ -35,16 +35,22 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The clock's section, with a ``caveat`` where its profile was made for other stages.
+    """The clock's section, with a ``caveat`` where its times are not what they seem.
 
     A profile has the time of one of its testbed's stages. With another number of them the priced
-    target is larger or smaller, and times of rows that differ in it cannot be compared.
+    target is larger or smaller, and times of rows that differ in it cannot be compared. By the wall
+    clock, devices that share a process work one after the other.
 
     Args:
         config: checked, with the profile's content under ``clock``.
         num_layers: of the target.
     """
     clock, executor = dict(config["clock"]), config.get("executor", {})
+    if clock["kind"] == "measured" and _take_turns(executor):
+        clock["caveat"] = (
+            "the devices of its pipeline take turns in one process, so its measured time is not a"
+            " pipeline's; use executor.transport=distributed or clock=simulated"
+        )
     priced = clock.pop("stages", None)
     used = sum(executor.get("groups") or ()) or executor.get("stages", 1)
     if used is None:  # as many as the exit fits into the layers
@@ -56,6 +62,12 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
             " with no row of another number of stages"
         )
     return clock
+
+
+def _take_turns(executor: Mapping[str, Any]) -> bool:
+    """Whether several devices of a pipeline are in one process."""
+    several = (executor.get(key) or 1 for key in ("stages", "target_degree", "draft_degree"))
+    return executor.get("transport") == "in_process" and max(several) > 1
 
 
 def with_degrees(

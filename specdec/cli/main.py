@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes them from the process.
 
     Returns:
-        The exit status: 0, 1 where the disk is full, 2 for bad input, 3 when a rank failed, 130
+        The exit status: 0, 1 where the disk or memory is full, 2 for bad input, 3 when a rank failed, 130
         when interrupted. A defect of the library is an exception with its traceback, and status 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -61,6 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone; keep Python from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError as error:
+        if os.environ.get("SPECDEC_TRACEBACK"):
+            raise
+        print(
+            f"specdec: memory is used up ({' '.join(str(error).split())}): choose smaller trees"
+            " (keys of policy), a smaller batch_size, shorter prompts or a smaller model",
+            file=sys.stderr,
+        )
+        return _FAILED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("SPECDEC_TRACEBACK"):
             raise

@@ -52,7 +52,7 @@ def load_model(
             weights that do not fill the model.
     """
     info = _info(model)
-    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    torch_dtype, torch_device = _dtype(dtype), usable_device(device)
     config = _config(info)
     try:
         with _quiet():
@@ -98,7 +98,7 @@ def load_stage(
         ValueError: for layers that the model has not.
     """
     info = _info(model)
-    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    torch_dtype, torch_device = _dtype(dtype), usable_device(device)
     config = _config(info)
     if getattr(config, "quantization_config", None):
         raise UserError(f"{info.path} is quantised; stages load plain weights only")
@@ -291,14 +291,19 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        UserError: torch cannot put anything on it here.
+    """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); use 'cpu' or a "
-            "device that torch reports as available"
+            f"model.device={name!r} cannot be used here ({str(error).splitlines()[0]}); use auto,"
+            " cpu, or a device that torch reports as available"
         ) from error
     return device
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.models.inspection import CERTIFIED
-from specdec.models.loading import DTYPES
+from specdec.models.loading import DTYPES, usable_device
 
 _GPT2_NAMES = {
     "hidden_size": "n_embd",
@@ -48,10 +48,11 @@ def random_model(
         options: further entries of the family's config, such as {"sliding_window": 8}.
 
     Raises:
-        UserError: for a family or type that is not known.
+        UserError: for a family or type that is not known, or a device that is not here.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    place = usable_device(device)
     sizes = _config_entries(
         family,
         num_layers=num_layers,
@@ -79,7 +80,7 @@ def random_model(
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise * scale)
     model.requires_grad_(False)
-    return model.to(device).eval()
+    return model.to(place).eval()
 
 
 def _config_entries(

@@ -128,6 +128,7 @@ CASES = {
 USES_MODELS = {name for name, (words, _) in CASES.items() if words[: len(HF)] == HF}
 
 LATER = {
+    "device": (["model=random", "model.device=cuda:99"], "model.device='cuda:99'"),
     "stages of a random model": (
         ["model=random", "strategy=specpipe", "executor.stages=99"],
         "executor.stages=99",

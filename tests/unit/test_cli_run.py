@@ -93,6 +93,11 @@ class TestRun:
         assert main(["run", RANDOM, "output_dir=out"]) == 1
         assert capsys.readouterr().err.startswith("specdec: No space left on device: make room")
 
+    def test_trees_beyond_memory_are_said_in_one_line(self, engine, capsys) -> None:
+        engine.failing, engine.error = {"speculative"}, MemoryError("Unable to allocate 60.6 GiB")
+        assert main(["run", RANDOM, "output_dir=out"]) == 1
+        assert "(Unable to allocate 60.6 GiB): choose smaller trees" in capsys.readouterr().err
+
     def test_another_configuration_may_not_use_the_folder(self, engine, capsys) -> None:
         assert main(["run", RANDOM, "output_dir=out"]) == 0
         assert main(["run", RANDOM, "output_dir=out", "seed=1"]) == 2

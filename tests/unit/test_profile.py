@@ -147,6 +147,24 @@ def test_a_profile_of_other_stages_is_told(words: list[str], share: str) -> None
     assert notes_of([{"strategy": "x", **clock}]) == note
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["executor=pipeline", "executor.stages=2"], True),
+        (["strategy=swiftspec"], True),
+        (["executor=pipeline", "executor.stages=1"], False),
+        (["executor=pipeline", "executor.transport=distributed"], False),
+        (["executor=pipeline", "clock=simulated"], False),
+        (["strategy=eesd"], False),
+        (["strategy=hf_generate"], False),
+    ],
+)
+def test_a_pipeline_in_one_process_is_told(words: list[str], told: bool) -> None:
+    """SpecPipe was "measured" at a fraction of its speed where its stages took turns."""
+    clock = run_job_of(["model=random", *words]).config["clock"]
+    assert ("take turns" in clock.get("caveat", "")) == told
+
+
 def test_a_bench_measures_on_a_cache_that_stays_as_it_was() -> None:
     pair = RandomPair(num_layers=4, hidden_size=32)
     runner = pair.draft_runner(Meter())
