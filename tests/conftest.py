@@ -102,7 +102,7 @@ class FakeEngine(types.ModuleType):
         self.runs: list[tuple[dict[str, Any], Path]] = []
         self.comparisons: list[tuple[list[dict[str, Any]], Path, int]] = []
         self.failing: set[str] = set()
-        self.error: Exception = RuntimeError("planted")
+        self.error: BaseException = RuntimeError("planted")
         self.summary: dict[str, Any] = {}
 
     def run_job(self, config: dict[str, Any], output_dir: Path, progress: Any) -> dict[str, Any]:

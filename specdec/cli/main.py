@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes them from the process.
 
     Returns:
-        The exit status: 0, 1 where the disk or memory is full, 2 for bad input, 3 when a rank failed, 130
-        when interrupted. A defect of the library is an exception with its traceback, and status 1.
+        The exit status: 0, 1 where disk or memory is full, 2 for bad input, 3 when a rank failed,
+        130 when interrupted. A defect of the library is an exception with its traceback, and
+        status 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
