@@ -77,6 +77,13 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
                 f"output_dir={folder} has a {CONFIG_FILE} that cannot be read"
                 f" ({str(error).splitlines()[0]}): name another folder or delete that one"
             ) from error
+        kept = found if isinstance(found, dict) else {}
+        there, here = kept.get("command", "run"), config.get("command", "run")
+        if there != here:
+            raise UserError(
+                f"output_dir={folder} holds what `specdec {there}` has left, not `specdec {here}`:"
+                " name another folder or delete that one"
+            )
         if found != dict(config):
             raise UserError(
                 f"output_dir={folder} holds a run of another configuration"

@@ -52,7 +52,6 @@ def random_model(
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    place = usable_device(device)
     sizes = _config_entries(
         family,
         num_layers=num_layers,
@@ -80,7 +79,7 @@ def random_model(
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise * scale)
     model.requires_grad_(False)
-    return model.to(place).eval()
+    return model.to(usable_device(device)).eval()
 
 
 def _config_entries(

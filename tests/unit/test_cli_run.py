@@ -217,8 +217,10 @@ class TestCompare:
         assert len(engine.comparisons) == 1
         assert "| the table |" in capsys.readouterr().out
 
-    def test_other_rows_may_not_use_the_folder(self, engine) -> None:
+    def test_other_rows_may_not_use_the_folder(self, engine, capsys) -> None:
         assert main(list(self.WORDS)) == 0
+        assert main(["run", RANDOM, "output_dir=out"]) == 2
+        assert "what `specdec compare` has left, not `specdec run`" in capsys.readouterr().err
         assert main([*self.WORDS[:2], "strategies=[ar,staged,mixture]", *self.WORDS[3:]]) == 2
 
 
