@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.running import Bench, Row
+from experiments.pipelines.running import Bench, Row, say_bar
 from experiments.pipelines.theory import crossing, needed_acceptance_length, steps_by_equation_2
 from specdec.cli.jobs import run_job_of
 from specdec.compose import build_profile
@@ -82,10 +82,10 @@ def bars(bench: Bench, samplings: Sequence[str]) -> None:
         found = _table(bench, ROWS, f"sampling={sampling}")
         ar, specpipe, best = (found[name] for name in ("ar", "specpipe", "specpipe_bf"))
         ratio = _ratio(ar, specpipe)
-        _bar(f"specpipe over ar in steps per token: {ratio:.2f}x", ratio >= 3.5, "3.5x (t06)")
+        say_bar(f"specpipe over ar in steps per token: {ratio:.2f}x", ratio >= 3.5, "3.5x (t06)")
         serial, hidden = found[SERIAL.name], found[HIDDEN.name]
         faster = specpipe["tbt_ms_mean"] <= serial["tbt_ms_mean"]
-        _bar("specpipe's TBT against specinfer's, drafting serial", faster, "no slower")
+        say_bar("specpipe's TBT against specinfer's, drafting serial", faster, "no slower")
         _say_needed_length(specpipe, hidden)
         saved.append(1.0 - best["steps_per_token"] / specpipe["steps_per_token"])
         by_law = steps_by_equation_2(specpipe["hit_rate"], STAGES)
@@ -96,7 +96,9 @@ def bars(bench: Bench, samplings: Sequence[str]) -> None:
         )
     mean = sum(saved) / len(saved)
     each = ", ".join(f"{part:.1%}" for part in saved)
-    _bar(f"specpipe_bf saves {mean:.1%} of specpipe's steps ({each})", mean >= 0.1, "10 % of them")
+    say_bar(
+        f"specpipe_bf saves {mean:.1%} of specpipe's steps ({each})", mean >= 0.1, "10 % of them"
+    )
 
 
 def pipedec(bench: Bench, samplings: Sequence[str]) -> None:
@@ -156,7 +158,7 @@ def _table(bench: Bench, rows: Sequence[Row], sampling: str) -> dict[str, dict[s
             f" {s['loop_share']:6.1%}  {same}",
             flush=True,
         )
-    _bar(f"TBT against counts and profile: {worst:.1%} off at most", worst <= 0.05, "5 %")
+    say_bar(f"TBT against counts and profile: {worst:.1%} off at most", worst <= 0.05, "5 %")
     return found
 
 
@@ -177,10 +179,6 @@ def _ratio(ar: dict[str, Any], other: dict[str, Any]) -> float:
 
 def _known(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _bar(text: str, holds: bool, wanted: str) -> None:
-    print(f"  {'ok  ' if holds else 'MISS'} {text} (bar: {wanted})", flush=True)
 
 
 if __name__ == "__main__":

@@ -69,3 +69,8 @@ class Bench:
             "decode_answers": counts.answers,
             "outputs": [list(result.output) for result in done.results],
         }
+
+
+def say_bar(text: str, holds: bool, wanted: str) -> None:
+    """Prints whether a bar is met."""
+    print(f"  {'ok  ' if holds else 'MISS'} {text} (bar: {wanted})", flush=True)

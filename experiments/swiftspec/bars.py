@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.running import Bench, Row
+from experiments.pipelines.running import Bench, Row, say_bar
 from specdec.cli.jobs import run_job_of
 from specdec.clocks import Work
 from specdec.compose import build_profile
@@ -80,9 +80,9 @@ def table(bench: Bench, title: str, sampling: str) -> tuple[float, float]:
     serial = {key: _row(bench, row, sampling) for key, row in SERIAL.items()}
     found = [*parallel.values(), *serial.values()]
     worst = max(abs(s["tokens_per_s"] / s["implied"] - 1.0) for s in found)
-    _bar(f"tokens/s against counts and profile: {worst:.1%} off at most", worst <= 0.05, "5 %")
+    say_bar(f"tokens/s against counts and profile: {worst:.1%} off at most", worst <= 0.05, "5 %")
     outputs = {str(s["outputs"]) for s in found}
-    _bar(f"{len(found)} rows gave {len(outputs)} output(s)", len(outputs) == 1, "one")
+    say_bar(f"{len(found)} rows gave {len(outputs)} output(s)", len(outputs) == 1, "one")
     best = max(parallel.values(), key=_speed)
     base_key = max(serial, key=lambda key: _speed(serial[key]))
     ratio = _speed(best) / _speed(serial[base_key])
@@ -126,10 +126,6 @@ def implied_speed(found: dict[str, Any], config: dict[str, Any]) -> tuple[float,
 
 def _speed(found: dict[str, Any]) -> float:
     return float(found["tokens_per_s"])
-
-
-def _bar(text: str, holds: bool, wanted: str) -> None:
-    print(f"  {'ok  ' if holds else 'MISS'} {text} (bar: {wanted})", flush=True)
 
 
 if __name__ == "__main__":

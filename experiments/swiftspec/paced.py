@@ -11,14 +11,10 @@ two devices each. --scale stretches them so that this machine's own work fits; a
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 
-from specdec.cli.jobs import run_job_of
-from specdec.engine import prepare, stop_rules
-from specdec.metrics import RequestResult, RunTotals, summarise
-from specdec.runners import PartsRunner
+from experiments.pipelines.paced import KINDS, run
 
 LAYOUTS = {
     "1x1": (
@@ -49,8 +45,7 @@ def main() -> None:
     common = ["strategy=swiftspec", "data=humaneval", f"model={args.model}", *size]
     for name in args.layouts:
         words = [*common, *LAYOUTS[name], f"clock.scale={args.scale}", "policy.d=ratio"]
-        simulated = run([*words, "clock=simulated"])
-        paced = run([*words, "clock=paced", "executor.transport=distributed"])
+        simulated, paced = (run(kind, words) for kind in KINDS)
         same = "same tokens" if simulated["outputs"] == paced["outputs"] else "TOKENS DIFFER"
         off = paced["tokens_per_s"] / simulated["tokens_per_s"] - 1.0
         holds = abs(off) <= ALLOWED and paced["overrun_share"] <= 0.02
@@ -60,22 +55,6 @@ def main() -> None:
             f" overruns {paced['overrun_share']:.1%}; scale {args.scale:g}; {same}",
             flush=True,
         )
-
-
-def run(words: list[str]) -> dict[str, Any]:
-    """The summary of a run, its outputs added."""
-    config = run_job_of(words).config
-    pair, prompts, _ = prepare(config)
-    runner = PartsRunner(cfg=config, pair=pair, stop=stop_rules(config, pair))
-    results: list[RequestResult] = []
-    try:
-        if config["clock"]["kind"] == "paced":
-            runner.run(prompts[:1], lambda _: None)  # first calls allocate and page in
-        totals = [runner.run([prompt], results.append) for prompt in prompts]
-    finally:
-        runner.close()
-    summary = summarise(results, RunTotals.merge(totals))
-    return {**summary, "outputs": [result.output for result in results]}
 
 
 if __name__ == "__main__":
