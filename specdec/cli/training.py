@@ -17,12 +17,16 @@ from specdec.errors import UserError
 _HELP = """\
 specdec train WHAT [--cfg] [key=value] ...
 
-Trains a model from conf/train/WHAT.yaml, whose keys the arguments override.
+Trains a model from conf/train/WHAT.yaml, whose keys the arguments override. A map of names that is
+given whole (weights={stdlib: 1}, packages={}) takes the place of the default's.
 
   --cfg    print the resolved configuration and stop
 
 WHAT is one of
 """
+
+_MAPS = ("packages", "weights", "distill_weights", "prompts")
+"""Keys whose values are maps from names (of streams, packages, data sets) to amounts."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -58,7 +62,8 @@ def _with_overrides(what: str, overrides: Sequence[str]) -> dict[str, object]:
             raise UserError(
                 f"train {what}: {key}={value!r} has the wrong type; its default is {default!r}"
             )
-        OmegaConf.update(config, key, value)
+        # A map of names is replaced; the keys of a section that are not given stay.
+        OmegaConf.update(config, key, value, merge=key.rpartition(".")[2] not in _MAPS)
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -54,6 +55,20 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def own(places: list[str]) -> Path:
     return Path(places[1].partition("=")[2])
+
+
+def test_a_map_of_names_is_replaced_and_a_section_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`packages={}` once changed nothing, `weights={stdlib: 1}` kept the other streams."""
+    words = ["weights={stdlib: 1}", "evaluation.prompts={xsum: 2}", "loss={every: 3}"]
+    assert main(["train", "exit_head", *words, "--cfg"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["weights"] == {"stdlib": 1}
+    assert shown["evaluation"] == {"prompts": {"xsum": 2}, "new_tokens": 128}
+    assert shown["loss"] == {"kl_weight": 1.0, "temperature": 1.0, "every": 3}
+    assert main(["train", "tokenizer", "packages={}", "--cfg"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["packages"] == {}
 
 
 @pytest.mark.parametrize(
