@@ -71,3 +71,14 @@ def test_python_and_yaml_build_the_same_strategy(name: str, pair: RandomPair) ->
     cfg = compose_config([f"strategy={name}", "model=random"]).values
     in_python = BUILDERS[name](Workbench(pair))  # type: ignore[operator]
     assert described(in_python) == described(compose(cfg, pair))
+
+
+def test_staged_branches_at_the_start() -> None:
+    """Staged 3.1: second choices where agreement is likeliest, none at the end of long paths.
+
+    The shape once was 1,1,3,1,1,1: as many rows, more draft passes and fewer accepted tokens.
+    """
+    shape = list(staged.BRANCHING)
+    assert shape[0] > 1 == shape[-1]
+    assert shape == sorted(shape, reverse=True)
+    assert compose_config(["strategy=staged"]).values["policy"]["branching"] == shape
