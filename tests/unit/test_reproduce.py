@@ -11,6 +11,7 @@ import yaml
 
 from experiments.pipelines.others import memory
 from experiments.ppsd.laws import alpha_of_overall, alpha_of_speedup
+from experiments.ppsd.more import cells_off
 from experiments.reproduce import command, results
 from experiments.reproduce.arithmetic import evaluate
 from experiments.reproduce.drafts import known_drafts
@@ -225,3 +226,21 @@ def test_a_tree_s_keys_lie_in_the_context_budget_and_are_not_counted_twice(tmp_p
     assert values["tree"] == pytest.approx((2 * 64 * hidden_bytes + nodes**2) / 2**20)
     key_value_bytes = 2 * 8 * 128 * 2 * 10  # of a token on a device of ten layers
     assert values["tree"] < nodes * key_value_bytes / 2**20
+
+
+def test_ppsd_table2_divides_by_rows_of_other_models_and_sets() -> None:
+    """Its GSM8K speed-ups are over V-7B's GSM8K and L-13B's HumanEval row of Table 1."""
+    config = ITEMS["ppsd/table2"].config
+    cells, stated = config["tokens_per_s"], config["speedups"]
+    off = cells_off(cells, stated)
+    assert [cell.split(" (")[0] for cell in off] == [
+        *("V-13B medusa GSM8K", "V-13B ts GSM8K"),
+        *("L-13B medusa GSM8K", "L-13B ts GSM8K", "L-13B ppsd GSM8K"),
+    ]
+    plain = ITEMS["ppsd/table1"].config["plain"]
+    others = {
+        "V-13B": {**cells["V-13B"], "plain": [plain["V-13B"][0], plain["V-7B"][1]]},
+        "L-13B": {**cells["L-13B"], "plain": [plain["L-13B"][0], plain["L-13B"][2]]},
+    }
+    assert cells_off(others, {"L-13B": stated["L-13B"]}) == []
+    assert len(cells_off(others, {"V-13B": stated["V-13B"]})) == 1  # PPSD's own is over its own row
