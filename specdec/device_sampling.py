@@ -31,7 +31,10 @@ NUCLEUS = 1024
 """Most probable entries in which the cut of top-p is looked for before a row is sorted whole."""
 
 _ENTRIES = 1 << 24  # of logits at a time: 128 MiB per float64 intermediate
-_FAULTY, _NOT_FOUND = -1, -2
+_FAULTY = -1
+
+NOT_FOUND = -2
+"""Instead of a token, where top-p's cut was not among the entries that were looked at."""
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
@@ -43,7 +46,7 @@ def argmax(logits: torch.Tensor) -> IntArray:
     """int64[A]: the first of the largest entries of each row of [A, V]."""
     best = logits.max(dim=1)  # whose indices are the first
     tokens = torch.where(best.values.isfinite(), best.indices, _FAULTY)
-    return _checked(to_host(tokens), logits)
+    return checked(to_host(tokens), logits)
 
 
 def sample(
@@ -70,13 +73,17 @@ def sample(
             weighted = weigh(rows, temperature=temperature, top_k=top_k, top_p=top_p, width=width)
             parts.append(weighted.draw(some))
         found = to_host(torch.cat(parts))
-        if not (found == _NOT_FOUND).any():
+        if not (found == NOT_FOUND).any():
             break
-    return _checked(found, logits)
+    return checked(found, logits)
 
 
-def _checked(tokens: IntArray, logits: torch.Tensor) -> IntArray:
-    """``tokens``, unless one of them says that its row of logits[A, V] is at fault."""
+def checked(tokens: IntArray, logits: torch.Tensor) -> IntArray:
+    """``tokens``, unless one of them says that its row of logits[A, V] is at fault.
+
+    Raises:
+        ValueError: for rows with NaN, infinity or no allowed token.
+    """
     if (tokens < 0).any():
         check_finite(to_host(logits.amax(dim=1)))
     return tokens
@@ -98,13 +105,13 @@ class Weighted:
 
     def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
         """int64[A] on the device: a token of each row, or below 0 for the fault that it has."""
-        tokens = torch.where(self.found, inverse_cdf(self.weights, uniforms), _NOT_FOUND)
+        tokens = torch.where(self.found, inverse_cdf(self.weights, uniforms), NOT_FOUND)
         return torch.where(self.best.isfinite(), tokens, _FAULTY)
 
     def sample(self, uniforms: FloatArray) -> IntArray:
         """As ``Distribution.sample``; for rows whose cut was found."""
         draws = to_device(uniforms, self.weights.device)
-        return _checked(to_host(self.draw(draws)), self.best[:, None])
+        return checked(to_host(self.draw(draws)), self.best[:, None])
 
     def probs(self) -> DeviceProbs:
         """Normalised."""

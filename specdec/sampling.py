@@ -32,6 +32,7 @@ from specdec.filters import (
 )
 from specdec.processors import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.randomness import KeyedDraws, Purpose
+from specdec.static_draws import StaticDraws
 from specdec.types import Answers, FloatArray, IntArray
 
 __all__ = ["SamplingParams", "SamplingTransform", "TargetSampler", "sample_candidates"]
@@ -101,8 +102,10 @@ class SamplingTransform:
     an accelerator stay there, and so do the distributions made of them.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, *, static: StaticDraws | None = None) -> None:
+        """Takes what is applied; ``static``: draws over static buffers, where they are wanted."""
         self.params = params
+        self._static = static
 
     def probs(self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
         """float64[A, V]: the distribution that is sampled; one-hot at the argmax if greedy."""
@@ -118,8 +121,9 @@ class SamplingTransform:
         params = self.params
         if not len(logits):
             return np.zeros(0, np.int64)
-        if on_accelerator(logits):
-            return self._sample_there(self._processed(logits, histories), uniforms)
+        captured = not params.greedy and self._static is not None and self._static.serves(logits)
+        if captured or on_accelerator(logits):
+            return self._sample_there(self._processed(logits, histories), uniforms, captured)
         if params.greedy:
             return argmax(self._processed(logits, histories))
         if 0 < params.top_k < logits.shape[1]:
@@ -200,11 +204,13 @@ class SamplingTransform:
             logprobs = np.take_along_axis(kept, order, axis=1).astype(np.float64)
         return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0)
 
-    def _sample_there(self, logits: torch.Tensor, uniforms: FloatArray) -> IntArray:
+    def _sample_there(self, logits: torch.Tensor, uniforms: FloatArray, captured: bool) -> IntArray:
         params = self.params
         if params.greedy:
             return device_sampling.argmax(logits)
-        return device_sampling.sample(
+        static = self._static if captured else None
+        sample = device_sampling.sample if static is None else static.sample
+        return sample(
             logits,
             uniforms,
             temperature=params.temperature,
@@ -295,14 +301,18 @@ class Asked:
 class TargetSampler:
     """Turns the target's logits into answers, on the rank that has them."""
 
-    def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
+    def __init__(
+        self, *, draws: KeyedDraws, needs_probs: bool, static: StaticDraws | None = None
+    ) -> None:
         """Takes what all requests share.
 
         Args:
             draws: the run's keyed draws.
             needs_probs: whether answers carry the processed distributions (``Needs.target_probs``).
+            static: draws over static buffers, where they are asked for.
         """
         self._draws = draws
+        self._static = static
         self._needs_probs = needs_probs
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
@@ -344,7 +354,8 @@ class TargetSampler:
         params = asked[0].request.sampling
         transform = self._transforms.get(params)
         if transform is None:
-            transform = self._transforms[params] = SamplingTransform(params)
+            transform = SamplingTransform(params, static=self._static)
+            self._transforms[params] = transform
         uniforms, histories = np.zeros(len(logits)), None
         if not params.greedy:
             uniforms = np.concatenate(

@@ -26,6 +26,7 @@ from specdec.sampling import TargetSampler
 from specdec.sources import DraftModelSource, SyntheticSource
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import HiddenPair
+from specdec.static_draws import StaticDraws
 from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class ReplayedShapes:
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples the target's logits, then answers from the record."""
-        real = ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
+        static = StaticDraws(graphs=self._execution.graphs)
+        sampler = TargetSampler(draws=draws, needs_probs=needs_probs, static=static)
+        real = ModelAnswerer(sampler=sampler)
         replayed = self.record.answerer(draws=draws, needs_probs=needs_probs)
         return _Answerer(real, replayed, self)
 

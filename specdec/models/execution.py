@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ class Execution:
     """Choices that change how fast a pass is, not what it computes (up to rounding).
 
     Attributes:
-        graphs: a value of ``specdec.models.static.Graphs``.
+        graphs: a value of ``specdec.graphs.Graphs``.
         kernels: "torch", or "triton" for fused norm + projections and norm + SwiGLU.
         compile: whether the forward goes through ``torch.compile``.
     """
@@ -58,11 +57,6 @@ class OpaqueCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """See ``StepCache``."""
         return 0
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes ``device`` the current one: Triton and graphs go there, whatever their operands."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def prepare(

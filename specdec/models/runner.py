@@ -27,12 +27,13 @@ from specdec.attention import (
 from specdec.cache import Rows, TreeCache
 from specdec.device_probs import to_device
 from specdec.errors import UserError
+from specdec.graphs import Graphs, current, resolve_graphs
 from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.metrics.meter import Meter
-from specdec.models.execution import PLAIN, Execution, OpaqueCache, current, prepare
+from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, own_instance
-from specdec.models.static import Computed, Graphs, StaticPasses, resolve_graphs
+from specdec.models.static import Computed, StaticPasses
 from specdec.types import IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)

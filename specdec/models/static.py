@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
@@ -24,49 +23,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.attention import StepCache, capped_attention
 from specdec.cache import Rows
-from specdec.errors import UserError
+from specdec.graphs import ROW_COUNTS, Graphs, at_least, captured
 from specdec.kernels.backends import Kernel, Seen
 from specdec.kv_storage import CacheSpec
 from specdec.models.arenas import LEAST_CONTEXT, Arena, Arenas, Inputs
-
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of rows that graphs are captured for; a pass of more rows is not captured."""
 
 COLUMN_COUNTS = (64, 256, 1024)
 """Widths of masks: tree entries that the rows may see; a pass with more is not captured."""
 
 _MAX_REQUESTS = 4  # more requests in a pass go through one packed, uncaptured pass
-
-
-class Graphs(StrEnum):
-    """How passes of few rows run.
-
-    ``OFF``: launched one by one. ``REPLAY``: over static buffers, launched one by one (any device).
-    ``CUDA``: over static buffers, as CUDA graphs. ``AUTO``: ``CUDA`` on such devices, else off.
-    """
-
-    OFF = "off"
-    REPLAY = "replay"
-    CUDA = "cuda"
-    AUTO = "auto"
-
-
-def resolve_graphs(graphs: str, device: torch.device) -> Graphs:
-    """What ``model.graphs`` means on ``device``: never ``AUTO``.
-
-    Raises:
-        UserError: for an unknown word, or CUDA graphs without a CUDA device.
-    """
-    if graphs not in list(Graphs):
-        raise UserError(f"model.graphs={graphs} is unknown; choose {', '.join(Graphs)}")
-    if graphs == Graphs.AUTO:
-        return Graphs.CUDA if device.type == "cuda" else Graphs.OFF
-    if graphs == Graphs.CUDA and device.type != "cuda":
-        raise UserError(
-            f"model.graphs=cuda needs a CUDA device, and model.device is {device.type}; use"
-            " model.graphs=off, or replay for the same buffers without graphs"
-        )
-    return Graphs(graphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +200,8 @@ class StaticPasses:
         return found[0] if len(found) == 1 else _joined(found)
 
     def _replay(self, rows: Rows, hidden: torch.Tensor | None, wants_logits: bool) -> Computed:
-        num_rows = _at_least(len(rows), ROW_COUNTS)
-        num_columns = _at_least(rows.visible.shape[1], COLUMN_COUNTS)
+        num_rows = at_least(len(rows), ROW_COUNTS)
+        num_columns = at_least(rows.visible.shape[1], COLUMN_COUNTS)
         arena = self.arenas.of(rows.cache)
         assert arena is not None, "the cache lies in no arena"
         context = arena.spare
@@ -276,47 +241,6 @@ class StaticPasses:
             return compute(step, inputs.tokens, inputs.positions, wants_logits)
 
         return captured(launch, self._pool) if self._captures else launch
-
-
-def captured(launch: Callable[[], Computed], pool: Any) -> Callable[[], Computed]:
-    """Captures ``launch`` as a CUDA graph whose outputs stay where they are.
-
-    It runs twice before, on a side stream, as capturing needs: libraries and compilers set
-    themselves up in their first calls. What it writes is the same each time.
-
-    Graphs of one pool overwrite each other's intermediate results, and through them each other's
-    outputs: what a replay gave must be copied before the next one (``StaticPasses.run``).
-
-    Raises:
-        UserError: for a forward that cannot be captured.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            launch()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # Other threads may use the device meanwhile: NCCL's look after its operations.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            outputs = launch()
-    except RuntimeError as error:
-        cause = str(error.__context__ or error)  # ending a capture that broke off fails again
-        raise UserError(
-            f"model.graphs=cuda cannot capture a pass of this model ({cause.splitlines()[0]}):"
-            " its forward may wait for the device, or memory is short; use model.graphs=off"
-        ) from error
-
-    def replay() -> Computed:
-        graph.replay()
-        return outputs
-
-    return replay
-
-
-def _at_least(number: int, choices: Sequence[int]) -> int:
-    return next(choice for choice in choices if choice >= number)
 
 
 def _cut(computed: Computed, num_rows: int) -> Computed:

@@ -14,6 +14,7 @@ from specdec.errors import UserError
 from specdec.executors.answering import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.stage import ModelStage
+from specdec.graphs import Graphs
 from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.models.execution import PLAIN, Execution
@@ -24,6 +25,7 @@ from specdec.randomness import KeyedDraws
 from specdec.sampling import TargetSampler
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import SyntheticPair
+from specdec.static_draws import StaticDraws
 from specdec.tensor_parallel import Collective, sharded
 
 
@@ -254,7 +256,10 @@ class HuggingFacePair:
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's logits."""
-        return ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
+        graphs = self._execution.graphs
+        static = None if graphs == Graphs.OFF else StaticDraws(graphs=graphs)
+        sampler = TargetSampler(draws=draws, needs_probs=needs_probs, static=static)
+        return ModelAnswerer(sampler=sampler)
 
     def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
         """The whole draft model; with a ``group``, this rank's share of it.

@@ -10,7 +10,8 @@ import torch
 from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import CPU, wire_device
 from specdec.errors import UserError
-from specdec.models.static import Computed, captured
+from specdec.graphs import captured
+from specdec.models.static import Computed
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
 
