@@ -5,7 +5,7 @@ Letters: R rows of one request, A rows whose logits are asked for, V vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -75,7 +75,7 @@ class ModelRunner:
         dtype, device: of its weights.
     """
 
-    _call: Callable[..., Any] | None = None  # the model, or its compiled form; none in the probe
+    _call: Any = None  # the model, or its compiled form; none in the probe
 
     def __init__(
         self,
@@ -237,7 +237,6 @@ class ModelRunner:
         inputs = self._inputs(tokens, positions, step.cache)
         with attending(step):
             if wants_logits:
-                assert self._call is not None, "the runner is being made"
                 logits = self._call(**inputs, logits_to_keep=keep).logits[0]
             else:
                 self._model.base_model(**inputs)
