@@ -22,6 +22,7 @@ from specdec.train.plan import Phase, RunPlan
 from specdec.train.samples import Sampling, generate, pick
 from specdec.train.streams import Mixture, encode, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
+from tests.unit.test_train_corpus import SOURCE
 
 ASSETS = Path(next(iter(specdec.assets.__path__))) / "tiny"
 SHAPE = ModelShape(
@@ -34,18 +35,6 @@ SHAPE = ModelShape(
     vocab_size=300,
     max_positions=128,
 )
-SOURCE = '''
-def area(width: int, height: int) -> int:
-    """Area of a rectangle.
-
-    >>> area(2, 3)
-    6
-    """
-    if width < 0 or height < 0:
-        raise ValueError("negative side")
-    return width * height
-'''
-
 shipped = pytest.mark.skipif(
     not (ASSETS / "draft" / "model.safetensors").exists(), reason="no trained family here"
 )
