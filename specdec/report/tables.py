@@ -15,6 +15,8 @@ Row = Mapping[str, Any]
 NONE = "-"
 """What stands for an undefined value."""
 
+_FEW_PROMPTS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -189,6 +191,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
                 " work took longer than the profile says (2 % are allowed); raise clock.scale."
             )
     notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
+    notes += _few_prompts(rows)
     shares = [row["loop_share"] for row in rows if row.get("loop_share") is not None]
     if shares and max(shares) >= 0.2:
         notes.append(
@@ -196,6 +199,26 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             " flatter every speculative method: compare under sampling=t06 or no_repeat4 too."
         )
     return notes
+
+
+def _few_prompts(rows: Sequence[Row]) -> list[str]:
+    """How far the speed-ups of a small sample can be trusted."""
+    few = [
+        row
+        for row in rows
+        if row.get("speedup_wall_interval")
+        and row.get("strategy") != "ar"
+        and row.get("num_prompts", _FEW_PROMPTS) < _FEW_PROMPTS
+    ]
+    if not few:
+        return []
+    told = (
+        "{} {:.2f}-{:.2f}x".format(row["strategy"], *row["speedup_wall_interval"]) for row in few
+    )
+    return [
+        f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
+        f" {', '.join(told)}."
+    ]
 
 
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:

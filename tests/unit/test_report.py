@@ -26,6 +26,7 @@ from specdec.report import (
     write_run,
 )
 from specdec.report.provenance import redact
+from specdec.report.tables import notes_of
 from specdec.types import Lossless
 from tests.unit.test_metrics import make_result, timed_run
 
@@ -120,6 +121,18 @@ def test_table_shows_every_column_and_marks_the_best_lossless_row() -> None:
         assert "NO (4 differ)" in text
         assert "LOSSY" in text
         assert "prompt 0, token 9: None instead of 9" in text
+
+
+def test_few_prompts_are_told_with_their_intervals() -> None:
+    """Two prompts gave 1.57x and an asterisk, without a word."""
+    row = {"strategy": "mine", "num_prompts": 2, "speedup_wall_interval": [0.9, 1.75]}
+    yardstick = {"strategy": "ar", "num_prompts": 2, "speedup_wall_interval": [1.0, 1.0]}
+    (note,) = notes_of([yardstick, row])
+    assert note.startswith("Only 2 prompts.")
+    assert "mine 0.90-1.75x" in note
+    assert "ar 1" not in note
+    assert notes_of([yardstick, {**row, "num_prompts": 40}]) == []
+    assert notes_of([{**row, "num_prompts": 1, "speedup_wall_interval": None}]) == []
 
 
 def test_markdown_has_the_same_cells_and_all_conditions() -> None:
