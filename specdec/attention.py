@@ -20,12 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy import count_nonzero
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from specdec.cache import Rows
 from specdec.device_probs import to_device
-from specdec.kernels.backends import Kernel, Seen, attention_kernel
+from specdec.kernels.backends import Kernel, Seen, attention_kernel, dense_attention
 from specdec.kv_storage import Pair
 
 IMPLEMENTATION = "specdec"
@@ -281,7 +280,7 @@ class AttentionStep:
         split = part.rows.first_masked
         if self._two_level and split and mask is not None and part.mask(None, query) is mask:
             return two_level_attention(query, stored, mask, scaling, split)
-        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+        return dense_attention(query, key, value, mask, scaling)
 
 
 def capped_attention(

@@ -11,6 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.errors import UserError
 from specdec.kernels import support
@@ -71,6 +73,7 @@ class Seen:
 
 
 _FLEX_SHAPES = 128
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Seen, float | None], torch.Tensor]
 """(query [1, H, R, D], key [1, G, C, D], value likewise, seen, scaling) -> [1, H, R, D]."""
@@ -111,6 +114,43 @@ def _triton_kernel() -> Kernel:
         )
 
     return attend
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """torch's own attention with one mask.
+
+    On CUDA none of its kernels but cuDNN's takes a mask and fewer key/value heads than query heads,
+    and cuDNN plans anew for every length of the context, which takes longer than many passes. So
+    there all query heads of a key/value head are rows of one head, and cuDNN is left out.
+
+    Args:
+        query: [1, H, R, D].
+        key, value: [1, G, C, D].
+        mask: [R, C], added to the scores, or None.
+        scaling: factor of the scores; 1 / sqrt(D) where None.
+
+    Returns:
+        [1, H, R, D].
+    """
+    if query.device.type != "cuda":
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    with sdpa_kernel(_ANY_LENGTH):
+        (_, heads, rows, _), groups = query.shape, key.shape[1]
+        if mask is None or heads == groups:
+            return scaled_dot_product_attention(
+                query, key, value, mask, scale=scaling, enable_gqa=heads != groups
+            )
+        folded = query.unflatten(1, (groups, -1)).flatten(2, 3)
+        found = scaled_dot_product_attention(
+            folded, key, value, mask.repeat(heads // groups, 1), scale=scaling
+        )
+        return found.unflatten(2, (-1, rows)).flatten(1, 2)
 
 
 def flash_attention(

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.attention import StepCache, capped_attention
 from specdec.cache import Rows
 from specdec.graphs import ROW_COUNTS, Graphs, at_least, captured
-from specdec.kernels.backends import Kernel, Seen
+from specdec.kernels.backends import Kernel, Seen, dense_attention
 from specdec.kv_storage import CacheSpec
 from specdec.models.arenas import LEAST_CONTEXT, Arena, Arenas, Inputs
 
@@ -114,9 +113,7 @@ class StaticStep:
         elif self._kernel is not None and window is None:
             found = self._kernel(query, keys, values, self._seen, scaling)
         else:
-            found = scaled_dot_product_attention(
-                query, keys, values, self._seen.mask(window), scale=scaling, enable_gqa=True
-            )
+            found = dense_attention(query, keys, values, self._seen.mask(window), scaling)
         return found.transpose(1, 2)
 
 

@@ -11,6 +11,7 @@ from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import CPU, wire_device
 from specdec.errors import UserError
 from specdec.graphs import captured
+from specdec.kernels.backends import dense_attention
 from specdec.models.static import Computed
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
@@ -145,3 +146,17 @@ def test_where_ranks_meet(other, wire, monkeypatch):
         assert wire_device(store, 1, (1, 2), HERE) == wire
         assert store["gpu/1"] == b"GPU-a"
         assert wire_device(store, 1, (1, 3), CPU) == CPU  # nobody is asked
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_dense_attention_folds_heads_on_cuda(masked):
+    """Query heads as rows of their key/value head: the same attention, head for head."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 6, 5, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, 9, 8, generator=generator, dtype=torch.float64)
+    mask = torch.randn(5, 9, generator=generator, dtype=torch.float64) if masked else None
+    expected = dense_attention(query, key, value, mask, 0.3)
+    with emulated():
+        there = [t if t is None else t.to("cuda") for t in (query, key, value, mask)]
+        found = dense_attention(*there, 0.3).cpu()
+    assert (found - expected).abs().max() < 1e-14
