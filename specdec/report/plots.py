@@ -130,11 +130,10 @@ def _speedup_panel(
         spread = row.get("speedup_wall_range")
         if spread and spread[0] < spread[1]:
             ax.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
-        right = max([value, *(spread or ()), *points])
-        ax.annotate(
+        ax.annotate(  # at the bar's end, above the dots: beside the last it would read as its value
             f"{value:.2f}x",
-            (right, y),
-            (5, 0),
+            (value, y),
+            (4, 11),
             textcoords="offset points",
             va="center",
             fontsize=8,
