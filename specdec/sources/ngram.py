@@ -27,17 +27,18 @@ from specdec.types import (
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
-_MEMORY = 1 << 16  # contexts whose answers are kept before all are forgotten
+_MEMORY = 1 << 16  # contexts whose answers are kept for a request before all are forgotten
 
 _Known = dict[tuple[int, ...], tuple[IntArray, FloatArray, int]]
-"""Context -> (tokens, log probabilities, valid entries) of its best continuations."""
+"""(k, *context) -> (tokens, log probabilities, valid entries) of its k best continuations."""
 
 
 class NGramSource:
-    """Answers every node from its last ``order - 1`` tokens; holds nothing per request.
+    """Answers every node from its last ``order - 1`` tokens.
 
     Text repeats its contexts: answers are kept by context, since looking one up costs a few
-    microseconds and working it out a hundred.
+    microseconds and working it out a hundred. They are forgotten with their request; else a prompt
+    that is measured again would find all of its own.
 
     Attributes:
         katz: the model.
@@ -58,28 +59,30 @@ class NGramSource:
         self.gives_probs = sample
         self.vocab_size: int | None = katz.vocab_size
         self.counters = SourceCounters()
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _Known] = {}  # request -> what it has looked up
 
     def open(self, request: RequestState) -> None:
-        """Nothing to prepare."""
+        """Starts with nothing known."""
+        self._known[request.id] = {}
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The ``k`` most probable continuations of each node, or ``k`` sampled ones."""
-        length = self.katz.order - 1
-        contexts: list[tuple[int, ...]] = []
-        for request_id, ids in nodes.items:
-            request = state.requests[request_id]
-            contexts += tails(request, request.tree.slots(ids).tolist(), length)
+        for request_id, _ in nodes.items:
+            if len(self._known[request_id]) > _MEMORY:
+                self._known[request_id].clear()
+        contexts = [
+            (request_id, tail)
+            for request_id, ids in nodes.items
+            for tail in self._tails(state.requests[request_id], ids)
+        ]
         if self.gives_probs:
-            return sampled_candidates(state, nodes, self.katz.probs(self._windows(contexts)), k)
-        known = self._known.setdefault(k, {})
-        if len(known) > _MEMORY:
-            known.clear()
-        rows = [known.get(context) for context in contexts]
-        if None in rows:
-            self._learn(known, [c for c, row in zip(contexts, rows, strict=True) if row is None], k)
-            rows = [known[context] for context in contexts]
-        tokens, logprobs, counts = zip(*rows, strict=True)  # type: ignore[misc]
+            windows = self._windows([tail for _, tail in contexts])
+            return sampled_candidates(state, nodes, self.katz.probs(windows), k)
+        missing = [(i, tail) for i, tail in contexts if (k, *tail) not in self._known[i]]
+        if missing:
+            self._learn(missing, k)
+        rows = [self._known[i][k, *tail] for i, tail in contexts]
+        tokens, logprobs, counts = zip(*rows, strict=True)
         return Candidates(
             tokens=np.stack(tokens), logprobs=np.stack(logprobs), counts=np.array(counts)
         )
@@ -88,15 +91,19 @@ class NGramSource:
         """Nothing to follow."""
 
     def close(self, request_id: int) -> None:
-        """Nothing to forget."""
+        """Forgets what the request has looked up."""
+        self._known.pop(request_id, None)
 
-    def _learn(self, known: _Known, contexts: list[tuple[int, ...]], k: int) -> None:
-        """Works out the best continuations of contexts that are not known."""
-        windows = self._windows(contexts)
+    def _tails(self, request: RequestState, ids: IntArray) -> list[tuple[int, ...]]:
+        return tails(request, request.tree.slots(ids).tolist(), self.katz.order - 1)
+
+    def _learn(self, missing: list[tuple[int, tuple[int, ...]]], k: int) -> None:
+        """Works out the best continuations of contexts that their requests do not know."""
+        windows = self._windows([tail for _, tail in missing])
         tokens, logprobs = self.katz.top(windows, min(k, self.katz.vocab_size))
         counts = (logprobs > -np.inf).sum(axis=1)  # a context after which all V tokens were seen
-        for i, context in enumerate(contexts):
-            known[context] = (tokens[i], logprobs[i], int(counts[i]))
+        for row, (request_id, tail) in enumerate(missing):
+            self._known[request_id][k, *tail] = tokens[row], logprobs[row], int(counts[row])
 
     def _windows(self, contexts: list[tuple[int, ...]]) -> IntArray:
         """int64[W, L]."""

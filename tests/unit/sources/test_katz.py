@@ -208,6 +208,25 @@ def test_source_reads_path_and_committed_tokens():
     assert (got.tokens == model.top([np.array([7, 2, 3])], 6)[0]).all()
 
 
+def test_looked_up_contexts_are_kept_for_their_request_alone(monkeypatch):
+    """A request works a context out once; the same prompt again pays as the first time."""
+    model = KatzModel.from_tokens(np.arange(VOCAB), order=3, vocab_size=VOCAB, separator=None)
+    asked, top = [], model.top
+    monkeypatch.setattr(
+        model, "top", lambda windows, k: asked.append(len(windows)) or top(windows, k)
+    )
+    source, state = NGramSource(katz=model), make_state()
+    for request_id in (1, 2):
+        open_request(state, source, make_request(request_id, [4, 5]))
+        first, again = (expand(state, source, {request_id: [0]}, 3) for _ in range(2))
+        assert (first.tokens == again.tokens).all()
+    assert asked == [1, 1]
+    source.close(1)
+    open_request(state, source, make_request(1, [4, 5]))
+    expand(state, source, {1: [0]}, 3)
+    assert asked == [1, 1, 1]
+
+
 def test_sampled_candidates_come_with_their_distribution():
     rng = np.random.default_rng(3)
     model = KatzModel.from_tokens(
