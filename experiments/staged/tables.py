@@ -89,7 +89,7 @@ def traffic(item: Item, lab: Lab) -> Findings:
             claim = config["claims"][label].get(name)
             sizes = (
                 (own, _draft_share(counts[name]), "own"),
-                (*(scaled, config["paper_share"], "the paper's"),),
+                (scaled, config["paper_share"], "the paper's"),
             )
             for value, share_of, text in sizes:
                 if claim:

@@ -18,13 +18,13 @@ from specdec.distributed import replies
 from specdec.executors import ExitStage
 from specdec.executors import distributed as over_ranks
 from specdec.metrics.meter import Meter
-from specdec.pairs import PretrainedPair
-from specdec.sources import MultiExitSource
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, save_hf
 from specdec.types import NO_NODE, Batch, Exits, Output, PrefillChunk, TreeRows
 from tests.distributed.support import PROMPTS, config, counted, rejection, runner
 from tests.distributed.threads import ThreadGroup, thread_ranks
+from tests.exits import going_on
+from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
 EVERY_STEP = ("layer", "node_ids", "tokens", "logprobs", "counts", "probs")
@@ -137,15 +137,7 @@ def test_ranks_have_their_own_heads_alone(
 
 def test_tokens_come_from_both_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared above is a choice: some nodes wait for the exit of the second rank."""
-    waited: list[bool] = []
-    right = MultiExitSource._goes_on
-
-    def goes_on(self: MultiExitSource, state: Any, nodes: Any, at: int) -> Any:
-        mask = right(self, state, nodes, at)
-        waited.extend(mask.tolist() if at == 0 else [])
-        return mask
-
-    monkeypatch.setattr(MultiExitSource, "_goes_on", goes_on)
+    waited = going_on(monkeypatch)
     decoded(exits("ppsd_multi", 4, 2), "distributed")
     assert set(waited) == {False, True}
 
@@ -165,17 +157,8 @@ def test_a_rank_loads_its_layers_and_the_head(
     save_heads(ExitHeads(target, [spec]), tmp_path / "heads")
     logits, loaded = [], []
     for parts_only in (False, True):
-        pair = PretrainedPair(
-            target=str(tmp_path),
-            draft=None,
-            ngram=None,
-            dtype="float32",
-            device="cpu",
-            attention="auto",
-            exit_layer=2,
-            exit_head=kind,
-            exit_heads=str(tmp_path / "heads") if trained else None,
-        )
+        heads = str(tmp_path / "heads") if trained else None
+        pair = pretrained(tmp_path, exit_layer=2, exit_head=kind, exit_heads=heads)
         pair.parts_only = parts_only
         stage = pair.exit_stage(1, 3, Meter(), (2,))
         stage.open(1, 8)

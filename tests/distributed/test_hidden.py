@@ -21,7 +21,6 @@ from specdec.executors.layout import InFlight, StageLayout
 from specdec.hidden import PromptHidden
 from specdec.interfaces import TreePolicy
 from specdec.metrics.meter import Meter
-from specdec.pairs import PretrainedPair
 from specdec.policies import FixedWidth, Static
 from specdec.sampling import SamplingParams
 from specdec.sources import DraftModelSource
@@ -33,6 +32,7 @@ from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
 from tests.distributed.support import PROMPTS, config, pair, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks
+from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
 LAYERS = (0, 4, 7)  # of 8: the first, one inside, and the last
@@ -213,14 +213,7 @@ def test_rank_0_loads_the_output_head_and_no_layers(tmp_path: Path) -> None:
     save_hf(target, tmp_path)
     logits, loaded = [], []
     for alone in (False, True):
-        models = PretrainedPair(
-            target=str(tmp_path),
-            draft=None,
-            ngram=None,
-            dtype="float32",
-            device="cpu",
-            attention="auto",
-        )
+        models = pretrained(tmp_path)
         heads = models.medusa_heads(2, Meter(), alone=alone)
         assert heads.layer == 3
         hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))

@@ -21,7 +21,6 @@ from specdec.executors.layout import StageLayout
 from specdec.metrics import exit_laws
 from specdec.models.exits import final_norm, head_model, own_head, read_head
 from specdec.models.random import random_model
-from specdec.pairs import PretrainedPair
 from specdec.policies import Chain, FixedWidth, ThompsonChain
 from specdec.sampling import SamplingParams
 from specdec.sources import EarlyExitSource
@@ -40,6 +39,7 @@ from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
 from specdec.workbench import Parts, Workbench
 from strategies import eesd, ppsd
+from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
 STAGE_S = 1.0
@@ -281,17 +281,8 @@ class TestHeads:
         save_heads(heads, tmp_path / "heads")
         head = next(h for h in heads if h.spec.kind == kind)
         layer = head.spec.layer
-        loaded = PretrainedPair(
-            target=str(tmp_path / "target"),
-            draft=None,
-            ngram=None,
-            dtype="float32",
-            device="cpu",
-            attention="auto",
-            exit_layer=layer,
-            exit_head=kind,
-            exit_heads=str(tmp_path / "heads"),
-        )
+        files = {"exit_head": kind, "exit_heads": str(tmp_path / "heads")}
+        loaded = pretrained(tmp_path / "target", exit_layer=layer, **files)
         bench = Workbench(loaded)
         front = bench.exit_front(StageLayout(stages=2, after_drafting=True))
         case = cases(1)[0]

@@ -29,7 +29,7 @@ from specdec.errors import UserError
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.metrics.meter import Meter
 from specdec.models.medusa import MedusaHeads, read_medusa
-from specdec.pairs import PretrainedPair, build_pair
+from specdec.pairs import build_pair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling import SamplingParams
 from specdec.sources import (
@@ -55,6 +55,7 @@ from specdec.verify.laws import (
 )
 from specdec.workbench import Parts, Workbench
 from strategies import medusa
+from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
 
@@ -252,18 +253,6 @@ SPECS = [
 ]
 
 
-def pretrained(folder: Path, heads: Path | None) -> PretrainedPair:
-    return PretrainedPair(
-        target=str(folder),
-        draft=None,
-        ngram=None,
-        dtype="float32",
-        device="cpu",
-        attention="auto",
-        exit_heads=None if heads is None else str(heads),
-    )
-
-
 class TestWeights:
     def test_saved_heads_compute_what_was_trained(self, tmp_path: Path) -> None:
         """Trained here, run there: the same logits within bfloat16 of the file."""
@@ -275,7 +264,7 @@ class TestWeights:
             for weight in heads.parameters():
                 weight += 0.3 * torch.randn(weight.shape, generator=generator)
         save_heads(heads, tmp_path / "heads")
-        pair = pretrained(tmp_path / "target", tmp_path / "heads")
+        pair = pretrained(tmp_path / "target", exit_heads=str(tmp_path / "heads"))
         loaded = pair.medusa_heads(2, Meter())
         assert (loaded.layer, loaded.num_heads, loaded.vocab_size) == (1, 2, 48)
         stream = torch.randn(1, 5, SHAPE.hidden, generator=generator)
@@ -290,7 +279,7 @@ class TestWeights:
         )
         with pytest.raises(UserError, match="no medusa-2-1"):
             pair.medusa_heads(1, Meter())
-        untrained = pretrained(tmp_path / "target", None).medusa_heads(2, Meter())
+        untrained = pretrained(tmp_path / "target").medusa_heads(2, Meter())
         own = target.logits(stream)[0]  # they begin as the target's own head
         assert torch.allclose(untrained.logits(2, stream[0]), own, atol=1e-3)
 

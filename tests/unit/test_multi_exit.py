@@ -28,6 +28,7 @@ from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
 from specdec.workbench import Workbench
 from strategies import multi_exit
+from tests.exits import going_on
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
 
 TURNS = (
@@ -45,16 +46,7 @@ def chosen_by(
         ExitChances, "expected", lambda self, asked, other, sure: chances(other, sure)
     )
     monkeypatch.setattr(MultiExitSource, "_saving", lambda self, alpha, at, reach: alpha)
-    found: list[bool] = []
-    right = MultiExitSource._goes_on
-
-    def goes_on(self: MultiExitSource, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
-        mask = right(self, state, nodes, at)
-        found.extend(mask.tolist() if at == 0 else [])
-        return mask
-
-    monkeypatch.setattr(MultiExitSource, "_goes_on", goes_on)
-    return found
+    return going_on(monkeypatch)
 
 
 def by_token(other: int, sure: float) -> float:

@@ -1,0 +1,14 @@
+"""Models on disk, as tests open them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specdec.pairs import PretrainedPair
+
+
+def pretrained(target: Path, **given: Any) -> PretrainedPair:
+    """A target alone, in float32 on the CPU; further arguments of the pair in ``given``."""
+    alone = {"draft": None, "ngram": None, "dtype": "float32", "device": "cpu", "attention": "auto"}
+    return PretrainedPair(target=str(target), **{**alone, **given})
