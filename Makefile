@@ -3,7 +3,7 @@
 #   make demo       environment, install, and the main job: strategies compared on real prompts
 #   make test       the same environment with the development tools, then the whole test suite
 #   make test-fast  only the tests that take no more than a few seconds each
-#   make lint       ruff: rules and formatting          make types  mypy
+#   make lint       ruff and the layers of imports          make types  mypy
 #   make docs       the documentation as a site, build/site/index.html; a warning is an error
 #   make support    runs every combination of parts and writes docs/support.md
 #
@@ -62,9 +62,10 @@ docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 lint: install-dev
-	@echo "== lint: ruff rules and formatting"
+	@echo "== lint: ruff rules and formatting, import-linter"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache
 
 format: install-dev
 	@$(BIN)/ruff check --fix-only .

@@ -9,7 +9,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from specdec.cli.tree import GROUPS, config_dir, first_comment, options
+from specdec.config.options import GROUPS, config_dir, first_comment, options
 
 NAV: dict[str, list[str]] = {
     "Start": ["index.md", "models_and_data.md", "python.md", "adding.md"],

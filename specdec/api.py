@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from specdec.cli.jobs import run_job_of
+from specdec.config.job import run_job_of
 from specdec.data import Prompt, prompt_tokens
-from specdec.engine import stop_rules
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.jobs import stop_rules
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, RequestState
 
 if TYPE_CHECKING:
-    from specdec.verify import Report
+    from specdec.certify import Report
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer makes of a character whose last bytes are still to come
 
@@ -358,7 +358,7 @@ def certify(
     Raises:
         UserError: for anything that the command line would refuse.
     """
-    from specdec.verify import certify as run_checks
+    from specdec.certify import certify as run_checks
 
     return run_checks(_config(overrides, config_dirs), checks=checks)
 

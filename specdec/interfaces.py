@@ -10,18 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from specdec.types import (
-    Batch,
-    Candidates,
-    Commit,
-    ExecutorCounters,
-    Lossless,
-    Needs,
-    Nodes,
-    Output,
-    SourceCounters,
-    Verdict,
-)
+from specdec.metrics.counters import ExecutorCounters, SourceCounters
+from specdec.types import Batch, Candidates, Commit, Lossless, Needs, Nodes, Output, Verdict
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState

@@ -6,17 +6,17 @@ are applied here token by token, also inside an accepted path.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from specdec.clocks import Clock
-from specdec.metrics.meter import Meter
-from specdec.randomness import KeyedDraws
-from specdec.sampling import SamplingParams
+from specdec.clocks.meter import Meter
+from specdec.metrics.counters import RequestCounters
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, Nodes, TreeRows, Verdict
 
@@ -65,38 +65,6 @@ class StopRules:
             if any(s in tail for s in self.stop_strings):
                 return "stop_string"
         return "length" if len(output) >= self.max_new_tokens else None
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestCounters:
-    """Raw counts of one request; every rate is derived from them in ``metrics``.
-
-    Attributes:
-        answers: verdicts, one per step that answered this request.
-        accepted: draft tokens accepted on answered paths.
-        hits, misses: whether the token after the path was in the tree.
-        verified: candidates the target judged.
-        proposed: draft nodes submitted to the target (roots not counted).
-        cut_tokens: tokens decided but not emitted because the request was complete.
-        fill_steps, flush_steps, refill_steps: steps without an answer while the first root, a fresh
-            root after a miss, or a kept root was on its way through the executor.
-        accepted_by_depth, judged_by_depth: depth below the answered root -> count.
-        path_lengths: emitted tokens per answer -> count.
-    """
-
-    answers: int = 0
-    accepted: int = 0
-    hits: int = 0
-    misses: int = 0
-    verified: int = 0
-    proposed: int = 0
-    cut_tokens: int = 0
-    fill_steps: int = 0
-    flush_steps: int = 0
-    refill_steps: int = 0
-    accepted_by_depth: Counter[int] = field(default_factory=Counter)
-    judged_by_depth: Counter[int] = field(default_factory=Counter)
-    path_lengths: Counter[int] = field(default_factory=Counter)
 
 
 class RequestState:

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.api import certify as certify_overrides
-from specdec.pairs import ModelPair, RandomPair, TablePair
-from specdec.verify import CHECKS, Check, Report, certify
-from specdec.verify.cases import Case, ending_cases, parity_cases
-from specdec.verify.invariants import Fresh
-from specdec.verify.laws import (
+from specdec.certify import CHECKS, Check, Report, certify
+from specdec.certify.cases import Case, ending_cases, parity_cases
+from specdec.certify.invariants import Fresh
+from specdec.certify.laws import (
     FALSE_ALARM,
     OPPOSED_TABLE,
     TARGET_TABLE,
@@ -38,10 +37,11 @@ from specdec.verify.laws import (
     pair_laws,
     total_variation,
 )
-from specdec.verify.observing import ObservedPair, Watch
-from specdec.verify.oracle import Oracle, plain_decode, reference_probs, reference_token
-from specdec.verify.subject import Decoded, Subject, decode_cases, decode_steps
-from specdec.workbench import Parts, Workbench
+from specdec.certify.observing import ObservedPair, Watch
+from specdec.certify.oracle import Oracle, plain_decode, reference_probs, reference_token
+from specdec.certify.subject import Decoded, Subject, decode_cases, decode_steps
+from specdec.compose.workbench import Parts, Workbench
+from specdec.pairs import ModelPair, RandomPair, TablePair
 
 __all__ = [
     "CHECKS",

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.device_probs import Probs
-from specdec.ranking import top_set, top_stable
+from specdec.device import Probs
+from specdec.sampling.top_stable import top_set, top_stable
 from specdec.types import NO_NODE, BoolArray, Candidates, FloatArray, IntArray
 
 _FRESH = 64  # capacity of a new tree

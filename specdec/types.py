@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.device_probs import Probs, joined, on_host
-from specdec.hidden import PromptHidden
+from specdec.device import Probs, joined, on_host
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -349,52 +348,21 @@ class Commit:
         return self.kept_ids[at] == node_ids
 
 
-@dataclass(slots=True, kw_only=True)
-class SourceCounters:
-    """Raw counts of a source's own model work; rates are derived in ``metrics``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptHidden:
+    """Hidden states of a prefill chunk that has passed the target.
 
     Attributes:
-        passes: forward passes of the source's model(s).
-        rows: rows computed in them, catch-up included.
-        catch_up_rows: rows spent on committed tokens that the cache did not hold.
-        by_level: passes per stage of a staged source, the outermost model first.
+        request: request id.
+        start: position of the chunk's first token.
+        layers: layer -> [T, E], in the target's dtype on its device.
     """
 
-    passes: int = 0
-    rows: int = 0
-    catch_up_rows: int = 0
-    by_level: dict[str, int] = field(default_factory=dict)
+    request: int
+    start: int
+    layers: Mapping[int, torch.Tensor]
 
-    def since(self, before: SourceCounters) -> SourceCounters:
-        """What was counted after ``before``, an earlier copy."""
-        return SourceCounters(
-            passes=self.passes - before.passes,
-            rows=self.rows - before.rows,
-            catch_up_rows=self.catch_up_rows - before.catch_up_rows,
-            by_level={k: n - before.by_level.get(k, 0) for k, n in self.by_level.items()},
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class ExecutorCounters:
-    """Raw counts of an executor's target work.
-
-    Attributes:
-        passes: batches with tree nodes that entered the target.
-        prefill_passes: batches with prompt rows only.
-        rows: tree nodes among them.
-        prefill_rows: prompt rows.
-    """
-
-    passes: int = 0
-    prefill_passes: int = 0
-    rows: int = 0
-    prefill_rows: int = 0
-
-    def count(self, batch: Batch) -> None:
-        """Counts a batch that enters the target."""
-        nodes, tokens = batch.num_nodes, batch.num_tokens
-        self.passes += nodes > 0
-        self.prefill_passes += nodes == 0 < tokens
-        self.rows += nodes
-        self.prefill_rows += tokens - nodes
+    @property
+    def last_position(self) -> int:
+        """Position of the last row."""
+        return self.start + len(next(iter(self.layers.values()))) - 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.policies import RootOnly
 from specdec.serving import Feeding, ServingRules
 from specdec.sources import NullSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(bench: Workbench, *, stages: int | None = None) -> Parts:

@@ -6,10 +6,10 @@ nodes. ``swiftspec.py`` has the paper's own two forms.
 
 from __future__ import annotations
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.policies import BestFirst
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(

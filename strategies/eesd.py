@@ -7,12 +7,12 @@ TS", Table 2; Liu et al. 2024, arXiv 2406.03853).
 
 from __future__ import annotations
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.executors.layout import StageLayout
 from specdec.interfaces import TreePolicy, Verifier
 from specdec.policies import Chain, ThompsonChain
 from specdec.sources import EarlyExitSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(

@@ -7,11 +7,11 @@ with the same seed.
 
 from __future__ import annotations
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
 from specdec.policies import Chain
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(bench: Workbench, *, gamma: int = 3, verifier: Verifier | None = None) -> Parts:

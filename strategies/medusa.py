@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
 from specdec.policies import Static
 from specdec.sources import MedusaSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 BRANCHING = (9, 2, 1, 1)
 """Candidates of each head, first to last: 63 nodes and the root."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.executors.layout import StageLayout
 from specdec.interfaces import TreePolicy, Verifier
 from specdec.policies import Chain, FixedWidth
 from specdec.sources import MultiExitSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(

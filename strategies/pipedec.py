@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Workbench
 from strategies import specpipe
 
 

@@ -7,11 +7,11 @@ while drafting: 4.2. Match is Alg. 1, line 4; rejection is Eq. 2.
 
 from __future__ import annotations
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
 from specdec.policies import FixedWidth
 from specdec.sources import EarlyExitSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(

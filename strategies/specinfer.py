@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
 from specdec.policies import Static
 from specdec.serving import Feeding, ServingRules
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 BRANCHING = (1, 1, 3, 1, 1, 1, 1, 1)
 """Children per node, level by level."""

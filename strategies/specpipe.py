@@ -7,11 +7,11 @@ Steps: compute, prune, transmit (v2 3.3.2 and Algorithm 1, reconstructed).
 
 from __future__ import annotations
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.policies import FixedWidth
 from specdec.serving import Feeding, ServingRules
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(

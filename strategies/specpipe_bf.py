@@ -6,10 +6,10 @@ Each step feeds the most probable unsubmitted nodes whatever their level, where 
 
 from __future__ import annotations
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.policies import PipelineBestFirst
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(

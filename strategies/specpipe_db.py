@@ -9,11 +9,11 @@ costs, which the paper does not do.
 from __future__ import annotations
 
 from specdec.clocks import LatencyProfile
+from specdec.compose.workbench import Parts, Workbench
 from specdec.policies import AdaptiveWidth, FixedWidth
 from specdec.serving import ServingRules
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(

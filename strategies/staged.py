@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
 from specdec.policies import Static
 from specdec.sources import DraftModelSource, NGramSource, StagedSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 BRANCHING = (2, 2, 1, 1)
 """Second choices early, where agreement is likeliest (3.1); the paper states no shape."""

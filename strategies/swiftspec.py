@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.executors.layout import StageLayout
 from specdec.policies import BestFirst
 from specdec.sources import DraftModelSource
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 
 def build(

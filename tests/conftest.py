@@ -88,7 +88,7 @@ def data_dir() -> Path:
 
 
 class FakeEngine(types.ModuleType):
-    """Stands for ``specdec.engine``: records what crosses the door and writes result files.
+    """Stands for ``specdec.runs.jobs``: records what crosses the door and writes result files.
 
     Attributes:
         runs: (config, folder) per ``run_job``.
@@ -98,7 +98,7 @@ class FakeEngine(types.ModuleType):
     """
 
     def __init__(self) -> None:
-        super().__init__("specdec.engine")
+        super().__init__("specdec.runs.jobs")
         self.runs: list[tuple[dict[str, Any], Path]] = []
         self.comparisons: list[tuple[list[dict[str, Any]], Path, int]] = []
         self.failing: set[str] = set()
@@ -127,5 +127,5 @@ class FakeEngine(types.ModuleType):
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """The command line with a fake engine behind it."""
     fake = FakeEngine()
-    monkeypatch.setitem(sys.modules, "specdec.engine", fake)
+    monkeypatch.setitem(sys.modules, "specdec.runs.jobs", fake)
     return fake

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from specdec.bounds import Count, Share, bounded
 from specdec.interfaces import TokenSource
+from specdec.parts.fields import Count, Share, validated
 from specdec.policies.growing import (
     Stateless,
     expand,
@@ -25,7 +25,7 @@ class Careful(Stateless):
     value_dependent = True  # it looks at probabilities, so rejection sampling would be biased
     serial = True  # it drafts before the target starts, not while it is busy
 
-    @bounded
+    @validated
     def __init__(self, *, gamma: Count, min_prob: Share) -> None:
         """Takes the keys of its YAML.
 

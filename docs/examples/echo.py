@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from specdec.bounds import PositiveShare, bounded
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState, RequestState
-from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output, SourceCounters
+from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output
 
 
 class Echo:
@@ -18,7 +19,7 @@ class Echo:
     gives_probs = False  # its candidates are not sampled, so rejection verifiers refuse it
     vocab_size: int | None = None  # any vocabulary
 
-    @bounded
+    @validated
     def __init__(self, *, trust: PositiveShare) -> None:
         """Takes the keys of its YAML.
 

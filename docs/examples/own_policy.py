@@ -8,14 +8,14 @@ careful.py beside this file; conf/ has the YAML with which the command line find
 import numpy as np
 from careful import Careful
 
+from specdec.compose.workbench import Parts, Workbench
 from specdec.pairs import build_pair
 from specdec.policies import Chain
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.state import RequestState, StopRules
 from specdec.testing import assert_lossless_parts
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 pair = build_pair(
     {

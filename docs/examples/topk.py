@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from specdec.bounds import Count, bounded
+from specdec.parts.fields import Count, validated
 from specdec.state import DecodeState
 from specdec.types import NO_NODE, Lossless, Needs, Output, Verdict
 from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answers
@@ -18,7 +18,7 @@ class TopK:
     needs = Needs(target_probs=True)  # the distributions come with the answers
     lossless = Lossless.LOSSY  # what it promises: tables and `specdec verify` say so
 
-    @bounded
+    @validated
     def __init__(self, *, k: Count) -> None:
         """Takes the keys of its YAML.
 

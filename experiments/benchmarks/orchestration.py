@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.compose import build_clock
-from specdec.executors.distributed import DistributedExecutor, Ranks
-from specdec.metrics.meter import Meter
+from specdec.clocks.build import build_clock
+from specdec.clocks.meter import Meter
+from specdec.compose.workbench import Parts, Workbench
+from specdec.distributed.executor import DistributedExecutor, Ranks
 from specdec.pairs import build_pair
 from specdec.policies import FixedWidth
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import SyntheticSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 MODEL = {"kind": "synthetic"}
 

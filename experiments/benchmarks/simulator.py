@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.compose.workbench import Workbench
 from specdec.pairs import build_pair
 from specdec.policies import FixedWidth
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import SyntheticSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Workbench
 
 PROFILE = LatencyProfile(name="uniform 30 ms", costs={"stage": CostCurve(tokens=(1,), ms=(30.0,))})
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from specdec.cli.jobs import run_job_of
-from specdec.engine import prepare, stop_rules
+from specdec.config.job import run_job_of
 from specdec.metrics import RequestResult
 from specdec.pairs import ModelPair
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.types import Nodes
 
 REPEATS = 5

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from experiments.gpu.shapes import Shape
 from experiments.gpu.timing import Bench, timed
+from specdec.attention.backends import Seen, attention_kernel
 from specdec.kernels import reference, support
-from specdec.kernels.backends import Seen, attention_kernel
 
 _EPS = 1e-5
 Call = Callable[[int], Any]

@@ -28,7 +28,7 @@ from experiments.gpu.passes import pass_rows
 from experiments.gpu.shapes import FULL, LLAMA3_1B, LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET
 from experiments.gpu.strategies import shape_rows, trained_rows
 from experiments.gpu.timing import Bench, copy_bandwidth
-from specdec.report.files import write_json, write_text
+from specdec.files import write_json, write_text
 from specdec.report.provenance import provenance
 
 Rows = list[dict[str, Any]]

@@ -11,7 +11,7 @@ import torch
 
 from experiments.gpu.shapes import Shape, random_llama
 from experiments.gpu.timing import Bench
-from specdec.metrics.meter import Meter
+from specdec.clocks.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.runner import NO_ROWS, ModelRunner
 

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.answering import AnsweredRequest, Answerer, ModelAnswerer
 from specdec.executors.stage import ModelStage, Stage
-from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.models.execution import Execution
 from specdec.models.quantize import num_bytes
 from specdec.pairs.replay import ReplayModels
-from specdec.randomness import KeyedDraws
-from specdec.sampling import TargetSampler
+from specdec.sampling.captured import StaticDraws
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import TargetSampler
 from specdec.sources import DraftModelSource, SyntheticSource
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import HiddenPair
-from specdec.static_draws import StaticDraws
 from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from typing import Any
 from experiments.gpu.replayed import REPLAY, ReplayedShapes, ReplayedSource
 from experiments.gpu.shapes import Shape, random_llama
 from experiments.gpu.timing import Bench
-from specdec.baselines import HFBaseline
-from specdec.cli.jobs import run_job_of
-from specdec.engine import prepare, stop_rules
+from specdec.config.job import run_job_of
 from specdec.metrics import RequestResult, RunTotals
 from specdec.metrics.rates import summarise
 from specdec.models.execution import Execution
 from specdec.pairs import ReplayModels, build_pair
-from specdec.runners import PartsRunner, Runner, TokenPrompt, build_runner
-from specdec.sampling import SamplingParams
+from specdec.runs import HFBaseline
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, build_runner
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import SyntheticSource
 from specdec.state import StopRules
 

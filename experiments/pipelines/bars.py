@@ -20,8 +20,8 @@ import torch
 
 from experiments.pipelines.running import Bench, Row, say_bar
 from experiments.pipelines.theory import crossing, needed_acceptance_length, steps_by_equation_2
-from specdec.cli.jobs import run_job_of
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
+from specdec.config.job import run_job_of
 
 STAGES = 8
 PROFILE = "clock.profile=specpipe_8x3090"

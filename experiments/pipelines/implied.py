@@ -16,7 +16,7 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, lengths_of, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
 
 _NEEDED = (
     *("stated", "SpecPipe TBT ms", "SpecInfer TBT ms"),

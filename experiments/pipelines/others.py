@@ -21,7 +21,7 @@ from experiments.reproduce.intervals import Interval
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from specdec.clocks import Work
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
 from specdec.profiling.equations import StepTimes, pipedec_latency, plain_latency
 
 _MIB, _GIB = 2**20, 2**30
@@ -77,7 +77,7 @@ def features(item: Item, lab: Lab) -> Findings:
 
     Keys: ``common``, ``draft``, ``batch`` (presets that stand for feature 3).
     """
-    from specdec.cli.tree import options
+    from specdec.config.options import options
 
     found, config = Findings(), item.config
     presets = options("strategy", ())

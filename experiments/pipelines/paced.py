@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from experiments.pipelines.bars import PIPELINE
-from specdec.cli.jobs import run_job_of
-from specdec.engine import prepare, stop_rules
+from specdec.config.job import run_job_of
 from specdec.metrics import RequestResult, summarise
 from specdec.report import write_json
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.runners import PartsRunner, TokenPrompt
 
 KINDS = {"simulated": "in_process", "paced": "distributed"}
 STEPS = 24  # of the warm-up

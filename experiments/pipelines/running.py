@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.pipelines.theory import decode_counts, implied_tbt_ms
 from experiments.reproduce.lab import Lab
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from experiments.reproduce.intervals import beside, interval, times_of
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.pacing import add_paced
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
 from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt
 
 SIMULATED = "clock=simulated"

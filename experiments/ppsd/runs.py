@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.open.maps import write_profile
 from experiments.pipelines.tables import SIMULATED
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from experiments.reproduce.profiles import write_profile
 from specdec.metrics.exit_laws import eq5_acceptance
 from specdec.metrics.rates import judged
 

@@ -12,7 +12,7 @@ from experiments.reproduce.items import Item
 from experiments.reproduce.rendering import NONE, grid, value_text
 from experiments.reproduce.results import read_item
 from experiments.reproduce.stated import ROOT, Claim
-from specdec.report.files import write_text
+from specdec.files import write_text
 
 _HEAD = """\
 # What the papers state, and what we get

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from experiments.reproduce.stated import PAPERS, ROOT, Paper, Stated, read_paper
-from specdec.cli.suggest import did_you_mean
-from specdec.cli.tree import options
+from specdec.config.options import options
+from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
 
 if TYPE_CHECKING:

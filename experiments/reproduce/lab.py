@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import specdec
-from specdec.cli.comparing import compose_comparison
-from specdec.cli.jobs import run_job_of
-from specdec.engine import compare_jobs, prepare, run_job, stop_rules
+from specdec.config.comparison import compose_comparison
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.metrics.compare import speed_ratio_interval
 from specdec.pairs import HuggingFacePair, ModelPair, ReplayModels
 from specdec.report import RequestWriter, plain, read_requests, write_json
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
+from specdec.runs.runners import PartsRunner, TokenPrompt
 
 _NOT_OF_RUNS = {"cli", "report", "train", "verify", "trace", "profiling"}
 

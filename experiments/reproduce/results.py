@@ -11,7 +11,7 @@ from experiments.reproduce.findings import Findings, from_json, to_json
 from experiments.reproduce.items import Item
 from experiments.reproduce.rendering import csv_text, markdown
 from experiments.reproduce.stated import ROOT
-from specdec.report.files import write_bytes, write_json, write_text
+from specdec.files import write_bytes, write_json, write_text
 
 
 def write_item(item: Item, findings: Findings, out: Path, conditions: Mapping[str, Any]) -> None:

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from experiments.pipelines.running import Bench, Row, say_bar
-from specdec.cli.jobs import run_job_of
 from specdec.clocks import Work
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
+from specdec.config.job import run_job_of
 
 PAPER_SPEEDUP = 1.37
 PAPER_LOSS = (0.08, 0.09)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.cli.suggest import did_you_mean
+from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
 
 

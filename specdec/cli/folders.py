@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from specdec.cli.tree import flatten
+from specdec.config.options import flatten
 from specdec.errors import UserError
-from specdec.report.files import write_text
+from specdec.files import write_text
 
 try:
     import fcntl

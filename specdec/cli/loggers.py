@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError
-
 _PICTURES = ("run.png", "comparison.png")
 _HISTOGRAMS = {
     "acceptance_by_depth": "depth",
@@ -17,19 +15,6 @@ _HISTOGRAMS = {
     "path_lengths": "tokens_per_answer",
 }
 """Metric -> what its keys count: each becomes a curve over that."""
-
-
-def check_logger(logger: Mapping[str, Any]) -> None:
-    """Finds out before a long run whether its results can be logged after it.
-
-    Raises:
-        UserError: wandb is not installed.
-    """
-    if logger["kind"] == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "logger=wandb needs the package wandb, which is not installed: run"
-            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
-        )
 
 
 def log_results(
@@ -84,7 +69,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dict[str, Any]]:
     """Points to log, in order: prompt by prompt, then the histograms."""
     from specdec.report.requests import read_requests
-    from specdec.results import prompt_metrics
+    from specdec.report.results import prompt_metrics
 
     done = 0
     for record in read_requests(folder / "requests.jsonl"):

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specdec.cli.suggest import did_you_mean
+from specdec.config.suggest import did_you_mean
 from specdec.errors import RankFailure, UserError
 
 BAD_INPUT = 2
@@ -18,16 +18,16 @@ _FAILED = 1
 _INTERRUPTED = 130
 _RANK_FAILED = 3
 _COMMANDS = {
-    "run": ("specdec.cli.running", "one strategy on one workload; -m sweeps"),
-    "compare": ("specdec.cli.comparing", "several strategies on the same prompts: table and plot"),
+    "run": ("specdec.cli.run", "one strategy on one workload; -m sweeps"),
+    "compare": ("specdec.cli.compare", "several strategies on the same prompts: table and plot"),
     "verify": ("specdec.cli.verify", "certifies that a configuration is lossless"),
-    "train": ("specdec.cli.training", "train the models that ship with the package"),
+    "train": ("specdec.cli.train", "train the models that ship with the package"),
     "profile": ("specdec.cli.profile", "what work costs on this hardware; the tree that suggests"),
     "trace": ("specdec.cli.trace", "timeline of all ranks and the tree's growth, of a traced run"),
     "report": ("specdec.cli.report", "one HTML page and pictures of a run, comparison or sweep"),
-    "reproduce": ("specdec.cli.reproducing", "a paper's table or figure, its values beside ours"),
-    "worker": ("specdec.cli.ranks", "one rank of a job that torchrun or Slurm starts"),
-    "list": ("specdec.cli.listing", "strategies, their parts, datasets, profiles"),
+    "reproduce": ("specdec.cli.reproduce", "a paper's table or figure, its values beside ours"),
+    "worker": ("specdec.cli.worker", "one rank of a job that torchrun or Slurm starts"),
+    "list": ("specdec.cli.list", "strategies, their parts, datasets, profiles"),
 }
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.composing import compose_config
 from specdec.cli.folders import as_yaml, claim, default_folder, working_in
-from specdec.cli.jobs import checked_job
-from specdec.cli.profiles import load_profile
 from specdec.cli.progress import reporting
-from specdec.cli.rules import FLAG, Rule, text, whole
-from specdec.cli.suggest import did_you_mean
+from specdec.config.hydra import compose_config
+from specdec.config.job import checked_job
+from specdec.config.profiles import load_profile
+from specdec.config.rules import FLAG, Rule, text, whole
+from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
 
 RESULT_FILE = "profile.json"

@@ -50,7 +50,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     Raises:
         UserError: the folder holds no trace, or nothing happened in these steps.
     """
-    from specdec.report.files import write_bytes, write_text
+    from specdec.files import write_bytes, write_text
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE
     from specdec.trace.page import commit_kinds, tree_page
     from specdec.trace.timeline import timeline_png

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
 from specdec.cli.folders import as_yaml, claim, default_folder, working_in
-from specdec.cli.jobs import Job, run_job_of
 from specdec.cli.progress import reporting
+from specdec.config.job import Job, run_job_of
 
 HELP = """\
 specdec verify [--cfg] [--config-dir DIR] [group=option] [key=value] ...
@@ -60,7 +60,7 @@ def execute(job: Job, folder: Path | None) -> int:
         UserError: the folder is another configuration's, or what ``certify`` refuses.
     """
     # Here, not at the top: torch and transformers, seconds to import, come with it.
-    from specdec.verify import CHECKS, certify, print_report, refuse, write_report
+    from specdec.certify import CHECKS, certify, print_report, refuse, write_report
 
     refuse(job.config)
     folder = folder or default_folder("verify", job.name)

@@ -1,10 +1,9 @@
 """Time: one interface for wall clocks, paced ones and virtual ones."""
 
-from specdec.clocks.hiding import DraftTime
 from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, Work
 from specdec.clocks.profile import CostCurve, LatencyProfile
 from specdec.clocks.simulated import SimulatedClock
-from specdec.clocks.timeline import ClockReport, Span, Timeline
+from specdec.clocks.timeline import ClockReport, DraftTime, Span, Timeline
 from specdec.clocks.wall import MeasuredClock, PacedClock
 
 __all__ = [

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from specdec.clocks.hiding import DraftTime
 from specdec.clocks.interface import CONTROLLER, ClockKind, Work
 from specdec.clocks.profile import LatencyProfile
-from specdec.clocks.timeline import Timeline
+from specdec.clocks.timeline import DraftTime, Timeline
 
 
 class SimulatedClock:

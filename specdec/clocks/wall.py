@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter, sleep, time
 
-from specdec.clocks.hiding import DraftTime
 from specdec.clocks.interface import CONTROLLER, ClockKind, Work
+from specdec.clocks.meter import Meter
 from specdec.clocks.profile import LatencyProfile
-from specdec.clocks.timeline import ClockReport, Timeline
-from specdec.metrics.meter import Meter
+from specdec.clocks.timeline import ClockReport, DraftTime, Timeline
 
 
 class _Stopwatch:

@@ -3,7 +3,8 @@
 from specdec.data.datasets import DATASETS, data_provenance, describe
 from specdec.data.files import DATA_VARIABLE
 from specdec.data.fitting import fit_prompt, prompt_tokens
-from specdec.data.prompts import Prompt, Request, check_data, load_prompts, load_requested
+from specdec.data.prompts import Prompt, check_data, load_prompts, load_requested
+from specdec.data.request import Request
 
 __all__ = [
     "DATASETS",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from specdec.data.checking import check_request
 from specdec.data.datasets import (
     DEFAULT_FIELD,
     OWN,
@@ -21,6 +20,7 @@ from specdec.data.datasets import (
 from specdec.data.files import fill, read_text, text_field
 from specdec.data.hub import hub_records
 from specdec.data.readers import Record, json_lines
+from specdec.data.request import Request, check_request
 from specdec.data.sets import MIXED, SETS, Hub, Place
 from specdec.data.stdlib import function_heads
 from specdec.errors import UserError
@@ -54,44 +54,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """Which prompts are wanted: the keys of ``data=`` that choose them.
-
-    Attributes:
-        name: one of ``DATASETS``.
-        limit: at most so many; None for all.
-        path: the file of ``jsonl`` and ``text``.
-        field: the text's field of ``jsonl`` (default "prompt"; dots go deeper).
-        template: words of ``jsonl`` and ``text`` around each text; ``{field}`` is a record's field,
-            ``{text}`` a paragraph.
-        subset: one part of a set that has several (a subject, a language, a task, a book).
-        sets: the sets of ``mixed``, by turns; None for those that the data folder holds.
-        origin: "local", or "hub" for the copy on the Hugging Face hub.
-        sample_seed: None for the data set's own order; a number shuffles it first (in ``mixed``
-            each set by itself), so that a limit takes a sample. Ids do not change. Not the seed
-            of decoding, which must not choose the prompts.
-        data_dir: folder of data sets; None for the one that SPECDEC_DATA names.
-    """
-
-    name: str
-    limit: int | None = None
-    path: str | Path | None = None
-    field: str | None = None
-    template: str | None = None
-    subset: str | None = None
-    sets: Sequence[str] | None = None
-    origin: str = "local"
-    sample_seed: int | None = None
-    data_dir: str | Path | None = None
-
-    @staticmethod
-    def of(data: Mapping[str, Any]) -> Request:
-        """The request that a configuration's ``data`` section describes."""
-        keys = ("limit", "path", "field", "template", "subset", "sets", "origin", "sample_seed")
-        return Request(name=data["name"], **{key: data[key] for key in keys if key in data})
 
 
 def load_prompts(

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
+import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 MIN_CHARS, MAX_CHARS = 200, 600
 """Lengths of the prompts that are taken."""
@@ -35,7 +38,6 @@ def function_heads() -> tuple[FunctionHead, ...]:
 
     The order is by CRC-32 of the place, so that the first few come from many modules.
     """
-    from specdec.train.corpus import is_held_out, python_files, read_source, stdlib_root
 
     heads: dict[str, FunctionHead] = {}
     for relative, path in python_files(stdlib_root()):
@@ -110,3 +112,73 @@ def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
             if bound & names and len(node.names) <= 6:
                 used.append(ast.unparse(node))
     return used
+
+
+HELD_OUT_MODULUS = 20
+"""One standard-library module in this many is held out."""
+
+
+SKIPPED_FOLDERS = frozenset(
+    [
+        "__pycache__",
+        "_pyinstaller",
+        "_vendor",
+        "_vendored_packages",
+        "benchmarks",
+        "conftest",
+        "encodings",
+        "ensurepip",
+        "extern",
+        "idlelib",
+        "lib-dynload",
+        "lib2to3",
+        "locale",
+        "locales",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "testing",
+        "tests",
+        "turtledemo",
+        "vendor",
+        "vendored",
+    ]
+)
+
+
+def is_held_out(relative_path: str) -> bool:
+    """Says whether a standard-library file is kept for evaluation.
+
+    The rule: CRC-32 of the path, relative to the standard library's folder and with forward
+    slashes, is a multiple of HELD_OUT_MODULUS. It depends on nothing else.
+
+    Args:
+        relative_path: for example "json/decoder.py"; backslashes are taken as slashes.
+    """
+    name = relative_path.replace("\\", "/").lstrip("/")
+    return zlib.crc32(name.encode("utf-8")) % HELD_OUT_MODULUS == 0
+
+
+def stdlib_root() -> Path:
+    """Folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def python_files(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yields (relative POSIX path, path) of a folder's Python files, sorted, tests left out."""
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name.lower() not in SKIPPED_FOLDERS]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    for path in sorted(paths):
+        if not path.name.startswith("test_") and not path.name.endswith("_test.py"):
+            yield path.relative_to(root).as_posix(), path
+
+
+def read_source(path: Path) -> str | None:
+    """Text of a Python file, newlines normalised; None where it is not UTF-8."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except (UnicodeDecodeError, OSError):
+        return None
+    return text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(8)

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from specdec.distributed import signs
+from specdec.distributed import store_keys
 from specdec.distributed.launch import Processes
 from specdec.distributed.transport import PeerLost
 from specdec.errors import RankFailure, UserError
 
 _WATCH_S = 0.25
 _SETTLE_S = 1.0  # the first failure noticed may be the echo of another
-_STALE_S = 4 * signs.BEAT_S
+_STALE_S = 4 * store_keys.HEARTBEAT_S
 
 
 class Diagnosis:
@@ -139,7 +139,7 @@ class Diagnosis:
         found = {}
         with suppress(RuntimeError):
             for rank in self._ranks:
-                key = signs.failed(rank)
+                key = store_keys.failed(rank)
                 if self._store.check([key]):
                     found[rank] = json.loads(self._store.get(key))
         return found
@@ -155,11 +155,11 @@ class Diagnosis:
     def _look(self) -> None:
         now = time.monotonic()
         for rank in self._ranks:
-            if self._store.check([signs.failed(rank)]):
+            if self._store.check([store_keys.failed(rank)]):
                 self._alarm = True
-            if not self._store.check([signs.beat(rank)]):
+            if not self._store.check([store_keys.heartbeat(rank)]):
                 continue
-            number, doing = json.loads(self._store.get(signs.beat(rank)))
+            number, doing = json.loads(self._store.get(store_keys.heartbeat(rank)))
             _, last, before = self._beats.get(rank, (0.0, -1, ""))
             if number != last:
                 self._beats[rank] = (now, number, doing)

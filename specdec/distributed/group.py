@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specdec.distributed import signs
-from specdec.distributed.codec import Kind, json_message, message
+from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
 from specdec.distributed.diagnosis import Diagnosis
 from specdec.distributed.launch import Processes
+from specdec.distributed.messages import Kind, json_message, message
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import REPLIES, Arrived, Owed, Reply
 from specdec.distributed.transport import (
@@ -73,7 +73,7 @@ class RankGroup:
         }
         self._listened: dict[int, threading.Thread] = {}
         self._diagnosis = Diagnosis(store=store, size=size, processes=processes)
-        self.wait_for([signs.up(rank) for rank in range(1, size)])
+        self.wait_for([store_keys.started(rank) for rank in range(1, size)])
         self._group = control_group(store, 0, size, loopback=loopback)
         self.connections = Connections(store=store, rank=0, loopback=loopback)
         self._sender = Sender(self._group, max_under_way=_MAX_UNDER_WAY)
@@ -109,7 +109,7 @@ class RankGroup:
         Raises:
             RankFailure: if a rank cannot; a UserError of a rank is raised as it is.
         """
-        self.wait_for([signs.ready(session, rank) for rank in ranks])
+        self.wait_for([store_keys.ready(session, rank) for rank in ranks])
 
     def close_session(self, session: int) -> None:
         """Has ranks forget a session."""
@@ -124,7 +124,7 @@ class RankGroup:
         """
         number = next(self._reports)
         self.send(message(Kind.REPORT, session, number), range(1, num_ranks + 1))
-        keys = [signs.report(session, number, rank) for rank in range(1, num_ranks + 1)]
+        keys = [store_keys.report(session, number, rank) for rank in range(1, num_ranks + 1)]
         self.wait_for(keys)
         found = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:

@@ -57,7 +57,7 @@ class Processes:
             "MKL_NUM_THREADS": per_rank,
             "OPENBLAS_NUM_THREADS": "1",  # numpy's pool must not be there when ranks are forked
         }
-        words = ["-m", "specdec.distributed.nursery", address, str(port), str(size)]
+        words = ["-m", "specdec.distributed.fork_server", address, str(port), str(size)]
         fate = "keep" if self._keep else "remove"
         with (self._logs / "nursery.log").open("wb") as log:
             self._nursery = subprocess.Popen(  # noqa: S603 - our own module

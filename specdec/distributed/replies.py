@@ -16,8 +16,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from specdec.device_probs import Probs, on_host
-from specdec.distributed.codec import HEADER_WORDS, Kind, message
+from specdec.device import Probs, on_host
+from specdec.distributed.messages import HEADER_WORDS, Kind, message
 from specdec.types import Answers, Batch, Candidates, Exits, FloatArray, IntArray, TreeRows
 
 REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN)

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specdec.distributed import signs
-from specdec.distributed.codec import (
+from specdec.distributed import store_keys
+from specdec.distributed.collective import Connections
+from specdec.distributed.draft_follower import DraftSession
+from specdec.distributed.launch import NOTE
+from specdec.distributed.messages import (
     HEADER_WORDS,
     Kind,
     json_body,
     read_ending,
     read_entry,
 )
-from specdec.distributed.collective import Connections
-from specdec.distributed.following import DraftSession
-from specdec.distributed.launch import NOTE
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import Reply
-from specdec.distributed.session import StageSession, build_session
+from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.distributed.transport import (
     CPU,
     NUM_TAGS,
@@ -127,7 +127,7 @@ class Worker:
         self.rank = rank
         self.size = size
         self._store = store
-        store.set(signs.up(rank), str(os.getpid()))
+        store.set(store_keys.started(rank), str(os.getpid()))
         self._group = control_group(store, rank, size, loopback=loopback)
         self.control = Sender(self._group, max_under_way=_MAX_UNDER_WAY)
         self._data: tuple[Group, Sender, int] | None = None
@@ -184,7 +184,7 @@ class Worker:
             self._set_up(session, json_body(words))
         elif kind is Kind.REPORT:
             self._store.set(
-                signs.report(session, tick, self.rank), json.dumps(self.report(session))
+                store_keys.report(session, tick, self.rank), json.dumps(self.report(session))
             )
         elif kind is Kind.RELEASE:
             ended = self._sessions.pop(session, None) or self._drafts.pop(session, None)
@@ -205,7 +205,7 @@ class Worker:
             what = f"stage {mine.group}, layers {mine.layers}"
         self._doing = ""
         _note(f"session {session}: {what} ready after {time.monotonic() - began:.1f} s")
-        self._store.set(signs.ready(session, self.rank), "1")
+        self._store.set(store_keys.ready(session, self.rank), "1")
 
     def _stage(self, session: int, plan: SessionPlan) -> StageSession:
         return build_session(
@@ -260,8 +260,8 @@ class Worker:
             doing = self._doing or (current.doing if current is not None else "idle")
             number += 1
             with suppress(RuntimeError):
-                self._store.set(signs.beat(self.rank), json.dumps([number, doing]))
-            threading.Event().wait(signs.BEAT_S)
+                self._store.set(store_keys.heartbeat(self.rank), json.dumps([number, doing]))
+            threading.Event().wait(store_keys.HEARTBEAT_S)
 
 
 def _note(text: str) -> None:
@@ -297,6 +297,6 @@ def guarded(work: Callable[[], object], store: dist.Store, rank: int) -> int:
             "text": f"{type(error).__name__}: {error}" if kind == "raised" else str(error),
         }
         with suppress(RuntimeError):
-            store.set(signs.failed(rank), json.dumps(told))
+            store.set(store_keys.failed(rank), json.dumps(told))
         return 1
     return 0

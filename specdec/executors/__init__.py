@@ -1,6 +1,6 @@
 """Executors: asynchronous verification services that run the target model."""
 
-from specdec.executors.answering import Answerer, ModelAnswerer, SyntheticAnswerer
+from specdec.executors.answering import Answerer, ModelAnswerer
 from specdec.executors.early_exit import EarlyExitExecutor, ExitFront
 from specdec.executors.exits import ExitHead, ExitReader, ExitStage
 from specdec.executors.local import LocalExecutor
@@ -20,5 +20,4 @@ __all__ = [
     "NullStage",
     "PipelineExecutor",
     "Stage",
-    "SyntheticAnswerer",
 ]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specdec.histories import PathBook
-from specdec.sampling import Asked, SamplingParams, TargetSampler
+from specdec.sampling.history import PathBook
+from specdec.sampling.transform import Asked, SamplingParams, TargetSampler
 from specdec.types import Answers, Batch, Commit, IntArray
 
 if TYPE_CHECKING:
-    from specdec.sources.synthetic import SyntheticTarget
+    pass
 
 
 class AnsweredRequest(Protocol):
@@ -87,31 +87,3 @@ class ModelAnswerer:
         request = self._requests.pop(request_id, None)
         if request is not None and request.sampling.needs_history:
             self._paths.close(request_id)
-
-
-class SyntheticAnswerer:
-    """Answers from a hidden target sequence instead of a model (``model=synthetic``)."""
-
-    def __init__(self, *, target: SyntheticTarget) -> None:
-        """Asks ``target`` for the token after each position."""
-        self._target = target
-
-    def open(self, request: AnsweredRequest) -> None:
-        """The sequence is keyed by the request's id; nothing to hold."""
-
-    def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """The hidden token after every row's position (off-path answers are never consumed)."""
-        return tuple(
-            Answers(
-                request=rows.request,
-                node_ids=rows.node_ids,
-                tokens=self._target.answer(rows.request, rows.positions),
-            )
-            for rows in batch.trees
-        )
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Nothing to follow."""
-
-    def close(self, request_id: int) -> None:
-        """Nothing to forget."""

@@ -25,17 +25,9 @@ from specdec.executors.exits import ExitStage
 from specdec.executors.layout import row_items
 from specdec.executors.local import LocalExecutor
 from specdec.executors.stage import Stage, StageOutput
+from specdec.metrics.counters import SourceCounters
 from specdec.state import batch_of
-from specdec.types import (
-    NO_NODE,
-    Batch,
-    BoolArray,
-    Commit,
-    CommitKind,
-    IntArray,
-    Nodes,
-    SourceCounters,
-)
+from specdec.types import NO_NODE, Batch, BoolArray, Commit, CommitKind, IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from specdec.cache import TreeCache
-from specdec.device_probs import to_device
+from specdec.attention.kv_cache import TreeCache
+from specdec.clocks.meter import Meter
+from specdec.device import to_device
 from specdec.executors.answering import AnsweredRequest
 from specdec.executors.layout import row_items, tree_row_index
 from specdec.executors.stage import ModelStage, Stage, StageOutput
-from specdec.histories import PathBook
-from specdec.metrics.meter import Meter
-from specdec.randomness import KeyedDraws
-from specdec.sampling import SamplingParams, SamplingTransform
-from specdec.sources.sampled import candidates_of
+from specdec.sampling.candidates import candidates_of
+from specdec.sampling.history import PathBook
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Batch, Commit, Exits
 
 

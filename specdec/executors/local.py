@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answering import Answerer
-from specdec.executors.hidden import with_hidden
+from specdec.executors.layout import with_hidden
 from specdec.executors.stage import Stage
-from specdec.types import Batch, Commit, ExecutorCounters, Output
+from specdec.metrics.counters import ExecutorCounters
+from specdec.types import Batch, Commit, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState

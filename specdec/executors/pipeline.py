@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from specdec.clocks import Clock
 from specdec.executors.answering import Answerer
 from specdec.executors.exits import ExitReader, ExitStage
-from specdec.executors.hidden import with_hidden
-from specdec.executors.layout import InFlight, Submitted
+from specdec.executors.layout import InFlight, Submitted, with_hidden
 from specdec.executors.stage import Stage
 from specdec.executors.times import StepTimes
-from specdec.types import Answers, Batch, Commit, ExecutorCounters, Exits, Output
+from specdec.metrics.counters import ExecutorCounters
+from specdec.types import Answers, Batch, Commit, Exits, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState

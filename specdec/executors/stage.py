@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from specdec.cache import TreeCache
+from specdec.attention.kv_cache import TreeCache
+from specdec.attention.kv_storage import BlockPool
 from specdec.executors.layout import RowItem, row_items, tree_row_index
-from specdec.kv_storage import BlockPool
 from specdec.models.runner import ModelRunner
 from specdec.types import Batch, Commit, IntArray
 

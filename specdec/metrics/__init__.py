@@ -1,10 +1,9 @@
 """Metrics: raw counts in ``results``, every rate in ``rates``, ratios to ``ar`` in ``compare``."""
 
+from specdec.clocks.meter import Meter
 from specdec.metrics.compare import comparison_row, prompt_speedups, speed_ratio_interval
 from specdec.metrics.loops import loop_share
-from specdec.metrics.meter import Meter
 from specdec.metrics.parity import Divergence, Parity, lossless_against
-from specdec.metrics.ranks import RankCounts
 from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
 
@@ -12,7 +11,6 @@ __all__ = [
     "Divergence",
     "Meter",
     "Parity",
-    "RankCounts",
     "RequestResult",
     "Run",
     "RunTotals",

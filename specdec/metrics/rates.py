@@ -15,7 +15,7 @@ from specdec.metrics.results import RequestResult, RunTotals
 from specdec.metrics.times import time_metrics
 
 if TYPE_CHECKING:
-    from specdec.state import RequestCounters
+    from specdec.metrics.counters import RequestCounters
 
 POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""

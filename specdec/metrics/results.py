@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from specdec.metrics.counters import RequestCounters, SourceCounters
+
 if TYPE_CHECKING:
-    from specdec.metrics.meter import Meter
-    from specdec.state import RequestCounters, RequestState
-    from specdec.types import SourceCounters
+    from specdec.clocks.meter import Meter
 
 _HISTOGRAMS = ("accepted_by_depth", "judged_by_depth", "path_lengths")
 _TIME_DIGITS = 7  # 0.1 microseconds, in files
@@ -50,22 +50,6 @@ class RequestResult:
         lengths = {len(self.output), len(self.origins), len(self.emitted_s)}
         assert len(lengths) == 1, f"request {self.id}: token, origin and time counts {lengths}"
 
-    @staticmethod
-    def from_state(state: RequestState, *, text: str) -> RequestResult:
-        """Takes over a finished request of the engine."""
-        return RequestResult(
-            id=state.id,
-            num_prompt=state.num_prompt,
-            output=tuple(state.output),
-            origins=tuple(state.output_origins),
-            finish_reason=state.finish_reason or "cancelled",
-            text=text,
-            emitted_s=tuple(state.emitted_s),
-            arrival_s=state.arrival_s,
-            admitted_s=state.admitted_s,
-            counters=state.counters,
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Plain values for one line of ``requests.jsonl``."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -83,8 +67,6 @@ class RequestResult:
         Raises:
             KeyError, TypeError: the mapping is not one of ours.
         """
-        from specdec.state import RequestCounters
-
         counters = dict(found["counters"])
         for name in _HISTOGRAMS:
             counters[name] = Counter({int(k): v for k, v in counters[name].items()})

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.attention import OPAQUE, StepCache
+from specdec.attention.kv_storage import Pair
+from specdec.attention.tree_attention import OPAQUE, StepCache
 from specdec.errors import UserError
 from specdec.kernels import support
-from specdec.kv_storage import Pair
 
 KERNELS = ("torch", "triton")
 
@@ -22,7 +22,7 @@ class Execution:
     """Choices that change how fast a pass is, not what it computes (up to rounding).
 
     Attributes:
-        graphs: a value of ``specdec.graphs.Graphs``.
+        graphs: a value of ``specdec.device.Graphs``.
         kernels: "torch", or "triton" for fused norm + projections and norm + SwiGLU.
         compile: whether the forward goes through ``torch.compile``.
     """
@@ -74,7 +74,7 @@ def prepare(
         )
     if execution.kernels == "triton":
         support.require(support.triton_problem(device, dtype), "model.kernels=triton")
-        from specdec.kernels.modules import fuse
+        from specdec.kernels.fused_layers import fuse
 
         fuse(model)
     if not execution.compile:

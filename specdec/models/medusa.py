@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.metrics.meter import Meter
 from specdec.models.exits import final_norm, read_tensors
 
 Weights = Mapping[str, torch.Tensor]

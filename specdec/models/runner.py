@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from specdec.attention import (
+from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
+from specdec.attention.tree_attention import (
     Attention,
     AttentionStep,
     Step,
@@ -24,16 +26,13 @@ from specdec.attention import (
     attending,
     kernel_of,
 )
-from specdec.cache import Rows, TreeCache
-from specdec.device_probs import to_device
+from specdec.clocks.meter import Meter
+from specdec.device import Graphs, current, resolve_graphs, to_device
 from specdec.errors import UserError
-from specdec.graphs import Graphs, current, resolve_graphs
-from specdec.kv_storage import BlockPool, CacheSpec, Paged
-from specdec.metrics.meter import Meter
+from specdec.models.captured import Computed, StaticPasses
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, own_instance
-from specdec.models.static import Computed, StaticPasses
 from specdec.types import IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.attention import IMPLEMENTATION, current_step
+from specdec.attention.tree_attention import IMPLEMENTATION, current_step
 from specdec.errors import UserError
 from specdec.models.shortcuts import shorten
 

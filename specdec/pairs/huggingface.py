@@ -10,22 +10,22 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.clocks.meter import Meter
+from specdec.device import Graphs
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.stage import ModelStage
-from specdec.graphs import Graphs
-from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, final_norm, head_model, own_head
 from specdec.models.medusa import MedusaHeads, Weights, own_medusa
 from specdec.models.quantize import Quantization, num_bytes
-from specdec.randomness import KeyedDraws
-from specdec.sampling import TargetSampler
+from specdec.sampling.captured import StaticDraws
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import TargetSampler
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import SyntheticPair
-from specdec.static_draws import StaticDraws
 from specdec.tensor_parallel import Collective, sharded
 
 
@@ -53,7 +53,7 @@ class HuggingFacePair:
         Args:
             dtype: float64, float32, bfloat16 or float16.
             device: a torch device, or auto (a GPU where there is one).
-            attention: a value of ``specdec.attention.Attention``, or auto (dense).
+            attention: a value of ``specdec.attention.tree_attention.Attention``, or auto (dense).
             execution: how passes are executed.
             quantization: a value of ``Quantization``, for both models.
             exit_layer: layers before the early exit, PPSD's E; None for no exit.

@@ -7,14 +7,14 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import Stage
-from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.models.medusa import MedusaHeads
-from specdec.randomness import KeyedDraws
+from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import HiddenPair
 

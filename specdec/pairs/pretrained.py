@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.bundled import family_path
 from specdec.errors import UserError
 from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
+from specdec.models.bundled import family_path
 from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, read_head
 from specdec.models.loading import end_tokens, load_stage, weight_bytes

@@ -17,16 +17,17 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from specdec.bundled import record_path
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer, SyntheticAnswerer
+from specdec.executors.answering import Answerer
 from specdec.executors.stage import NullStage, Stage
-from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
+from specdec.models.bundled import record_path
+from specdec.pairs.acceptance_traces import TracedRequest, is_trace, read_traces
 from specdec.pairs.interface import NoExit
-from specdec.randomness import KeyedDraws
-from specdec.recording.record import Record, RecordedRequest, read_record
-from specdec.recording.traces import TracedRequest, is_trace, read_traces
+from specdec.pairs.record import Record, RecordedRequest, read_record
+from specdec.pairs.synthetic import SyntheticAnswerer
+from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.contexts import hash_u64
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import HiddenPair, SyntheticTarget

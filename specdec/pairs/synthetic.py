@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer, SyntheticAnswerer
+from specdec.executors.answering import AnsweredRequest, Answerer
 from specdec.executors.stage import NullStage, Stage
-from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.pairs.interface import NoExit
-from specdec.randomness import KeyedDraws
+from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import SyntheticPair
+from specdec.types import Answers, Batch, Commit
+
+if TYPE_CHECKING:
+    from specdec.sources.synthetic import SyntheticTarget
 
 
 class SyntheticModels(NoExit):
@@ -68,3 +74,31 @@ class SyntheticModels(NoExit):
 def build_synthetic(*, num_layers: int = 80, **keys: Any) -> SyntheticModels:
     """The models of a ``SyntheticPair`` with the given laws."""
     return SyntheticModels(pair=SyntheticPair(**keys), num_layers=num_layers)
+
+
+class SyntheticAnswerer:
+    """Answers from a hidden target sequence instead of a model (``model=synthetic``)."""
+
+    def __init__(self, *, target: SyntheticTarget) -> None:
+        """Asks ``target`` for the token after each position."""
+        self._target = target
+
+    def open(self, request: AnsweredRequest) -> None:
+        """The sequence is keyed by the request's id; nothing to hold."""
+
+    def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
+        """The hidden token after every row's position (off-path answers are never consumed)."""
+        return tuple(
+            Answers(
+                request=rows.request,
+                node_ids=rows.node_ids,
+                tokens=self._target.answer(rows.request, rows.positions),
+            )
+            for rows in batch.trees
+        )
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Nothing to follow."""
+
+    def close(self, request_id: int) -> None:
+        """Nothing to forget."""

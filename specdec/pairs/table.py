@@ -14,17 +14,17 @@ from typing import cast
 import numpy as np
 import torch
 
-from specdec.cache import Rows, TreeCache
+from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.answering import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage, TransformerHead
 from specdec.executors.stage import ModelStage
-from specdec.kv_storage import BlockPool, CacheSpec, Paged
-from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner, RunnerOutput
 from specdec.models.medusa import MedusaHeads
-from specdec.randomness import KeyedDraws
-from specdec.sampling import TargetSampler
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import TargetSampler
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import SyntheticPair
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.bounds import Count, DraftCount, bounded
 from specdec.clocks import LatencyProfile, Work
+from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.growing import (
     Stateless,
     bottom_level,
@@ -26,7 +26,7 @@ from specdec.policies.growing import (
     unsubmitted,
 )
 from specdec.policies.reliability import Reliability
-from specdec.ranking import top_set
+from specdec.sampling.top_stable import top_set
 from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class AdaptiveWidth(Stateless):
     serial = False
     levels_per_step = 1
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

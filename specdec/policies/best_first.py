@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from specdec.bounds import Bound, Count, Share, bounded
+from specdec.parts.fields import Bound, Count, Share, validated
 from specdec.policies.growing import (
     NO_SLOTS,
     Stateless,
@@ -50,7 +50,7 @@ class BestFirst(Stateless):
     value_dependent = True
     serial = True
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.bounds import DraftCount, bounded
+from specdec.parts.fields import DraftCount, validated
 from specdec.policies.growing import (
     NO_SLOTS,
     Stateless,
@@ -35,7 +35,7 @@ class Chain(Stateless):
     value_dependent = False
     serial = True
 
-    @bounded
+    @validated
     def __init__(self, *, gamma: DraftCount) -> None:
         """Sets the length.
 

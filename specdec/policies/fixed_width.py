@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from specdec.bounds import Count, DraftCount, bounded
+from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.growing import (
     NO_SLOTS,
     Stateless,
@@ -51,7 +51,7 @@ class FixedWidth(Stateless):
         follows_exits: whether it waits for exits; the pipelined form does.
     """
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

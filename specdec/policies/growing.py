@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.ranking import top_set
+from specdec.sampling.top_stable import top_set
 from specdec.tree import TokenTree
 from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
 

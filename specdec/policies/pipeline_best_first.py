@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.bounds import Count, DraftCount, bounded
+from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.growing import (
     Stateless,
     best_leaves,
@@ -46,7 +46,7 @@ class PipelineBestFirst(Stateless):
     value_dependent = True
     serial = False
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
 
-from specdec.bounds import Bound, bounded
 from specdec.interfaces import TreePolicy
+from specdec.parts.fields import Bound, validated
 from specdec.policies.growing import NO_SLOTS, last_position
-from specdec.ranking import top_stable
+from specdec.sampling.top_stable import top_stable
 from specdec.tree import TokenTree
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
 
@@ -34,7 +34,7 @@ class StagedTree:
     serial = True
     value_dependent = True  # the guesses are no samples of the draft's distribution
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from specdec.bounds import Count, bounded
 from specdec.clocks import SimulatedClock
+from specdec.parts.fields import Count, validated
 from specdec.policies.growing import (
     NO_SLOTS,
     expand,
@@ -55,7 +55,7 @@ class Static:
 
     serial = True
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

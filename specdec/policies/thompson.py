@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.bounds import DraftCount, bounded
+from specdec.parts.fields import DraftCount, validated
 from specdec.policies.chain import grow_chains
 from specdec.policies.growing import Stateless, ready_requests, unsubmitted
 from specdec.sources.contexts import hash_uniform
@@ -35,7 +35,7 @@ class ThompsonChain(Stateless):
     value_dependent = False
     serial = True
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.clocks import LatencyProfile, Work
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
+from specdec.clocks.profile import curve_at
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.policies.best_first import UNTIL_READY
-from specdec.profiling.degrees import curve_at
 from specdec.profiling.proposal import clock_node
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 
 

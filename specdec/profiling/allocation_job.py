@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec.engine import Progress, prepare, stop_rules
+from specdec.files import write_json, write_text
 from specdec.profiling.allocation import Choices, Split, allocate, preset
 from specdec.profiling.job import RESULT_FILE
-from specdec.report.files import write_json, write_text
 from specdec.report.provenance import provenance
 from specdec.report.tables import number
+from specdec.runs.jobs import Progress, prepare, stop_rules
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specdec.clocks import CostCurve, LatencyProfile, Work
-from specdec.compose import build_profile
-from specdec.engine import Progress, prepare, stop_rules
+from specdec.clocks.build import build_profile
 from specdec.errors import UserError
+from specdec.files import write_json, write_text
 from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.profiling.passes import measure_model
+from specdec.profiling.passes import Sample, measure_model
 from specdec.profiling.proposal import Cell, curve_node, propose
-from specdec.profiling.samples import Sample
 from specdec.profiling.transfer import measure_transfer
-from specdec.report.files import write_json, write_text
 from specdec.report.provenance import provenance
 from specdec.report.tables import number, percent
+from specdec.runs.jobs import Progress, prepare, stop_rules
 
 if TYPE_CHECKING:
     from rich.console import Console

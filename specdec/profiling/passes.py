@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 
 import numpy as np
 import torch
 
-from specdec.cache import TreeCache
+from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import Work
+from specdec.clocks.meter import Meter
 from specdec.executors.layout import InFlight
 from specdec.executors.stage import ModelStage, split_layers
-from specdec.metrics.meter import Meter
 from specdec.models import NO_ROWS, ModelRunner
 from specdec.pairs import HuggingFacePair
-from specdec.profiling.samples import Sample
 from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, TreeRows
 
 _CANDIDATES = 16  # that a draft pass takes from each row (SpecPipe, PipeDec: 16 children)
@@ -195,3 +196,26 @@ def _level(num: int, context: int) -> TreeRows:
         parent_ids=np.where(ids, 0, NO_NODE),
         depths=np.minimum(ids, 1),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Repeated measurements of one piece of work.
+
+    Attributes:
+        tokens: rows that it was about.
+        ms: one time per repeat, in order; of a difference, it may be below 0.
+    """
+
+    tokens: int
+    ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        """What goes into a profile."""
+        return max(0.0, median(self.ms))
+
+    @property
+    def spread(self) -> float:
+        """Half of the range over the median: how far to trust it."""
+        return (max(self.ms) - min(self.ms)) / 2 / self.median_ms if self.median_ms else 0.0

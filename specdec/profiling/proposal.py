@@ -11,7 +11,7 @@ from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt, pipedec_latency
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 
 

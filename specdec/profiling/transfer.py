@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from specdec.errors import UserError
-from specdec.profiling.samples import Sample
+from specdec.profiling.passes import Sample
 
 _TIMEOUT_S = 180.0
 

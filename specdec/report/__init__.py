@@ -1,6 +1,6 @@
 """Results as files, tables and pictures, with where each number comes from."""
 
-from specdec.report.files import plain, write_bytes, write_json, write_text
+from specdec.files import plain, write_bytes, write_json, write_text
 from specdec.report.folders import write_comparison, write_run
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import config_hash, provenance

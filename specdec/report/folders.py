@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.report.files import write_bytes, write_json, write_text
+from specdec.files import write_bytes, write_json, write_text
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.tables import markdown_table
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from specdec.files import write_json
 from specdec.metrics.results import RequestResult
-from specdec.report.files import write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from specdec.errors import UserError
+from specdec.files import write_bytes, write_text
 from specdec.metrics import Run, comparison_row
-from specdec.report.curves import Curve, acceptance_png, prompts_png, throughput_png
-from specdec.report.files import write_bytes, write_text
 from specdec.report.origins import (
     ENDS_FILE,
     PALETTE,
@@ -25,8 +24,9 @@ from specdec.report.origins import (
     origins_png,
     shares,
 )
+from specdec.report.result_plots import Curve, acceptance_png, prompts_png, throughput_png
+from specdec.report.results import Result, partner, read
 from specdec.report.tables import COLUMNS, notes_of, title_of, used_columns
-from specdec.results import Result, partner, read
 from specdec.trace.files import TIMELINE_FILE, TREES_FILE
 from specdec.trace.page import commit_kinds, tree_page
 from specdec.trace.timeline import timeline_png
@@ -76,7 +76,7 @@ def load_report(folder: str | Path) -> Report:
     """Reads a folder; rows of a sweep are held against the ``ar`` job of the same conditions.
 
     Raises:
-        UserError: see ``specdec.results.read``; or nothing has finished yet.
+        UserError: see ``specdec.report.results.read``; or nothing has finished yet.
     """
     results = read(folder)
     if not any(result.records for result in results):

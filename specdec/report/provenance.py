@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from specdec.report.files import plain
+from specdec.files import plain
 
 _PACKAGES = (
     "torch",

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from specdec.errors import UserError
+from specdec.files import plain
 from specdec.metrics.results import RequestResult, RunTotals
-from specdec.report.files import plain
 
 
 @dataclass(frozen=True, slots=True)

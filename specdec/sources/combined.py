@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdec.types import Needs, SourceCounters
+from specdec.metrics.counters import SourceCounters
+from specdec.types import Needs
 
 
 def joined_needs(needs: Iterable[Needs]) -> Needs:

@@ -12,24 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specdec.bounds import Count, bounded
-from specdec.cache import TreeCache
+from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import CONTROLLER, Work
+from specdec.metrics.counters import SourceCounters
 from specdec.models import NO_ROWS, ModelRunner
-from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.parts.fields import Count, validated
+from specdec.sampling.candidates import counts_of, top_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.draws import DrawGuesser
-from specdec.sources.sampled import counts_of, sampled_candidates, top_candidates
-from specdec.types import (
-    NO_NODE,
-    Candidates,
-    Commit,
-    CommitKind,
-    IntArray,
-    Needs,
-    Nodes,
-    Output,
-    SourceCounters,
-)
+from specdec.sources.sampled import sampled_candidates
+from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -85,7 +77,7 @@ class DraftModelSource:
         counters: passes, rows and catch-up rows; ``by_level`` under the runner's name.
     """
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specdec.randomness import Purpose
-from specdec.sampling import SamplingTransform
+from specdec.sampling.keyed_draws import Purpose
+from specdec.sampling.transform import SamplingTransform
 from specdec.types import Commit, CommitKind, FloatArray, IntArray, Nodes
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.bounds import Count, bounded
-from specdec.sampling import SamplingTransform
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Count, validated
+from specdec.sampling.candidates import candidates_of
+from specdec.sampling.transform import SamplingTransform
 from specdec.sources.remembering import AnswerBook
-from specdec.sources.sampled import candidates_of
-from specdec.types import Candidates, Commit, Needs, Nodes, Output, SourceCounters
+from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.executors.early_exit import ExitFront
@@ -34,7 +35,7 @@ class EarlyExitSource:
         counters: passes of the front and their rows; in a pipeline, passes of the head alone.
     """
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

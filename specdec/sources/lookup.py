@@ -10,18 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.bounds import Count, bounded
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Count, validated
 from specdec.sources.suffix import SuffixAutomaton
-from specdec.types import (
-    NO_NODE,
-    Candidates,
-    Commit,
-    CommitKind,
-    Needs,
-    Nodes,
-    Output,
-    SourceCounters,
-)
+from specdec.types import NO_NODE, Candidates, Commit, CommitKind, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -128,7 +120,7 @@ class PromptLookupSource:
     gives_probs = False
     vocab_size: int | None = None
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

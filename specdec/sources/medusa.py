@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specdec.bounds import Count, bounded
 from specdec.clocks import CONTROLLER, Clock, Work
-from specdec.sampling import SamplingTransform
-from specdec.sources.sampled import candidates_of, picked
-from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output, SourceCounters
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Count, validated
+from specdec.sampling.candidates import candidates_of, picked
+from specdec.sampling.transform import SamplingTransform
+from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.models.medusa import MedusaHeads
@@ -61,7 +62,7 @@ class MedusaSource:
         counters: passes of single heads, and the hidden states that they read.
     """
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from specdec.bounds import Bound, PositiveShare, bounded
-from specdec.device_probs import on_host
+from specdec.device import on_host
 from specdec.interfaces import TokenSource
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Bound, PositiveShare, validated
 from specdec.sources.combined import joined_needs, tally
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import (
-    Candidates,
-    Commit,
-    FloatArray,
-    Nodes,
-    Output,
-    SourceCounters,
-)
+from specdec.types import Candidates, Commit, FloatArray, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -42,7 +36,7 @@ class MixtureSource:
         counters: sums over the sources.
     """
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

@@ -5,32 +5,22 @@ Shape letters: W nodes, K candidates, X exits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.bounds import Count, bounded
-from specdec.device_probs import on_host
+from specdec.device import on_host
+from specdec.metrics.counters import SourceCounters
 from specdec.metrics.exit_laws import eesd_saving, ppsd_saving
-from specdec.sources.chances import ExitChances
+from specdec.parts.fields import Count, validated
+from specdec.sampling.candidates import picked
 from specdec.sources.early_exit import read_front
 from specdec.sources.remembering import AnswerBook
-from specdec.sources.sampled import picked
-from specdec.types import (
-    BoolArray,
-    Candidates,
-    Commit,
-    CommitKind,
-    IntArray,
-    Needs,
-    Nodes,
-    Output,
-    SourceCounters,
-)
+from specdec.types import BoolArray, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.executors.exit_building import ExitPlaces
+    from specdec.executors.exit_places import ExitPlaces
     from specdec.state import DecodeState, RequestState
 
 
@@ -56,7 +46,7 @@ class MultiExitSource:
         counters: passes and rows by exit, see ``EarlyExitSource``.
     """
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,
@@ -81,7 +71,7 @@ class MultiExitSource:
         """
         self.layers = places.layers(further_exits)
         self._front = None if places.build is None else places.build(self.layers)
-        self._num_layers = places.pair.num_layers
+        self._num_layers = places.num_layers
         self.needs = Needs(real_nodes=True)
         self.counters = SourceCounters()
         if self._front is None:
@@ -197,3 +187,53 @@ class MultiExitSource:
                 chances.learn(known, token)
         kept = set(commit.kept_ids.tolist())
         self._said[commit.request] = {i: known for i, known in said.items() if i in kept}
+
+
+_BINS = 4
+_PRIOR_WEIGHT = 4.0  # tokens that the belief before any observation counts for
+_PRIOR_LEFT = 0.8  # share of an exit's errors that the next one is believed to make, too
+
+
+class ExitChances:
+    """Expected acceptance of each exit's best token, given how sure an exit before it was.
+
+    Before any observation an exit is believed to be right as often as it says, and each further
+    one to leave four fifths of the errors; both are assumptions that a few tokens outweigh. What is
+    seen is counted by the confidence (in ``_BINS`` equal bins) of the exit that was asked.
+    """
+
+    def __init__(self, num_exits: int) -> None:
+        """Nothing seen yet."""
+        self._right = np.zeros((num_exits, num_exits, _BINS))
+        self._seen = np.zeros((num_exits, num_exits, _BINS))
+
+    def expected(self, asked: int, other: int, confidence: float) -> float:
+        """Expected acceptance of exit ``other``, given ``asked``'s confidence in its own token.
+
+        Args:
+            asked: number of an exit whose token is known, from 0.
+            other: the same exit, or a later one.
+            confidence: probability of ``asked``'s best token, by its own distribution.
+        """
+        at = asked, other, _bin(confidence)
+        believed = 1.0 - (1.0 - confidence) * _PRIOR_LEFT ** (other - asked)
+        total = _PRIOR_WEIGHT + self._seen[at]
+        return float((_PRIOR_WEIGHT * believed + self._right[at]) / total)
+
+    def learn(self, said: Mapping[int, tuple[int, float]], token: int) -> None:
+        """Counts a decided position.
+
+        Args:
+            said: exit number -> its best token and the confidence in it, of exits that were read.
+            token: that the target decided on.
+        """
+        for asked, (_, confidence) in said.items():
+            for other, (best, _) in said.items():
+                if other >= asked:
+                    at = asked, other, _bin(confidence)
+                    self._seen[at] += 1
+                    self._right[at] += best == token
+
+
+def _bin(confidence: float) -> int:
+    return min(_BINS - 1, int(confidence * _BINS))

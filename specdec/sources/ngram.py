@@ -10,19 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.metrics.counters import SourceCounters
 from specdec.sources.contexts import tails
 from specdec.sources.katz import KatzModel
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import (
-    Candidates,
-    Commit,
-    FloatArray,
-    IntArray,
-    Needs,
-    Nodes,
-    Output,
-    SourceCounters,
-)
+from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specdec.types import Candidates, Commit, Needs, Nodes, Output, SourceCounters
+from specdec.metrics.counters import SourceCounters
+from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState

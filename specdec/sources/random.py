@@ -10,19 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.bounds import Share, bounded
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Share, validated
 from specdec.sources.contexts import hash_u64, hash_uniform
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import (
-    Candidates,
-    Commit,
-    FloatArray,
-    IntArray,
-    Needs,
-    Nodes,
-    Output,
-    SourceCounters,
-)
+from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -39,7 +31,7 @@ class RandomSource:
 
     needs = Needs()
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.device_probs import Probs, on_host
+from specdec.device import Probs, on_host
 from specdec.interfaces import TokenSource
 from specdec.types import (
     Candidates,

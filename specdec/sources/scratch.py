@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Commit, CommitKind, IntArray
 

@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from specdec.bounds import Count, bounded
-from specdec.device_probs import on_host
+from specdec.device import on_host
 from specdec.interfaces import TokenSource
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Count, validated
 from specdec.sources.combined import joined_needs, tally
 from specdec.sources.remembering import RememberingSource
 from specdec.sources.scratch import ScratchRequest
-from specdec.types import (
-    Candidates,
-    Commit,
-    IntArray,
-    Nodes,
-    Output,
-    SourceCounters,
-)
+from specdec.types import Candidates, Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -48,7 +42,7 @@ class StagedSource:
         counters: sums over both sources; ``by_level`` has the draft's levels first.
     """
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

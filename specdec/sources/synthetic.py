@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from specdec.clocks import CONTROLLER, Work
+from specdec.metrics.counters import SourceCounters
 from specdec.sources.contexts import hash_u64, hash_uniform
 from specdec.types import (
     NO_NODE,
@@ -32,7 +33,6 @@ from specdec.types import (
     Needs,
     Nodes,
     Output,
-    SourceCounters,
 )
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.clocks import CONTROLLER, Span, Work
-from specdec.report.files import plain, write_text
+from specdec.files import plain, write_text
 from specdec.trace.recorder import RunTrace
 
 TIMELINE_FILE = "trace.json"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from specdec.data import DATASETS, load_prompts
 from specdec.errors import UserError
+from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
-from specdec.report.files import write_json
 from specdec.train.cardtext import RANKS, Heads, write_card
 from specdec.train.corpus import held_out_files
 from specdec.train.lm import Report, held_out_loss

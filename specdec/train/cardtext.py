@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.train.corpus import EVALUATED, HELD_OUT_MODULUS
+from specdec.data.stdlib import HELD_OUT_MODULUS
+from specdec.train.corpus import EVALUATED
 
 RANKS = (1, 2, 4, 8, 16, 32)
 

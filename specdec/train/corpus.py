@@ -14,7 +14,6 @@ import ast
 import importlib.metadata
 import os
 import re
-import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,42 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdec.data.files import find_file, read_records
-from specdec.data.stdlib import imports_used
+from specdec.data.stdlib import imports_used, is_held_out, python_files, read_source, stdlib_root
 from specdec.errors import UserError
-
-HELD_OUT_MODULUS = 20
-"""One standard-library module in this many is held out."""
 
 PERMISSIVE = re.compile(
     r"\b(MIT|BSD|Apache|PSF|ISC|Python Software Foundation|MIT-CMU|HPND|0BSD)\b", re.IGNORECASE
 )
 RESTRICTIVE = re.compile(r"\b(GPL|LGPL|AGPL|MPL|Mozilla|EPL|CC-BY-NC)", re.IGNORECASE)
-SKIPPED_FOLDERS = frozenset(
-    [
-        "__pycache__",
-        "_pyinstaller",
-        "_vendor",
-        "_vendored_packages",
-        "benchmarks",
-        "conftest",
-        "encodings",
-        "ensurepip",
-        "extern",
-        "idlelib",
-        "lib-dynload",
-        "lib2to3",
-        "locale",
-        "locales",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "testing",
-        "tests",
-        "turtledemo",
-        "vendor",
-        "vendored",
-    ]
-)
 WORDS_PER_EVALUATION_GRAM = 13
 EVALUATED = {
     "HumanEval": ("humaneval/HumanEval.jsonl", ("prompt", "canonical_solution"), ""),
@@ -103,48 +73,10 @@ class Corpus:
     kept_out: list[str] = field(default_factory=list)
 
 
-def is_held_out(relative_path: str) -> bool:
-    """Says whether a standard-library file is kept for evaluation.
-
-    The rule: CRC-32 of the path, relative to the standard library's folder and with forward
-    slashes, is a multiple of HELD_OUT_MODULUS. It depends on nothing else.
-
-    Args:
-        relative_path: for example "json/decoder.py"; backslashes are taken as slashes.
-    """
-    name = relative_path.replace("\\", "/").lstrip("/")
-    return zlib.crc32(name.encode("utf-8")) % HELD_OUT_MODULUS == 0
-
-
-def stdlib_root() -> Path:
-    """Folder of the running interpreter's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def data_root() -> Path | None:
     """Folder of evaluation and training sets: SPECDEC_DATA, or None where unset or absent."""
     value = os.environ.get("SPECDEC_DATA", "")
     return Path(value) if value and Path(value).is_dir() else None
-
-
-def python_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (relative POSIX path, path) of a folder's Python files, sorted, tests left out."""
-    paths = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name.lower() not in SKIPPED_FOLDERS]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    for path in sorted(paths):
-        if not path.name.startswith("test_") and not path.name.endswith("_test.py"):
-            yield path.relative_to(root).as_posix(), path
-
-
-def read_source(path: Path) -> str | None:
-    """Text of a Python file, newlines normalised; None where it is not UTF-8."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except (UnicodeDecodeError, OSError):
-        return None
-    return text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(8)
 
 
 def why_junk(text: str) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import save
 
 from specdec.errors import UserError
-from specdec.report.files import write_bytes
+from specdec.files import write_bytes
 from specdec.train.distill import DistillationLoss, sample_documents
 from specdec.train.keys import made_of
 from specdec.train.lm import Pretraining, Report

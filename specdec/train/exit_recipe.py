@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specdec.errors import UserError
+from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
-from specdec.report.files import write_json
 from specdec.train.card import SETTINGS, Agreement, check_data_name, continuations, prompts_of
 from specdec.train.draft import sample_target
 from specdec.train.exits import (

@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from specdec.errors import UserError
-from specdec.report.files import write_bytes
+from specdec.files import write_bytes
 from specdec.train.keys import made_of
 from specdec.train.lm import Loss
 from specdec.train.model import LanguageModel, rms_norm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.report.files import write_bytes, write_json
+from specdec.files import write_bytes, write_json
 from specdec.train.model import LanguageModel, ModelShape, grow
 from specdec.train.parallel import agreed, average_gradients, check_rows, own_rows, rank_and_size
 from specdec.train.plan import Phase, RunPlan

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from specdec.errors import UserError
-from specdec.report.files import write_bytes, write_json
+from specdec.files import write_bytes, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
-from specdec.report.files import write_bytes, write_json
+from specdec.files import write_bytes, write_json
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
 from specdec.train.keys import made_of
 from specdec.train.lm import Pretraining, Report

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from specdec.errors import UserError
-from specdec.report.files import plain, write_json
+from specdec.files import plain, write_json
 from specdec.train.parallel import rank_and_size
 
 

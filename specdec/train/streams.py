@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.report.files import write_bytes
+from specdec.files import write_bytes
 from specdec.train.corpus import Corpus, Document
 
 STREAMS = ("stdlib", "function", "package", "gsm8k")

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specdec.errors import UserError
-from specdec.report.files import write_json, write_text
+from specdec.files import write_json, write_text
 from specdec.train.corpus import Corpus
 
 END = "<|end|>"

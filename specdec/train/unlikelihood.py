@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
+from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
-from specdec.report.files import write_json
 from specdec.train.draft import sample_target
 from specdec.train.keys import made_of
 from specdec.train.lm import Loss, Pretraining, Report

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdec.device_probs import on_host
+from specdec.device import on_host
 from specdec.state import DecodeState, RequestState
 from specdec.types import NO_NODE, Answers, FloatArray, IntArray, Output, Verdict
 

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import numpy as np
 
-from specdec.bounds import Bound, PositiveShare, bounded
-from specdec.device_probs import on_host
+from specdec.device import on_host
+from specdec.parts.fields import Bound, PositiveShare, validated
 from specdec.state import DecodeState
 from specdec.types import (
     NO_NODE,
@@ -62,7 +62,7 @@ class StrictVerifier:
     needs = Needs(target_probs=True)
     lossless = Lossless.LOSSY
 
-    @bounded
+    @validated
     def __init__(self, *, top_p: PositiveShare = 0.9) -> None:
         """Sets the nucleus.
 
@@ -99,7 +99,7 @@ class TypicalVerifier:
     needs = Needs(target_probs=True)
     lossless = Lossless.LOSSY
 
-    @bounded
+    @validated
     def __init__(
         self,
         *,

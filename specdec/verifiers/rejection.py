@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec import device_sampling
-from specdec.device_probs import DeviceProbs, Probs, on_host, to_device
-from specdec.distribution import inverse_cdf
-from specdec.randomness import KeyedDraws, Purpose
+from specdec.device import DeviceProbs, Probs, on_host, to_device
+from specdec.sampling import on_device
+from specdec.sampling.host import inverse_cdf
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.state import DecodeState
 from specdec.types import NO_NODE, FloatArray, IntArray, Lossless, Needs, Output, Verdict
 from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answers
@@ -122,7 +122,7 @@ def _judged_there(
     positions = tree.positions[slots] + 1
     tests = draws.uniform(request.id, positions[:, None], Purpose.ACCEPT, np.arange(width))
     corrections = draws.uniform(request.id, positions, Purpose.RESIDUAL)
-    found = device_sampling.judge(
+    found = on_device.judge(
         target, pad_sequence(drafts, batch_first=True), tokens, tests, corrections
     )
     return dict(zip(slots, zip(*(each.tolist() for each in found), strict=True), strict=True))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 
-from specdec.cli.composing import compose_config
-from specdec.cli.tree import flatten, options
+from specdec.config.hydra import compose_config
+from specdec.config.options import flatten, options
 
 HEADER = """\
 # Every key of `specdec run` with its default, then what each preset changes.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.comparing import compose_comparison
-from specdec.cli.jobs import run_job_of
 from specdec.cli.main import main
+from specdec.config.comparison import compose_comparison
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
 
 POLICY = '''

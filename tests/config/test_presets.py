@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 from flat import flat_text
 
-from specdec.cli.comparing import compose_comparison
-from specdec.cli.composing import compose_config
-from specdec.cli.jobs import Job, run_job_of
-from specdec.cli.tree import GROUPS, PARTS, first_comment, flatten, options, own_values
+from specdec.config.comparison import compose_comparison
+from specdec.config.hydra import compose_config
+from specdec.config.job import Job, run_job_of
+from specdec.config.options import GROUPS, PARTS, first_comment, flatten, options, own_values
 from specdec.errors import UserError
 
 PRESETS = sorted(options("strategy"))

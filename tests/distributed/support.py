@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from specdec.cli.composing import compose_config
+from specdec.config.hydra import compose_config
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import ModelPair, build_pair
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 
 STRATEGIES = ("ar", "specinfer", "pipedec", "specpipe", "best_first")

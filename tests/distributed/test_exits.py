@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.clocks.meter import Meter
+from specdec.distributed import executor as over_ranks
 from specdec.distributed import replies
 from specdec.executors import ExitStage
-from specdec.executors import distributed as over_ranks
-from specdec.metrics.meter import Meter
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, save_hf
 from specdec.types import NO_NODE, Batch, Exits, Output, PrefillChunk, TreeRows

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specdec.errors import RankFailure
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.state import RequestState, StopRules
 from tests.distributed.processes import (
     is_alive,
@@ -130,7 +130,7 @@ def test_an_exception_in_a_rank_is_told(strategy: str, rank: int) -> None:
 def test_what_a_rank_refuses_is_the_users_error() -> None:
     """The model of the ranks' configuration cannot be built there."""
     values = config("ar", 2, distributed=True, model__num_heads=5)
-    from specdec.runners import PartsRunner
+    from specdec.runs.runners import PartsRunner
     from tests.distributed.support import pair
 
     with pytest.raises((RankFailure, ValueError), match=r"rank [12]"):

@@ -12,24 +12,23 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.clocks.meter import Meter
+from specdec.compose.workbench import Parts, Workbench
+from specdec.distributed import executor as over_ranks
 from specdec.distributed import replies
-from specdec.distributed.ledger import Ledger
+from specdec.distributed.executor import Ranks
+from specdec.distributed.in_flight_rows import Ledger
 from specdec.distributed.replies import Arrived, Reply, hidden_reply
-from specdec.executors import distributed as over_ranks
-from specdec.executors.distributed import Ranks
 from specdec.executors.layout import InFlight, StageLayout
-from specdec.hidden import PromptHidden
 from specdec.interfaces import TreePolicy
-from specdec.metrics.meter import Meter
 from specdec.policies import FixedWidth, Static
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.state import StopRules
 from specdec.testing import Case, decode_steps
 from specdec.train.model import LanguageModel, save_hf
-from specdec.types import Batch, Needs, Output
+from specdec.types import Batch, Needs, Output, PromptHidden
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 from tests.distributed.support import PROMPTS, config, pair, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks
 from tests.pretrained import pretrained

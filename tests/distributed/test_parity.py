@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from specdec.distributed import Lease
+from specdec.distributed.executor import DistributedExecutor
 from specdec.errors import UserError
-from specdec.executors.distributed import DistributedExecutor
 from specdec.executors.layout import InFlight
 from specdec.metrics import RequestResult
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same

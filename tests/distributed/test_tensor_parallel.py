@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.certify import certify
 from specdec.distributed import Lease
-from specdec.distributed.following import CallList
+from specdec.distributed.draft_follower import CallList
 from specdec.errors import RankFailure
-from specdec.verify import certify
 from tests.distributed.support import config, rejection, run, same
 
 pytestmark = pytest.mark.distributed

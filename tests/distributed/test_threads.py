@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.distributed.ledger import Ledger
-from specdec.executors.distributed import DistributedExecutor
+from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.in_flight_rows import Ledger
 from specdec.executors.layout import InFlight
 from specdec.executors.stage import ModelStage, split_layers
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same

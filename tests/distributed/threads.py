@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from specdec.distributed.codec import HEADER_WORDS, Kind, read_ending, read_entry
 from specdec.distributed.lease import give
+from specdec.distributed.messages import HEADER_WORDS, Kind, read_ending, read_entry
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.replies import REPLIES, Arrived, Owed, Reply
-from specdec.distributed.session import StageSession, build_session
+from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
 from specdec.pairs import build_pair

@@ -13,13 +13,14 @@ from pathlib import Path
 from experiments.reproduce.command import _read_words
 from experiments.reproduce.items import all_items, choose
 from specdec.cli.arguments import Arguments, read_arguments
-from specdec.cli.comparing import batch_sizes, compose_comparison
-from specdec.cli.curves import compose_curves
-from specdec.cli.jobs import run_job_of
-from specdec.cli.listing import SECTIONS
+from specdec.cli.batch_sizes import compose_curves
+from specdec.cli.compare import batch_sizes
+from specdec.cli.list import SECTIONS
 from specdec.cli.main import _COMMANDS
 from specdec.cli.profile import profile_config
-from specdec.cli.tree import options
+from specdec.config.comparison import compose_comparison
+from specdec.config.job import run_job_of
+from specdec.config.options import options
 from tests.docs.blocks import ROOT
 
 STANDS_FOR = {
@@ -105,7 +106,7 @@ def _check_trace(words: list[str]) -> None:
 
 
 def _check_train(words: list[str]) -> None:
-    from specdec.cli.training import _with_overrides
+    from specdec.cli.train import _with_overrides
 
     what, *overrides = _read(words).overrides
     assert what in options("train")

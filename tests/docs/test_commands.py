@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.main import main
-from specdec.cli.tree import config_dir
+from specdec.config.options import config_dir
 from specdec.errors import UserError
 from tests.docs.blocks import ROOT, Block, blocks, commands, pages
 from tests.docs.checking import check

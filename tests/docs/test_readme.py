@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from specdec.cli.tree import options
+from specdec.config.options import options
 from specdec.metrics import RequestResult, RunTotals, comparison_row
+from specdec.metrics.counters import RequestCounters
 from specdec.metrics.results import Run
 from specdec.report.tables import COLUMNS
-from specdec.state import RequestCounters
 from tests.docs.blocks import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,6 +19,22 @@ def test_every_file_of_the_layout_exists() -> None:
     listed = re.findall(r"^    (\S+/\S*) ", layout, re.MULTILINE)
     assert len(listed) > 30
     assert not [path for path in listed if not (ROOT / path).exists()]
+
+
+def test_the_layout_is_complete() -> None:
+    layout = README.split("## Layout")[1]
+    listed = {path.rstrip("/") for path in re.findall(r"^    (\S+/\S*) ", layout, re.MULTILINE)}
+    there = {
+        f"specdec/{entry.name}"
+        for entry in (ROOT / "specdec").iterdir()
+        if entry.suffix == ".py" or (entry / "__init__.py").is_file()
+    }
+    assert there - listed == {"specdec/__init__.py", "specdec/conf"}
+
+
+def test_few_modules_lie_loose() -> None:
+    loose = [f.name for f in (ROOT / "specdec").glob("*.py") if f.name != "__init__.py"]
+    assert len(loose) <= 10, sorted(loose)
 
 
 def test_every_preset_is_in_the_table() -> None:

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.metrics.meter import Meter
+from specdec.clocks.meter import Meter
+from specdec.models.captured import StaticPasses
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
-from specdec.models.static import StaticPasses
 from specdec.pairs import build_pair
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 from tests.emulated.device import Device, emulated
 from tests.matrix.cells import PROMPTS, Cell, all_cells, base, config, cover, plain
@@ -98,7 +98,7 @@ def _clear(device: Device) -> None:
 
 def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: handing out what a replay gave, as it lies, fails here as on a GPU."""
-    from specdec.models import static
+    from specdec.models import captured as static
 
     monkeypatch.setattr(static, "_cut", lambda computed, num_rows: computed)
     cell = Cell("draft_model", "static", "match", "local", "greedy")

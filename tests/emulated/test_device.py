@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specdec.attention.backends import dense_attention
+from specdec.device import captured
 from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import CPU, wire_device
 from specdec.errors import UserError
-from specdec.graphs import captured
-from specdec.kernels.backends import dense_attention
-from specdec.models.static import Computed
+from specdec.models.captured import Computed
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
 

@@ -57,9 +57,9 @@ def decode() -> list[int]:
     """A few tokens of a random pair by the default attention, kernels and buffers."""
     import numpy as np
 
-    from specdec.cli.composing import compose_config
+    from specdec.config.hydra import compose_config
     from specdec.pairs import build_pair
-    from specdec.runners import PartsRunner, TokenPrompt
+    from specdec.runs.runners import PartsRunner, TokenPrompt
     from specdec.state import StopRules
 
     words = ["model=random", "strategy=best_first", "model.graphs=replay", "executor=local"]

@@ -12,7 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specdec.kernels import swiglu, tree_attention
+from specdec.attention import triton_kernel as tree_attention
+from specdec.kernels import swiglu
 
 _TYPES = {
     "visible": "*u8",

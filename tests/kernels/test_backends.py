@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.attention.backends import Seen, attention_kernel, flash_attention
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.kernels import reference, support
-from specdec.kernels.backends import Seen, attention_kernel, flash_attention
-from specdec.metrics.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner

@@ -12,7 +12,7 @@ from specdec.kernels import reference
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 swiglu_module = pytest.importorskip("specdec.kernels.swiglu")
 swiglu, norm_projection = swiglu_module.swiglu, swiglu_module.norm_projection
-attention_module = pytest.importorskip("specdec.kernels.tree_attention")
+attention_module = pytest.importorskip("specdec.attention.triton_kernel")
 TreeAttention, splits_of = attention_module.TreeAttention, attention_module._splits
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -17,13 +17,13 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from specdec.cli.composing import compose_config
-from specdec.cli.tree import options
-from specdec.compose import build_part
+from specdec.config.hydra import compose_config
+from specdec.config.options import options
 from specdec.pairs import RandomPair, build_pair
-from specdec.randomness import Purpose, keyed_uniforms
-from specdec.runners import PartsRunner, TokenPrompt, sampling_params
-from specdec.sampling import SamplingTransform
+from specdec.parts.build import build_part
+from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
+from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
+from specdec.sampling.transform import SamplingTransform
 from specdec.state import StopRules
 from specdec.types import Lossless
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 
-from specdec.compose import build_part
 from specdec.errors import UserError
+from specdec.parts.build import build_part
 from specdec.types import Lossless
 from tests.matrix.cells import (
     MAX_NEW_TOKENS,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specdec.cli.tree import options
+from specdec.config.options import options
 from tests.matrix.cells import MAX_NEW_TOKENS, PROMPTS, Cell, all_cells, executors
 from tests.matrix.outcomes import Kind, Outcome, check, composed
 

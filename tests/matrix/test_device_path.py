@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec import sampling
 from specdec.pairs import build_pair
-from specdec.runners import PartsRunner
+from specdec.runs.runners import PartsRunner
+from specdec.sampling import transform as sampling
 from specdec.state import StopRules
 from tests.matrix.cells import (
     MAX_NEW_TOKENS,

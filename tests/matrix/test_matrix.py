@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.tree import options
+from specdec.config.options import options
 from specdec.verifiers import MatchVerifier
 from tests.matrix.cells import (
     AXES,

@@ -15,19 +15,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.cache import TreeCache
+from specdec.attention.kv_cache import TreeCache
+from specdec.compose.workbench import Workbench
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.stage import ModelStage
 from specdec.interfaces import TreePolicy
 from specdec.models import ModelRunner
 from specdec.policies import BestFirst, Chain, FixedWidth, PipelineBestFirst, Static
-from specdec.randomness import Purpose, keyed_uniforms
-from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import RandomSource
 from specdec.state import RequestState, StopRules
 from specdec.types import NO_NODE, IntArray
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Workbench
 from tests.matrix.cells import SEED, pair
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95)

@@ -11,9 +11,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from specdec.models.arenas import Inputs
+from specdec.models.captured_buffers import Inputs
 from specdec.pairs import RandomPair, build_pair
-from specdec.runners import PartsRunner
+from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
 from tests.matrix.cells import MAX_NEW_TOKENS, Cell, all_cells, base, config, cover, decode, plain
 from tests.matrix.outcomes import Kind, composed

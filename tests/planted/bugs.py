@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.randomness import Purpose
+from specdec.sampling.keyed_draws import Purpose
 from specdec.tree import TokenTree
 from tests.planted.planting import BUGS, Bug, Planted, bug, planted
 
@@ -31,7 +31,7 @@ def position_off_by_one(work: Planted) -> None:
 
         return rows
 
-    work.swap("specdec.cache:TreeCache.rows", make)
+    work.swap("specdec.attention.kv_cache:TreeCache.rows", make)
 
 
 @bug("a commit moves the books of cache entries, not their keys and values", "strategy=best_first")
@@ -42,7 +42,7 @@ def stale_kv_after_prune(work: Planted) -> None:
 
         return copy_slots
 
-    work.swap("specdec.cache:TreeCache._copy_slots", make)
+    work.swap("specdec.attention.kv_cache:TreeCache._copy_slots", make)
 
 
 @bug("the mask hides the tree's first node from the rows below it", "strategy=specinfer")
@@ -61,7 +61,7 @@ def mask_column_missing(work: Planted) -> None:
 
         return rows
 
-    work.swap("specdec.cache:TreeCache.rows", make)
+    work.swap("specdec.attention.kv_cache:TreeCache.rows", make)
 
 
 @bug(
@@ -92,7 +92,7 @@ def draft_cache_stale(work: Planted) -> None:
         return copy_slots
 
     work.swap("specdec.sources.draft_model:DraftModelSource.commit", make_commit)
-    work.swap("specdec.cache:TreeCache._copy_slots", make_copy)
+    work.swap("specdec.attention.kv_cache:TreeCache._copy_slots", make_copy)
 
 
 # ---------------------------------------------------------------------- trees and what is in flight
@@ -234,7 +234,7 @@ def history_without_path(work: Planted) -> None:
 
         return path
 
-    work.swap("specdec.histories:_Book.path", make)
+    work.swap("specdec.sampling.history:_Book.path", make)
 
 
 # ---------------------------------------------------------------------- draws and distributions
@@ -281,7 +281,7 @@ def accept_shares_draft_draw(work: Planted) -> None:
 
         return uniform
 
-    work.swap("specdec.randomness:KeyedDraws.uniform", make)
+    work.swap("specdec.sampling.keyed_draws:KeyedDraws.uniform", make)
 
 
 class _FirstDraws:
@@ -327,7 +327,7 @@ def draw_not_keyed_by_request(work: Planted) -> None:
 
         return uniform
 
-    work.swap("specdec.randomness:KeyedDraws.uniform", make)
+    work.swap("specdec.sampling.keyed_draws:KeyedDraws.uniform", make)
 
 
 @bug("of equally probable tokens a tree's rows take the last", "strategy=specinfer")
@@ -343,7 +343,7 @@ def tie_broken_differently(work: Planted) -> None:
 
         return argmax
 
-    work.swap("specdec.sampling:argmax", make)
+    work.swap("specdec.sampling.transform:argmax", make)
 
 
 # ---------------------------------------------------------------------- no bug

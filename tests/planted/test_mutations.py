@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.cli.composing import compose_config
+from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair, build_pair
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 from tests.planted.bugs import BUGS, SOUND, planted
 from tests.planted.planting import SMALL

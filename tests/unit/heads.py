@@ -10,11 +10,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from specdec.compose.workbench import Parts
 from specdec.policies import FixedWidth
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, RandomPair, decode_steps
-from specdec.workbench import Parts
 
 LAYERS, WIDTH, VOCAB, HEADS = 4, 16, 24, 3
 WARM = SamplingParams(temperature=0.7)

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from specdec.cli.composing import compose_config
+from specdec.config.hydra import compose_config
 from specdec.metrics import RequestResult, RunTotals
-from specdec.pairs import ModelPair, RandomPair, ReplayModels
+from specdec.pairs import ModelPair, RandomPair, Record, ReplayModels, record_run
 from specdec.pairs.replay import RecordedPair
-from specdec.recording import Record, record_run
-from specdec.runners import PartsRunner, TokenPrompt, sampling_params
+from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
 from specdec.state import StopRules
 
 NUM_TOKENS = 32

@@ -8,16 +8,16 @@ from functools import cache
 import numpy as np
 
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import TreePolicy
 from specdec.pairs import RandomPair
 from specdec.policies import AdaptiveWidth, FixedWidth, PipelineBestFirst, RootOnly, Static
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.serving import Feeding, ServingRules
 from specdec.sources import DraftModelSource
 from specdec.state import RequestState, StopRules
 from specdec.types import IntArray
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 SEED = 5
 NEW_TOKENS = 5

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import specdec.attention as attention
-from specdec.attention import capped_attention, two_level_attention
-from specdec.metrics.meter import Meter
+import specdec.attention.tree_attention as attention
+from specdec.attention.tree_attention import capped_attention, two_level_attention
+from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from tests.trees import grown

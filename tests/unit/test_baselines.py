@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from specdec.baselines import HF_KINDS, HFBaseline, HFOptions, run_hf, weight_bytes
 from specdec.metrics import Run, comparison_row, lossless_against, summarise
-from specdec.sampling import SamplingParams, SamplingTransform
+from specdec.runs import HF_KINDS, HFBaseline, HFOptions, run_hf, weight_bytes
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import StopRules
 
 VOCAB = 48

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.cache import EMPTY
-from specdec.metrics.meter import Meter
+from specdec.attention.kv_cache import EMPTY
+from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.types import NO_NODE, Commit, CommitKind
@@ -134,7 +134,7 @@ def fresh_cache(runner, tokens):
 @pytest.mark.parametrize("seed", range(8))
 def test_random_scripts(runner, seed, monkeypatch):
     """Random growth and commits, from a capacity and books that have to grow on the way."""
-    monkeypatch.setattr("specdec.cache._FRESH_ENTRIES", 4)
+    monkeypatch.setattr("specdec.attention.kv_cache._FRESH_ENTRIES", 4)
     script = Script(runner, seed)
     for _ in range(9):
         for _ in range(int(script.rng.integers(1, 5))):

@@ -262,7 +262,7 @@ class TestTexts:
         assert f"specdec {command}" in capsys.readouterr().out
 
     def test_list_names_every_option(self, capsys) -> None:
-        from specdec.cli.tree import GROUPS, options
+        from specdec.config.options import GROUPS, options
 
         assert main(["list"]) == 0
         shown = capsys.readouterr().out.split()

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+import specdec.clocks.meter as metering
 import specdec.clocks.wall as wall
-import specdec.metrics.meter as metering
 from specdec.clocks import (
     CONTROLLER,
     ClockKind,
@@ -23,9 +23,10 @@ from specdec.clocks import (
     Work,
 )
 from specdec.errors import UserError
-from specdec.metrics import Meter, RankCounts, RequestResult, RunTotals, summarise
+from specdec.metrics import Meter, RequestResult, RunTotals, summarise
 from specdec.report.tables import notes_of
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.rank_counts import RankCounts
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 from tests.matrix.cells import Cell, config, pair
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.comparing import batch_sizes
-from specdec.cli.curves import compose_curves
+from specdec.cli.batch_sizes import compose_curves
+from specdec.cli.compare import batch_sizes
 from specdec.errors import UserError
 from specdec.metrics import RunTotals, summarise
 from specdec.policies.adaptive_width import _Fitted
-from specdec.report.batches import curves_markdown, curves_png
-from specdec.serving.curves import add_ratios, crossovers
+from specdec.report.batch_curves import curves_markdown, curves_png
+from specdec.runs.batch_sizes import add_ratios, crossovers
 from tests.unit.test_metrics import make_result
 
 WORDS = ["strategies=[ar,specpipe_db]", "executor.stages=8", "clock=simulated", "data.limit=2"]

@@ -18,9 +18,8 @@ from specdec.data import (
     load_prompts,
     load_requested,
 )
-from specdec.data.stdlib import heads_of
+from specdec.data.stdlib import heads_of, is_held_out
 from specdec.errors import UserError
-from specdec.train.corpus import is_held_out
 
 
 def write_lines(path: Path, rows: list[object], *, compress: bool = False) -> Path:

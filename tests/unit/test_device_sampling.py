@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import device_sampling, sampling
-from specdec.device_probs import DeviceProbs, joined, on_host
-from specdec.sampling import SamplingParams, SamplingTransform, sample_candidates
+from specdec.device import DeviceProbs, joined, on_host
+from specdec.sampling import on_device
+from specdec.sampling import transform as sampling
+from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
 from tests.unit.test_sampling import KINDS, LARGEST_DRAW, PARAMS, logits_of
 
 
@@ -96,7 +97,7 @@ def test_a_cut_beyond_the_first_entries_is_looked_for_again(given, monkeypatch):
     """In flat rows top-p keeps more than the entries that are looked at first."""
     params, logits = SamplingParams(**given), logits_of("flat", rows=9)
     logits[::2] = logits_of("peaked", rows=5)
-    monkeypatch.setattr(device_sampling, "NUCLEUS", 12)
+    monkeypatch.setattr(on_device, "NUCLEUS", 12)
     uniforms = np.random.default_rng(3).random(9)
     tokens = SamplingTransform(params).sample(logits, uniforms)
     np.testing.assert_array_equal(tokens, host("sample", params, logits, uniforms))
@@ -117,7 +118,7 @@ def test_faulty_logits_are_refused(given, fault):
             transform.distribution(logits).sample(draws)
         probs = transform.proposal_probs(logits)
         with pytest.raises(ValueError, match=message):
-            device_sampling.sample_candidates(probs, 2, draws[:, None].repeat(2, axis=1))
+            on_device.sample_candidates(probs, 2, draws[:, None].repeat(2, axis=1))
         logits[5] = -torch.inf
 
 
@@ -132,7 +133,7 @@ def _rows(rng: np.random.Generator, num: int, vocab: int) -> DeviceProbs:
 def test_candidates_equal_the_hosts(vocab):
     rng = np.random.default_rng(3)
     probs, uniforms = _rows(rng, 50, vocab), rng.random((50, 5))
-    found = device_sampling.sample_candidates(probs, 5, uniforms)
+    found = on_device.sample_candidates(probs, 5, uniforms)
     for mine, expected in zip(found, sample_candidates(on_host(probs), 5, uniforms), strict=True):
         np.testing.assert_array_equal(mine, expected)
 
@@ -164,7 +165,7 @@ def test_judging_keeps_the_targets_distribution():
         chance = draft[first] * draft[second] / (1.0 - draft[first])
         tests = np.stack(np.meshgrid(grid, grid), axis=-1).reshape(-1, 2)
         num = len(tests)
-        place, token = device_sampling.judge(
+        place, token = on_device.judge(
             torch.from_numpy(target).expand(num, -1),
             torch.from_numpy(draft).expand(num, -1),
             np.tile([first, second], (num, 1)),

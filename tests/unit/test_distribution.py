@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.clocks import MeasuredClock
-from specdec.metrics.meter import Meter
-from specdec.randomness import KeyedDraws, Purpose, keyed_uniforms
-from specdec.sampling import SamplingParams, SamplingTransform, sample_candidates
-from specdec.state import DecodeState, RequestState, StopRules
-from specdec.types import Answers, Candidates, Output
-from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
-from specdec.verify.laws import (
+from specdec.certify.laws import (
     FALSE_ALARM,
     OPPOSED_TABLE,
     TARGET_TABLE,
     chi_square,
     total_variation,
 )
+from specdec.clocks import MeasuredClock
+from specdec.clocks.meter import Meter
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose, keyed_uniforms
+from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import Answers, Candidates, Output
+from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
 
 MAX_POSITIONS, MAX_SIBLINGS = 12, 4
 

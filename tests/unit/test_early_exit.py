@@ -15,6 +15,7 @@ import torch
 
 import specdec.assets
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.executors import ExitFront
 from specdec.executors.layout import StageLayout
@@ -22,7 +23,7 @@ from specdec.metrics import exit_laws
 from specdec.models.exits import final_norm, head_model, own_head, read_head
 from specdec.models.random import random_model
 from specdec.policies import Chain, FixedWidth, ThompsonChain
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import EarlyExitSource
 from specdec.state import RequestState, StopRules
 from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
@@ -37,7 +38,6 @@ from specdec.train.exits import (
 from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 from strategies import eesd, ppsd
 from tests.pretrained import pretrained
 from tests.shapes import small_llama

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from specdec import engine
-from specdec.cli.jobs import run_job_of
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.report import read_requests
+from specdec.runs import jobs as engine
 
 MODEL = {"kind": "random", "max_positions": 32}
 CONFIG = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.jobs import run_job_of
 from specdec.cli.main import main
+from specdec.config.job import run_job_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 SCRIPTS = {

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.certify.invariants import observe
+from specdec.certify.subject import Subject
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors import ModelStage
 from specdec.executors.layout import InFlight, row_items, tree_row_index
 from specdec.executors.stage import split_layers
 from specdec.executors.times import StepTimes
-from specdec.metrics.meter import Meter
 from specdec.pairs import RandomPair
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules
 from specdec.types import Batch, Commit, CommitKind, PrefillChunk, TreeRows
-from specdec.verify.invariants import observe
-from specdec.verify.subject import Subject
 from tests.matrix.cells import Cell, config, pair
 
 STOP = StopRules(max_new_tokens=14)

@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.metrics.meter import Meter
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner

@@ -6,7 +6,8 @@ import pytest
 import torch
 from heads import LAYERS, VOCAB, Pair, cases, levels, states, steps
 
-from specdec.executors import hidden as delivering
+from specdec.compose.workbench import Parts, Workbench
+from specdec.executors import layout
 from specdec.executors.layout import InFlight
 from specdec.interfaces import TreePolicy
 from specdec.policies import Static
@@ -15,7 +16,6 @@ from specdec.sources import (
 )
 from specdec.types import Needs, Output
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
 
@@ -82,7 +82,7 @@ class TestDelivery:
 
     def test_shifted_rows_show(self, models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """Control: rows that belong to their neighbours."""
-        right = delivering.with_hidden
+        right = layout.with_hidden
 
         def shifted(output, batch, captured):  # type: ignore[no-untyped-def]
             return right(output, batch, {i: rows.roll(1, 0) for i, rows in captured.items()})

@@ -11,14 +11,14 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import specdec.state as state_module
+from specdec.compose.workbench import Parts, Workbench
 from specdec.pairs import RandomPair
 from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, Static
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource, NullSource
 from specdec.state import RequestState, StopRules
 from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 MAX_POSITIONS = 48
 PAIR = RandomPair(num_layers=3, vocab_size=24, max_positions=MAX_POSITIONS)

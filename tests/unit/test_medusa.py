@@ -24,14 +24,23 @@ from heads import (
 )
 
 import specdec.assets
+from specdec.certify.laws import (
+    FALSE_ALARM,
+    OPPOSED_TABLE,
+    TARGET_TABLE,
+    chi_square,
+    pair_counts,
+    pair_laws,
+)
 from specdec.clocks import CONTROLLER, Work
+from specdec.clocks.meter import Meter
+from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.interfaces import TokenSource, TreePolicy
-from specdec.metrics.meter import Meter
 from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import build_pair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import (
     EarlyExitSource,
     MedusaSource,
@@ -45,15 +54,6 @@ from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Candidates, Needs, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
-from specdec.verify.laws import (
-    FALSE_ALARM,
-    OPPOSED_TABLE,
-    TARGET_TABLE,
-    chi_square,
-    pair_counts,
-    pair_laws,
-)
-from specdec.workbench import Parts, Workbench
 from strategies import medusa
 from tests.pretrained import pretrained
 from tests.shapes import small_llama

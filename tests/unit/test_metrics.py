@@ -23,10 +23,9 @@ from specdec.metrics import (
     speed_ratio_interval,
     summarise,
 )
+from specdec.metrics.counters import RequestCounters, SourceCounters
 from specdec.metrics.loops import repeated_ngrams
 from specdec.metrics.times import decode_phase
-from specdec.state import RequestCounters
-from specdec.types import SourceCounters
 
 
 def make_result(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.metrics.meter import Meter
 from specdec.models import (
     NO_ROWS,
     ModelRunner,

@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
 from specdec.executors import ExitFront
 from specdec.interfaces import TokenSource
 from specdec.metrics.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
 from specdec.policies import FixedWidth
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
 from specdec.sources import MultiExitSource
-from specdec.sources.chances import ExitChances
+from specdec.sources.multi_exit import ExitChances
 from specdec.sources.remembering import AnswerBook
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
-from specdec.workbench import Workbench
 from strategies import multi_exit
 from tests.exits import going_on
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated

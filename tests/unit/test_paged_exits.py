@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.attention.kv_storage import BlockPool
+from specdec.compose.workbench import Parts, Workbench
 from specdec.executors.layout import StageLayout
-from specdec.kv_storage import BlockPool
 from specdec.pairs import RandomPair
 from specdec.policies import Chain, FixedWidth, RootOnly
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.serving import ServingRules
 from specdec.sources import EarlyExitSource, NullSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Parts, Workbench
 
 NEW_TOKENS = 6
 NUM_REQUESTS = 5

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.cli.jobs import run_job_of
 from specdec.cli.main import BAD_INPUT, main
 from specdec.cli.profile import profile_config
-from specdec.cli.profiles import load_profile
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock, Work
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
+from specdec.config.job import run_job_of
+from specdec.config.profiles import load_profile
 from specdec.errors import UserError
 from specdec.executors.times import StepTimes as StepClock
 from specdec.metrics import Meter
@@ -27,9 +27,8 @@ from specdec.profiling.equations import (
     plain_latency,
 )
 from specdec.profiling.job import profile_of, profile_yaml
-from specdec.profiling.passes import _Bench, measure_model
+from specdec.profiling.passes import Sample, _Bench, measure_model
 from specdec.profiling.proposal import clock_node
-from specdec.profiling.samples import Sample
 from specdec.profiling.transfer import measure_transfer
 from specdec.report.tables import notes_of
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import specdec.models.quantize as quantization
+from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
 from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
 from specdec.pairs import RandomPair
 from specdec.policies import Chain, RootOnly
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource, NullSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Workbench
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"

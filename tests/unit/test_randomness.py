@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specdec import randomness
-from specdec.randomness import KeyedDraws, Purpose, keyed_uniforms, philox4x32
+from specdec.sampling import keyed_draws as randomness
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose, keyed_uniforms, philox4x32
 
 FALSE_ALARM = 1e-6
 

@@ -18,13 +18,12 @@ from replaying import (
 )
 
 from specdec.clocks import MeasuredClock
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.metrics.meter import Meter
-from specdec.pairs import ReplayModels
+from specdec.pairs import DraftRecorder, ReplayModels, check_recordable, read_record, write_record
 from specdec.pairs.replay import END, build_replay
-from specdec.randomness import KeyedDraws
-from specdec.recording import DraftRecorder, check_recordable, read_record, write_record
-from specdec.runners import sampling_params
+from specdec.runs.runners import sampling_params
+from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Lossless, Nodes, Output, Verdict
@@ -99,7 +98,7 @@ def test_long_requests_are_recorded_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     tokens = np.random.default_rng(0).integers(1, 64, 40)
     recorder = DraftRecorder(runner=pair().draft_runner(Meter()), sampling=params)
     whole = recorder.record(1, tokens[:20], tokens[20:])
-    monkeypatch.setattr("specdec.recording.recorder._CHUNK", 7)
+    monkeypatch.setattr("specdec.pairs.recorder._CHUNK", 7)
     parts = recorder.record(1, tokens[:20], tokens[20:])
     assert (parts.ranks == whole.ranks).all()
     assert np.allclose(parts.logprobs, whole.logprobs, rtol=2e-3)

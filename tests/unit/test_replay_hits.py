@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import pytest
 from replaying import replayed, shifted
 
-from specdec.cli.jobs import run_job_of
-from specdec.engine import prepare, stop_rules
+from specdec.config.job import run_job_of
 from specdec.metrics import RequestResult, RunTotals
-from specdec.pairs import ModelPair
-from specdec.recording import Record, record_run
-from specdec.runners import PartsRunner, TokenPrompt, sampling_params
+from specdec.pairs import ModelPair, Record, record_run
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
 
 NUM_PROMPTS = 6
 NUM_TOKENS = 48

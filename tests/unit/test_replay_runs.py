@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.comparing import compose_comparison
-from specdec.cli.jobs import run_job_of
-from specdec.engine import compare_jobs, run_job
+from specdec.config.comparison import compose_comparison
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.recording import read_record
+from specdec.pairs import read_record
 from specdec.report import read_requests
+from specdec.runs.jobs import compare_jobs, run_job
 
 SMALL = (
     "model=random",

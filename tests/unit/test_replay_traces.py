@@ -10,9 +10,8 @@ import pytest
 from replaying import run
 
 from specdec.errors import UserError
-from specdec.pairs import ReplayModels
+from specdec.pairs import ReplayModels, read_traces
 from specdec.pairs.replay import build_replay
-from specdec.recording import read_traces
 
 # Not monotone, as drafts that read the target's hidden states make them: right for 1 token from
 # position 1, but for 4 from position 2.

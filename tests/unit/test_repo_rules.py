@@ -100,46 +100,6 @@ def test_no_large_files() -> None:
     assert not [name(f) for f in files() if f.stat().st_size > MAX_FILE_BYTES]
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level packages that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(syntax(path)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.split(".")[0])
-    return found
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_imports_go_one_way(layer: str) -> None:
-    forbidden = set(LAYERS[LAYERS.index(layer) + 1 :]) | {"tests"}
-    wrong = {name(f): found for f in python_files(layer) if (found := imported(f) & forbidden)}
-    assert not wrong
-
-
-def test_the_core_does_not_know_the_command_line() -> None:
-    """Only the one-call facade composes as the command line does."""
-    wrong = []
-    for path in python_files("specdec"):
-        if "cli" in path.parts or path.name == "api.py":
-            continue
-        for node in ast.walk(syntax(path)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specdec.cli"):
-                wrong.append(name(path))
-    assert not wrong
-
-
-def test_hydra_stays_at_the_door() -> None:
-    """Configuration is a plain dict beyond the command line (STYLE, rule 4)."""
-    wrong = [
-        name(f)
-        for f in python_files("specdec", "strategies")
-        if "cli" not in f.parts and imported(f) & {"hydra", "omegaconf"}
-    ]
-    assert not wrong
-
-
 def test_no_global_random_numbers() -> None:
     """Draws are keyed; a global generator would make results depend on what ran before."""
     drawing = "seed|rand|randn|randint|choice|random|shuffle|uniform|normal"

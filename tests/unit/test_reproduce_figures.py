@@ -12,7 +12,7 @@ from experiments.reproduce.findings import Measure
 from experiments.reproduce.intervals import beside, hits_of, interval, share
 from experiments.reproduce.stated import Claim
 from specdec.metrics import RequestResult
-from specdec.state import RequestCounters
+from specdec.metrics.counters import RequestCounters
 
 
 def test_an_interval_spans_what_prompts_differ_by() -> None:

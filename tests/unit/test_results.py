@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from specdec import results
 from specdec.errors import UserError
 from specdec.metrics import Run, RunTotals, comparison_row, summarise
-from specdec.report import RequestWriter, write_json, write_text
+from specdec.report import RequestWriter, results, write_json, write_text
 from specdec.report.origins import ENDS_FILE
 from tests.unit.test_metrics import make_result
 

@@ -16,10 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.distribution import Distribution, inverse_cdf
-from specdec.processors import repeated_ngrams
-from specdec.randomness import KeyedDraws, Purpose
-from specdec.sampling import (
+from specdec.sampling.history import repeated_ngrams
+from specdec.sampling.host import Distribution, inverse_cdf
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
+from specdec.sampling.transform import (
     Asked,
     SamplingParams,
     SamplingTransform,

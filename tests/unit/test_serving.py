@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.cache import TreeCache
+from specdec.attention.kv_cache import TreeCache
+from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.errors import UserError
 from specdec.executors.pipeline import PipelineExecutor
-from specdec.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.policies import FixedWidth, RootOnly
 from specdec.serving import BlockBudget, Feeding, ServingRules, arrival_times
 from specdec.types import Batch

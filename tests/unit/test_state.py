@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from specdec.clocks import MeasuredClock
-from specdec.metrics.meter import Meter
-from specdec.randomness import KeyedDraws
-from specdec.sampling import SamplingParams
+from specdec.clocks.meter import Meter
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.types import CommitKind, Nodes, Verdict
 

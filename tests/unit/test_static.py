@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.clocks.meter import Meter
+from specdec.device import ROW_COUNTS, captured
 from specdec.errors import UserError
-from specdec.graphs import ROW_COUNTS, captured
 from specdec.kernels import support
-from specdec.metrics.meter import Meter
+from specdec.models.captured import COLUMN_COUNTS
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.models.static import COLUMN_COUNTS
 from tests.trees import grown
 
 REPLAY = Execution(graphs="replay")

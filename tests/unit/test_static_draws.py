@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import device_sampling, static_draws
-from specdec.sampling import SamplingParams, SamplingTransform
-from specdec.static_draws import StaticDraws
+from specdec.sampling import captured, on_device
+from specdec.sampling.captured import StaticDraws
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 
 VOCABULARY = 130
 KINDS = (
@@ -31,7 +31,7 @@ def test_draws_are_the_transforms_own(kind):
         for dtype in (torch.float64, torch.float32):
             logits, draws = _logits(num, seed, dtype), np.random.default_rng(seed).random(num)
             found = static.sample(logits, draws, **kind)
-            expected = device_sampling.sample(logits, draws, **kind)
+            expected = on_device.sample(logits, draws, **kind)
             np.testing.assert_array_equal(found, expected)
     assert static.replays == 10
     assert len(static._launches) == 8  # 1, 4, 8 and 64 rows of each type
@@ -52,13 +52,13 @@ def test_what_is_not_served_is_drawn_as_ever(monkeypatch):
     """A cut of top-p beyond the entries looked at; more transforms than are kept; many rows."""
     kind = {"temperature": 1.0, "top_k": 0, "top_p": 0.99}
     flat, draws = _logits(3, 1) * 0.01, np.array([0.1, 0.5, 0.9])
-    expected = device_sampling.sample(flat, draws, **kind)
-    monkeypatch.setattr(static_draws, "NUCLEUS", 8)
+    expected = on_device.sample(flat, draws, **kind)
+    monkeypatch.setattr(captured, "NUCLEUS", 8)
     static = StaticDraws(graphs="replay")
     np.testing.assert_array_equal(static.sample(flat, draws, **kind), expected)
-    monkeypatch.setattr(static_draws, "_MAX_KINDS", 1)
+    monkeypatch.setattr(captured, "_MAX_KINDS", 1)
     np.testing.assert_array_equal(
-        static.sample(flat, draws, **KINDS[0]), device_sampling.sample(flat, draws, **KINDS[0])
+        static.sample(flat, draws, **KINDS[0]), on_device.sample(flat, draws, **KINDS[0])
     )
     assert static.replays == len(static._launches) == 1
     assert not static.serves(_logits(65, 0))

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from specdec.cli.composing import compose_config
-from specdec.compose import compose
+from specdec.compose.build import compose
+from specdec.compose.workbench import Parts, Workbench
+from specdec.config.hydra import compose_config
 from specdec.executors import PipelineExecutor
 from specdec.pairs import RandomPair
-from specdec.workbench import Parts, Workbench
 from strategies import (
     autoregressive,
     best_first,

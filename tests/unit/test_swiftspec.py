@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.jobs import run_job_of
+from specdec.certify import certify
 from specdec.cli.main import main
-from specdec.compose import build_profile
+from specdec.clocks.build import build_profile
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.runners import PartsRunner
+from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
-from specdec.verify import certify
 from tests.matrix.cells import PROMPTS, Cell, config, pair
 
 TARGET_MS, DRAFT_MS = 10.0, 3.0

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import load_stage

@@ -15,7 +15,7 @@ from specdec.cli.main import BAD_INPUT, main
 from specdec.cli.trace import draw
 from specdec.clocks import ClockReport, MeasuredClock, Span, Timeline, Work
 from specdec.errors import UserError
-from specdec.runners import PartsRunner, TokenPrompt
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules
 from specdec.trace import MAX_STEPS, RunTrace, write_trace
 from specdec.trace.files import PHASES, chrome_events

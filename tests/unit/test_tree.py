@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.ranking import top_set, top_stable
+from specdec.sampling.top_stable import top_set, top_stable
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Candidates
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.cli.composing import compose_config
-from specdec.engine import run_job
-from specdec.models.uncaptured import limits
+from specdec.config.hydra import compose_config
+from specdec.runs.conditions import limits
+from specdec.runs.jobs import run_job
 
 SHARES = ["executor=pipeline", "executor.target_degree=2", "executor.transport=distributed"]
 

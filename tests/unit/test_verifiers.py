@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from specdec.clocks import MeasuredClock
-from specdec.histories import PathBook
+from specdec.clocks.meter import Meter
 from specdec.interfaces import Verifier
-from specdec.metrics.meter import Meter
-from specdec.randomness import KeyedDraws
-from specdec.sampling import SamplingParams
+from specdec.sampling.history import PathBook
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules, batch_of
 from specdec.tree import TokenTree
 from specdec.types import Answers, Candidates, CommitKind, Lossless, Nodes, Output

@@ -14,24 +14,11 @@ import pytest
 import torch
 from scipy import stats
 
-from specdec.cli.jobs import run_job_of
-from specdec.cli.main import main
-from specdec.executors import ModelStage
-from specdec.pairs import RandomPair
-from specdec.policies import Chain
-from specdec.randomness import KeyedDraws, Purpose, keyed_uniforms
-from specdec.sampling import SamplingParams, SamplingTransform
-from specdec.sources import DraftModelSource
-from specdec.state import StopRules
-from specdec.testing import assert_lossless_parts, certify_parts
-from specdec.tree import TokenTree
-from specdec.types import Lossless
-from specdec.verifiers import MatchVerifier, TypicalVerifier, rejection
-from specdec.verify import Check, Report, certify
-from specdec.verify.cases import letters
-from specdec.verify.laws import OPPOSED_TABLE, TARGET_TABLE, chi_square, pair_laws
-from specdec.verify.numerics import distance
-from specdec.verify.oracle import (
+from specdec.certify import Check, Report, certify
+from specdec.certify.cases import letters
+from specdec.certify.laws import OPPOSED_TABLE, TARGET_TABLE, chi_square, pair_laws
+from specdec.certify.numerics import distance
+from specdec.certify.oracle import (
     Oracle,
     plain_decode,
     processed,
@@ -39,6 +26,19 @@ from specdec.verify.oracle import (
     reference_token,
     target_draw,
 )
+from specdec.cli.main import main
+from specdec.config.job import run_job_of
+from specdec.executors import ModelStage
+from specdec.pairs import RandomPair
+from specdec.policies import Chain
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose, keyed_uniforms
+from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sources import DraftModelSource
+from specdec.state import StopRules
+from specdec.testing import assert_lossless_parts, certify_parts
+from specdec.tree import TokenTree
+from specdec.types import Lossless
+from specdec.verifiers import MatchVerifier, TypicalVerifier, rejection
 
 PARAMS = {
     "t=1": SamplingParams(temperature=1.0),

@@ -14,13 +14,14 @@ from functools import cache
 import numpy as np
 
 from specdec.clocks import MeasuredClock
+from specdec.clocks.meter import Meter
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.loop import decode
-from specdec.metrics.meter import Meter
+from specdec.metrics.counters import SourceCounters
 from specdec.policies.growing import last_position
-from specdec.randomness import KeyedDraws
-from specdec.sampling import SamplingParams
-from specdec.scheduler import FifoScheduler
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams
+from specdec.serving.scheduler import FifoScheduler
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import (
     NO_NODE,
@@ -32,7 +33,6 @@ from specdec.types import (
     Needs,
     Nodes,
     Output,
-    SourceCounters,
     Verdict,
 )
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from specdec.clocks import CostCurve, LatencyProfile, MeasuredClock, SimulatedClock
+from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
 from specdec.pairs import build_pair
 from specdec.policies import Static
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import SyntheticSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
-from specdec.workbench import Workbench
 from tests.matrix.cells import Cell, config, runner
 
 from .bench import run

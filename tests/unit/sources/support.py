@@ -9,11 +9,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.clocks import MeasuredClock
+from specdec.clocks.meter import Meter
 from specdec.interfaces import TokenSource
-from specdec.metrics.meter import Meter
 from specdec.models import ModelRunner
-from specdec.randomness import KeyedDraws
-from specdec.sampling import SamplingParams
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output, Verdict
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdec.randomness import Purpose
-from specdec.sampling import sample_candidates
+from specdec.metrics.counters import SourceCounters
+from specdec.sampling.keyed_draws import Purpose
+from specdec.sampling.transform import sample_candidates
 from specdec.sources import MixtureSource, NullSource, PromptLookupSource, RandomSource
-from specdec.types import Candidates, Needs, SourceCounters
+from specdec.types import Candidates, Needs
 
 from .support import VOCAB, expand, make_request, make_state, open_request
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.metrics.counters import SourceCounters
 from specdec.policies import BestFirst, Chain, Static
-from specdec.sampling import SamplingParams
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import (
     DraftModelSource,
     EarlyExitSource,
@@ -21,7 +22,6 @@ from specdec.sources import (
     RandomSource,
     StagedSource,
 )
-from specdec.types import SourceCounters
 
 from .support import (
     VOCAB,

@@ -42,7 +42,9 @@ def test_hit_rates_match_rank_probabilities():
     law = PAIR.rank_probabilities()
     for k in (1, 2, 4, 8, 16, 32, 64):
         share, wanted = hit[:, :k].any(axis=1).mean(), law[:k].sum()
-        assert abs(share - wanted) < 5 * np.sqrt(wanted * (1 - wanted) / num), k
+        # All 64 ranks sum to 1 up to rounding, which differs between processors.
+        deviation = np.sqrt(max(wanted * (1 - wanted), 0.0) / num)
+        assert abs(share - wanted) <= 5 * deviation + 1e-12, k
 
 
 def test_the_default_law_is_the_1b_draft_of_the_config():

@@ -1,0 +1,1 @@
+"""Tree attention and the key-value caches that it reads."""

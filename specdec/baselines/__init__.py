@@ -1,5 +1,0 @@
-"""Baselines of other libraries, run and counted under our conditions."""
-
-from specdec.baselines.hf import HF_KINDS, HFBaseline, HFOptions, run_hf, weight_bytes
-
-__all__ = ["HF_KINDS", "HFBaseline", "HFOptions", "run_hf", "weight_bytes"]

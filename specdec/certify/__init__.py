@@ -1,0 +1,7 @@
+"""Losslessness as a service: checks that certify any configuration, or name what is wrong."""
+
+from specdec.certify.certify import CHECKS, certify
+from specdec.certify.report import Check, Report, print_report, write_report
+from specdec.certify.subject import refuse
+
+__all__ = ["CHECKS", "Check", "Report", "certify", "print_report", "refuse", "write_report"]

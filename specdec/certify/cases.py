@@ -1,0 +1,118 @@
+"""The requests that checks decode: prompts, sampling transforms and stop rules, made by rule.
+
+A case's id is its prompt's id, so it keys the draws; ids are unique within a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from specdec.sampling.transform import SamplingParams
+from specdec.state import RequestState, StopRules
+
+GREEDY = SamplingParams()
+TEMPERATURES_AND_FILTERS: dict[str, SamplingParams] = {
+    "t=1": SamplingParams(temperature=1.0),
+    "t=0.7 top_k=6": SamplingParams(temperature=0.7, top_k=6),
+    "t=1.3 top_p=0.8": SamplingParams(temperature=1.3, top_p=0.8),
+    "t=0.8 top_k=9 top_p=0.9": SamplingParams(temperature=0.8, top_k=9, top_p=0.9),
+    "t=0.9 no_repeat_ngram=2": SamplingParams(temperature=0.9, no_repeat_ngram=2),
+}
+"""Sampling transforms that every ``match`` strategy is tried under."""
+
+WITH_HISTORY: dict[str, SamplingParams] = {
+    "no_repeat_ngram=2": SamplingParams(no_repeat_ngram=2),
+    "no_repeat_ngram=1": SamplingParams(no_repeat_ngram=1),
+    "repetition penalty": SamplingParams(processors=(RepetitionPenaltyLogitsProcessor(3.0),)),
+}
+"""Greedy transforms that look at the tokens before."""
+
+_LETTERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request of a check.
+
+    Attributes:
+        id: the prompt's id.
+        label: how messages name it.
+        prompt: token ids.
+        sampling, stop: of the request.
+    """
+
+    id: int
+    label: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopRules
+
+    def request(self) -> RequestState:
+        """A fresh request of the decode loop."""
+        return RequestState(
+            request_id=self.id,
+            prompt=np.array(self.prompt, np.int64),
+            stop=self.stop,
+            sampling=self.sampling,
+        )
+
+
+def letters(tokens: Sequence[int]) -> str:
+    """Text of made-up tokens: two letters each, so that strings cross token boundaries."""
+    return "".join(
+        chr(97 + token % _LETTERS) + chr(97 + token // _LETTERS % _LETTERS) for token in tokens
+    )
+
+
+def prompt_of(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
+    """A made-up prompt, the same for the same arguments."""
+    rng = np.random.default_rng([index, length])
+    return tuple(rng.integers(1, vocab_size, length).tolist())
+
+
+def parity_cases(
+    samplings: dict[str, SamplingParams], *, per_sampling: int, vocab_size: int, num_tokens: int
+) -> list[Case]:
+    """Requests of several lengths under each sampling transform."""
+    lengths = (1, 6, 13, 3)
+    stop = StopRules(max_new_tokens=num_tokens)
+    cases = []
+    for number, (name, params) in enumerate(samplings.items()):
+        for i in range(per_sampling):
+            index = number * per_sampling + i
+            length = lengths[index % len(lengths)]
+            prompt = prompt_of(index, length, vocab_size)
+            label = f"{name}, prompt of {length} tokens"
+            cases.append(Case(11 + 3 * index, label, prompt, params, stop))
+    return cases
+
+
+def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
+    """``base`` under every way to end: EOS, stop strings and lengths at each place of its output.
+
+    Args:
+        base: a greedy case that ends by its length.
+        output: what plain decoding gives for it.
+    """
+    number = 0
+
+    def case(label: str, stop: StopRules) -> Case:
+        nonlocal number
+        number += 1
+        return replace(base, id=base.id + number, label=f"{base.label}, {label}", stop=stop)
+
+    length = len(output)
+    for at in sorted({output.index(token) for token in set(output)}):
+        stop = StopRules(max_new_tokens=length, eos_ids=frozenset([output[at]]))
+        yield case(f"EOS is output token {at}", stop)
+    text = letters(output)
+    for at in range(0, length - 2, 2):
+        words = (text[2 * at + 1 : 2 * at + 4],)  # second half, whole token
+        stop = StopRules(max_new_tokens=length, stop_strings=words, decode=letters)
+        yield case(f"stop string {words[0]!r} over the tokens from {at} on", stop)
+    for limit in range(1, min(length, 7)):
+        yield case(f"max_new_tokens={limit}", StopRules(max_new_tokens=limit))

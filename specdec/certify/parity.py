@@ -1,0 +1,175 @@
+"""Checks (a), (b), (f) and (g): token-for-token equality with plain decoding, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specdec.certify.cases import (
+    GREEDY,
+    TEMPERATURES_AND_FILTERS,
+    WITH_HISTORY,
+    Case,
+    ending_cases,
+    parity_cases,
+    prompt_of,
+)
+from specdec.certify.report import Check, joined_details
+from specdec.certify.subject import MAX_POSITIONS, VOCAB_SIZE, Decoded, Subject, decode_cases
+from specdec.metrics.parity import first_difference
+from specdec.sampling.transform import SamplingParams
+from specdec.state import StopRules
+from specdec.types import Lossless
+
+NUM_TOKENS = 16
+_SMALL_CHUNK = 3
+
+
+def greedy_parity(subject: Subject) -> Check:
+    """(a) Greedy output equals plain decoding, with good and perfect drafts, and with ties."""
+    count = _Counted()
+    for kind in ("mixed", "perfect", "ties"):
+        cases = parity_cases(
+            {"greedy": GREEDY}, per_sampling=4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
+        )
+        count.decode(subject, kind, cases)
+    return count.check("greedy_parity", subject)
+
+
+def sampled_parity(subject: Subject) -> Check:
+    """(b) Sampled output equals plain decoding with the same seed under ``match``."""
+    if subject.claims is Lossless.DISTRIBUTION:
+        return Check("sampled_parity", None, "promised in distribution only: see distribution")
+    samplings = dict(TEMPERATURES_AND_FILTERS)
+    if not subject.sampling.greedy:
+        samplings["as configured"] = subject.sampling
+    count = _Counted()
+    for kind in ("mixed", "ties"):
+        cases = parity_cases(
+            samplings, per_sampling=3, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
+        )
+        count.decode(subject, kind, cases)
+    return count.check("sampled_parity", subject)
+
+
+def stop_rules(subject: Subject) -> Check:
+    """(f) EOS, stop strings and limits inside a path; histories; shortest and longest prompts."""
+    if subject.claims is Lossless.LOSSY:
+        return Check("stop_rules", None, "a lossy output has no reference to end like")
+    count = _Counted()
+    for kind in ("perfect", "mixed"):
+        count.decode(subject, kind, _ending_cases(subject, kind), prefill_chunk=_SMALL_CHUNK)
+    return count.check("stop_rules", subject)
+
+
+def _ending_cases(subject: Subject, kind: str) -> list[Case]:
+    """Every way to end one request, and the prompts and processors that are special."""
+    base = Case(1000, kind, prompt_of(3, 4, VOCAB_SIZE), GREEDY, StopRules(max_new_tokens=10))
+    cases = list(ending_cases(base, subject.expected(kind, base).output))
+    number = 2000
+    for name, params in WITH_HISTORY.items():
+        for length in (1, 7):
+            prompt = prompt_of(number, length, VOCAB_SIZE)
+            stop = StopRules(max_new_tokens=NUM_TOKENS)
+            cases.append(Case(number, f"{kind}, {name}", prompt, params, stop))
+            number += 1
+    for limit in (1, 2, 9):
+        for length in (1, MAX_POSITIONS - limit):
+            prompt = prompt_of(number, length, VOCAB_SIZE)
+            label = f"{kind}, prompt of {length} and {limit} new of {MAX_POSITIONS} positions"
+            cases.append(Case(number, label, prompt, GREEDY, StopRules(max_new_tokens=limit)))
+            number += 1
+    return cases
+
+
+def batch_independence(subject: Subject) -> Check:
+    """(g) A request's output is the same alone and in any batch."""
+    samplings: dict[str, SamplingParams] = {
+        "greedy": GREEDY,
+        "t=1": TEMPERATURES_AND_FILTERS["t=1"],
+        "t=0.8 top_k=9 top_p=0.9": TEMPERATURES_AND_FILTERS["t=0.8 top_k=9 top_p=0.9"],
+        "no_repeat_ngram=2": WITH_HISTORY["no_repeat_ngram=2"],
+    }
+    cases = parity_cases(
+        samplings, per_sampling=2, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS - 4
+    )
+    # The same prompt twice, under other ids: sharing state between requests must show.
+    cases += [replace(case, id=case.id + 500) for case in cases[:4]]
+    alone: dict[int, Decoded] = {}
+    differing = []
+    with subject.composed() as parts:
+        for case in cases:
+            alone |= decode_cases(parts, [case])
+        for size in (2, 5, len(cases)):
+            order = cases if size == 2 else [*cases[size % 4 :], *cases[: size % 4]][::-1]
+            found = decode_cases(parts, order, batch_size=size, prefill_chunk=_SMALL_CHUNK)
+            for case in cases:
+                place = _difference(found.get(case.id), alone[case.id].output)
+                if place is not None:
+                    differing.append(f"{case.label} in batches of {size}: {place}")
+    if differing:
+        return Check("batch_independence", False, joined_details(differing))
+    detail = f"{len(cases)} requests alone, in batches of 2, 5 and {len(cases)}: equal outputs"
+    return Check("batch_independence", True, detail)
+
+
+class _Counted:
+    """Comparisons of one check, over several pairs."""
+
+    def __init__(self) -> None:
+        self.differing: list[str] = []
+        self.compared = self.tokens = self.accepted = self.misses = 0
+        self.positions: list[int] = []
+
+    def decode(
+        self, subject: Subject, kind: str, cases: Sequence[Case], prefill_chunk: int = 512
+    ) -> None:
+        """Decodes cases with a pair of that kind and holds them against plain decoding."""
+        with subject.composed(kind) as parts:
+            found = decode_cases(
+                parts, cases, batch_size=subject.batch_size, prefill_chunk=prefill_chunk
+            )
+        for case in cases:
+            expected = subject.expected(kind, case)
+            got = found.get(case.id)
+            self.compared += 1
+            self.tokens += len(expected.output)
+            if got is not None:
+                self.accepted += got.accepted
+                self.misses += got.misses
+            place = _difference(got, expected.output)
+            if place is None and got is not None and got.reason != expected.reason:
+                place = f"ended by {got.reason} instead of {expected.reason}"
+            if place is not None:
+                self.differing.append(f"{kind} draft, {case.label}: {place}")
+                at = None if got is None else first_difference(got.output, expected.output)
+                self.positions.append(at or 0)
+
+    def check(self, name: str, subject: Subject) -> Check:
+        """The outcome."""
+        if not self.differing:
+            detail = (
+                f"{self.compared} requests, {self.tokens} tokens equal plain decoding"
+                f" ({self.accepted} from drafts, {self.misses} misses)"
+            )
+            return Check(name, True, detail)
+        detail = joined_details(self.differing)
+        if subject.claims is Lossless.LOSSY:
+            mean = sum(self.positions) / len(self.positions)
+            detail = (
+                f"lossy: {len(self.differing)} of {self.compared} outputs differ from plain"
+                f" decoding, first at token {mean:.1f} on average; e.g. {self.differing[0]}"
+            )
+        return Check(name, False, detail)
+
+
+def _difference(got: Decoded | None, expected: Sequence[int]) -> str | None:
+    """Where an output differs from the expected one, in words; None where it does not."""
+    if got is None:
+        return "the request was lost"
+    at = first_difference(got.output, expected)
+    if at is None:
+        return None
+    here = got.output[at] if at < len(got.output) else "the end"
+    there = expected[at] if at < len(expected) else "the end"
+    return f"output token {at} is {here} instead of {there}"

@@ -1,0 +1,128 @@
+"""What a certificate says: one line per check, printed and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from specdec.files import write_json
+from specdec.types import Lossless
+
+RESULT_FILE = "verify.json"
+"""Where a certificate is stored in its folder."""
+
+_WIDTH = 110  # where there is no terminal to ask
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The outcome of one check.
+
+    Attributes:
+        name: of the check; see docs/verify.md.
+        passed: None where the check does not apply to this configuration.
+        detail: what was compared, or what differed first.
+    """
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of all checks.
+
+    Attributes:
+        strategy: the preset's name.
+        claims: what the verifier promises.
+        checks: in the order in which they ran.
+        seconds: how long they took together.
+    """
+
+    strategy: str
+    claims: Lossless
+    checks: tuple[Check, ...]
+    seconds: float = 0.0
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no check failed and the verifier is lossless at all."""
+        return self.claims is not Lossless.LOSSY and not self.failed
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the checks that failed."""
+        return tuple(check.name for check in self.checks if check.passed is False)
+
+    @property
+    def verdict(self) -> str:
+        """One line: what may be said about the configuration."""
+        if self.claims is Lossless.LOSSY:
+            return f"{self.strategy} is lossy: its verifier does not keep the target's output"
+        if self.failed:
+            return f"{self.strategy} is NOT lossless: {', '.join(self.failed)} failed"
+        how = "token for token" if self.claims is Lossless.TOKEN else "in distribution"
+        return f"{self.strategy} is lossless {how}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``verify.json`` holds."""
+        return {
+            "lossless": self.lossless,
+            "strategy": self.strategy,
+            "claims": self.claims.value,
+            "verdict": self.verdict,
+            "seconds": round(self.seconds, 2),
+            "checks": [
+                {"name": c.name, "passed": c.passed, "detail": c.detail} for c in self.checks
+            ],
+        }
+
+
+def print_report(
+    report: Report, conditions: Mapping[str, Any], console: Console | None = None
+) -> None:
+    """Prints the checks as a table, and the verdict below it."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH)
+    words = [f"{key}={value}" for key, value in conditions.items()]
+    console.print(f"specdec verify: {', '.join(words)}", highlight=False, markup=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("what was found")
+    for check in report.checks:
+        label, style = _label(check.passed)
+        table.add_row(check.name, f"[{style}]{label}[/{style}]", _plain(check.detail))
+    console.print(table)
+    style = "bold green" if report.lossless else "bold red"
+    console.print(f"{report.verdict} ({report.seconds:.0f} s)", style=style, highlight=False)
+
+
+def write_report(folder: Path, report: Report, extra: Mapping[str, Any] | None = None) -> Path:
+    """Writes ``verify.json`` atomically; returns its path."""
+    return write_json(folder / RESULT_FILE, {**report.as_dict(), **(extra or {})})
+
+
+def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
+    """The first few of many findings, and how many more there are."""
+    shown = "; ".join(details[:limit])
+    more = len(details) - limit
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def _label(passed: bool | None) -> tuple[str, str]:
+    if passed is None:
+        return "-", "dim"
+    return ("passed", "green") if passed else ("FAILED", "bold red")
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,151 @@
+"""``specdec compare 'batch_size=[1,2,4]'``: every row at several batch sizes, as curves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.folders import as_yaml, claim, default_folder, working_in
+from specdec.cli.progress import reporting
+from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison
+from specdec.config.hydra import compose_config, parse
+from specdec.config.job import Job, run_job_of
+from specdec.config.options import PARTS
+
+_RECORDER = ("strategy=speculative", "record=true", "executor=local", "clock=measured")
+_NOT_RECORDED = frozenset(
+    [
+        *(*PARTS, "clock", "serving", "strategies", "repeats", "output_dir", "logger", "trace"),
+        *("curve_profile", "cross_profile", "curve_replay", "record", "prefill_chunk"),
+    ]
+)
+"""Overrides that the record does not depend on: it holds the target's tokens and the draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What is to be run.
+
+    Attributes:
+        sizes: batch sizes, increasing.
+        comparison: its rows, at the largest size.
+        cross: plain decoding on another profile; None where there is none.
+        record: the run that is recorded first; None where rows decode by themselves.
+    """
+
+    sizes: tuple[int, ...]
+    comparison: Comparison
+    cross: Job | None
+    record: Job | None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the folder's ``config.yaml`` holds."""
+        extra: dict[str, Any] = {"batch_sizes": list(self.sizes)}
+        if self.cross is not None:
+            extra["cross"] = self.cross.config
+        return {**self.comparison.config, **extra}
+
+    def rows(self, size: int) -> list[dict[str, Any]]:
+        """One configuration per row, at one batch size."""
+        jobs = [*self.comparison.jobs, *([] if self.cross is None else [self.cross])]
+        found = [deepcopy(job.config) for job in jobs]
+        for config in found:
+            config["batch_size"] = size
+        return found
+
+
+def curves(
+    sizes: Sequence[int], overrides: Sequence[str], extra: Sequence[Path], *, only_show: bool
+) -> int:
+    """Runs the command for a list of batch sizes; returns the exit status."""
+    asked = [o for o in parse(overrides) if o.key_or_group == "output_dir"]
+    folder = Path(str(asked[-1].value())) if asked else default_folder("compare")
+    composed = compose_curves(sizes, overrides, folder, extra)
+    for notice in composed.comparison.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if only_show:
+        print(as_yaml(composed.config), end="")
+    else:
+        _execute(composed, folder)
+    return 0
+
+
+def compose_curves(
+    sizes: Sequence[int], overrides: Sequence[str], folder: Path, extra: Sequence[Path] = ()
+) -> Curves:
+    """Composes and checks every row.
+
+    Raises:
+        UserError: whatever is wrong with a row.
+    """
+    keys = {str(o.key_or_group): o.value() for o in parse(overrides)}
+    own = [w for w in overrides if w.split("=")[0] in ("curve_profile", "cross_profile", "clock")]
+    own += [w for w in overrides if w.split("=")[0] in ("curve_replay", "model")]
+    base = compose_config(own, name="compare", extra=extra).values
+    simulated = base["clock"]["kind"] == "simulated"
+    rest, notices = [*overrides, f"batch_size={max(sizes)}"], []
+    profile = keys.get("clock.profile", base["curve_profile"])
+    if simulated and "clock.profile" not in keys:
+        rest.append(f"clock.profile={profile}")
+        notices.append(f"curves over batch sizes are on clock.profile={profile} (curve_profile)")
+    record = None
+    if simulated and base["curve_replay"] and base["model"]["kind"] in ("pretrained", "random"):
+        record = _recorded(overrides, extra)
+        rest = [w for w in rest if w.split("=")[0].split(".")[0] != "model"]
+        rest += ["model=replay", f"model.record={folder / 'record' / 'record.npz'}"]
+        notices.append("prompts are recorded once (folder record) and replayed by every row")
+    comparison = compose_comparison(rest, extra)
+    cross = None
+    with_ar = any(job.name == "ar" for job in comparison.jobs)
+    if simulated and with_ar and profile == base["curve_profile"] and base["cross_profile"]:
+        cross = _cross(rest, str(base["cross_profile"]), extra)
+    told = Comparison(
+        comparison.jobs,
+        comparison.repeats,
+        comparison.output_dir,
+        (*notices, *comparison.notices),
+    )
+    return Curves(tuple(sorted(sizes)), told, cross, record)
+
+
+def _recorded(overrides: Sequence[str], extra: Sequence[Path]) -> Job:
+    words = [w for w in overrides if w.split("=")[0].split(".")[0] not in _NOT_RECORDED]
+    return run_job_of([*_RECORDER, *words], extra)
+
+
+def _cross(overrides: Sequence[str], profile: str, extra: Sequence[Path]) -> Job:
+    """Plain decoding on another profile: a row, but not the yardstick."""
+    left = [w for w in overrides if w.split("=")[0].split(".")[0] not in (*PARTS[:3], "strategies")]
+    left = [w for w in left if not w.startswith("clock.profile=")]
+    words = ["strategies=[ar]", *left, f"clock.profile={profile}"]
+    job = compose_comparison(words, extra).jobs[0]
+    config = deepcopy(job.config)
+    config["strategy"]["name"] = f"ar on {profile}"
+    return Job(config["strategy"]["name"], config, None)
+
+
+def _execute(composed: Curves, folder: Path) -> None:
+    if claim(folder, composed.config, RESULT_FILE):
+        print((folder / "comparison.md").read_text(encoding="utf-8"))
+        print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
+        return
+    with working_in(folder):
+        # Here, not at the top: torch and transformers, seconds to import, come with it.
+        from specdec.runs.batch_sizes import curve_jobs
+        from specdec.runs.jobs import run_job
+
+        with reporting() as progress:
+            if composed.record is not None:
+                place = folder / "record"
+                if not claim(place, composed.record.config, "summary.json"):
+                    run_job(composed.record.config, place, progress)
+            rows = {size: composed.rows(size) for size in composed.sizes}
+            cross = None if composed.cross is None else composed.cross.name
+            curve_jobs(rows, folder, composed.comparison.repeats, progress, cross=cross)
+        print((folder / "comparison.md").read_text(encoding="utf-8"))
+    print(f"results in {folder}")

@@ -1,0 +1,110 @@
+"""``specdec compare``: several strategies on the same prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.cli.arguments import read_arguments
+from specdec.cli.folders import as_yaml, claim, default_folder, working_in
+from specdec.cli.loggers import log_results
+from specdec.cli.progress import reporting
+from specdec.config.comparison import RESULT_FILE, Comparison, _text, compose_comparison
+from specdec.config.hydra import parse
+from specdec.errors import UserError
+
+HELP = """\
+specdec compare [--cfg] [--config-dir DIR] ['strategies=[NAME,...]'] [group=option] [key=value] ...
+
+Runs several strategies on the same prompts with the same models, interleaved, and writes one table
+and one plot: comparison.json, comparison.md, comparison.png, and requests.jsonl with every token.
+Each row's tokens are compared with those of `ar`.
+
+  strategies=[...]  presets, in the order of the rows; `specdec list strategies` shows them
+  repeats=5         interleaved repeats; the table shows medians
+  group=option, key=value
+                    as for `specdec run`; they hold for every row. Overrides of source, policy and
+                    verifier leave `ar` and transformers' own rows alone, and a key such as
+                    policy.width holds for the rows whose policy has it
+  executor.stages=8 puts every row on a pipeline of so many stages
+  'batch_size=[1,4,16]'
+                    every row at each batch size: throughput and time between tokens as curves
+  --cfg             print the resolved configuration of every row and stop
+  --config-dir      a further configuration tree, with presets or options of your own
+
+Examples
+  specdec compare 'strategies=[ar,speculative,best_first,hf_assisted]' data=stdlib data.limit=8
+  specdec compare 'strategies=[ar,specpipe]' executor.stages=8 clock=simulated
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = read_arguments(words, flags=("--cfg",))
+    if "--help" in arguments.flags:
+        print(HELP, end="")
+        return 0
+    sizes, rest = batch_sizes(arguments.overrides)
+    if sizes is not None:
+        from specdec.cli.batch_sizes import curves
+
+        return curves(sizes, rest, arguments.config_dirs, only_show="--cfg" in arguments.flags)
+    comparison = compose_comparison(arguments.overrides, arguments.config_dirs)
+    for notice in comparison.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if "--cfg" in arguments.flags:
+        print(as_yaml(comparison.config), end="")
+        return 0
+    asked = comparison.output_dir
+    execute(comparison, Path(asked) if asked else default_folder("compare"))
+    return 0
+
+
+def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
+    """The list that ``batch_size`` is given as, None where it is not one; the other overrides.
+
+    Raises:
+        UserError: the list has something else than different numbers of at least 1.
+    """
+    sizes, rest = None, []
+    for override in parse(overrides):
+        value = override.value()
+        if override.key_or_group == "batch_size" and isinstance(value, list):
+            sizes = value
+        else:
+            rest.append(_text(override))
+    if sizes is not None and (
+        not sizes
+        or len(set(sizes)) < len(sizes)
+        or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes)
+    ):
+        raise UserError(
+            f"batch_size={sizes} must be different whole numbers of at least 1, as in"
+            " 'batch_size=[1,4,16]'"
+        )
+    return sizes, rest
+
+
+def execute(comparison: Comparison, folder: Path) -> None:
+    """Runs a comparison in its folder; shows its table again where it is complete.
+
+    Raises:
+        UserError: the folder is another configuration's, or what the engine refuses.
+    """
+    if claim(folder, comparison.config, RESULT_FILE):
+        table = folder / "comparison.md"
+        if table.is_file():
+            print(table.read_text(encoding="utf-8"))
+        print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
+        return
+    with working_in(folder):
+        # Here, not at the top: torch and transformers, seconds to import, come with it.
+        from specdec.runs.jobs import compare_jobs
+
+        configs = [job.config for job in comparison.jobs]
+        with reporting() as progress:
+            found = compare_jobs(configs, folder, comparison.repeats, progress)
+    if "rows" in found:
+        log_results(configs, found["rows"], folder)
+    print(f"results in {folder}")

@@ -1,0 +1,57 @@
+"""``specdec run``: one strategy on one workload, or a sweep of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.cli.arguments import read_arguments
+from specdec.cli.execute import execute
+from specdec.cli.folders import as_yaml, default_folder
+from specdec.config.job import run_job_of
+
+HELP = """\
+specdec run [-m] [--cfg] [--config-dir DIR] [group=option] [key=value] ...
+
+Decodes prompts with one strategy and writes a run folder: the resolved config.yaml, requests.jsonl
+(one line per prompt, as it finishes), summary.json (every metric), provenance.json.
+
+  group=option    strategy= (a preset), source= policy= verifier= executor= (its parts),
+                  model= data= sampling= clock= logger=; `specdec list` shows the options
+  key=value       max_new_tokens=128 seed=0 batch_size=1 data.limit=16 policy.width=32
+                  executor.stages=8 clock.profile=uniform_30ms model.dtype=float32
+                  trace=true records a timeline and the trees, for `specdec trace`
+                  output_dir=DIR; `specdec run --cfg` prints every key with its value
+  -m, --multirun  sweep: comma-separated values give one run each
+  --cfg           print the resolved configuration and stop
+  --config-dir    a further configuration tree, with presets or options of your own
+
+Examples
+  specdec run strategy=best_first policy.bs=16
+  specdec run strategy=specpipe clock=simulated clock.profile=specpipe_8x3090
+  specdec run -m strategy=speculative policy.gamma=2,4,8 output_dir=outputs/gammas
+  specdec run -m strategy=specpipe,ar seed=0,1 clock=simulated hydra/launcher=joblib
+
+A run folder that is complete is not run again; one that was interrupted is gone on with.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = read_arguments(words, flags=("--multirun", "--cfg"))
+    if "--help" in arguments.flags:
+        print(HELP, end="")
+        return 0
+    if "--multirun" in arguments.flags:
+        from specdec.cli.sweep import sweep
+
+        return sweep(arguments.overrides, arguments.config_dirs)
+    job = run_job_of(arguments.overrides, arguments.config_dirs)
+    if "--cfg" in arguments.flags:
+        print(as_yaml(job.config), end="")
+        return 0
+    for notice in job.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    execute(job, Path(job.output_dir) if job.output_dir else default_folder("run", job.name))
+    return 0

@@ -1,0 +1,61 @@
+"""``specdec worker``: one rank of a job whose ranks torchrun or Slurm start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from specdec.cli.execute import execute
+from specdec.config.job import Job
+from specdec.errors import UserError
+
+HELP = """\
+specdec worker CONFIG OUTPUT_DIR
+
+One rank of a distributed job. torchrun or srun starts this command with the same words once per
+rank: rank 0 decodes, with the draft model, and writes the run folder; ranks 1, 2, ... are the
+stages. There must be one rank more than stages. CONFIG is a resolved configuration:
+
+  specdec run --cfg strategy=specpipe executor.stages=3 executor.transport=distributed > job.yaml
+
+  torchrun --nproc-per-node 4 -m specdec.cli.main worker job.yaml outputs/job
+
+On one machine `specdec run executor.transport=distributed` starts its ranks itself;
+docs/distributed.md shows several machines and Slurm.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    if "--help" in words or "-h" in words:
+        print(HELP, end="")
+        return 0
+    if len(words) != 2:
+        raise UserError("specdec worker takes two words, CONFIG and OUTPUT_DIR: see --help")
+    config, folder = _read(Path(words[0])), Path(words[1])
+    job = Job(str(config["strategy"]["name"]), config, str(folder))
+    # Here, not at the top: torch and transformers, seconds to import, come with it.
+    from specdec.distributed.torchrun import run_given
+
+    return run_given(lambda: execute(job, folder), threads=config.get("threads"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A resolved configuration for ranks."""
+    remedy = "give what `specdec run --cfg` prints, or the config.yaml of a run folder"
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception as error:  # OmegaConf and YAML raise errors of their own
+        raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
+    if not isinstance(found, dict) or "strategy" not in found or "choices" not in found:
+        raise UserError(f"{path} is no resolved configuration: {remedy}")
+    executor = found.get("executor", {})
+    if executor.get("transport") != "distributed":
+        raise UserError(
+            f"{path} has executor.transport={executor.get('transport')}: ranks are for"
+            " executor.transport=distributed"
+        )
+    return {str(key): value for key, value in found.items()}

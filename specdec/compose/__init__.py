@@ -1,0 +1,1 @@
+"""Builds the parts that a configuration names and refuses combinations that cannot work."""

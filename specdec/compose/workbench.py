@@ -1,0 +1,394 @@
+"""Puts parts together in Python: what ``compose`` does for YAML, for research code.
+
+bench = Workbench(pair, seed=0)
+parts = bench.parts(
+    source=DraftModelSource(runner=bench.draft_runner()),
+    policy=BestFirst(bs=32, w=4, d=6),
+    verifier=MatchVerifier(),
+)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+import torch
+
+from specdec.clocks import Clock, ClockKind, MeasuredClock
+from specdec.clocks.meter import Meter
+from specdec.compose.early_exit import build_early_exit, build_front
+from specdec.compose.refusals import check_choice, check_executor, check_exits, check_source
+from specdec.distributed.draft_leader import DraftGroup
+from specdec.distributed.executor import DistributedExecutor, Ranks
+from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan, plan_ranks
+from specdec.errors import UserError
+from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
+from specdec.executors.exit_places import ExitPlaces
+from specdec.executors.exits import paged
+from specdec.executors.layout import StageLayout
+from specdec.executors.stage import split_layers
+from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
+from specdec.loop import decode
+from specdec.models import ModelRunner
+from specdec.models.medusa import MedusaHeads
+from specdec.pairs import HuggingFacePair, ModelPair
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.serving.rules import ServingRules
+from specdec.serving.scheduler import FifoScheduler
+from specdec.sources.combined import joined_needs
+from specdec.state import DecodeState, RequestState
+from specdec.types import Commit, Needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """One strategy, ready to run."""
+
+    source: TokenSource
+    policy: TreePolicy
+    verifier: Verifier
+    executor: Executor
+    clock: Clock
+    meter: Meter
+    draws: KeyedDraws
+    serving: ServingRules = field(default_factory=ServingRules)
+
+    def new_state(self) -> DecodeState:
+        """An empty forest on the strategy's own draws, clock and meter."""
+        return DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
+
+    def decode(
+        self,
+        state: DecodeState,
+        requests: Iterable[RequestState],
+        *,
+        batch_size: int = 1,
+        prefill_chunk: int = 512,
+        on_finish: Callable[[RequestState], None] | None = None,
+    ) -> Iterator[list[Commit]]:
+        """The loop over ``requests``, step by step; arguments as for ``FifoScheduler``.
+
+        Every step runs in inference mode, and the caller between two steps does not: tensors of
+        models and caches are of one kind, whoever drives the loop.
+        """
+        scheduler = FifoScheduler(
+            requests=requests,
+            parts=(self.policy, self.source, self.executor),
+            batch_size=batch_size,
+            prefill_chunk=prefill_chunk,
+            rules=self.serving,
+            on_finish=on_finish,
+        )
+        steps = decode(
+            state=state,
+            scheduler=scheduler,
+            policy=self.policy,
+            source=self.source,
+            verifier=self.verifier,
+            executor=self.executor,
+        )
+        return _inferred(steps)
+
+
+def _inferred(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
+    while True:
+        with torch.inference_mode():
+            commits = next(steps, None)
+        if commits is None:
+            return
+        yield commits
+
+
+class Workbench:
+    """A pair of models, a clock and a seed: what parts share.
+
+    Attributes:
+        pair, clock, meter, draws: shared by everything that is built here.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        *,
+        seed: int = 0,
+        clock: Clock | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        """Prepares; models are loaded when first asked for.
+
+        Args:
+            pair: target and draft.
+            seed: keys every draw.
+            clock: the wall clock where omitted.
+            meter: the one that the clock tells of waits; a new one where omitted.
+        """
+        self.pair = pair
+        self.meter = Meter() if meter is None else meter
+        self.clock: Clock = MeasuredClock(meter=self.meter) if clock is None else clock
+        self.draws = KeyedDraws(seed=seed)
+        self._draft: DraftGroup | None = None
+        self._front: ExitFront | None = None
+
+    def draft_runner(
+        self, stages: StageLayout | None = None, ranks: Ranks | None = None
+    ) -> ModelRunner:
+        """The draft model, for ``DraftModelSource``.
+
+        Args:
+            stages: with a ``draft_degree`` above 1 and ``ranks``, so many ranks share it; give the
+                same to ``parts``, whose executor shuts them down.
+            ranks: how processes are laid out.
+
+        Raises:
+            RankFailure: a rank ended while it was loading.
+        """
+        if stages is None or ranks is None or stages.draft_degree == 1:
+            return self.pair.draft_runner(self.meter)
+        assert isinstance(self.pair, HuggingFacePair), "only real drafts are run"
+        if self._draft is None:
+            first = 1 if stages.shared else stages.num_devices + 1
+            members = range(first, first + stages.draft_degree - 1)
+            plan = DraftPlan(
+                peers=(0, *members),
+                model=ranks.model,
+                clock=ranks.clock,
+                threads=ranks.threads,
+                trace=ranks.trace,
+            )
+            self._draft = DraftGroup(
+                plan=plan,
+                pair=self.pair,
+                meter=self.meter,
+                num_ranks=_num_ranks(stages, shares_draft=True),
+                timeout_s=ranks.timeout_s,
+            )
+        return self._draft.runner
+
+    def medusa_heads(self, num_heads: int, ranks: Ranks | None = None) -> MedusaHeads:
+        """Heads on the target's last hidden state, for ``MedusaSource``.
+
+        Args:
+            num_heads: tokens ahead that are guessed.
+            ranks: that have the target's layers, of which none are loaded here.
+
+        Raises:
+            UserError: the pair has no hidden states, or not so many trained heads.
+        """
+        return self.pair.medusa_heads(num_heads, self.meter, alone=ranks is not None)
+
+    def release(self) -> None:
+        """Gives back ranks that share a draft, where no executor has taken them over."""
+        if self._draft is not None:
+            self._draft.shutdown(broken=True)
+            self._draft = None
+
+    def parts(
+        self,
+        *,
+        source: TokenSource,
+        policy: TreePolicy,
+        verifier: Verifier,
+        stages: int | StageLayout | None = None,
+        ranks: Ranks | None = None,
+        serving: ServingRules | None = None,
+    ) -> Parts:
+        """Builds the executor for checked parts.
+
+        Args:
+            source, policy, verifier: the strategy.
+            stages: of a pipeline, one device each, or their layout; None for the local executor.
+            ranks: puts the stages on processes of their own; None keeps them in this one.
+            serving: how requests share the target; all of them every step where omitted.
+
+        Raises:
+            UserError: parts that do not fit together, or more stages than layers.
+            RankFailure: a rank ended while it was loading.
+        """
+        needs = joined_needs((verifier.needs, source.needs))
+        serving = ServingRules() if serving is None else serving
+        layout = StageLayout(stages=stages) if isinstance(stages, int) else stages
+        # Refused before the target is loaded and ranks start.
+        serving.budget(policy, 1 if layout is None else layout.stages)
+        check_choice(policy, verifier, self.clock)
+        check_source(source, policy, verifier, self.pair.vocab_size)
+        if layout is None or not layout.after_drafting:
+            check_exits(source, policy, 1 if layout is None else layout.stages)
+        parts = Parts(
+            source=source,
+            policy=policy,
+            verifier=verifier,
+            executor=self._executor(needs, layout, ranks, serving),
+            clock=self.clock,
+            meter=self.meter,
+            draws=self.draws,
+            serving=serving,
+        )
+        try:
+            check_executor(source, policy, parts.executor)
+        except UserError:
+            parts.executor.shutdown()
+            raise
+        return parts
+
+    def _executor(
+        self,
+        needs: Needs,
+        stages: StageLayout | None,
+        ranks: Ranks | None,
+        serving: ServingRules,
+    ) -> Executor:
+        pair = self.pair
+        blocks = serving.num_blocks, serving.block_tokens
+        answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
+        if stages is not None and stages.after_drafting:
+            return build_early_exit(
+                front=self._front,
+                pair=pair,
+                bounds=self._bounds(stages, pair.exit_layer if self._front else None),
+                answerer=answerer,
+                meter=self.meter,
+                clock=self.clock,
+                blocks=blocks,
+            )
+        hidden = tuple(layer for layer in needs.hidden_layers if 0 <= layer < pair.num_layers)
+        if stages is None:
+            all_layers = pair.stage(0, pair.num_layers, self.meter, capture_layers=hidden)
+            return LocalExecutor(
+                stage=paged(all_layers, *blocks),
+                answerer=answerer,
+                clock=self.clock,
+                hidden_layers=hidden,
+            )
+        exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
+        hidden = () if exits else hidden
+        bounds = self._bounds(stages, exits[0] if exits else None)
+        if ranks is not None:
+            parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
+            return self._distributed(needs, stages, ranks, parts, serving)
+        self._refuse_in_process()
+        # The devices of a stage are one slice here; the clock is charged for each.
+        ends = [0, *np.cumsum(stages.devices).tolist()]
+        slices: list[Stage] = []
+        for first, last in pairwise(ends):
+            layers = (bounds[first][0], bounds[last - 1][1])
+            inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
+            here = tuple(layer for layer in hidden if layers[0] <= layer < layers[1])
+            slices.append(
+                paged(
+                    pair.exit_stage(*layers, self.meter, inside)
+                    if inside
+                    else pair.stage(*layers, self.meter, capture_layers=here),
+                    *blocks,
+                )
+            )
+        reader = ExitReader(num_candidates=needs.exits, draws=self.draws, sample=needs.draft_probs)
+        return PipelineExecutor(
+            stages=slices,
+            answerer=answerer,
+            clock=self.clock,
+            exits=reader if exits else None,
+            hidden_layers=hidden,
+            devices=stages.devices,
+        )
+
+    def exit_front(self, stages: StageLayout, layers: Sequence[int] = ()) -> ExitFront:
+        """The layers before the last exit, with the heads, for a source and its executor.
+
+        Args:
+            stages: that a profile prices.
+            layers: before each exit; the model's own only where omitted.
+        """
+        if self._front is None:
+            layers = layers or (self.pair.exit_layer,)
+            bounds = self._bounds(stages, self.pair.exit_layer)
+            self._front = build_front(self.pair, layers, bounds, self.meter, self.clock)
+        return self._front
+
+    def exit_places(self, stages: StageLayout | None) -> ExitPlaces:
+        """Where the target may exit, for ``MultiExitSource``; ``stages`` as for ``parts``."""
+        if stages is None or not stages.after_drafting:
+            return ExitPlaces(self.pair.exit_layer, self.pair.num_layers)
+        return ExitPlaces(
+            self.pair.exit_layer, self.pair.num_layers, partial(self.exit_front, stages)
+        )
+
+    def _distributed(
+        self,
+        needs: Needs,
+        stages: StageLayout,
+        ranks: Ranks,
+        parts: tuple[RankPlan, ...],
+        serving: ServingRules,
+    ) -> DistributedExecutor:
+        exits = ExitPlan(candidates=needs.exits, sample=needs.draft_probs) if needs.exits else None
+        plan = SessionPlan(
+            ranks=parts,
+            exits=exits,
+            degree=stages.degree,
+            num_ranks=_num_ranks(stages, shares_draft=self._draft is not None),
+            model=ranks.model,
+            clock=ranks.clock,
+            seed=self.draws.seed,
+            needs_probs=needs.target_probs,
+            threads=ranks.threads,
+            trace=ranks.trace,
+            num_blocks=serving.num_blocks,
+            block_tokens=serving.block_tokens,
+        )
+        draft, self._draft = self._draft, None
+        return DistributedExecutor(
+            plan=plan,
+            clock=self.clock,
+            meter=self.meter,
+            timeout_s=ranks.timeout_s,
+            draft=draft,
+        )
+
+    def _bounds(self, stages: StageLayout, exit_layer: int | None) -> list[tuple[int, int]]:
+        """Layers of each device.
+
+        With an exit and ceil(N / E) stages each has E layers, the last one the rest (PPSD 4.1).
+        """
+        pair, num_devices = self.pair, sum(stages.devices)
+        if len(stages.devices) != stages.stages:
+            raise UserError(
+                f"executor.groups={list(stages.devices)} names {len(stages.devices)} stages, but"
+                f" executor.stages={stages.stages}: give one number of devices per stage"
+            )
+        if exit_layer and num_devices == ceil(pair.num_layers / exit_layer):
+            starts = range(0, pair.num_layers, exit_layer)
+            return [(start, min(start + exit_layer, pair.num_layers)) for start in starts]
+        head = pair.head_cost if stages.balanced else 0.0
+        try:
+            return split_layers(pair.num_layers, num_devices, head_layers=head)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def _refuse_in_process(self) -> None:
+        """One process cannot do the work of several ranks at the same time.
+
+        Raises:
+            UserError: for a clock that needs them to.
+        """
+        clock = self.clock
+        if clock.kind is ClockKind.PACED:
+            raise UserError(
+                "clock=paced needs a process per rank: add executor.transport=distributed, or use"
+                " executor=local (one stage) or clock=simulated"
+            )
+        if clock.kind is ClockKind.MEASURED and clock.timeline is not None:
+            raise UserError(
+                "trace=true needs ranks that work at the same time: in one process use"
+                " clock=simulated, or add executor.transport=distributed, or use executor=local"
+            )
+
+
+def _num_ranks(stages: StageLayout, *, shares_draft: bool) -> int:
+    """Ranks besides rank 0: the target's devices, and those that only the draft has."""
+    alone = stages.draft_degree - 1 if shares_draft and not stages.shared else 0
+    return stages.num_devices + alone

@@ -1,0 +1,152 @@
+"""."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+from specdec.config.checks import check_config
+from specdec.config.hydra import Composed, compose_config, parse
+from specdec.config.job import Job, checked_job
+from specdec.config.options import PARTS, flatten, options
+from specdec.config.suggest import did_you_mean
+from specdec.errors import UserError
+
+RESULT_FILE = "comparison.json"
+"""Where it exists in a folder, the comparison is complete."""
+
+
+_YARDSTICK_PARTS = ("source", "policy", "verifier")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Jobs to hold side by side.
+
+    Attributes:
+        jobs: one per row.
+        repeats: interleaved repeats.
+        output_dir: as asked for; None where the default is wanted.
+        notices: overrides that do not hold for every row, in words, and what the jobs say.
+    """
+
+    jobs: tuple[Job, ...]
+    repeats: int
+    output_dir: str | None
+    notices: tuple[str, ...]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the folder's ``config.yaml`` holds."""
+        rows = {job.name: job.config for job in self.jobs}
+        return {"command": "compare", "repeats": self.repeats, "strategies": rows}
+
+
+def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Comparison:
+    """Composes and checks every row.
+
+    Raises:
+        UserError: whatever is wrong with a row, or an override that holds for none.
+    """
+    parsed = parse(overrides)
+    if any(o.key_or_group == "strategy" for o in parsed):
+        raise UserError(
+            "compare takes several presets: write 'strategies=[ar,NAME]', not strategy="
+        )
+    # What is about parts depends on the row; the rest can be composed, and refused, once.
+    of_parts = [o for o in parsed if _part_of(o)]
+    common = [o for o in parsed if not _part_of(o)]
+    base = compose_config([_text(o) for o in common], name="compare", extra=extra)
+    names = _row_names(base.values["strategies"], extra)
+    check_config(base.values, base.choices)
+    if base.values["trace"]:
+        raise UserError("trace=true is for one strategy at a time: use it with `specdec run`")
+    used: set[str] = set()
+    jobs, notices = [], []
+    for name in names:
+        composed, left_out = _compose_row(name, parsed, extra)
+        used |= {_text(o) for o in of_parts} - set(left_out)
+        notices += [f"{text} does not apply to {name}" for text in left_out]
+        jobs.append(checked_job(composed))
+    for override in of_parts:
+        if _text(override) not in used:
+            raise UserError(_no_row(override, jobs))
+    return Comparison(
+        tuple(jobs),
+        base.values["repeats"],
+        base.values["output_dir"],
+        tuple(dict.fromkeys([*notices, *(text for job in jobs for text in job.notices)])),
+    )
+
+
+def _compose_row(
+    name: str, parsed: Sequence[Override], extra: Sequence[Path]
+) -> tuple[Composed, list[str]]:
+    """One row with the overrides that fit it, and those that do not.
+
+    Composing costs a tenth of a second, so it is done again only for overrides of parts.
+    """
+    common = [f"strategy={name}", *(_text(o) for o in parsed if not _part_of(o))]
+    row = compose_config(common, name="compare", extra=extra)
+    is_yardstick = bool(row.values["strategy"].get("baseline"))
+    asked, left_out = [], []
+    for override in parsed:
+        if is_yardstick and _part_of(override) in _YARDSTICK_PARTS:
+            left_out.append(_text(override))
+        elif _part_of(override):
+            asked.append(override)
+    chosen = [_text(o) for o in asked if o.key_or_group in PARTS]
+    stages = any(o.key_or_group == "executor.stages" for o in asked)
+    executor_given = any(o.key_or_group == "executor" for o in asked)
+    if stages and not executor_given and "stages" not in row.values["executor"]:
+        chosen.append("executor=pipeline")
+    if chosen:
+        row = compose_config([*common, *chosen], name="compare", extra=extra)
+    keys = flatten(row.values)
+    values: list[str] = []
+    for override in asked:
+        key = str(override.key_or_group)
+        if key not in PARTS:
+            fits = override.is_add() or any(k == key or k.startswith(f"{key}.") for k in keys)
+            (values if fits else left_out).append(_text(override))
+    if values:
+        row = compose_config([*common, *chosen, *values], name="compare", extra=extra)
+    return row, left_out
+
+
+def _row_names(asked: object, extra: Sequence[Path]) -> list[str]:
+    known = options("strategy", extra)
+    if not isinstance(asked, list) or not asked:
+        raise UserError(
+            f"strategies={asked} must be a list of presets, as in 'strategies=[ar,staged]'"
+        )
+    names = [str(name) for name in asked]
+    for name in names:
+        if name not in known:
+            raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")
+        if names.count(name) > 1:
+            raise UserError(f"strategies={names} names {name} twice: name each row once")
+    return names
+
+
+def _part_of(override: Override) -> str | None:
+    """The part that an override is about, if any."""
+    part = str(override.key_or_group).split(".")[0]
+    return part if part in PARTS else None
+
+
+def _text(override: Override) -> str:
+    assert override.input_line is not None, "every override was parsed from a word"
+    return override.input_line
+
+
+def _no_row(override: Override, jobs: Sequence[Job]) -> str:
+    part = str(_part_of(override))
+    known = {k for job in jobs for k in flatten({part: job.config.get(part, {})})}
+    known = {k for k in known if not k.endswith("_target_")}
+    hint = did_you_mean(str(override.key_or_group), known)
+    return f"{_text(override)} applies to none of the rows: " + (hint or f"no {part} has keys")

@@ -1,0 +1,182 @@
+"""From a composed configuration to a job: what the engine is given, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.config.checks import check_config, check_data, check_logger, uses_draft_model
+from specdec.config.hydra import Composed, compose_config, parse
+from specdec.config.lengths import check_prompts
+from specdec.config.options import PARTS
+from specdec.config.profile_costs import fit, with_caveat
+from specdec.config.profiles import load_profile
+from specdec.config.rules import COMPARE
+from specdec.errors import UserError
+from specdec.models.bundled import family_path
+
+_NOT_FOR_ENGINE = (
+    *("output_dir", "strategies", "repeats"),
+    *("curve_profile", "cross_profile", "curve_replay"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One strategy on one workload.
+
+    Attributes:
+        name: the preset's name.
+        config: plain and resolved, as the engine takes it; ``choices`` names the options.
+        output_dir: as asked for; None where the default is wanted.
+        notices: what the user should know before it starts.
+    """
+
+    name: str
+    config: dict[str, Any]
+    output_dir: str | None
+    notices: tuple[str, ...] = ()
+
+
+def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
+    """Composes and checks the job of ``specdec run``.
+
+    Raises:
+        UserError: whatever is wrong with it.
+    """
+    _refuse_foreign_keys(overrides)
+    composed = compose_config(overrides, extra=extra)
+    if composed.values["strategy"].get("kind") == "hf":
+        _refuse_parts(composed, overrides)
+    return checked_job(composed)
+
+
+def checked_job(composed: Composed) -> Job:
+    """Checks a composed configuration and makes it a job.
+
+    Raises:
+        UserError: whatever is wrong with it.
+    """
+    values, choices = composed.values, dict(composed.choices)
+    check_config(values, choices)
+    check_logger(values["logger"])
+    config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
+    name = str(config["strategy"]["name"])
+    if "profile" in config["clock"]:
+        config["clock"] = {
+            **config["clock"],
+            **load_profile(config["clock"]["profile"], composed.trees),
+        }
+    config = fit(config)
+    if config["strategy"]["kind"] == "hf":
+        _check_hf(name, config)
+        for part in PARTS:
+            del config[part]
+            choices.pop(part, None)
+    choices.pop("strategy", None)
+    if config["record"] and config["model"]["kind"] in ("synthetic", "replay"):
+        raise UserError(
+            f"record=true looks at a run through its draft model, which model="
+            f"{choices.get('model')} has not; leave it out, or use model=tiny or model=hf"
+        )
+    if config["model"]["kind"] == "pretrained":
+        check_data(config["data"])
+        num_layers, notices = _check_models(name, config)
+    else:
+        num_layers, notices = config["model"]["num_layers"], ()
+    config["clock"] = with_caveat(config, num_layers)
+    config["choices"] = choices
+    return Job(name, config, values["output_dir"], notices)
+
+
+def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
+    """Keys that other commands have would be taken, and mean nothing."""
+    for override in parse(overrides):
+        key = str(override.key_or_group)
+        if key in COMPARE or key == "strategies":
+            raise UserError(f"{override.input_line} is for `specdec compare` only: leave it out")
+        if key.partition("/")[0].partition(".")[0] == "hydra":
+            raise UserError(
+                f"{override.input_line} is for sweeps only: add -m to `specdec run`, or leave it"
+                " out (output_dir=DIR names the folder of a run)"
+            )
+
+
+def _refuse_parts(composed: Composed, overrides: Sequence[str]) -> None:
+    """transformers' own decoding has no parts to override."""
+    name = composed.values["strategy"]["name"]
+    for override in parse(overrides):
+        part = str(override.key_or_group).split(".")[0]
+        if part in PARTS and not (part == "executor" and str(override.value()) == "local"):
+            raise UserError(
+                f"{override.input_line} does not fit strategy={name}: that is transformers' own"
+                f" decoding, which has no {part}; choose another strategy or leave it out"
+            )
+
+
+def _check_hf(name: str, config: Mapping[str, Any]) -> None:
+    executor = str(config["executor"].get("_target_", ""))
+    wrong = {
+        "executor": not executor.endswith(".LocalExecutor"),
+        "clock": config["clock"]["kind"] != "measured",
+        "trace": config["trace"],
+        "batch_size": config["batch_size"] != 1,
+        "model": config["model"]["kind"] not in ("pretrained", "random"),
+    }
+    for key, is_wrong in wrong.items():
+        if is_wrong:
+            raise UserError(
+                f"strategy={name} is transformers' own decoding: one device, one prompt at a time,"
+                f" measured time, real models; this {key} does not fit. Leave the strategy or the"
+                f" {key} out"
+            )
+
+
+def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """Looks at the models' files: seconds, where loading them takes minutes.
+
+    Returns:
+        Layers of the target, and what the user should know.
+    """
+    from specdec.models.inspection import inspect_model
+
+    model = config["model"]
+    target = inspect_model(family_path(model["target"]))
+    stages = config.get("executor", {}).get("stages")
+    if stages is not None and stages > target.num_layers:
+        raise UserError(
+            f"executor.stages={stages} is more than the {target.num_layers} layers of"
+            f" model.target={model['target']}: choose 1 to {target.num_layers}"
+        )
+    if config["max_new_tokens"] >= target.max_positions:
+        raise UserError(
+            f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
+            f" {target.max_positions} positions of model.target={model['target']}: lower it"
+        )
+    longest = check_prompts(config, target.path, target.max_positions)
+    drafts = uses_draft_model(config)
+    if not drafts and not config["record"]:
+        return target.num_layers, ()
+    if model["draft"] is None:
+        why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"
+        raise UserError(
+            f"{why}, but model.draft is not set: add"
+            " model.draft=PATH_OR_ID, or choose a source without one (source=prompt_lookup)"
+        )
+    draft = inspect_model(family_path(model["draft"]))
+    if draft.vocab_size != target.vocab_size:
+        raise UserError(
+            f"model.draft={model['draft']} has a vocabulary of {draft.vocab_size} tokens and"
+            f" model.target={model['target']} one of {target.vocab_size}: speculative decoding"
+            " needs the same; choose a draft of the target's family"
+        )
+    reach = config["max_new_tokens"] + (target.max_positions if longest is None else longest)
+    if not 0 < draft.max_positions < min(reach, target.max_positions):
+        return target.num_layers, ()
+    return target.num_layers, (
+        f"model.draft={model['draft']} has {draft.max_positions} positions, the target"
+        f" {target.max_positions}: beyond them nothing is drafted, and all rates count those"
+        " tokens too (max_new_tokens, data.max_prompt_tokens keep requests shorter)",
+    )

@@ -1,0 +1,60 @@
+"""The configuration tree on disk: where it is, which groups and options it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+PARTS = ("source", "policy", "verifier", "executor")
+"""Groups that make up a strategy."""
+
+GROUPS = ("strategy", *PARTS, "model", "data", "sampling", "serving", "clock", "logger")
+"""Groups that the command line chooses from; other folders of the tree are not choices."""
+
+
+@cache
+def config_dir() -> Path:
+    """The folder of the Hydra tree, installed as the package ``specdec.conf``."""
+    return (Path(__file__).parent.parent / "conf").resolve()
+
+
+def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
+    """Option name -> YAML of a group; ``extra`` are further trees, which come first.
+
+    Names are sorted; files that begin with an underscore are not options.
+    """
+    found: dict[str, Path] = {}
+    for root in (*extra, config_dir()):
+        for path in sorted((Path(root) / group).glob("*.yaml")):
+            if not path.stem.startswith("_"):
+                found.setdefault(path.stem, path)
+    return dict(sorted(found.items()))
+
+
+def first_comment(path: Path) -> str:
+    """The first comment line that is not Hydra's package header: what the file is, in one line."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and "@package" not in line:
+            return line.lstrip("# ").strip()
+    return ""
+
+
+def own_values(path: Path) -> dict[str, Any]:
+    """The values a YAML of the tree states itself, defaults list left out, nothing resolved."""
+    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(loaded, dict), f"{path.name} must hold a mapping"
+    return {str(key): value for key, value in loaded.items() if key != "defaults"}
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a plain nested dict; lists are values."""
+    if not isinstance(config, dict) or not config:
+        return {prefix: config} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat

@@ -1,0 +1,123 @@
+"""What a configuration leaves to the latency profile: costs by degree, expansions by ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.clocks.profile import curve_at
+from specdec.errors import UserError
+
+RATIOS = ("ratio", "ratio_plus_one")
+"""Values of ``policy.d`` that stand for a number which the profile gives."""
+
+_DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
+
+
+def fit(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with ``clock.costs`` of its degrees and a number for ``policy.d``.
+
+    Args:
+        config: checked, with the profile's content under ``clock``.
+
+    Raises:
+        UserError: a degree outside the profile's, or a ratio without a profile.
+    """
+    clock = dict(config["clock"])
+    degrees = clock.pop("degrees", None)
+    if degrees:
+        clock = with_degrees(clock, degrees, config["executor"])
+    policy = config.get("policy")
+    if isinstance(policy, dict) and policy.get("d") in RATIOS:
+        policy = {**policy, "d": _expansions(policy, clock)}
+        return {**config, "clock": clock, "policy": policy}
+    return {**config, "clock": clock}
+
+
+def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The clock's section, with a ``caveat`` where its times are not what they seem.
+
+    A profile has the time of one of its testbed's stages. With another number of them the priced
+    target is larger or smaller, and times of rows that differ in it cannot be compared. By the wall
+    clock, devices that share a process work one after the other.
+
+    Args:
+        config: checked, with the profile's content under ``clock``.
+        num_layers: of the target.
+    """
+    clock, executor = dict(config["clock"]), config.get("executor", {})
+    if clock["kind"] == "measured" and _take_turns(executor):
+        clock["caveat"] = (
+            "the devices of its pipeline take turns in one process, so its measured time is not a"
+            " pipeline's; use executor.transport=distributed or clock=simulated"
+        )
+    priced = clock.pop("stages", None)
+    used = sum(executor.get("groups") or ()) or executor.get("stages", 1)
+    if used is None:  # as many as the exit fits into the layers
+        used = -(-num_layers // (config["model"].get("exit_layer") or num_layers))
+    if priced is not None and used != priced:
+        clock["caveat"] = (
+            f"clock.profile={clock['profile']} has the time of one of {priced} stages and this row"
+            f" has {used}, so its target is {used}/{priced} of the testbed's: compare its times"
+            " with no row of another number of stages"
+        )
+    return clock
+
+
+def _take_turns(executor: Mapping[str, Any]) -> bool:
+    """Whether several devices of a pipeline are in one process."""
+    several = (executor.get(key) or 1 for key in ("stages", "target_degree", "draft_degree"))
+    return executor.get("transport") == "in_process" and max(several) > 1
+
+
+def with_degrees(
+    clock: Mapping[str, Any], degrees: Mapping[str, Any], executor: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The clock's section with the costs of the executor's degrees; null leaves a kind alone.
+
+    Degrees between two of the profile's are interpolated, and the note says so.
+
+    Raises:
+        UserError: a degree below or above all of the profile's.
+    """
+    costs, note = dict(clock["costs"]), str(clock.get("note", ""))
+    for kind, curves in degrees.items():
+        degree = executor.get(_DEGREES[kind])
+        if degree is None:
+            continue
+        known = sorted(int(number) for number in curves)
+        if not known[0] <= degree <= known[-1]:
+            raise UserError(
+                f"executor.{_DEGREES[kind]}={degree} is not in clock.profile={clock['profile']},"
+                f" which has times for {known[0]} to {known[-1]} devices: choose one of them, or"
+                " another profile"
+            )
+        costs[kind] = curve_at(curves, degree)
+        if degree not in known:
+            note += f" Here: {kind} on {degree} devices, interpolated."
+    return {**clock, "costs": costs, "note": note}
+
+
+def _expansions(policy: Mapping[str, Any], clock: Mapping[str, Any]) -> int:
+    """Draft passes of w leaves that fit beside a target pass of bs nodes (SwiftSpec 5.5).
+
+    At least 1; one more for ``ratio_plus_one``.
+    """
+    from specdec.clocks import CostCurve
+
+    if "costs" not in clock or not {"stage", "draft"} <= clock["costs"].keys():
+        raise UserError(
+            f"policy.d={policy['d']} follows from a latency profile that prices stage and draft:"
+            " use clock=simulated or clock=paced with one, policy.d=until_ready, or a number"
+        )
+    target, draft = (
+        CostCurve(
+            tokens=tuple(curve["tokens"]),
+            ms=tuple(curve["ms"]),
+            block_tokens=curve.get("block_tokens", 0),
+            block_ms=curve.get("block_ms", 0.0),
+        )
+        for curve in (clock["costs"]["stage"], clock["costs"]["draft"])
+    )
+    ratio = target(int(policy["bs"])) / max(draft(int(policy["w"])), 1e-9)
+    return max(1, int(ratio)) + (policy["d"] == "ratio_plus_one")

@@ -1,0 +1,98 @@
+"""Latency profiles by name or path, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from specdec.config.options import options
+from specdec.config.suggest import did_you_mean
+from specdec.errors import UserError
+
+_KINDS = ("stage", "draft", "head", "prune", "transfer", "exit")
+_CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
+
+
+def load_profile(
+    name: str, extra: Sequence[Path] = (), *, key: str = "clock.profile"
+) -> dict[str, Any]:
+    """The ``costs``, ``note`` and, where it has them, ``degrees`` and ``stages`` of a profile.
+
+    Args:
+        name: a profile of the tree, or the path of a YAML of the same form.
+        extra: further configuration trees to look in.
+        key: which key names it, for messages.
+
+    Returns:
+        {"note": text, "costs": {kind: {"tokens": [...], "ms": [...], ...}}}, and "degrees": {kind:
+        {devices that share a layer: curve}}, and "stages": how many the testbed has.
+
+    Raises:
+        UserError: there is none of that name, or it is not of that form.
+    """
+    known = options("profile", extra)
+    path = known.get(name) or Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"{key}={name} is neither a profile nor a YAML file: {did_you_mean(name, known)}"
+        )
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{key}={name} is no readable YAML: {reason}") from error
+    values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
+    costs = values.get("costs")
+    if not isinstance(costs, dict) or not costs:
+        raise UserError(f"{key}={name} needs a mapping `costs` of kind to cost curve")
+    for kind, curve in costs.items():
+        if kind not in _KINDS:
+            raise UserError(
+                f"{key}={name} prices {kind!r}, which is unknown: {did_you_mean(str(kind), _KINDS)}"
+            )
+        _check_curve(curve, f"{key}={name}: costs.{kind}")
+    found: dict[str, Any] = {"note": str(values.get("note", "")), "costs": costs}
+    if "degrees" in values:
+        _check_degrees(values["degrees"], f"{key}={name}: degrees")
+        found["degrees"] = values["degrees"]
+    if "stages" in values:
+        if type(values["stages"]) is not int or values["stages"] < 1:
+            raise UserError(
+                f"{key}={name}: stages={values['stages']!r} must be a whole number of at least 1"
+            )
+        found["stages"] = values["stages"]
+    return found
+
+
+def _check_degrees(degrees: object, where: str) -> None:
+    if not isinstance(degrees, dict) or not degrees.keys() <= {"stage", "draft"}:
+        raise UserError(f"{where} needs a mapping of stage and draft to curves by devices")
+    for kind, curves in degrees.items():
+        if not (isinstance(curves, dict) and curves and all(isinstance(d, int) for d in curves)):
+            raise UserError(f"{where}.{kind} needs a mapping of numbers of devices to curves")
+        for degree, curve in curves.items():
+            _check_curve(curve, f"{where}.{kind}.{degree}")
+        if len({tuple(curve["tokens"]) for curve in curves.values()}) > 1:
+            raise UserError(f"{where}.{kind}: all curves need the same `tokens`")
+
+
+def _check_curve(curve: object, where: str) -> None:
+    if not isinstance(curve, dict) or not {"tokens", "ms"} <= curve.keys() <= _CURVE:
+        raise UserError(
+            f"{where} needs lists `tokens` and `ms`, and may have block_tokens, block_ms"
+        )
+    tokens, ms = curve["tokens"], curve["ms"]
+    if not (isinstance(tokens, list) and isinstance(ms, list) and len(tokens) == len(ms) > 0):
+        raise UserError(f"{where}: `tokens` and `ms` must be lists of the same length")
+    numbers = [*tokens, *ms, curve.get("block_tokens", 0), curve.get("block_ms", 0)]
+    wrong = [n for n in numbers if type(n) not in (int, float) or not 0 <= n < float("inf")]
+    if wrong:
+        raise UserError(f"{where}: {wrong[0]!r} must be a number of at least 0")
+    if any(a >= b for a, b in pairwise(tokens)):
+        raise UserError(f"{where}: `tokens` must increase")

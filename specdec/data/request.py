@@ -1,0 +1,146 @@
+"""Which prompts a run decodes: the keys of ``data=``, checked without reading a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.data.datasets import ABOUT, OWN, require_known
+from specdec.data.files import data_folder
+from specdec.data.hub import require_datasets
+from specdec.data.sets import MIXED, SETS
+from specdec.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Which prompts are wanted: the keys of ``data=`` that choose them.
+
+    Attributes:
+        name: one of ``DATASETS``.
+        limit: at most so many; None for all.
+        path: the file of ``jsonl`` and ``text``.
+        field: the text's field of ``jsonl`` (default "prompt"; dots go deeper).
+        template: words of ``jsonl`` and ``text`` around each text; ``{field}`` is a record's field,
+            ``{text}`` a paragraph.
+        subset: one part of a set that has several (a subject, a language, a task, a book).
+        sets: the sets of ``mixed``, by turns; None for those that the data folder holds.
+        origin: "local", or "hub" for the copy on the Hugging Face hub.
+        sample_seed: None for the data set's own order; a number shuffles it first (in ``mixed``
+            each set by itself), so that a limit takes a sample. Ids do not change. Not the seed
+            of decoding, which must not choose the prompts.
+        data_dir: folder of data sets; None for the one that SPECDEC_DATA names.
+    """
+
+    name: str
+    limit: int | None = None
+    path: str | Path | None = None
+    field: str | None = None
+    template: str | None = None
+    subset: str | None = None
+    sets: Sequence[str] | None = None
+    origin: str = "local"
+    sample_seed: int | None = None
+    data_dir: str | Path | None = None
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Request:
+        """The request that a configuration's ``data`` section describes."""
+        keys = ("limit", "path", "field", "template", "subset", "sets", "origin", "sample_seed")
+        return Request(name=data["name"], **{key: data[key] for key in keys if key in data})
+
+
+def check_request(request: Request) -> None:
+    """Checks which keys were given, and their values.
+
+    Raises:
+        UserError: naming the key, its value and the remedy.
+    """
+    require_known(request.name)
+    if request.limit is not None and request.limit < 1:
+        raise UserError(
+            f"data.limit={request.limit} must be at least 1 (leave it out for all prompts)"
+        )
+    _check_own_file(request)
+    _check_sets(request)
+    _check_subset(request)
+    _check_origin(request)
+
+
+def _check_own_file(request: Request) -> None:
+    name, path, field = request.name, request.path, request.field
+    if name in OWN:
+        if not path:
+            raise UserError(f"data={name} needs data.path=FILE, the file to read prompts from")
+        if not Path(path).expanduser().is_file():
+            raise UserError(f"data.path={str(path)!r} is not a file; name an existing one")
+    elif path:
+        raise UserError(
+            f"data.path={str(path)!r} is not used by data={name}; use data=jsonl or data=text for"
+            " a file of your own"
+        )
+    if field is not None and name != "jsonl":
+        raise UserError(f"data.field={field!r} is not used by data={name}, only by data=jsonl")
+    if request.template is None:
+        return
+    if name not in OWN:
+        raise UserError(
+            f"data.template is not used by data={name}, whose words are fixed; use data=jsonl or"
+            " data=text for a file of your own"
+        )
+    if field is not None:
+        raise UserError("data.template names fields itself: leave out data.field")
+
+
+def _check_sets(request: Request) -> None:
+    if request.sets is None:
+        if request.name == "mixed" and request.data_dir is not None:
+            data_folder(request.data_dir, name="mixed", places="any of " + ", ".join(MIXED))
+        return
+    if request.name != "mixed":
+        raise UserError(f"data.sets is not used by data={request.name}, only by data=mixed")
+    wrong = [name for name in request.sets if name not in ("stdlib", *SETS)]
+    if wrong or len(set(request.sets)) != len(request.sets) or not request.sets:
+        raise UserError(
+            f"data.sets={list(request.sets)} must name different sets of stdlib, {', '.join(SETS)}"
+        )
+
+
+def _check_subset(request: Request) -> None:
+    name, subset = request.name, request.subset
+    if subset is None:
+        return
+    known = SETS[name].subsets if name in SETS else None
+    if known is None:
+        having = ", ".join(each for each, entry in SETS.items() if entry.subsets is not None)
+        raise UserError(
+            f"data.subset={subset!r} is not used by data={name}; sets with subsets are {having}"
+        )
+    if known and subset not in known:
+        raise UserError(
+            f"data.subset={subset!r} is not one of data={name}: choose one of {', '.join(known)}"
+        )
+
+
+def _check_origin(request: Request) -> None:
+    if request.origin not in ("local", "hub"):
+        raise UserError(f"data.origin={request.origin!r} is unknown: use local or hub")
+    if request.origin == "local":
+        return
+    names = [request.name] if request.name != "mixed" else list(request.sets or ())
+    if not names:
+        raise UserError("data=mixed data.origin=hub needs data.sets=[NAME,...]")
+    for name in names:
+        if name not in SETS or SETS[name].hub is None:
+            having = ", ".join(each for each, entry in SETS.items() if entry.hub is not None)
+            about = ABOUT.get(name, name)
+            raise UserError(
+                f"data={name} ({about}) is not read from the hub; data.origin=hub has {having}"
+            )
+        require_datasets(name)
+    if request.subset is not None:
+        raise UserError(
+            f"data.subset={request.subset!r} is read from local files only; leave out data.origin"
+        )

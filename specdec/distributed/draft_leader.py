@@ -1,0 +1,157 @@
+"""Rank 0's end of a draft that several ranks share."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
+from specdec.clocks.meter import Meter
+from specdec.distributed.draft_follower import CallList
+from specdec.distributed.lease import Lease
+from specdec.distributed.messages import Kind, message
+from specdec.distributed.plan import DraftPlan
+from specdec.distributed.transport import PeerLost
+from specdec.types import Commit, IntArray
+
+if TYPE_CHECKING:
+    from specdec.models import ModelRunner
+    from specdec.models.runner import RunnerOutput
+    from specdec.pairs import HuggingFacePair
+
+
+class DraftGroup:
+    """Ranks that share the draft, rank 0 the first of them; it leads, the others follow.
+
+    Attributes:
+        runner: rank 0's share, to be used like a whole draft.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: DraftPlan,
+        pair: HuggingFacePair,
+        meter: Meter,
+        num_ranks: int,
+        timeout_s: float,
+    ) -> None:
+        """Starts or joins the ranks and loads a share on each.
+
+        Args:
+            plan: which ranks.
+            pair: the plan's model, on rank 0.
+            meter: told of every pass.
+            num_ranks: all that the run needs besides rank 0.
+            timeout_s: a run ends with an error when a pass takes longer.
+
+        Raises:
+            RankFailure: if a rank ends while it loads.
+            UserError: what a rank refuses, or too few ranks.
+        """
+        self._timeout_s = timeout_s
+        self._lease = Lease(num_ranks, threads=plan.threads)
+        self._group = self._lease.group
+        try:
+            self._session = self._group.announce(plan)
+            patience = timedelta(seconds=timeout_s)
+            shared = self._group.connections.join(plan.peers, torch.device(pair.device), patience)
+            inner = pair.draft_runner(meter, shared)
+            self._group.await_ready(self._session, plan.members)
+        except BaseException:
+            self._lease.release(broken=True)
+            raise
+        self._members = plan.members
+        self.runner = cast("ModelRunner", _LeadingRunner(inner, self))
+
+    def lead(self, parts: Sequence[IntArray]) -> None:
+        """Sends the other ranks what to repeat."""
+        self._group.send(message(Kind.DRAFT, self._session, 0, *parts), self._members)
+
+    def failed(self, lost: PeerLost, waited_s: float) -> BaseException:
+        """The error that says why a pass did not end."""
+        late = waited_s >= self._timeout_s
+        return self._group.hung(self._timeout_s) if late else self._group.failed(lost)
+
+    def shutdown(self, *, broken: bool = False) -> None:
+        """Frees the ranks' shares; ranks that nobody else uses end."""
+        if self._group.alive and not broken:
+            self._group.close_session(self._session)
+        self._lease.release(broken=broken)
+
+
+class _LeadingRunner:
+    """A share of the draft; whatever is done to its caches is written down for the others."""
+
+    def __init__(self, inner: ModelRunner, group: DraftGroup) -> None:
+        self._inner = inner
+        self._group = group
+        self._calls = CallList()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """A cache on every rank."""
+        inner = self._inner.new_cache(capacity)
+        number = self._calls.make(capacity)
+        cache = _LedCache(inner, number, self._calls)
+        weakref.finalize(cache, self._calls.drop, number)
+        return cast("TreeCache", cache)
+
+    def forward(self, rows: Sequence[Rows], *, logits_rows: IntArray | None = None) -> RunnerOutput:
+        """One pass of all ranks together."""
+        self._group.lead(self._calls.take(rows, logits_rows))
+        began = time.monotonic()
+        try:
+            return self._inner.forward(rows, logits_rows=logits_rows)
+        except PeerLost as lost:
+            raise self._group.failed(lost, time.monotonic() - began) from None
+
+
+class _LedCache:
+    """A cache whose changes are written down."""
+
+    def __init__(self, inner: TreeCache, number: int, calls: CallList) -> None:
+        self._inner = inner
+        self._number = number
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def rows(
+        self,
+        *,
+        prefix_tokens: IntArray = EMPTY,
+        node_ids: IntArray = EMPTY,
+        node_tokens: IntArray = EMPTY,
+        parent_ids: IntArray = EMPTY,
+        node_positions: IntArray = EMPTY,
+    ) -> Rows:
+        """As ``TreeCache.rows``."""
+        found = self._inner.rows(
+            prefix_tokens=prefix_tokens,
+            node_ids=node_ids,
+            node_tokens=node_tokens,
+            parent_ids=parent_ids,
+            node_positions=node_positions,
+        )
+        arrays = (prefix_tokens, node_ids, node_tokens, parent_ids, node_positions)
+        self._calls.rows(self._number, found, arrays)
+        return found
+
+    def commit(self, commit: Commit) -> None:
+        """As ``TreeCache.commit``."""
+        self._inner.commit(commit)
+        self._calls.commit(self._number, commit)
+
+    def truncate(self, length: int) -> None:
+        """As ``TreeCache.truncate``."""
+        self._inner.truncate(length)
+        self._calls.truncate(self._number, length)

@@ -1,0 +1,276 @@
+"""Control messages: packed int64 arrays, one per step and direction.
+
+Layout of every message: number of words, kind, session, tick, then the kind's body. Arrays are
+preceded by their length; floats travel as their bits, texts as bytes padded to whole words.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from specdec.sampling.transform import SamplingParams
+from specdec.types import Batch, Commit, CommitKind, IntArray, PrefillChunk, TreeRows
+
+HEADER_WORDS = 4
+_KINDS = (CommitKind.HIT, CommitKind.MISS, CommitKind.NONE)
+_WORD = 8
+
+
+class Kind(IntEnum):
+    """Kinds of control messages.
+
+    ``SETUP``: a session begins (JSON). ``BEGIN``: a step's batch, for the first stage. ``END``: the
+    step's commits, with the batch for all others. ``REPORT``: send your counts. ``RELEASE``: the
+    session ends. ``STOP``: the process ends. ``DRAFT``: a pass of the draft, for the ranks that
+    share it. To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of those with early exits,
+    ``HIDDEN`` of those whose hidden states a part needs.
+    """
+
+    SETUP = 0
+    BEGIN = 1
+    END = 2
+    REPORT = 3
+    RELEASE = 4
+    STOP = 5
+    DRAFT = 6
+    ANSWERS = 7
+    EXITS = 8
+    HIDDEN = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRequest:
+    """What ranks know of a request.
+
+    Attributes:
+        id: request id.
+        max_len: tokens that its caches must hold at most.
+        sampling: the target's sampling transform.
+        tokens: int64[T], the prompt, where the transform looks at it; empty otherwise.
+    """
+
+    id: int
+    max_len: int
+    sampling: SamplingParams
+    tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a step brings into the pipeline, in the order in which it takes effect."""
+
+    closes: tuple[int, ...] = ()
+    opens: tuple[OpenedRequest, ...] = ()
+    batch: Batch
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.closes or self.opens or self.batch.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a step: what entered in it, what was decided, how many nodes pruning looks at."""
+
+    entry: Entry
+    commits: tuple[Commit, ...]
+    num_pruned: int
+
+
+def message(kind: Kind, session: int, tick: int, *body: IntArray) -> IntArray:
+    """int64[words]: a whole message; its body may come in parts."""
+    num_words = HEADER_WORDS + sum(len(part) for part in body)
+    return np.concatenate([_ints(num_words, kind, session, tick), *body])
+
+
+def json_message(kind: Kind, session: int, content: Any) -> IntArray:
+    """A message whose body is a JSON value."""
+    return message(kind, session, 0, *_bytes_parts(json.dumps(content).encode()))
+
+
+def json_body(words: IntArray) -> Any:
+    """The JSON value of a message."""
+    return json.loads(Reader(words).bytes())
+
+
+def entry_words(entry: Entry) -> IntArray:
+    """The body of a BEGIN message, and the end of that of an END message."""
+    batch = entry.batch
+    counts = (len(entry.closes), len(entry.opens), len(batch.trees), len(batch.prefills))
+    parts = [_ints(batch.step, *counts, *entry.closes)]
+    for opened in entry.opens:
+        parts += _opened_parts(opened)
+    for rows in batch.trees:
+        parts.append(_ints(rows.request, rows.prefix_len, len(rows.node_ids)))
+        parts += (rows.node_ids, rows.tokens, rows.parent_ids, rows.depths)
+    for chunk in batch.prefills:
+        parts += (_ints(chunk.request, chunk.start, len(chunk.tokens)), chunk.tokens)
+    return np.concatenate(parts)
+
+
+def read_entry(words: IntArray) -> Entry:
+    """The entry of a BEGIN message."""
+    return Reader(words).entry()
+
+
+def ending_words(commits: Sequence[Commit], num_pruned: int) -> IntArray:
+    """The body of an END message up to the step's entry, which follows."""
+    parts = [_ints(num_pruned, len(commits))]
+    for commit in commits:
+        parts += commit_parts(commit)
+    return np.concatenate(parts)
+
+
+def commit_parts(commit: Commit) -> list[IntArray]:
+    """A commit, in words."""
+    numbers = _ints(
+        commit.request,
+        commit.step,
+        _KINDS.index(commit.kind),
+        commit.next_token,
+        commit.root_id,
+        commit.prefix_len,
+        commit.finished,
+        len(commit.retired_ids),
+    )
+    kept = _ints(len(commit.kept_ids))
+    return [numbers, commit.retired_ids, commit.retired_tokens, kept, commit.kept_ids]
+
+
+def read_ending(words: IntArray) -> Ending:
+    """The content of an END message."""
+    reader = Reader(words)
+    num_pruned, num_commits = reader.ints(2)
+    commits = tuple(reader.commit() for _ in range(num_commits))
+    return Ending(reader.entry(), commits, num_pruned)
+
+
+def _ints(*values: int) -> IntArray:
+    return np.array(values, np.int64)
+
+
+def _bytes_parts(data: bytes) -> list[IntArray]:
+    padded = data + b"\0" * (-len(data) % _WORD)
+    return [_ints(len(data)), np.frombuffer(padded, np.int64)]
+
+
+def _bits(value: float) -> int:
+    return int(np.array(value, np.float64).view(np.int64))
+
+
+def _opened_parts(opened: OpenedRequest) -> list[IntArray]:
+    params = opened.sampling
+    numbers = _ints(
+        opened.id,
+        opened.max_len,
+        _bits(params.temperature),
+        params.top_k,
+        _bits(params.top_p),
+        params.no_repeat_ngram,
+        len(opened.tokens),
+    )
+    processors = pickle.dumps(params.processors) if params.processors else b""
+    return [numbers, opened.tokens, *_bytes_parts(processors)]
+
+
+class Reader:
+    """Reads a message's body from front to back; arrays are views of it."""
+
+    def __init__(self, words: IntArray) -> None:
+        """Begins behind the header."""
+        self._words = words
+        self._at = HEADER_WORDS
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all is read."""
+        return self._at >= len(self._words)
+
+    def ints(self, count: int) -> list[int]:
+        """So many words."""
+        return self.raw(count).tolist()
+
+    def raw(self, count: int) -> IntArray:
+        """So many words, as an array."""
+        start = self._at
+        self._at = start + count
+        return self._words[start : self._at]
+
+    def array(self) -> IntArray:
+        """An array behind its length."""
+        return self.raw(self.ints(1)[0])
+
+    def bytes(self) -> bytes:
+        """A text or blob."""
+        (size,) = self.ints(1)
+        return self.raw(-(-size // _WORD)).tobytes()[:size]
+
+    def commit(self) -> Commit:
+        """What ``commit_parts`` gave."""
+        request, step, kind, next_token, root_id, prefix_len, finished = self.ints(7)
+        retired = self.array()
+        return Commit(
+            request=request,
+            step=step,
+            kind=_KINDS[kind],
+            retired_ids=retired,
+            retired_tokens=self.raw(len(retired)),
+            next_token=next_token,
+            root_id=root_id,
+            prefix_len=prefix_len,
+            kept_ids=self.array(),
+            finished=bool(finished),
+        )
+
+    def entry(self) -> Entry:
+        """What ``entry_words`` gave."""
+        step, num_closes, num_opens, num_trees, num_prefills = self.ints(5)
+        closes = tuple(self.ints(num_closes))
+        opens = tuple(self._opened() for _ in range(num_opens))
+        trees = tuple(self._rows() for _ in range(num_trees))
+        prefills = tuple(self._chunk() for _ in range(num_prefills))
+        batch = Batch(step=step, trees=trees, prefills=prefills)
+        return Entry(closes=closes, opens=opens, batch=batch)
+
+    def _opened(self) -> OpenedRequest:
+        request, max_len, temperature, top_k, top_p, no_repeat = self.ints(6)
+        floats = np.array([temperature, top_p], np.int64).view(np.float64).tolist()
+        tokens, blob = self.array(), self.bytes()
+        return OpenedRequest(
+            id=request,
+            max_len=max_len,
+            sampling=SamplingParams(
+                temperature=floats[0],
+                top_k=top_k,
+                top_p=floats[1],
+                no_repeat_ngram=no_repeat,
+                # The sender is rank 0 of the same job.
+                processors=pickle.loads(blob) if blob else (),  # noqa: S301
+            ),
+            tokens=tokens,
+        )
+
+    def _rows(self) -> TreeRows:
+        request, prefix_len = self.ints(2)
+        ids = self.array()
+        tokens, parents, depths = (self.raw(len(ids)) for _ in range(3))
+        return TreeRows(
+            request=request,
+            prefix_len=prefix_len,
+            node_ids=ids,
+            tokens=tokens,
+            parent_ids=parents,
+            depths=depths,
+        )
+
+    def _chunk(self) -> PrefillChunk:
+        request, start = self.ints(2)
+        return PrefillChunk(request=request, start=start, tokens=self.array())

@@ -1,0 +1,31 @@
+"""Keys of the rendezvous store under which ranks report their state to rank 0."""
+
+from __future__ import annotations
+
+HEARTBEAT_S = 0.5
+"""Seconds between a rank's heartbeats."""
+
+
+def started(rank: int) -> str:
+    """Set when the rank's process runs."""
+    return f"started/{rank}"
+
+
+def ready(session: int, rank: int) -> str:
+    """Set when the rank has loaded its part of a session."""
+    return f"ready/{session}/{rank}"
+
+
+def heartbeat(rank: int) -> str:
+    """A growing number and the name of the rank's current operation."""
+    return f"heartbeat/{rank}"
+
+
+def failed(rank: int) -> str:
+    """Why the rank ended."""
+    return f"failed/{rank}"
+
+
+def report(session: int, number: int, rank: int) -> str:
+    """The rank's answer to the report request of that number."""
+    return f"report/{session}/{number}/{rank}"

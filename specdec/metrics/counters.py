@@ -1,0 +1,91 @@
+"""."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from specdec.types import Batch
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceCounters:
+    """Raw counts of a source's own model work; rates are derived in ``metrics``.
+
+    Attributes:
+        passes: forward passes of the source's model(s).
+        rows: rows computed in them, catch-up included.
+        catch_up_rows: rows spent on committed tokens that the cache did not hold.
+        by_level: passes per stage of a staged source, the outermost model first.
+    """
+
+    passes: int = 0
+    rows: int = 0
+    catch_up_rows: int = 0
+    by_level: dict[str, int] = field(default_factory=dict)
+
+    def since(self, before: SourceCounters) -> SourceCounters:
+        """What was counted after ``before``, an earlier copy."""
+        return SourceCounters(
+            passes=self.passes - before.passes,
+            rows=self.rows - before.rows,
+            catch_up_rows=self.catch_up_rows - before.catch_up_rows,
+            by_level={k: n - before.by_level.get(k, 0) for k, n in self.by_level.items()},
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ExecutorCounters:
+    """Raw counts of an executor's target work.
+
+    Attributes:
+        passes: batches with tree nodes that entered the target.
+        prefill_passes: batches with prompt rows only.
+        rows: tree nodes among them.
+        prefill_rows: prompt rows.
+    """
+
+    passes: int = 0
+    prefill_passes: int = 0
+    rows: int = 0
+    prefill_rows: int = 0
+
+    def count(self, batch: Batch) -> None:
+        """Counts a batch that enters the target."""
+        nodes, tokens = batch.num_nodes, batch.num_tokens
+        self.passes += nodes > 0
+        self.prefill_passes += nodes == 0 < tokens
+        self.rows += nodes
+        self.prefill_rows += tokens - nodes
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestCounters:
+    """Raw counts of one request; every rate is derived from them in ``metrics``.
+
+    Attributes:
+        answers: verdicts, one per step that answered this request.
+        accepted: draft tokens accepted on answered paths.
+        hits, misses: whether the token after the path was in the tree.
+        verified: candidates the target judged.
+        proposed: draft nodes submitted to the target (roots not counted).
+        cut_tokens: tokens decided but not emitted because the request was complete.
+        fill_steps, flush_steps, refill_steps: steps without an answer while the first root, a fresh
+            root after a miss, or a kept root was on its way through the executor.
+        accepted_by_depth, judged_by_depth: depth below the answered root -> count.
+        path_lengths: emitted tokens per answer -> count.
+    """
+
+    answers: int = 0
+    accepted: int = 0
+    hits: int = 0
+    misses: int = 0
+    verified: int = 0
+    proposed: int = 0
+    cut_tokens: int = 0
+    fill_steps: int = 0
+    flush_steps: int = 0
+    refill_steps: int = 0
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)
+    judged_by_depth: Counter[int] = field(default_factory=Counter)
+    path_lengths: Counter[int] = field(default_factory=Counter)

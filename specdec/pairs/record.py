@@ -1,0 +1,175 @@
+"""The record of a run: how the draft ranked what the target chose (``record=true``).
+
+A record is one ``.npz`` file, described in docs/replay.md. It holds ranks and probabilities, no
+tokens and no text.
+
+Shape letters: R requests, P recorded positions of all requests, K candidates.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.errors import UserError
+from specdec.files import plain, write_bytes
+from specdec.types import IntArray
+
+FORMAT = "specdec-record"
+VERSION = 1
+NUM_LOGPROBS = 32
+"""K of new records: what the widest expansions of the presets ask for."""
+MAX_RANK = 256
+"""Ranks are exact below; this one stands for all from it on."""
+
+_ARRAYS = ("ids", "num_prompt", "num_output", "ranks", "logprobs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRequest:
+    """One request. Entry i is about the token after position ``num_prompt - 1 + i``.
+
+    Attributes:
+        id: the prompt's id.
+        num_prompt: prompt tokens.
+        ranks: int64[L], how many tokens the draft put before the target's own; ``MAX_RANK`` for
+            that many or more, and where the draft had no positions left.
+        logprobs: float16[L, K], log probabilities of the draft's best candidates, falling;
+            -inf where there is none.
+    """
+
+    id: int
+    num_prompt: int
+    ranks: IntArray
+    logprobs: npt.NDArray[np.float16]
+
+    @property
+    def num_output(self) -> int:
+        """L, tokens that the target generated."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """All requests of a run, and what was run.
+
+    Attributes:
+        requests: in the order of the run.
+        vocab_size: of the models.
+        weight_bytes: of the target and of the draft.
+        about: where it comes from: models, sampling, data, dtype, seed, versions, command.
+    """
+
+    requests: tuple[RecordedRequest, ...]
+    vocab_size: int
+    weight_bytes: tuple[int, int] = (0, 0)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def top_share(self, k: int) -> float:
+        """Share of the positions at which the target's token is among the draft's ``k`` best."""
+        ranks = np.concatenate([request.ranks for request in self.requests])
+        return float((ranks < k).mean())
+
+
+def write_record(path: str | Path, record: Record) -> Path:
+    """Writes a record atomically; returns its path."""
+    requests = record.requests
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "vocab_size": record.vocab_size,
+        "weight_bytes": record.weight_bytes,
+        "max_rank": MAX_RANK,
+        "about": record.about,
+    }
+    arrays: dict[str, Any] = {
+        "ids": np.array([r.id for r in requests], np.int64),
+        "num_prompt": np.array([r.num_prompt for r in requests], np.int64),
+        "num_output": np.array([r.num_output for r in requests], np.int64),
+        "ranks": np.concatenate([r.ranks for r in requests]).astype(np.uint16),
+        "logprobs": np.concatenate([r.logprobs for r in requests]).astype(np.float16),
+    }
+    stream = io.BytesIO()
+    np.savez_compressed(stream, head=np.array(json.dumps(plain(head))), **arrays)
+    return write_bytes(path, stream.getvalue())
+
+
+def read_record(path: str | Path) -> Record:
+    """Reads a record.
+
+    Raises:
+        UserError: no such file, not a record, one of another version, or a damaged one.
+    """
+    name = str(path)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            head = json.loads(str(file["head"]))
+            found = {key: file[key] for key in _ARRAYS}
+    except FileNotFoundError as error:
+        raise UserError(
+            f"model.record={name}: there is no such file; `specdec run record=true` writes one as"
+            " record.npz in its run folder"
+        ) from error
+    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"model.record={name} is not a record ({type(error).__name__}: {error}); give the"
+            " record.npz of a run with record=true, or a .jsonl of acceptance lengths"
+        ) from error
+    if not isinstance(head, dict) or head.get("format") != FORMAT or head.get("version") != VERSION:
+        raise UserError(
+            f"model.record={name} is no {FORMAT} of version {VERSION}, which this version reads;"
+            " record the run again with record=true"
+        )
+    _check(name, found)
+    return Record(
+        requests=_split(found),
+        vocab_size=int(head["vocab_size"]),
+        weight_bytes=(int(head["weight_bytes"][0]), int(head["weight_bytes"][1])),
+        about=head["about"],
+    )
+
+
+def _check(name: str, found: Mapping[str, npt.NDArray[Any]]) -> None:
+    ids, num_prompt, num_output = found["ids"], found["num_prompt"], found["num_output"]
+    ranks, logprobs = found["ranks"], found["logprobs"]
+    total = int(num_output.sum())
+    problems = {
+        "it holds no requests": not len(ids),
+        "a request id occurs twice": len(set(ids.tolist())) != len(ids),
+        "its lists of requests differ in length": not len(ids)
+        == len(num_prompt)
+        == len(num_output),
+        "a request has no prompt or no output": (num_prompt < 1).any() or (num_output < 1).any(),
+        "its positions do not add up": ranks.shape != (total,) or len(logprobs) != total,
+        "its log probabilities are no table": logprobs.ndim != 2 or not logprobs.shape[1:],
+    }
+    wrong = [text for text, is_wrong in problems.items() if is_wrong]
+    if not wrong and (np.isnan(logprobs).any() or (logprobs > 0).any()):
+        wrong.append("a log probability is above 0 or not a number")
+    if not wrong and (logprobs[:, 1:] > logprobs[:, :-1]).any():
+        wrong.append("candidates are not in falling order")
+    if wrong:
+        raise UserError(f"model.record={name} is damaged: {wrong[0]}; record the run again")
+
+
+def _split(found: Mapping[str, npt.NDArray[Any]]) -> tuple[RecordedRequest, ...]:
+    stops = np.cumsum(found["num_output"]).tolist()
+    requests = []
+    for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
+        requests.append(
+            RecordedRequest(
+                id=int(found["ids"][i]),
+                num_prompt=int(found["num_prompt"][i]),
+                ranks=found["ranks"][start:stop].astype(np.int64),
+                logprobs=found["logprobs"][start:stop],
+            )
+        )
+    return tuple(requests)

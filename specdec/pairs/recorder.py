@@ -1,0 +1,138 @@
+"""Looks at a finished run through its draft: one pass per prompt, after the run.
+
+Shape letters: L generated tokens of a request, K candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.clocks.meter import Meter
+from specdec.errors import UserError
+from specdec.metrics import RequestResult, loop_share
+from specdec.models import ModelRunner
+from specdec.pairs.record import MAX_RANK, NUM_LOGPROBS, Record, RecordedRequest
+from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.types import IntArray, Lossless
+
+if TYPE_CHECKING:
+    from specdec.pairs.interface import ModelPair
+
+_CHUNK = 512  # rows per pass: their logits are V numbers each
+
+
+class DraftRecorder:
+    """Ranks the target's tokens under a draft, at every position of a request.
+
+    The draft sees the target's own committed tokens, and its candidates are scored by the
+    transform that sources use (``SamplingTransform.top``), so an entry is what ``expand`` would
+    have answered for the node on the target's path at that position.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        sampling: SamplingParams,
+        num_logprobs: int = NUM_LOGPROBS,
+    ) -> None:
+        """Wraps a draft.
+
+        Args:
+            runner: all layers of the draft, on a meter of its own.
+            sampling: of the run.
+            num_logprobs: K, candidates whose log probabilities are kept.
+        """
+        self._runner = runner
+        self._transform = SamplingTransform(sampling)
+        self._num_logprobs = num_logprobs
+
+    def record(self, request_id: int, prompt: IntArray, output: IntArray) -> RecordedRequest:
+        """Computes one request.
+
+        Args:
+            request_id: its id.
+            prompt: int64[T >= 1].
+            output: int64[L >= 1], what the target generated.
+        """
+        tokens = np.concatenate([prompt, output])
+        first, num_nodes = len(prompt) - 1, len(tokens) - 1
+        ranks = np.full(len(output), MAX_RANK, np.int64)
+        width = min(self._num_logprobs, self._runner.vocab_size)
+        logprobs = np.full((len(output), width), -np.inf, np.float16)
+        cache = self._runner.new_cache(num_nodes)
+        reach = min(num_nodes, self._runner.max_positions)
+        for start in range(0, reach, _CHUNK):
+            stop = min(start + _CHUNK, reach)
+            wanted = np.arange(max(start, first), stop)
+            rows = cache.rows(prefix_tokens=tokens[start:stop])
+            logits = self._runner.forward([rows], logits_rows=wanted - start).logits
+            if logits is None:  # rows of the prompt only
+                continue
+            histories = None
+            if self._transform.params.needs_history:
+                histories = [tokens[: p + 1] for p in wanted.tolist()]
+            best, scores = self._transform.top(logits, MAX_RANK, histories)
+            right = (best == tokens[wanted + 1][:, None]) & (scores > -np.inf)
+            entries = wanted - first
+            ranks[entries] = np.where(right.any(axis=1), right.argmax(axis=1), MAX_RANK)
+            logprobs[entries] = scores[:, :width]
+        return RecordedRequest(
+            id=request_id, num_prompt=len(prompt), ranks=ranks, logprobs=logprobs
+        )
+
+
+def record_run(
+    *,
+    pair: ModelPair,
+    prompts: Mapping[int, IntArray],
+    results: Iterable[RequestResult],
+    sampling: SamplingParams,
+    about: Mapping[str, Any],
+    on_request: Callable[[int], None] = lambda _: None,
+) -> Record:
+    """Records finished requests. Touches nothing of the run: neither its tokens nor its counts.
+
+    Args:
+        pair: its models; the draft is run on a meter of its own.
+        prompts: prompt id -> int64[T].
+        results: requests that were not cancelled before their first token.
+        sampling: the run's transform.
+        about: where the run comes from; ``loop_share`` is added, which made-up tokens cannot show.
+        on_request: told of every request's id when it is done.
+    """
+    recorder = DraftRecorder(runner=pair.draft_runner(Meter()), sampling=sampling)
+    found, outputs = [], []
+    for result in results:
+        if result.output:
+            outputs.append(result.output)
+            output = np.array(result.output, np.int64)
+            found.append(recorder.record(result.id, prompts[result.id], output))
+        on_request(result.id)
+    return Record(
+        requests=tuple(found),
+        vocab_size=pair.vocab_size,
+        weight_bytes=pair.weight_bytes,
+        about={**about, "loop_share": loop_share(outputs)},
+    )
+
+
+def check_recordable(pair: ModelPair, name: str, claims: Lossless) -> None:
+    """Refuses ``record=true`` where there is nothing to record.
+
+    Raises:
+        UserError: the pair has no models, or the strategy's output is not the target's.
+    """
+    if pair.is_synthetic:
+        raise UserError(
+            "record=true looks at the run through the draft model, which this model= has not; use"
+            " model=tiny or model=hf, or record=false"
+        )
+    if claims is Lossless.LOSSY:
+        raise UserError(
+            f"record=true holds the target's own tokens against the draft, but strategy={name}"
+            " emits others (its verifier is lossy); use verifier=match"
+        )

@@ -1,0 +1,1 @@
+"""How a class that a configuration names is found, checked and constructed."""

@@ -1,0 +1,93 @@
+"""Throughput against time between tokens over batch sizes (SpecPipe Fig. 16 and 17)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.files import write_bytes, write_json, write_text
+from specdec.report.batch_curves import curves_markdown, curves_png
+from specdec.runs.jobs import Progress, compare_jobs
+
+Row = dict[str, Any]
+
+
+def curve_jobs(
+    cfgs: Mapping[int, list[dict[str, Any]]],
+    folder: Path,
+    repeats: int,
+    progress: Progress,
+    *,
+    cross: str | None = None,
+) -> dict[str, Any]:
+    """Compares the same strategies at every batch size and draws the curves.
+
+    Args:
+        cfgs: batch size -> one resolved configuration per row.
+        folder: gets a comparison's folder per batch size, and comparison.json, .md and .png over
+            all of them. Batch sizes that are complete there are not run again.
+        repeats, progress: as for ``compare_jobs``.
+        cross: name of the row that is ``ar`` on another profile.
+
+    Returns:
+        The content of ``comparison.json``: rows with their ``batch_size`` and ratios, the
+        ``conditions``, and ``crossovers``.
+    """
+    rows: list[Row] = []
+    conditions: dict[str, Any] = {}
+    for size, configs in cfgs.items():
+        place = folder / f"batch_{size}"
+        done = place / "comparison.json"
+        if done.is_file():
+            found = json.loads(done.read_text(encoding="utf-8"))
+        else:
+            found = compare_jobs(configs, place, repeats, progress)
+        conditions = dict(found["conditions"])
+        rows += [{**row, "batch_size": size} for row in found["rows"]]
+    conditions["batch_size"] = list(cfgs)
+    add_ratios(rows, cross)
+    crossed = crossovers(rows, cross)
+    result = {"rows": rows, "conditions": conditions, "crossovers": crossed}
+    page = curves_markdown(rows, conditions, crossed, cross)
+    write_text(folder / "comparison.md", page)
+    write_bytes(folder / "comparison.png", curves_png(rows, conditions))
+    write_json(folder / "comparison.json", result)
+    return result
+
+
+def add_ratios(rows: Sequence[Row], cross: str | None) -> None:
+    """Adds to each row its ratios within its batch size; above 1 the row is better.
+
+    ``throughput_over_ar`` and ``tbt_over_ar`` (the time between tokens of ``ar`` over the row's);
+    the same over the cross-profile row as ``throughput_over_cross`` and ``tbt_over_cross``.
+    """
+    for name, suffix in (("ar", "ar"), (cross, "cross")):
+        bases = {row["batch_size"]: row for row in rows if row["strategy"] == name}
+        for row in rows:
+            base = bases.get(row["batch_size"], {})
+            mine, plain = row["throughput_tokens_per_s"], base.get("throughput_tokens_per_s")
+            row[f"throughput_over_{suffix}"] = mine / plain if mine and plain else None
+            mine, plain = row["tbt_ms_mean"], base.get("tbt_ms_mean")
+            row[f"tbt_over_{suffix}"] = plain / mine if mine and plain else None
+
+
+def crossovers(rows: Sequence[Row], cross: str | None) -> dict[str, int | None]:
+    """Per strategy the smallest batch size from which on a plain row has the higher throughput.
+
+    Keys are "NAME behind ar" and "NAME behind CROSS"; None where it is never behind at the largest
+    size.
+    """
+    speed = {(r["strategy"], r["batch_size"]): r["throughput_tokens_per_s"] or 0.0 for r in rows}
+    sizes = sorted({size for _, size in speed})
+    found: dict[str, int | None] = {}
+    for plain in filter(None, ("ar", cross)):
+        for name in dict.fromkeys(row["strategy"] for row in rows):
+            if name in ("ar", cross) or (plain, sizes[0]) not in speed:
+                continue
+            behind = [n for n in sizes if speed[name, n] < speed[plain, n]]
+            ahead = [n for n in sizes if n not in behind]
+            last_ahead = max(ahead, default=0)
+            found[f"{name} behind {plain}"] = next((n for n in behind if n > last_ahead), None)
+    return found

@@ -1,0 +1,306 @@
+"""Runners: one strategy, ready to decode prompts, ours or transformers' own.
+
+Both kinds hand back the same raw counts, so every rate of a table comes from the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from specdec.compose.build import compose
+from specdec.compose.workbench import Parts
+from specdec.errors import UserError
+from specdec.metrics import RequestResult, RunTotals
+from specdec.pairs import HuggingFacePair, ModelPair
+from specdec.policies import Chain, FixedWidth
+from specdec.runs import HFBaseline, HFOptions
+from specdec.runs.totals import RunBook
+from specdec.sampling.transform import SamplingParams
+from specdec.serving.arrivals import AT_ONCE, arrival_times
+from specdec.sources import EarlyExitSource, MedusaSource, MultiExitSource
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.trace.recorder import ObservedExecutor, RunTrace
+from specdec.types import Commit, IntArray, Lossless
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A tokenised prompt.
+
+    Attributes:
+        id: the prompt's id in its data set, which keys its randomness.
+        tokens: int64[T].
+    """
+
+    id: int
+    tokens: IntArray
+
+
+Book = Callable[[RequestResult, RunTotals], None]
+"""Told of a request that ended, and of what was counted since the one before."""
+
+
+class Runner(Protocol):
+    """One strategy of a comparison."""
+
+    name: str
+    claims: Lossless
+
+    def run(
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
+    ) -> RunTotals:
+        """Decodes the prompts, reporting each as it finishes; returns the totals of this call.
+
+        Args:
+            prompts: served together, as many at a time as ``batch_size`` says.
+            on_finish: told of each request that ends.
+            book: told besides what was counted since the request that ended before.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class PartsRunner:
+    """A strategy composed of parts, run by the one loop."""
+
+    def __init__(
+        self,
+        *,
+        cfg: Mapping[str, Any],
+        pair: ModelPair,
+        stop: StopRules,
+        on_step: Callable[[DecodeState], None] | None = None,
+    ) -> None:
+        """Composes the strategy.
+
+        Args:
+            cfg: resolved configuration (see ``compose``).
+            pair: target and draft.
+            stop: when requests are complete.
+            on_step: told of the state after each step of ``run``; may cancel requests.
+
+        Raises:
+            UserError: see ``compose``.
+        """
+        self.name = str(cfg["strategy"]["name"])
+        self.parts: Parts = compose(cfg, pair)
+        self.claims = self.parts.verifier.lossless
+        self.trace = RunTrace(self.parts.clock) if cfg.get("trace") else None
+        self._cfg = cfg
+        self._stop = stop
+        self._pair = pair
+        self._sampling = sampling_params(cfg["sampling"])
+        self._on_step = on_step
+
+    def run(
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
+    ) -> RunTotals:
+        """Decodes the prompts; see ``Runner``."""
+        state = self.parts.new_state()
+        ledger = RunBook(self.parts, state, self._new_totals)
+        if self.trace is not None:
+            self.trace.begin_run(ledger.ranks.reports)
+        found: list[RunTotals] = []
+        left = len(prompts)
+
+        def finished(request: RequestState) -> None:
+            nonlocal left
+            left -= 1
+            found.append(ledger.take(at_end=not left))
+            result = self._result(request)
+            on_finish(result)
+            if book is not None:
+                book(result, found[-1])
+            ledger.resume()
+
+        for _ in self.steps(state, prompts, finished):
+            if self._on_step is not None:
+                self._on_step(state)
+        if self.trace is not None:
+            self.trace.end_run(ledger.ranks.reports)
+        return RunTotals.merge(found) if found else self._new_totals()
+
+    def _new_totals(self) -> RunTotals:
+        """Flags of this strategy's runs, no counts."""
+        totals = RunTotals(
+            clock=self.parts.clock.kind.value,
+            latency=self.parts.executor.latency,
+            level_per_step=self._level_per_step,
+            whole_tree=not self._pipelined,
+            kv_budget_tokens=self.parts.serving.kv_tokens,
+        )
+        totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
+        if isinstance(self.parts.source, MedusaSource):
+            totals.draft_bytes = self.parts.source.head_bytes
+        if isinstance(self.parts.source, EarlyExitSource | MultiExitSource):
+            drafts_first = not self.parts.source.needs.exits
+            totals.draft_bytes = self._pair.exit_bytes(with_layers=drafts_first)
+            totals.early_exit = _exit_sizes(self.parts, self._pair)
+        return totals
+
+    def steps(
+        self,
+        state: DecodeState,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestState], None],
+    ) -> Iterator[list[Commit]]:
+        """The loop over the prompts, step by step (streaming, checks between steps)."""
+        parts = self.parts
+        if self.trace is not None:
+            observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
+            parts = replace(parts, executor=observed)
+        serving = self._cfg.get("serving") or {}
+        arrivals = parts.clock.now() + arrival_times(
+            serving.get("arrivals", AT_ONCE),
+            len(prompts),
+            rate_per_s=serving.get("rate_per_s"),
+            seed=int(self._cfg["seed"]),
+        )
+        requests = [
+            RequestState(
+                request_id=p.id,
+                prompt=p.tokens,
+                stop=self._stop,
+                sampling=self._sampling,
+                arrival_s=arrival_s,
+            )
+            for p, arrival_s in zip(prompts, arrivals.tolist(), strict=True)
+        ]
+        return parts.decode(
+            state,
+            requests,
+            batch_size=int(self._cfg["batch_size"]),
+            prefill_chunk=int(self._cfg["prefill_chunk"]),
+            on_finish=on_finish,
+        )
+
+    def close(self) -> None:
+        """Releases the executor."""
+        self.parts.executor.shutdown()
+
+    @property
+    def _pipelined(self) -> bool:
+        return not getattr(self.parts.policy, "serial", True)
+
+    @property
+    def _level_per_step(self) -> bool:
+        return getattr(self.parts.policy, "levels_per_step", None) == 1
+
+    def _result(self, request: RequestState) -> RequestResult:
+        tokenizer = self._pair.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(request.output)
+        return RequestResult(
+            id=request.id,
+            num_prompt=request.num_prompt,
+            output=tuple(request.output),
+            origins=tuple(request.output_origins),
+            finish_reason=request.finish_reason or "cancelled",
+            text=str(text),
+            emitted_s=tuple(request.emitted_s),
+            arrival_s=request.arrival_s,
+            admitted_s=request.admitted_s,
+            counters=request.counters,
+        )
+
+
+def _exit_sizes(parts: Parts, pair: ModelPair) -> dict[str, int] | None:
+    """What PPSD's laws need to know of a strategy; None where none of them fits it."""
+    if isinstance(parts.source, MultiExitSource):
+        return None  # a token's exit differs, so no single E stands in a law
+    sizes = {"layers": pair.num_layers, "exit_layer": pair.exit_layer}
+    policy = parts.policy
+    if isinstance(policy, FixedWidth) and not policy.serial and parts.executor.latency > 1:
+        return {**sizes, "stages": parts.executor.latency, "width": policy.width}
+    return {**sizes, "gamma": policy.gamma} if isinstance(policy, Chain) else None
+
+
+class HFRunner:
+    """transformers' own generate, for comparison."""
+
+    def __init__(self, *, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> None:
+        """Prepares a baseline.
+
+        Args:
+            cfg: resolved configuration of a strategy of kind ``hf``.
+            pair: target and draft; must be real models.
+            stop: when requests are complete.
+
+        Raises:
+            UserError: if there are no real models, or for options that do not apply.
+        """
+        strategy = dict(cfg["strategy"])
+        self.name = str(strategy["name"])
+        if not isinstance(pair, HuggingFacePair):
+            raise UserError(f"strategy={self.name} needs real models; use model=tiny or model=hf")
+        sampling = sampling_params(cfg["sampling"])
+        self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
+        self._pair = pair
+        assisted = strategy["method"] == "hf_assisted"
+        self._baseline = HFBaseline(
+            kind=strategy["method"],
+            target=pair.target,
+            draft=pair.draft if assisted else None,
+            stop=stop,
+            sampling=sampling,
+            seed=int(cfg["seed"]),
+            tokenizer=pair.tokenizer,
+            options=HFOptions(**strategy["options"]),
+        )
+
+    def run(
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
+    ) -> RunTotals:
+        """Decodes the prompts one by one; see ``Runner``."""
+        self._baseline.take_totals()
+        parts: list[RunTotals] = []
+        for prompt in prompts:
+            result = self._baseline.generate_one(prompt.id, prompt.tokens)
+            parts.append(self._baseline.take_totals())
+            parts[-1].target_bytes, parts[-1].draft_bytes = self._pair.weight_bytes
+            on_finish(result)
+            if book is not None:
+                book(result, parts[-1])
+        return RunTotals.merge(parts)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
+    """The runner of one strategy: transformers' own for kind ``hf``, ours otherwise."""
+    kind = HFRunner if cfg["strategy"]["kind"] == "hf" else PartsRunner
+    return kind(cfg=cfg, pair=pair, stop=stop)
+
+
+def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:
+    """The sampling transform that ``sampling=`` describes.
+
+    Raises:
+        UserError: for a value out of range.
+    """
+    try:
+        return SamplingParams(**cfg)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"sampling: {error}") from error
+
+
+__all__ = [
+    "HFRunner",
+    "PartsRunner",
+    "Runner",
+    "TokenPrompt",
+    "build_runner",
+    "sampling_params",
+]

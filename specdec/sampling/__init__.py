@@ -1,0 +1,1 @@
+"""Sampling transforms, keyed random draws and the order of candidates."""

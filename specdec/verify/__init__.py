@@ -1,7 +1,0 @@
-"""Losslessness as a service: checks that certify any configuration, or name what is wrong."""
-
-from specdec.verify.certify import CHECKS, certify
-from specdec.verify.report import Check, Report, print_report, write_report
-from specdec.verify.subject import refuse
-
-__all__ = ["CHECKS", "Check", "Report", "certify", "print_report", "refuse", "write_report"]
