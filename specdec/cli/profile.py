@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, working_in
+from specdec.cli.folders import claim, default_folder, working_in
 from specdec.cli.progress import reporting
+from specdec.cli.show import show_config
 from specdec.config.checks import check_section
 from specdec.config.hydra import compose_config
 from specdec.config.job import checked_job
@@ -57,11 +58,10 @@ def main(words: Sequence[str]) -> int:
     if "--help" in arguments.flags:
         print(HELP, end="")
         return 0
-    config, asked = profile_config(arguments.overrides, arguments.config_dirs)
-    if "--cfg" in arguments.flags:
-        print(as_yaml(config), end="")
-        return 0
-    execute(config, Path(asked) if asked else default_folder("profile"))
+    if arguments.cfg:
+        return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")
+    config, output_dir = profile_config(arguments.overrides, arguments.config_dirs)
+    execute(config, Path(output_dir) if output_dir else default_folder("profile"))
     return 0
 
 

@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
     if what not in known:
         raise UserError(f"specdec train {what}: {did_you_mean(what, known)}")
     config = _with_overrides(what, overrides)
-    if "--cfg" in arguments.flags:
+    if arguments.cfg:
         print(as_yaml(config), end="")
         return 0
     # Here, not at the top: it brings torch.
