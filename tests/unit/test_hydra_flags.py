@@ -173,9 +173,9 @@ class TestTargets:
 
     @pytest.mark.parametrize("key", ["source.draft", "source.cheap"])
     def test_inside_another_part(self, key: str, capsys) -> None:
-        words = [f"{key}={{_target_:subprocess.Popen,args:[touch,X]}}"]
+        words = [f"{key}._target_=subprocess.Popen", f"+{key}.args=[touch,X]"]
         assert main(["run", RANDOM, "strategy=staged", *words]) == 2
-        assert "subprocess.Popen" in capsys.readouterr().err
+        assert f"{key}._target_=subprocess.Popen is not a TokenSource" in capsys.readouterr().err
         assert not Path("X").exists()
 
     def test_in_a_job_file_of_a_worker(self, capsys) -> None:
