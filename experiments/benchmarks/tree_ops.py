@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-from specdec.policies.growing import append_best, bottom_level
+from specdec.policies.tree_growth import append_best, bottom_level
 from specdec.tree import TokenTree
 from specdec.types import Candidates, IntArray
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from specdec.clocks import LatencyProfile, Work
 from specdec.parts.fields import Count, DraftCount, validated
-from specdec.policies.growing import (
+from specdec.policies.calibration import RankCalibration
+from specdec.policies.tree_growth import (
     Stateless,
     bottom_level,
     expand,
@@ -25,7 +26,6 @@ from specdec.policies.growing import (
     ready_requests,
     unsubmitted,
 )
-from specdec.policies.reliability import Reliability
 from specdec.sampling.top_stable import top_set
 from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
 
@@ -69,7 +69,7 @@ class AdaptiveWidth(Stateless):
         T(n) (B + (N - 1) (probability that is left out of the levels))
 
     is least: the paper's T (1 + (1 - p)(N - 1)) over a batch, with the draft's own probabilities
-    for p, corrected by how often the path ran through nodes of their rank (``Reliability``), and
+    for p, corrected by how often the path ran through nodes of their rank (``RankCalibration``) and
     its N - 1 by the steps that gave a request nothing so far against those expected; refilling
     after a miss, which Eq. 2 leaves out, counts by that. A step takes as long as the widest of the
     N levels in flight, so one level narrower than the rest saves nothing: what is left out is a
@@ -107,7 +107,7 @@ class AdaptiveWidth(Stateless):
         self._latency = latency
         self._expected_idle = self._idle = _PRIOR_MISSES * (latency - 1)
         self._num_output: dict[int, int] = {}
-        self._reliability = Reliability()
+        self._reliability = RankCalibration()
         self._left_out: FloatArray | None = None  # [width], mean per request by nodes per request
         self._cost: _Priced | _Fitted = _Fitted() if profile is None else _Priced(profile)
 

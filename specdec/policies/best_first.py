@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 
 from specdec.parts.fields import Bound, Count, Share, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     NO_SLOTS,
     Stateless,
     best_leaves,

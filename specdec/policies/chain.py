@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.parts.fields import DraftCount, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     NO_SLOTS,
     Stateless,
     expand,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from specdec.parts.fields import Count, DraftCount, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     NO_SLOTS,
     Stateless,
     append_best,

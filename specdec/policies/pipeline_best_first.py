@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.parts.fields import Count, DraftCount, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     Stateless,
     best_leaves,
     expand,

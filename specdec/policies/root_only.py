@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.policies.growing import Stateless, ready_requests, unsubmitted
+from specdec.policies.tree_growth import Stateless, ready_requests, unsubmitted
 from specdec.types import Nodes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.interfaces import TreePolicy
 from specdec.parts.fields import Bound, validated
-from specdec.policies.growing import NO_SLOTS, last_position
+from specdec.policies.tree_growth import NO_SLOTS, last_position
 from specdec.sampling.top_stable import top_stable
 from specdec.tree import TokenTree
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output

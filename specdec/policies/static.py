@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec.clocks import SimulatedClock
 from specdec.parts.fields import Count, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     NO_SLOTS,
     expand,
     last_position,

@@ -13,8 +13,8 @@ import numpy as np
 
 from specdec.parts.fields import DraftCount, validated
 from specdec.policies.chain import grow_chains
-from specdec.policies.growing import Stateless, ready_requests, unsubmitted
-from specdec.sources.contexts import hash_uniform
+from specdec.policies.tree_growth import Stateless, ready_requests, unsubmitted
+from specdec.sources.hashing import hash_uniform
 from specdec.types import Commit, CommitKind, Nodes, Output
 
 if TYPE_CHECKING:

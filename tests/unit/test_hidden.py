@@ -8,7 +8,7 @@ from heads import LAYERS, VOCAB, Pair, cases, levels, states, steps
 
 from specdec.compose.workbench import Parts, Workbench
 from specdec.executors import layout
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.interfaces import TreePolicy
 from specdec.policies import Static
 from specdec.sources import (

@@ -36,7 +36,7 @@ class _Pending:
     shares: FloatArray
 
 
-class Reliability:
+class RankCalibration:
     """Nodes that were on the target's path against those that the draft promised, by their rank.
 
     A node's *share* is its probability given that the path runs through the level above. A bin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.policies.reliability import Reliability
+from specdec.policies.calibration import RankCalibration
 from specdec.types import Commit, CommitKind, FloatArray
 
 SHARES = np.array([0.5, 0.2, 0.1, 0.05])
@@ -14,7 +14,7 @@ NUM_LEVELS = 4000
 def settled(truth: FloatArray, *, ahead: int = 1) -> FloatArray:
     """Corrected SHARES after levels in which node i was on the path with probability truth[i]."""
     rng = np.random.default_rng(7)
-    found = Reliability()
+    found = RankCalibration()
     found.open(0)
     fed = 0
     for root in range(1, NUM_LEVELS + 1):
