@@ -1,10 +1,10 @@
-"""How far a draft's probabilities can be believed, learnt from the run itself.
+"""Calibration of a draft's probabilities by rank, measured during the run.
 
-A policy that weighs the last nodes of a level against their time needs the probabilities of just
-those, and there a draft is least to be trusted: it describes a distribution, while a greedy or
-sharpened target goes where that distribution peaks.
+A policy that weighs the last nodes of a level against their cost needs the probabilities of exactly
+those nodes, where a draft is least reliable: it describes a distribution, while a greedy or
+sharpened target follows the peaks of that distribution.
 
-Letters: W nodes of one level.
+Shape letters: W nodes of one level.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ import numpy as np
 from specdec.types import Commit, CommitKind, FloatArray, IntArray
 
 _BINS = 16  # of ranks, each twice as wide as the one before
-_PRIOR = 2.0  # nodes on the path, expected and seen before any was: believing the draft at first
+_PRIOR = 2.0  # initial count of nodes on the path, observed and expected: a correction of 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    """One level whose fate is open.
-
-    Attributes:
-        position: of its nodes.
-        ids: int64[W], node ids, most probable first.
-        shares: float64[W], what the draft promised.
-    """
+class _Level:
+    """A submitted level whose nodes are not decided yet; see ``RankCalibration.add_level``."""
 
     position: int
     ids: IntArray
@@ -37,42 +31,44 @@ class _Pending:
 
 
 class RankCalibration:
-    """Nodes that were on the target's path against those that the draft promised, by their rank.
+    """Ratio of observed to predicted nodes on the target's path, by the node's rank in its level.
 
-    A node's *share* is its probability given that the path runs through the level above. A bin
-    holds the nodes of ranks 1, 2-3, 4-7, ... of their levels; its correction is the number of its
-    nodes that the path ran through over the sum of their shares. Ranks, because what is weighed is
-    the last ranks of a level; shares, because a level behind a miss says nothing about its width.
+    A node's *share* is its probability given that the path passes through the level above. A bin
+    covers the ranks 1, 2-3, 4-7, ...; its correction is the number of its nodes on the path divided
+    by the sum of their shares. Ranks, because the decision concerns the last ranks of a level;
+    shares, because a level below a miss gives no evidence about its width.
     """
 
     def __init__(self) -> None:
-        self._seen = np.full(_BINS, _PRIOR)
-        self._promised = np.full(_BINS, _PRIOR)
-        self._pending: dict[int, deque[_Pending]] = {}
+        self._observed = np.full(_BINS, _PRIOR)
+        self._predicted = np.full(_BINS, _PRIOR)
+        self._pending: dict[int, deque[_Level]] = {}
 
     def open(self, request_id: int) -> None:
         """Starts a request."""
         self._pending[request_id] = deque()
 
-    def promise(self, request_id: int, *, position: int, ids: IntArray, shares: FloatArray) -> None:
-        """Notes a level of one request, below all of its that are still open.
+    def add_level(
+        self, request_id: int, *, position: int, ids: IntArray, shares: FloatArray
+    ) -> None:
+        """Adds a level of one request, below all its levels that are not decided yet.
 
         Args:
             request_id: an open request.
-            position: of the nodes.
+            position: position of the nodes.
             ids: int64[W], node ids, most probable first.
-            shares: float64[W], see above.
+            shares: float64[W], their shares.
         """
-        self._pending[request_id].append(_Pending(position, ids, shares))
+        self._pending[request_id].append(_Level(position, ids, shares))
 
     def corrected(self, shares: FloatArray) -> FloatArray:
-        """float64[W]: what ``shares`` of a level, best first, were worth so far."""
-        return shares * (self._seen / self._promised)[_bins(len(shares))]
+        """float64[W]: the shares of a level, best first, times the correction of their bins."""
+        return shares * (self._observed / self._predicted)[_bins(len(shares))]
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Settles the levels that have been decided; those behind a miss count for nothing."""
+        """Counts the levels that the commits decide, and discards those below a miss."""
         for commit in commits:
-            if commit.kind is CommitKind.NONE or commit.finished:
+            if commit.finished:
                 continue
             pending = self._pending[commit.request]
             hit = commit.kind is CommitKind.HIT
@@ -80,13 +76,13 @@ class RankCalibration:
             while pending and pending[0].position <= commit.prefix_len:
                 level = pending.popleft()
                 bins = _bins(len(level.ids))
-                self._promised += np.bincount(bins, level.shares, _BINS)
-                self._seen += np.bincount(bins[np.isin(level.ids, path)], minlength=_BINS)
+                self._predicted += np.bincount(bins, level.shares, _BINS)
+                self._observed += np.bincount(bins[np.isin(level.ids, path)], minlength=_BINS)
             if not hit:
                 pending.clear()
 
     def close(self, request_id: int) -> None:
-        """Forgets a request; levels that were not decided count for nothing."""
+        """Discards the request's undecided levels."""
         self._pending.pop(request_id, None)
 
 

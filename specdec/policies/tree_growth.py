@@ -1,12 +1,14 @@
-"""What the policies share: asking the source for a forest at once, and who may be fed.
+"""Operations that the tree policies share: growth rounds, selections and eligible requests.
 
-A *growth round* is one call of the source for the chosen nodes of all requests together, so that
-many requests share one draft forward.
+A *growth round* is one call of ``TokenSource.expand`` for the selected nodes of all requests
+together, so that all requests share one draft forward.
+
+Shape letters: N nodes, W selected nodes, K candidates per node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,37 +22,41 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 NO_SLOTS: IntArray = np.zeros(0, np.int64)
-"""int64[0], shared and never written."""
+"""int64[0], shared; never written to."""
 
 
 class Stateless:
-    """The calls that mean nothing to a policy whose whole state is in the trees."""
+    """No-op ``TreePolicy`` methods for policies that store nothing per request."""
 
     def open(self, request: RequestState) -> None:
-        """Nothing to prepare."""
+        """No-op."""
 
     def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
-        """Nothing: a serial policy drafts in ``select``, before the target starts."""
+        """No-op: all drafting happens in ``select``, before the target starts."""
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Nothing: the trees have already been rerooted."""
+        """No-op: ``DecodeState.commit`` has already rerooted the trees."""
 
     def close(self, request_id: int) -> None:
-        """Nothing to release."""
+        """No-op."""
+
+
+def live_requests(state: DecodeState) -> list[RequestState]:
+    """Requests that are not finished, in order of admission."""
+    return [request for request in state.requests.values() if not request.finished]
 
 
 def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
-    """Requests that may be fed now, in order of admission.
+    """Requests whose nodes may be submitted in this step, in order of admission.
 
-    It is their turn, their prefill is entirely sent, they are not finished, and, for ``serial``
-    policies, no answer is awaited.
+    A request is ready if it is its turn, its prefill is completely submitted, it is not finished
+    and, for a ``serial`` policy, no answer is outstanding.
     """
     return [
         request
-        for request in state.requests.values()
+        for request in live_requests(state)
         if (state.turn is None or request.id in state.turn)
         and request.prefill_sent >= request.num_prefill
-        and not request.finished
         and not (serial and request.awaiting)
     ]
 
@@ -58,37 +64,47 @@ def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
 def last_position(request: RequestState) -> int:
     """Position of the last token that the request can emit.
 
-    No node may stand beyond it: it could not be emitted, and the model may have no such position.
+    Nodes beyond it are never created: they could not be emitted, and the model may not have such a
+    position.
     """
     return request.num_prompt - 1 + request.stop.max_new_tokens
+
+
+def as_nodes(selected: Iterable[tuple[RequestState, IntArray]]) -> Nodes:
+    """``Nodes`` of (request, int64[W_r] slots) pairs; pairs without slots are dropped."""
+    return Nodes(tuple((r.id, r.tree.ids[slots]) for r, slots in selected if len(slots)))
+
+
+def unsubmitted(requests: Iterable[RequestState]) -> Nodes:
+    """All nodes of the requests' trees that were not submitted yet, parents first."""
+    return as_nodes((r, np.flatnonzero(r.tree.submitted_at < 0)) for r in requests)
 
 
 def expand(
     state: DecodeState,
     source: TokenSource,
-    wanted: Sequence[tuple[RequestState, IntArray]],
+    selected: Sequence[tuple[RequestState, IntArray]],
     k: int,
 ) -> list[IntArray]:
-    """One growth round: asks the source once for all requests and stores its answers in the trees.
+    """One growth round: stores the source's candidates for the selected nodes in the trees.
 
     Args:
-        state: the forest.
-        source: asked for one packed batch of nodes; not at all when there is none.
-        wanted: (request, int64[W_r] slots of unexpanded nodes); a request at most once.
-        k: candidates per node at most.
+        state: the decode state.
+        source: called once, or not at all if no node is selected.
+        selected: (request, int64[W_r] slots of unexpanded nodes); each request at most once.
+        k: maximum number of candidates per node.
 
     Returns:
-        Per entry of ``wanted``, int64[W_r]: how many candidates each node got.
+        int64[W_r] per entry of ``selected``: the number of candidates of each node.
     """
-    asked = [(request, slots) for request, slots in wanted if len(slots)]
-    if not asked:
-        return [NO_SLOTS for _ in wanted]
-    nodes = Nodes(tuple((request.id, request.tree.ids[slots]) for request, slots in asked))
+    nodes = as_nodes(selected)
+    if not nodes.items:
+        return [NO_SLOTS for _ in selected]
     with state.drafting():
         candidates = source.expand(state, nodes, k)
-    assert len(candidates.counts) == len(nodes), "a source answers every node it is asked for"
+    assert len(candidates.counts) == len(nodes), "a source returns one row per node"
     counts, start = [], 0
-    for request, slots in wanted:
+    for request, slots in selected:
         rows = slice(start, start + len(slots))
         start = rows.stop
         counts.append(candidates.counts[rows])
@@ -99,7 +115,7 @@ def expand(
 
 
 def _drop_known_children(tree: TokenTree, slots: IntArray) -> None:
-    """Marks candidates as taken whose token a child of the node carries already.
+    """Marks candidates as taken if a child of the node already has their token.
 
     A node may have children before it is expanded (``StagedTree``); siblings must differ.
     """
@@ -118,26 +134,27 @@ def bottom_level(tree: TokenTree) -> IntArray:
     return np.flatnonzero(positions == positions.max())
 
 
-def open_bottom(request: RequestState) -> IntArray:
-    """int64[W]: the nodes of the deepest level that the source has not answered for.
+def growable_level(request: RequestState) -> IntArray:
+    """int64[W]: slots of the deepest nodes; empty if their children could not be emitted."""
+    bottom = bottom_level(request.tree)
+    room = int(request.tree.positions[bottom[0]]) < last_position(request)
+    return bottom if room else NO_SLOTS
 
-    None where children would stand beyond the last token that the request can emit.
-    """
-    tree = request.tree
-    bottom = bottom_level(tree)
-    if int(tree.positions[bottom[0]]) >= last_position(request):
-        return NO_SLOTS
-    return bottom[~tree.expanded[bottom]]
+
+def open_bottom(request: RequestState) -> IntArray:
+    """int64[W]: the unexpanded nodes of ``growable_level``."""
+    bottom = growable_level(request)
+    return bottom[~request.tree.expanded[bottom]]
 
 
 def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:
-    """Makes nodes of the ``width`` most probable candidates of some nodes (PipeDec 3.3.3).
+    """Turns the ``width`` most probable candidates of some nodes into nodes (PipeDec 3.3.3).
 
     Args:
-        tree: the tree that grows.
-        parents: int64[W], slots, one level as a rule.
-        width: nodes to make at most, by cumulative probability, ties in slot order.
-        children: candidates of each parent that are looked at, best first.
+        tree: the tree to grow.
+        parents: int64[W], slots, usually of one level.
+        width: maximum number of new nodes, by cumulative probability, ties in slot order.
+        children: only the first ``children`` candidates of each parent are considered.
 
     Returns:
         int64[<= width]: slots of the new nodes, in the order of their parents (breadth-first,
@@ -158,16 +175,20 @@ def most_probable(
     node_scores: FloatArray,
     parent_scores: FloatArray,
     num: int,
-    least: float = -np.inf,
+    min_score: float = -np.inf,
 ) -> IntArray:
-    """The ``num`` best of the nodes and of all candidates; candidates among them become nodes.
+    """The ``num`` highest-scoring nodes and candidates; selected candidates become nodes.
+
+    With ``tree.scores`` for both it is the best connected subgraph (SwiftSpec Alg. 1): a child's
+    score is at most its parent's, so the best nodes are connected.
 
     Args:
-        tree: the tree that is chosen from.
-        node_scores: float64[N], what the nodes count for, -inf for those that may not be chosen.
-        parent_scores: float64[N], what their candidates' log-probabilities are added to.
-        num: how many at most; ties fall to nodes before candidates, then in slot order.
-        least: score that a chosen one must have; the root has 0.
+        tree: the tree.
+        node_scores: float64[N], scores of the nodes; -inf excludes a node.
+        parent_scores: float64[N], added to the log-probabilities of each node's candidates; -inf
+            excludes them.
+        num: maximum number of nodes; ties go to nodes before candidates, then in slot order.
+        min_score: minimum score of a selected node (the root has 0). Default: none.
 
     Returns:
         int64[<= num]: slots, in slot order.
@@ -176,8 +197,8 @@ def most_probable(
     candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
     scores = np.concatenate([node_scores, candidate_scores.ravel()])
     best = top_set(scores, num)
-    chosen = scores.take(best)
-    best = best[(chosen > -np.inf) & (chosen >= least)]
+    best_scores = scores.take(best)
+    best = best[(best_scores > -np.inf) & (best_scores >= min_score)]
     split = int(best.searchsorted(num_nodes))
     if split == len(best):
         return best
@@ -185,41 +206,39 @@ def most_probable(
     return np.concatenate([best[:split], tree.take(rows, columns)])
 
 
-def best_leaves(
-    request: RequestState, num: int, *, silent: IntArray = NO_SLOTS, least: float = -np.inf
-) -> IntArray:
-    """int64[<= num]: the most probable leaves, made nodes where they were candidates.
+def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> IntArray:
+    """int64[<= num]: slots of the most probable unsubmitted nodes and candidates, parents first.
 
-    A *leaf* is a node that was not expanded, or a candidate that was not made a node yet. Not a
-    leaf: what stands where only the last token of the request could follow, so that near its end
-    the whole number goes to nodes that can still be expanded.
+    Together with the submitted nodes they are connected: a child's score is at most its parent's,
+    and ties go to nodes before candidates. Candidates become nodes. See ``most_probable``.
+    """
+    node_scores = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
+    return most_probable(tree, node_scores, tree.scores, num, min_score)
+
+
+def best_leaves(
+    request: RequestState, num: int, *, excluded: IntArray = NO_SLOTS, min_score: float = -np.inf
+) -> IntArray:
+    """int64[<= num]: slots of the most probable leaves; leaves that were candidates become nodes.
+
+    A *leaf* is an unexpanded node or an untaken candidate that can have children: one at the last
+    position that the request can emit is not a leaf.
 
     Args:
-        request: whose tree is looked at, and grows.
-        num: how many at most.
-        silent: int64[S], slots that are left out.
-        least: score that a leaf must have; the root has 0.
+        request: the request whose tree is read and grown.
+        num: maximum number of leaves.
+        excluded: int64[S], slots that are not returned. Default: none.
+        min_score: minimum score of a leaf (the root has 0). Default: none.
     """
     tree = request.tree
     scores, closed = tree.scores, tree.expanded
     parents = scores
     limit = last_position(request)
     if int(tree.positions.max()) + 1 >= limit:
-        room = limit - tree.positions  # levels that may still follow
+        room = limit - tree.positions  # levels that fit below each node
         closed = closed | (room < 1)
         parents = np.where(room > 1, scores, -np.inf)
     nodes = np.where(closed, -np.inf, scores)
-    if len(silent):
-        nodes[silent] = -np.inf
-    return most_probable(tree, nodes, parents, num, least)
-
-
-def unsubmitted(requests: Sequence[RequestState]) -> Nodes:
-    """All nodes of the requests' trees that the target has not been given, parents first."""
-    items = []
-    for request in requests:
-        tree = request.tree
-        slots = np.flatnonzero(tree.submitted_at < 0)
-        if len(slots):
-            items.append((request.id, tree.ids[slots]))
-    return Nodes(tuple(items))
+    if len(excluded):
+        nodes[excluded] = -np.inf
+    return most_probable(tree, nodes, parents, num, min_score)
