@@ -8,7 +8,7 @@ import numpy as np
 
 from specdec.interfaces import TokenSource
 from specdec.parts.fields import Count, Share, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     Stateless,
     expand,
     last_position,

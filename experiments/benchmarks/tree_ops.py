@@ -16,13 +16,13 @@ from time import perf_counter
 
 import numpy as np
 
-from specdec.policies.growing import append_best, bottom_level
+from specdec.policies.tree_growth import append_best, bottom_level, most_probable
 from specdec.tree import TokenTree
 from specdec.types import Candidates, IntArray
 
 NUM_CANDIDATES = 16
-LIMITS_MS = {"append": 0.3, "reroot": 5.0, "best_subgraph": 1.0}
-"""Limits on the large tree, one core: appending a level, rerooting, the best subgraph of 64."""
+LIMITS_MS = {"append": 0.3, "reroot": 5.0, "most_probable": 1.0}
+"""Limits on the large tree, one core: appending a level, rerooting, the 64 best nodes."""
 
 Operation = Callable[[TokenTree], object]
 
@@ -65,8 +65,7 @@ def operations(tree: TokenTree, num: int) -> dict[str, Operation]:
         "take": lambda t: t.take(parents[: len(bottom)], np.zeros(len(bottom), np.int64)),
         "append_best": lambda t: append_best(t, bottom, num, NUM_CANDIDATES),
         "best_candidates": lambda t: t.best_candidates(num),
-        "best_unsubmitted": lambda t: t.best_unsubmitted(num),
-        "best_subgraph": lambda t: t.best_subgraph(num),
+        "most_probable": lambda t: most_probable(t, t.scores, t.scores, num),
         "ancestor_mask": lambda t: t.ancestor_mask(bottom),
         "slots": lambda t: t.slots(ids),
         "child": lambda t: t.child(0, 7),

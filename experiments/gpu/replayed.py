@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import AnsweredRequest, Answerer, ModelAnswerer
+from specdec.executors.answerer import AnsweredRequest, Answerer, ModelAnswerer
 from specdec.executors.stage import ModelStage, Stage
 from specdec.models import ModelRunner
 from specdec.models.execution import Execution

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specdec.clocks import Clock
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.early_exit import EarlyExitExecutor, ExitFront, Segment
 from specdec.executors.exits import paged
 

@@ -28,7 +28,7 @@ from specdec.distributed.executor import DistributedExecutor, Ranks
 from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
 from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
-from specdec.executors.exit_places import ExitPlaces
+from specdec.executors.exit_layers import ExitPlaces
 from specdec.executors.exits import paged
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import split_layers

@@ -32,8 +32,8 @@ from specdec.distributed.messages import (
 )
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.replies import Owed, Reply, read_answers, read_exits, read_hidden
-from specdec.executors.layout import InFlight, Submitted, with_hidden
-from specdec.executors.times import StepTimes
+from specdec.executors.row_packing import InFlight, Submitted, with_hidden
+from specdec.executors.step_charges import StepCharges
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, IntArray, Output
 
@@ -99,7 +99,7 @@ class DistributedExecutor:
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
         self._first = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
-        self._times = StepTimes(clock, plan.devices) if clock.kind is ClockKind.PACED else None
+        self._times = StepCharges(clock, plan.devices) if clock.kind is ClockKind.PACED else None
         self._flow = [0] * (self.latency - 1)  # rows that go into stages 2, 3, ... in this step
         self._meter = meter
         self._timeout_s = timeout_s

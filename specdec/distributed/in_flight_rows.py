@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.types import Batch, Commit
 
 

@@ -21,9 +21,9 @@ from specdec.distributed.in_flight_rows import Ledger
 from specdec.distributed.messages import Ending, Entry, OpenedRequest
 from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.distributed.replies import Reply, answers_reply, exits_reply, hidden_reply
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, paged
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import Stage
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage
-from specdec.executors.layout import row_items
 from specdec.executors.local import LocalExecutor
+from specdec.executors.row_packing import row_items
 from specdec.executors.stage import Stage, StageOutput
 from specdec.metrics.counters import SourceCounters
 from specdec.state import batch_of

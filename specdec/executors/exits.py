@@ -18,8 +18,8 @@ from torch import nn
 from specdec.attention.kv_cache import TreeCache
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
-from specdec.executors.answering import AnsweredRequest
-from specdec.executors.layout import row_items, tree_row_index
+from specdec.executors.answerer import AnsweredRequest
+from specdec.executors.row_packing import row_items, tree_row_index
 from specdec.executors.stage import ModelStage, Stage, StageOutput
 from specdec.sampling.candidates import candidates_of
 from specdec.sampling.history import PathBook

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
-from specdec.executors.answering import Answerer
-from specdec.executors.layout import with_hidden
+from specdec.executors.answerer import Answerer
+from specdec.executors.row_packing import with_hidden
 from specdec.executors.stage import Stage
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Batch, Commit, Output

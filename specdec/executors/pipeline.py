@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.clocks import Clock
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, ExitStage
-from specdec.executors.layout import InFlight, Submitted, with_hidden
+from specdec.executors.row_packing import InFlight, Submitted, with_hidden
 from specdec.executors.stage import Stage
-from specdec.executors.times import StepTimes
+from specdec.executors.step_charges import StepCharges
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, Output
 
@@ -62,7 +62,7 @@ class PipelineExecutor:
         ]
         self._stages = list(stages)
         self._answerer = answerer
-        self._times = StepTimes(clock, devices or [1] * len(self._stages))
+        self._times = StepCharges(clock, devices or [1] * len(self._stages))
         self._slots: list[InFlight | None] = [None] * len(self._stages)
         self._submitted = Submitted()
         self._step = -1

@@ -16,7 +16,7 @@ import torch
 
 from specdec.attention.kv_cache import TreeCache
 from specdec.attention.kv_storage import BlockPool
-from specdec.executors.layout import RowItem, row_items, tree_row_index
+from specdec.executors.row_packing import RowItem, row_items, tree_row_index
 from specdec.models.runner import ModelRunner
 from specdec.types import Batch, Commit, IntArray
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.clocks.meter import Meter
 from specdec.device import Graphs
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer, ModelAnswerer
+from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.stage import ModelStage
 from specdec.models import ModelRunner

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import Stage
 from specdec.models import ModelRunner

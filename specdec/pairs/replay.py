@@ -19,7 +19,7 @@ import numpy as np
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.stage import NullStage, Stage
 from specdec.models import ModelRunner
 from specdec.models.bundled import record_path
@@ -28,7 +28,7 @@ from specdec.pairs.interface import NoExit
 from specdec.pairs.record import Record, RecordedRequest, read_record
 from specdec.pairs.synthetic import SyntheticAnswerer
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sources.contexts import hash_u64
+from specdec.sources.hashing import hash_u64
 from specdec.sources.katz import KatzModel
 from specdec.sources.synthetic import HiddenPair, SyntheticTarget
 from specdec.types import FloatArray, IntArray

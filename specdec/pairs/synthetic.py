@@ -9,7 +9,7 @@ import torch
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import AnsweredRequest, Answerer
+from specdec.executors.answerer import AnsweredRequest, Answerer
 from specdec.executors.stage import NullStage, Stage
 from specdec.models import ModelRunner
 from specdec.pairs.interface import NoExit

@@ -18,7 +18,7 @@ from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer, ModelAnswerer
+from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage, TransformerHead
 from specdec.executors.stage import ModelStage
 from specdec.models import ModelRunner, RunnerOutput

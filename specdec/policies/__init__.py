@@ -1,7 +1,8 @@
 """Tree policies: which tokens to propose, keep and verify.
 
-Every policy is deterministic: equal scores fall in slot order. ``serial`` tells whether a policy
-feeds a request nothing while answers are awaited.
+Every policy is deterministic: equal scores are ordered by slot. A *serial* policy submits nodes of
+a request only when all its submitted nodes are answered. Constructors raise ``ValueError`` for
+arguments outside their annotated bounds.
 """
 
 from specdec.policies.adaptive_width import AdaptiveWidth

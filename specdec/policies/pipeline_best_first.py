@@ -1,10 +1,10 @@
 """The most probable nodes at every step of a pipeline, whatever their level (``specpipe_bf``).
 
-Beyond SpecPipe and PipeDec, which feed whole levels. A step's budget is that of a level, ``width``
-nodes. It goes to the most probable nodes that the pipeline has not been given: the next level, late
-siblings where pruning has left the tree thin, or several levels of a path that the draft is sure
-of. Each token of the target's path is submitted once, so the expected tokens per step are the
-probability mass submitted per step, which this choice makes the largest.
+An extension of SpecPipe and PipeDec, which submit whole levels. Each step has the budget of one
+level, ``width`` nodes, and spends it on the most probable unsubmitted nodes: the next level, late
+siblings where pruning has thinned the tree, or several levels of a confident path. Each token of
+the target's path is submitted once, so the expected number of tokens per step is the probability
+mass submitted per step, which this selection maximizes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from specdec.parts.fields import Count, DraftCount, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     Stateless,
+    as_nodes,
     best_leaves,
+    best_unsubmitted,
     expand,
-    most_probable,
+    live_requests,
     ready_requests,
 )
 from specdec.types import Nodes
@@ -30,17 +30,16 @@ if TYPE_CHECKING:
 
 
 class PipelineBestFirst(Stateless):
-    """Feeds the ``width`` most probable nodes per step; drafts ``draft_passes`` times per step.
+    """Submits the ``width`` most probable nodes per step, after ``draft_passes`` draft passes.
 
-    Each draft pass, in ``overlap`` while the stages compute, expands the ``width`` most probable
-    leaves: nodes that were not expanded, and candidates that were not made nodes yet.
-    ``select`` then submits the ``width`` most probable nodes and candidates not yet submitted.
-    Parents are submitted no later than children, because scores do not rise downwards and of equals
-    the parent comes first. After a miss the fresh root goes alone, as in SpecPipe.
+    Each draft pass runs in ``overlap`` while the stages compute and expands the ``width`` most
+    probable leaves (``best_leaves``). ``select`` then submits the ``width`` most probable nodes and
+    candidates not yet submitted. A parent is submitted no later than its children: its score is at
+    least theirs, and ties go to the parent. After a miss the new root is submitted alone, as in
+    SpecPipe.
 
-    One pass per step lets the tree grow by a level per step, so a step verifies one token except
-    where it catches up; with two passes it may verify two on average. Hits need an executor of
-    latency 2 or more.
+    One pass per step adds one level per step, so a step verifies one token unless it catches up;
+    with two passes it can verify two on average. Hits need an executor of latency 2 or more.
     """
 
     value_dependent = True
@@ -57,35 +56,26 @@ class PipelineBestFirst(Stateless):
         """Sets the budgets of a step.
 
         Args:
-            width: nodes submitted per step, and leaves expanded per draft pass, at most.
-            children: candidates asked of the source per node.
-            draft_passes: draft passes per step.
-
-        Raises:
-            ValueError: for a size below 1.
+            width: maximum number of nodes submitted per step, and of leaves expanded per pass.
+            children: maximum number of candidates per node.
+            draft_passes: draft passes per step. Default: 2.
         """
         self.width = width
         self.children = children
         self.draft_passes = draft_passes
 
     def held_nodes(self, latency: int) -> int:
-        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.width * latency
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The most probable unsubmitted nodes of every request."""
-        items = []
-        for request in ready_requests(state, serial=False):
-            tree = request.tree
-            waiting = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
-            slots = most_probable(tree, waiting, tree.scores, self.width)
-            if len(slots):
-                items.append((request.id, tree.ids[slots]))
-        return Nodes(tuple(items))
+        """The most probable unsubmitted nodes of every ready request."""
+        requests = ready_requests(state, serial=False)
+        return as_nodes((r, best_unsubmitted(r.tree, self.width)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
-        """The draft passes of the step, for all requests together."""
-        growing = [request for request in state.requests.values() if not request.finished]
+        """Runs the step's draft passes for all requests together."""
+        requests = live_requests(state)
         for _ in range(self.draft_passes):
-            wanted = [(r, best_leaves(r, self.width)) for r in growing]
-            expand(state, source, wanted, self.children)
+            leaves = [(r, best_leaves(r, self.width)) for r in requests]
+            expand(state, source, leaves, self.children)

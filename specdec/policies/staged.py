@@ -1,4 +1,4 @@
-"""Trees whose easy tails come from a cheaper source (Staged Speculative Decoding, 3.1-3.2)."""
+"""Trees extended by a cheaper source (Staged Speculative Decoding, 3.1-3.2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.interfaces import TreePolicy
 from specdec.parts.fields import Bound, validated
-from specdec.policies.growing import NO_SLOTS, last_position
+from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
 from specdec.sampling.top_stable import top_stable
 from specdec.tree import TokenTree
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 CHEAP_ORIGIN = 1
-"""Origin of nodes that the cheaper source proposed; the main source's are 0."""
+"""Origin of nodes that the cheaper source proposed; those of the main source have 0."""
 
 
 class StagedTree:
-    """An inner policy's tree, extended at its most probable leaves by the cheaper source.
+    """An inner policy's tree, with chains of a cheaper source below its most probable leaves.
 
     The paper's draft2 (an n-gram model) serves the draft inside a staged source; here its guesses
-    also reach the target directly: whitespace and the like needs no draft at all (Figure 3, token
-    origins). The leaves of the tree that the inner policy submits would cost the draft a forward
-    each; the cheaper source, ``source.cheap``, continues the best of them as chains.
+    also reach the target directly, since tokens such as whitespace need no draft model (Figure 3,
+    token origins). To extend a leaf of the inner policy's tree, the draft would need one more
+    forward; the cheaper source, ``source.cheap``, continues the best leaves as chains instead.
     """
 
     serial = True
-    value_dependent = True  # the guesses are no samples of the draft's distribution
+    value_dependent = True  # the guesses are not samples of the draft's distribution
 
     @validated
     def __init__(
@@ -45,18 +45,17 @@ class StagedTree:
         """Wraps a policy.
 
         Args:
-            inner: any policy that grows its tree in ``select`` and then waits for the answer
-                (chain, static, serial fixed width, best-first).
-            extend_leaves: leaves per request that are extended, the most probable ones.
-            extend_depth: guesses below each.
+            inner: a serial policy (chain, static, best-first, serial fixed width).
+            extend_leaves: number of leaves to extend per request, the most probable ones.
+            extend_depth: length of the chain below each.
 
         Raises:
-            ValueError: for a size below 1 or an inner policy that feeds without waiting.
+            ValueError: for an inner policy that is not serial.
         """
         if not getattr(inner, "serial", True):
             raise ValueError(
-                f"policy.inner={type(inner).__name__} feeds the target at every step; a staged tree"
-                " is submitted whole: set policy.inner._target_ to Chain, Static, BestFirst (of"
+                f"policy.inner={type(inner).__name__} submits at every step, but a staged tree is"
+                " submitted whole: set policy.inner._target_ to Chain, Static, BestFirst (of"
                 " specdec.policies), or FixedWidth with policy.inner.levels_per_step=null"
             )
         self.inner = inner
@@ -64,58 +63,58 @@ class StagedTree:
         self.extend_depth = extend_depth
 
     def open(self, request: RequestState) -> None:
-        """Passed on."""
+        """Calls the inner policy."""
         self.inner.open(request)
 
     def held_nodes(self, latency: int) -> int:
-        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return self.inner.held_nodes(latency) + self.extend_leaves * self.extend_depth
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The inner policy's choice and the cheaper source's chains below it."""
+        """The inner policy's nodes and the cheaper source's chains below them."""
         cheap = cheap_source(source)
-        chosen = self.inner.select(state, source)
+        selected = self.inner.select(state, source)
         tails = []
-        for request_id, ids in chosen.items:
+        for request_id, ids in selected.items:
             request = state.requests[request_id]
             slots = request.tree.slots(ids)
             tails.append((request, _best_leaves(request.tree, slots, self.extend_leaves)))
-        grown: dict[int, list[IntArray]] = {}
+        chains: dict[int, list[IntArray]] = {}
         for _ in range(self.extend_depth):
-            tails = [(request, _with_room(request, slots)) for request, slots in tails]
+            tails = [(request, _extendable(request, slots)) for request, slots in tails]
             tails = [(request, slots) for request, slots in tails if len(slots)]
             if not tails:
                 break
             tails = _extend(state, cheap, tails)
             for request, slots in tails:
-                grown.setdefault(request.id, []).append(request.tree.ids[slots])
+                chains.setdefault(request.id, []).append(request.tree.ids[slots])
         return Nodes(
-            tuple((i, np.concatenate([ids, *grown.get(i, [])])) for i, ids in chosen.items)
+            tuple((i, np.concatenate([ids, *chains.get(i, [])])) for i, ids in selected.items)
         )
 
     def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
-        """Passed on."""
+        """Calls the inner policy."""
         self.inner.overlap(state, source, ready)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Passed on."""
+        """Calls the inner policy."""
         self.inner.commit(commits, output)
 
     def close(self, request_id: int) -> None:
-        """Passed on."""
+        """Calls the inner policy."""
         self.inner.close(request_id)
 
 
 def cheap_source(source: TokenSource) -> TokenSource:
-    """The cheaper source inside a staged one; ``StagedTree`` cannot do without it.
+    """The cheaper source inside a staged source, which ``StagedTree`` requires.
 
     Raises:
-        ValueError: where the source has none.
+        ValueError: if the source has none.
     """
     cheap = getattr(source, "cheap", None)
     if cheap is None:
         raise ValueError(
-            f"policy=staged_tree extends leaves by the cheaper source inside of a staged one;"
+            "policy=staged_tree needs the cheaper source of a staged source;"
             f" {type(source).__name__} has none: use source=staged (its key source.cheap), or the"
             " inner policy alone (policy=chain, policy=static, ...)"
         )
@@ -125,7 +124,8 @@ def cheap_source(source: TokenSource) -> TokenSource:
 def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
     """int64[<= num]: the most probable of ``slots`` without children and without candidates.
 
-    The main source has an opinion about an expanded leaf already; its candidates were not chosen.
+    An expanded leaf is skipped: the inner policy did not select the main source's candidates for
+    it.
     """
     is_leaf = ~tree.expanded
     is_leaf[tree.parents[1:]] = False
@@ -135,22 +135,21 @@ def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
     return leaves
 
 
-def _with_room(request: RequestState, slots: IntArray) -> IntArray:
-    """The nodes below which a token could still be emitted."""
+def _extendable(request: RequestState, slots: IntArray) -> IntArray:
+    """int64[<= W]: the nodes below which a token could still be emitted."""
     return slots[request.tree.positions.take(slots) < last_position(request)]
 
 
 def _extend(
     state: DecodeState, cheap: TokenSource, tails: list[tuple[RequestState, IntArray]]
 ) -> list[tuple[RequestState, IntArray]]:
-    """Appends the cheaper source's first guess to every tail; the new tails.
+    """Appends the cheaper source's first guess to every tail; returns the new tails.
 
-    The guesses do not go through ``TokenTree.set_candidates``: the nodes stay unexpanded, since the
-    main source has not been asked about them.
+    The guesses bypass ``TokenTree.set_candidates``: their parents stay unexpanded, since the main
+    source has not proposed candidates for them.
     """
-    nodes = Nodes(tuple((request.id, request.tree.ids[slots]) for request, slots in tails))
     with state.drafting():
-        candidates = cheap.expand(state, nodes, 1)
+        candidates = cheap.expand(state, as_nodes(tails), 1)
     longer, start = [], 0
     for request, slots in tails:
         rows = slice(start, start + len(slots))
@@ -162,11 +161,12 @@ def _extend(
 def _append_guesses(
     tree: TokenTree, slots: IntArray, candidates: Candidates, rows: slice
 ) -> IntArray:
-    answered = np.flatnonzero(candidates.counts[rows])
-    if not len(answered):
+    """int64[<= W]: slots of the new nodes, for the ``slots`` whose rows have a candidate."""
+    proposed = np.flatnonzero(candidates.counts[rows])
+    if not len(proposed):
         return NO_SLOTS
-    parents = slots[answered]
-    lines = answered + rows.start
+    parents = slots[proposed]
+    lines = proposed + rows.start
     if candidates.probs is not None:
         for node_id, line in zip(tree.ids[parents].tolist(), lines.tolist(), strict=True):
             tree.draft_probs[node_id] = candidates.probs[line]

@@ -1,7 +1,8 @@
-"""A chain whose length is drawn from what was accepted so far (Thompson sampling).
+"""A chain whose length is sampled from the acceptance so far (Thompson sampling).
 
-EESD's controller (Liu et al. 2024, arXiv 2406.03853) treats "draft on or stop" as a bandit of two
-arms with a Beta posterior. PPSD cites it as "EESD w. TS" and states no detail; this is our reading.
+EESD's controller (Liu et al. 2024, arXiv 2406.03853) treats "draft another token or stop" as a
+two-armed bandit with a Beta posterior. PPSD cites it as "EESD w. TS" without details; this
+implementation is our reading.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ import numpy as np
 
 from specdec.parts.fields import DraftCount, validated
 from specdec.policies.chain import grow_chains
-from specdec.policies.growing import Stateless, ready_requests, unsubmitted
-from specdec.sources.contexts import hash_uniform
-from specdec.types import Commit, CommitKind, Nodes, Output
+from specdec.policies.tree_growth import Stateless, ready_requests, unsubmitted
+from specdec.sources.hashing import hash_uniform
+from specdec.types import Commit, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
 
-_STREAM = 0x75
+_STREAM = 0x75  # of the keyed hash
 
 
 class ThompsonChain(Stateless):
-    """A chain that is stopped before a draft token which, by a sampled belief, would be rejected.
+    """A chain that ends before the first draft token expected to be rejected under a sampled rate.
 
-    Per request, the belief about the chance that a draft token is accepted is Beta(1 + accepted,
-    1 + rejected). Before each draft token one chance is sampled from it, and a coin of that chance
-    decides whether to go on. Neither looks at the candidates, so rejection verifiers stay unbiased.
+    The posterior of a request's acceptance rate is Beta(1 + accepted, 1 + rejected). Before each
+    draft token a rate is sampled from it, and a Bernoulli draw with that rate decides whether the
+    chain continues. Neither depends on the candidates, so rejection verifiers stay unbiased.
     """
 
     value_dependent = False
@@ -45,57 +46,54 @@ class ThompsonChain(Stateless):
         """Sets the bounds.
 
         Args:
-            max_gamma: draft tokens per target pass at most; at least one is drafted.
-            seed: keys the controller's draws, apart from those of tokens.
-
-        Raises:
-            ValueError: for a length below 1.
+            max_gamma: maximum number of draft tokens per target pass; the minimum is 1.
+            seed: key of the controller's draws, which are independent of the tokens' draws.
         """
         self.max_gamma = max_gamma
         self._seed = seed
-        self._seen: dict[int, list[int]] = {}
-        self._asked: dict[int, int] = {}
+        self._outcomes: dict[int, list[int]] = {}  # request -> [accepted, rejected]
+        self._submitted: dict[int, int] = {}  # request -> draft tokens awaiting their answer
 
     def open(self, request: RequestState) -> None:
-        """Starts from the uniform belief."""
-        self._seen[request.id] = [0, 0]
+        """Starts with the uniform prior."""
+        self._outcomes[request.id] = [0, 0]
 
     def held_nodes(self, latency: int) -> int:
-        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.max_gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Draws each idle request's length, grows its chain and submits all of it."""
+        """Samples the length of each ready request's chain, grows it and submits it."""
         requests = ready_requests(state, serial=True)
         lengths = [self._length(request.id, request.prefix_len) for request in requests]
         grow_chains(state, source, list(zip(requests, lengths, strict=True)))
         for request in requests:
-            self._asked[request.id] = len(request.tree) - 1
+            self._submitted[request.id] = len(request.tree) - 1
         return unsubmitted(requests)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Counts accepted draft tokens, and the one that ended the path where one did."""
+        """Counts accepted draft tokens, and the first rejected one if there is one."""
         for commit in commits:
-            asked = self._asked.pop(commit.request, None)
-            if asked is None or commit.kind is CommitKind.NONE:
+            num_submitted = self._submitted.pop(commit.request, None)
+            if num_submitted is None:
                 continue
             accepted = len(commit.retired_ids) - 1
-            seen = self._seen[commit.request]
-            seen[0] += accepted
-            seen[1] += accepted < asked
+            outcomes = self._outcomes[commit.request]
+            outcomes[0] += accepted
+            outcomes[1] += accepted < num_submitted
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
-        self._seen.pop(request_id, None)
-        self._asked.pop(request_id, None)
+        """Drops the request's counts."""
+        self._outcomes.pop(request_id, None)
+        self._submitted.pop(request_id, None)
 
     def _length(self, request_id: int, position: int) -> int:
-        """Draft tokens for a root at ``position``: coins of sampled chances until one fails."""
-        accepted, rejected = self._seen[request_id]
-        places = np.arange(1, self.max_gamma)
+        """Number of draft tokens for a root at ``position``."""
+        accepted, rejected = self._outcomes[request_id]
+        indices = np.arange(1, self.max_gamma)
         bits = hash_uniform(self._seed, _STREAM, request_id, position)
         rng = np.random.default_rng(int(float(bits) * 2**53))
-        chances = rng.beta(1 + accepted, 1 + rejected, len(places))
-        coins = hash_uniform(self._seed, _STREAM + 1, request_id, position, places)
-        failed = np.flatnonzero(coins >= chances)
-        return 1 + (int(failed[0]) if len(failed) else len(places))
+        rates = rng.beta(1 + accepted, 1 + rejected, len(indices))
+        draws = hash_uniform(self._seed, _STREAM + 1, request_id, position, indices)
+        stops = np.flatnonzero(draws >= rates)
+        return 1 + (int(stops[0]) if len(stops) else len(indices))

@@ -18,7 +18,7 @@ import torch
 from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import Work
 from specdec.clocks.meter import Meter
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import ModelStage, split_layers
 from specdec.models import NO_ROWS, ModelRunner
 from specdec.pairs import HuggingFacePair

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from specdec.policies.growing import last_position
+from specdec.policies.tree_growth import last_position
 
 if TYPE_CHECKING:
     from specdec.interfaces import TreePolicy

@@ -19,7 +19,7 @@ from specdec.models import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import counts_of, top_candidates
 from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.sources.draws import DrawGuesser
+from specdec.sources.draw_guesser import DrawGuesser
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
 

@@ -14,7 +14,7 @@ from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import candidates_of
 from specdec.sampling.transform import SamplingTransform
-from specdec.sources.remembering import AnswerBook
+from specdec.sources.candidate_cache import CandidateCache
 from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class EarlyExitSource:
         self.gives_probs = sample
         self.counters = SourceCounters() if front is None else front.counters
         self._front = front
-        self._book = AnswerBook()
+        self._book = CandidateCache()
 
     def open(self, request: RequestState) -> None:
         """Starts a request; caches are the executor's."""

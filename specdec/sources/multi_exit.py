@@ -15,12 +15,12 @@ from specdec.metrics.counters import SourceCounters
 from specdec.metrics.exit_laws import eesd_saving, ppsd_saving
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import picked
+from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.early_exit import read_front
-from specdec.sources.remembering import AnswerBook
 from specdec.types import BoolArray, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.executors.exit_places import ExitPlaces
+    from specdec.executors.exit_layers import ExitPlaces
     from specdec.state import DecodeState, RequestState
 
 
@@ -80,7 +80,7 @@ class MultiExitSource:
             self.counters = self._front.counters
         self.vocab_size: int | None = vocab_size
         self.gives_probs = sample
-        self._books = [AnswerBook() for _ in self.layers]
+        self._books = [CandidateCache() for _ in self.layers]
         self._said: dict[int, dict[int, dict[int, tuple[int, float]]]] = {}
         self._chances: dict[int, ExitChances] = {}
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Share, validated
-from specdec.sources.contexts import hash_u64, hash_uniform
+from specdec.sources.hashing import hash_u64, hash_uniform
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 

@@ -14,9 +14,9 @@ from specdec.device import on_host
 from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
+from specdec.sources.candidate_cache import CachedSource
 from specdec.sources.combined import joined_needs, tally
-from specdec.sources.remembering import RememberingSource
-from specdec.sources.scratch import ScratchRequest
+from specdec.sources.scratch_tree import ScratchRequest
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class StagedSource:
             )
         self.counters = SourceCounters()
         self._draft = draft
-        self._cheap = RememberingSource(source=cheap)
+        self._cheap = CachedSource(source=cheap)
         self.cheap: TokenSource = _RealView(self, self._cheap)
         self._width = guess_width
         self._depth = guess_depth

@@ -22,7 +22,7 @@ import numpy as np
 
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
-from specdec.sources.contexts import hash_u64, hash_uniform
+from specdec.sources.hashing import hash_u64, hash_uniform
 from specdec.types import (
     NO_NODE,
     Candidates,

@@ -19,7 +19,8 @@ from specdec.distributed import replies
 from specdec.distributed.executor import Ranks
 from specdec.distributed.in_flight_rows import Ledger
 from specdec.distributed.replies import Arrived, Reply, hidden_reply
-from specdec.executors.layout import InFlight, StageLayout
+from specdec.executors.layout import StageLayout
+from specdec.executors.row_packing import InFlight
 from specdec.interfaces import TreePolicy
 from specdec.policies import FixedWidth, Static
 from specdec.sampling.transform import SamplingParams

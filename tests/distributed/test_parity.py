@@ -9,7 +9,7 @@ import pytest
 from specdec.distributed import Lease
 from specdec.distributed.executor import DistributedExecutor
 from specdec.errors import UserError
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.metrics import RequestResult
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
 

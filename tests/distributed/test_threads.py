@@ -12,7 +12,7 @@ import pytest
 
 from specdec.distributed.executor import DistributedExecutor
 from specdec.distributed.in_flight_rows import Ledger
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import ModelStage, split_layers
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks

@@ -138,7 +138,7 @@ def in_flight_not_pruned(work: Planted) -> None:
 
         return prune
 
-    work.swap("specdec.executors.layout:InFlight.prune", make)
+    work.swap("specdec.executors.row_packing:InFlight.prune", make)
 
 
 @bug("the new root keeps a sibling beside it", "strategy=specpipe", "executor.stages=3")
@@ -315,7 +315,7 @@ def draw_shared_in_batch(work: Planted) -> None:
 
         return answer
 
-    work.swap("specdec.executors.answering:ModelAnswerer.answer", make)
+    work.swap("specdec.executors.answerer:ModelAnswerer.answer", make)
 
 
 @bug("draws do not depend on the prompt", "strategy=speculative", "sampling=t08", listed=False)

@@ -11,7 +11,7 @@ from specdec.cli.batch_sizes import compose_curves
 from specdec.cli.compare import batch_sizes
 from specdec.errors import UserError
 from specdec.metrics import RunTotals, summarise
-from specdec.policies.adaptive_width import _Fitted
+from specdec.policies.adaptive_width import _FittedCost
 from specdec.report.batch_curves import curves_markdown, curves_png
 from specdec.runs.batch_sizes import add_ratios, crossovers
 from tests.unit.test_metrics import make_result
@@ -87,7 +87,7 @@ def test_ratios_and_crossovers() -> None:
 
 
 def test_step_times_are_fitted_where_there_is_no_profile() -> None:
-    fitted, now = _Fitted(), 0.0
+    fitted, now = _FittedCost(), 0.0
     assert len({*fitted.table(9).tolist()}) == 1  # nothing is known: flat
     for nodes in (4, 20, 8, 40, 12):
         fitted.step(now, nodes)

@@ -21,8 +21,8 @@ from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
 from specdec.sources import MultiExitSource
+from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.multi_exit import ExitChances
-from specdec.sources.remembering import AnswerBook
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
@@ -196,7 +196,7 @@ class TestSampled:
     def test_a_choice_by_the_candidate_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Control: an exit that is left where the candidate drawn from it is an odd token."""
 
-        def odd(book: AnswerBook, nodes: Nodes) -> BoolArray:
+        def odd(book: CandidateCache, nodes: Nodes) -> BoolArray:
             known = book.recall(nodes, 1)
             return (known.counts > 0) & (known.tokens[:, 0] % 2 == 1)
 

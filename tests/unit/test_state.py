@@ -177,8 +177,8 @@ def test_an_empty_prompt_is_refused():
     ("rules", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": 4, "stop_strings": ("a", ""), "decode": str}, "empty text"),
-        ({"max_new_tokens": 4, "stop_strings": ("a",)}, "need decode"),
+        ({"max_new_tokens": 4, "stop_strings": ("a", ""), "decode": str}, "empty string"),
+        ({"max_new_tokens": 4, "stop_strings": ("a",)}, "requires decode"),
     ],
 )
 def test_stop_rules_that_cannot_be_followed_are_refused(rules, message):

@@ -95,12 +95,12 @@ def test_a_policy_that_feeds_children_before_parents_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planted bug: the worst nodes instead of the best."""
-    from specdec.policies import growing
+    from specdec.policies import tree_growth
 
     def worst_set(values: np.ndarray, num: int) -> np.ndarray:
         return np.sort(np.argsort(np.where(values > -np.inf, values, np.inf))[:num])
 
-    monkeypatch.setattr(growing, "top_set", worst_set)
+    monkeypatch.setattr(tree_growth, "top_set", worst_set)
     with pytest.raises(AssertionError):
         run(PipelineBestFirst(width=3, children=4), latency=4)
 

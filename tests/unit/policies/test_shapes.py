@@ -14,7 +14,7 @@ from specdec.policies import (
     StagedTree,
     Static,
 )
-from specdec.policies.growing import expand
+from specdec.policies.tree_growth import expand
 from specdec.types import Candidates, Nodes
 
 from .bench import (

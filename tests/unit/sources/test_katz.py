@@ -7,8 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specdec.sources.contexts import NO_TOKEN, hash_uniform
+from specdec.sources.contexts import NO_TOKEN
 from specdec.sources.discounts import discounts
+from specdec.sources.hashing import hash_uniform
 from specdec.sources.katz import KatzModel
 from specdec.sources.ngram import NGramSource
 

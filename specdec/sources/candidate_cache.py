@@ -37,7 +37,7 @@ class _Answer:
     probs: Probs | None
 
 
-class AnswerBook:
+class CandidateCache:
     """Rows of ``Candidates`` by live node, to be handed out again and in any order."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class AnswerBook:
         self._known.pop(request_id, None)
 
 
-class RememberingSource:
+class CachedSource:
     """A source whose owner may ask about a live node again at no cost.
 
     Policies keep answers in the real trees and need none of this; a staged source asks the same
@@ -128,7 +128,7 @@ class RememberingSource:
         self.counters = source.counters
         self.gives_probs: bool = getattr(source, "gives_probs", False)
         self._source = source
-        self._book = AnswerBook()
+        self._book = CandidateCache()
         self._k = 1
 
     def open(self, request: RequestState) -> None:

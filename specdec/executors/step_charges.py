@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from specdec.clocks import CONTROLLER, Clock, Work
 
 
-class StepTimes:
+class StepCharges:
     """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
 
     All stages begin with the step, and it ends when the slowest has finished. On a clock that knows
