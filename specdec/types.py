@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.device import Probs, joined, on_host
+from specdec.device import Probs, concatenate, on_host
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -142,7 +142,7 @@ class Candidates:
             tokens=np.concatenate([part.tokens for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),
             counts=np.concatenate([part.counts for part in parts]),
-            probs=joined(probs) if probs else None,
+            probs=concatenate(probs) if probs else None,
         )
 
     def spread(self, mask: BoolArray) -> Candidates:

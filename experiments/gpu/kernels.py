@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from experiments.gpu.shapes import Shape
 from experiments.gpu.timing import Bench, timed
-from specdec.attention.backends import Seen, attention_kernel
+from specdec.attention.backends import Visibility, attention_kernel
 from specdec.kernels import reference, support
 
 _EPS = 1e-5
@@ -27,7 +27,7 @@ def attention_rows(bench: Bench, shape: Shape, *, context: int, nodes: int) -> l
     query = torch.randn(1, shape.heads, nodes, shape.head_dim, **options)
     stored = torch.randn(copies, 2, 1, shape.kv_heads, slots, shape.head_dim, **options)
     visible = torch.ones(nodes, nodes, dtype=torch.uint8, device=bench.device).tril()
-    seen = Seen(
+    seen = Visibility(
         lengths=torch.tensor([context, slots], device=bench.device),
         visible=visible,
         num_slots=slots,

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.clocks.meter import Meter
-from specdec.device import Graphs
 from specdec.errors import UserError
 from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.stage import ModelStage
+from specdec.kernels.graphs import Graphs
 from specdec.models import ModelRunner
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, final_norm, head_model, own_head

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specdec.device import DeviceProbs, Probs, taken
+from specdec.device import DeviceProbs, Probs, select_rows
 from specdec.sampling import on_device
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingTransform, sample_candidates
@@ -90,5 +90,5 @@ def picked(candidates: Candidates, rows: IntArray) -> Candidates:
         tokens=candidates.tokens[rows],
         logprobs=candidates.logprobs[rows],
         counts=candidates.counts[rows],
-        probs=None if candidates.probs is None else taken(candidates.probs, rows),
+        probs=None if candidates.probs is None else select_rows(candidates.probs, rows),
     )

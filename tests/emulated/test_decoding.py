@@ -108,7 +108,7 @@ def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_pass_that_looks_at_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a number that Python reads while a pass is captured."""
-    original = StaticPasses._made
+    original = StaticPasses._prepare
 
     def made(self, inputs, arena, context, wants_logits):
         compute = self._compute
@@ -122,7 +122,7 @@ def test_a_pass_that_looks_at_a_value_is_refused(monkeypatch: pytest.MonkeyPatch
         finally:
             self._compute = compute
 
-    monkeypatch.setattr(StaticPasses, "_made", made)
+    monkeypatch.setattr(StaticPasses, "_prepare", made)
     with emulated(), pytest.raises(Exception, match="not permitted when stream is capturing"):
         _decoded(_runner(Cell("none", "root_only", "match", "local", "greedy")))
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specdec.attention.backends import dense_attention
-from specdec.device import captured
 from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import CPU, wire_device
 from specdec.errors import UserError
+from specdec.kernels.graphs import capture
 from specdec.models.captured import Computed
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
@@ -48,7 +48,7 @@ def test_a_capture_breaks_off(what):
     with emulated(), torch.inference_mode():
         given = torch.arange(3.0, device="cuda")
         with pytest.raises(UserError, match=r"cannot capture.*not permitted when stream is"):
-            captured(lambda: FORBIDDEN[what](given), None)
+            capture(lambda: FORBIDDEN[what](given), None)
 
 
 def _computed(hidden: torch.Tensor) -> Computed:
@@ -67,7 +67,7 @@ def test_a_replay_computes_anew_where_it_was_captured():
             made += 1
             return _computed(made.view(2, 1))
 
-        replay = captured(launch, None)
+        replay = capture(launch, None)
         assert device.graphs[0].replays == 0
         first = replay().hidden
         assert first.flatten().tolist() == [3.0, 5.0]
@@ -81,7 +81,7 @@ def test_graphs_of_a_pool_share_memory():
     """The control of every test of what outlives a replay."""
     with emulated(), torch.inference_mode():
         given = torch.ones(2, device="cuda")
-        one, other = (captured(lambda f=f: _computed(given * f), "pool") for f in (2, 3))
+        one, other = (capture(lambda f=f: _computed(given * f), "pool") for f in (2, 3))
         kept = one().hidden
         assert kept.tolist() == [2.0, 2.0]
         other()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.attention.backends import Seen, attention_kernel, flash_attention
+from specdec.attention.backends import Visibility, attention_kernel, flash_attention
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.kernels import reference, support
@@ -77,7 +77,7 @@ def test_fused_modules_in_a_runner(family):
 
 @needs_triton
 def test_fused_modules_are_refused_where_they_do_not_fit():
-    with pytest.raises(UserError, match=r"knows the families llama.*not 'gpt2'"):
+    with pytest.raises(UserError, match=r"supports the families llama.*not 'gpt2'"):
         _logits(random_model("gpt2", num_layers=1), execution=Execution(kernels="triton"))
     model = random_model("llama", num_layers=1, options={"attention_bias": True})
     with pytest.raises(UserError, match="biased, quantised or transposed"):
@@ -112,7 +112,7 @@ def test_flash_attention_takes_the_prefix(first, monkeypatch):
     visible = torch.rand(4, 16, generator=generator) < 0.5
     visible[:, 0] = True
     end = first + 9
-    seen = Seen(
+    seen = Visibility(
         lengths=torch.tensor([first, end]),
         visible=visible.to(torch.uint8),
         num_slots=40,
@@ -129,7 +129,7 @@ def test_flash_attention_takes_the_prefix(first, monkeypatch):
 def test_the_mask_of_seen_is_the_reference():
     """Prefix, tree columns, the end, and a window, against their definition."""
     visible = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 1]], dtype=torch.uint8)
-    seen = Seen(
+    seen = Visibility(
         lengths=torch.tensor([3, 6]),
         visible=visible,
         num_slots=8,
@@ -143,7 +143,7 @@ def test_the_mask_of_seen_is_the_reference():
 
 
 def test_refusals_name_the_remedy(monkeypatch):
-    with pytest.raises(UserError, match=r"model.attention=cutlass is no kernel; choose triton"):
+    with pytest.raises(UserError, match=r"model.attention=cutlass is not a kernel; choose triton"):
         attention_kernel("cutlass", CPU, torch.float32)
     monkeypatch.setattr(support, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"triton cannot run here: .*pip install triton"):

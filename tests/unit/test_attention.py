@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import specdec.attention.tree_attention as attention
-from specdec.attention.tree_attention import capped_attention, two_level_attention
+from specdec.attention import backends
+from specdec.attention.backends import capped_attention, masked_lse, two_level_attention
 from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
@@ -38,7 +39,7 @@ def _problem(dtype, *, heads=4, groups=2, rows=5, slots=23, split=14, seed=0):
 def test_two_level_equals_one_softmax(dtype, heads, groups):
     """Merging by log-sum-exp is PipeDec Alg. 1's softmax over both parts."""
     query, stored, mask, expected = _problem(dtype, heads=heads, groups=groups)
-    result = two_level_attention(query, stored, mask, None, 14)
+    result = two_level_attention(query, *stored, mask, None, 14)
     assert (result - expected).abs().max() < TOLERANCE[dtype]
 
 
@@ -47,8 +48,8 @@ def test_two_level_needs_the_merge():
     query, stored, mask, expected = _problem(torch.float64)
     prefix, tree = (tuple(t[:, :, part] for t in stored) for part in (slice(14), slice(14, None)))
     halves = (
-        capped_attention(query, prefix, None, None, None),
-        capped_attention(query, tree, mask[:, 14:], None, None),
+        capped_attention(query, *prefix, None, None, None),
+        capped_attention(query, *tree, mask[:, 14:], None, None),
     )
     assert ((halves[0] + halves[1]) / 2 - expected).abs().max() > 1e-2
 
@@ -56,8 +57,8 @@ def test_two_level_needs_the_merge():
 def test_two_level_without_the_cpu_kernel():
     """The written-out form, which other devices take, gives the same."""
     query, stored, mask, expected = _problem(torch.float64)
-    out, lse = attention._written_lse(query, stored, mask, None)
-    kernel, kernel_lse = attention._attention_lse(query, stored, mask, None)
+    out, lse = masked_lse(query, *stored, mask == 0, None)
+    kernel, kernel_lse = backends._attention_lse(query, *stored, mask, None)
     assert (out - expected).abs().max() < 1e-13
     assert (kernel - expected).abs().max() < 1e-13
     assert (kernel_lse - lse).abs().max() < 1e-13
@@ -72,7 +73,7 @@ def test_capped_attention(softcap):
         scores = torch.tanh(scores / softcap) * softcap + mask
         expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     scaling = None if softcap is None else 0.5
-    result = capped_attention(query, (key, value), mask, scaling, softcap)
+    result = capped_attention(query, key, value, mask, scaling, softcap)
     assert (result - expected).abs().max() < 1e-13
 
 

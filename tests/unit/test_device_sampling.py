@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.device import DeviceProbs, joined, on_host
+from specdec.device import DeviceProbs, concatenate, on_host
 from specdec.sampling import on_device
 from specdec.sampling import transform as sampling
 from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
@@ -145,10 +145,10 @@ def test_rows_become_arrays_where_they_are_used_as_such():
     assert len(probs[1]) == 9
     np.testing.assert_array_equal(np.stack([np.asarray(row) for row in probs]), rows)
     np.testing.assert_array_equal(on_host(probs[1:3]), rows[1:3])
-    both = joined([probs, probs[:2]])
+    both = concatenate([probs, probs[:2]])
     assert isinstance(both, DeviceProbs)
     np.testing.assert_array_equal(on_host(both), np.concatenate([rows, rows[:2]]))
-    np.testing.assert_array_equal(joined([probs, rows]), np.concatenate([rows, rows]))
+    np.testing.assert_array_equal(concatenate([probs, rows]), np.concatenate([rows, rows]))
 
 
 def test_judging_keeps_the_targets_distribution():

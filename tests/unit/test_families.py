@@ -165,7 +165,7 @@ def _small(family, **options):
     [
         ("bert", "differ by"),  # sees both sides
         ("diffllama", "differ by"),  # subtracts two attentions
-        ("falcon", "asks its cache"),  # attention of its own
+        ("falcon", "needs another cache"),  # attention of its own
         ("llama4_text", "chunked_attention"),
         ("big_bird", "do not all attend"),  # blocks of its own
     ],

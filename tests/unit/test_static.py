@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specdec.clocks.meter import Meter
-from specdec.device import ROW_COUNTS, captured
 from specdec.errors import UserError
 from specdec.kernels import support
+from specdec.kernels.graphs import ROW_COUNTS, capture
 from specdec.models.captured import COLUMN_COUNTS
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
@@ -160,7 +160,7 @@ def test_a_pass_is_captured_once_and_then_replayed(monkeypatch):
         cuda.events.append("launch")
         return outputs
 
-    replay = captured(launch, "pool")
+    replay = capture(launch, "pool")
     warm_up = ["wait", "launch", "launch", "wait"]
     assert cuda.events == [*warm_up, "capture in pool", "launch", "captured"]
     assert replay() is outputs
@@ -171,7 +171,7 @@ def test_a_pass_is_captured_once_and_then_replayed(monkeypatch):
 def test_a_pass_that_cannot_be_captured_is_refused(monkeypatch):
     FakeCuda(monkeypatch, fails=True)
     with pytest.raises(UserError, match=r"cannot capture.*not permitted when.*\): .*graphs=off"):
-        captured(object, "pool")
+        capture(object, "pool")
 
 
 def test_refusals_name_the_remedy():
