@@ -17,7 +17,7 @@ from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.clocks import MeasuredClock, PacedClock, Timeline, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
-from specdec.distributed.messages import Reader, commit_parts
+from specdec.distributed.messages import Reader, pack_commit
 from specdec.distributed.plan import DraftPlan
 from specdec.tensor_parallel.collective import Collective
 from specdec.types import Commit, IntArray
@@ -73,7 +73,7 @@ class CallList:
     def commit(self, cache: int, commit: Commit) -> None:
         """A commit that a cache has followed."""
         self._note(Call.COMMIT, cache)
-        self.parts += commit_parts(commit)
+        self.parts += pack_commit(commit)
 
     def truncate(self, cache: int, length: int) -> None:
         """A cache was cut to its first tokens."""

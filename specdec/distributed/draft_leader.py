@@ -13,9 +13,9 @@ import torch
 from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
 from specdec.clocks.meter import Meter
 from specdec.distributed.draft_follower import CallList
-from specdec.distributed.lease import Lease
-from specdec.distributed.messages import Kind, message
+from specdec.distributed.messages import Kind, pack_message
 from specdec.distributed.plan import DraftPlan
+from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.transport import PeerLost
 from specdec.types import Commit, IntArray
 
@@ -55,8 +55,8 @@ class DraftGroup:
             UserError: what a rank refuses, or too few ranks.
         """
         self._timeout_s = timeout_s
-        self._lease = Lease(num_ranks, threads=plan.threads)
-        self._group = self._lease.group
+        self._handle = GroupHandle(num_ranks, threads=plan.threads)
+        self._group = self._handle.group
         try:
             self._session = self._group.announce(plan)
             patience = timedelta(seconds=timeout_s)
@@ -64,14 +64,14 @@ class DraftGroup:
             inner = pair.draft_runner(meter, shared)
             self._group.await_ready(self._session, plan.members)
         except BaseException:
-            self._lease.release(broken=True)
+            self._handle.release(broken=True)
             raise
         self._members = plan.members
-        self.runner = cast("ModelRunner", _LeadingRunner(inner, self))
+        self.runner = cast("ModelRunner", _RecordingRunner(inner, self))
 
     def lead(self, parts: Sequence[IntArray]) -> None:
         """Sends the other ranks what to repeat."""
-        self._group.send(message(Kind.DRAFT, self._session, 0, *parts), self._members)
+        self._group.send(pack_message(Kind.DRAFT, self._session, 0, *parts), self._members)
 
     def failed(self, lost: PeerLost, waited_s: float) -> BaseException:
         """The error that says why a pass did not end."""
@@ -82,10 +82,10 @@ class DraftGroup:
         """Frees the ranks' shares; ranks that nobody else uses end."""
         if self._group.alive and not broken:
             self._group.close_session(self._session)
-        self._lease.release(broken=broken)
+        self._handle.release(broken=broken)
 
 
-class _LeadingRunner:
+class _RecordingRunner:
     """A share of the draft; whatever is done to its caches is written down for the others."""
 
     def __init__(self, inner: ModelRunner, group: DraftGroup) -> None:
@@ -100,7 +100,7 @@ class _LeadingRunner:
         """A cache on every rank."""
         inner = self._inner.new_cache(capacity)
         number = self._calls.make(capacity)
-        cache = _LedCache(inner, number, self._calls)
+        cache = _RecordingCache(inner, number, self._calls)
         weakref.finalize(cache, self._calls.drop, number)
         return cast("TreeCache", cache)
 
@@ -114,7 +114,7 @@ class _LeadingRunner:
             raise self._group.failed(lost, time.monotonic() - began) from None
 
 
-class _LedCache:
+class _RecordingCache:
     """A cache whose changes are written down."""
 
     def __init__(self, inner: TreeCache, number: int, calls: CallList) -> None:

@@ -4,7 +4,7 @@ The steps are those of ``PipelineExecutor`` over messages. A step costs rank 0 o
 first stage (what enters) and one to every rank (what was decided); the last rank answers with
 tokens, those with early exits with candidates, and those whose hidden states a part needs send them
 when they have computed them. Who holds what is followed by the same books on both sides
-(``distributed.ledger``).
+(``distributed.in_flight``).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from specdec.clocks import Clock, ClockKind
 from specdec.clocks.meter import Meter
 from specdec.distributed.draft_leader import DraftGroup
-from specdec.distributed.in_flight_rows import Ledger
-from specdec.distributed.lease import Lease
+from specdec.distributed.in_flight_rows import InFlightRows
 from specdec.distributed.messages import (
     Entry,
     Kind,
     OpenedRequest,
-    ending_words,
-    entry_words,
-    message,
+    pack_ending,
+    pack_entry,
+    pack_message,
 )
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import Owed, Reply, read_answers, read_exits, read_hidden
+from specdec.distributed.rank_groups import GroupHandle
+from specdec.distributed.replies import Reply, ReplyKey, read_answers, read_exits, read_hidden
 from specdec.executors.layout import InFlight, Submitted, with_hidden
 from specdec.executors.times import StepTimes
 from specdec.metrics.counters import ExecutorCounters
@@ -103,7 +103,7 @@ class DistributedExecutor:
         self._flow = [0] * (self.latency - 1)  # rows that go into stages 2, 3, ... in this step
         self._meter = meter
         self._timeout_s = timeout_s
-        self._ledger = Ledger()
+        self._in_flight = InFlightRows()
         self._submitted = Submitted()
         self._tick = -1
         self._step = -1
@@ -112,20 +112,24 @@ class DistributedExecutor:
         self._entered = _NO_TOKENS  # the step's entry, in words
         self._due: Batch | None = None  # what the last rank answers in this step
         self._last = len(plan.ranks)
-        self._telling = {rank: part for rank, part in enumerate(plan.ranks, 1) if part.tells}
-        self._telling_stages = sorted({part.group for part in self._telling.values()})
-        self.hidden_layers = tuple(n for part in self._telling.values() for n in part.hidden)
+        self._side_output_ranks = {
+            rank: part for rank, part in enumerate(plan.ranks, 1) if part.has_side_outputs
+        }
+        self._side_output_stages = sorted({part.group for part in self._side_output_ranks.values()})
+        self.hidden_layers = tuple(
+            n for part in self._side_output_ranks.values() for n in part.hidden
+        )
         # (stage that tells something besides answers, tick of entry) -> what it computes, until
         # that is answered
         self._passed: dict[tuple[int, int], Batch] = {}
-        self._owed: dict[Owed, tuple[int, Batch]] = {}  # in this step: tick of the reply, rows
+        self._owed: dict[ReplyKey, tuple[int, Batch]] = {}  # in this step: tick of the reply, rows
         self._in_step = False
-        self._lease = Lease(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
-        self._group = self._lease.group
+        self._handle = GroupHandle(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
+        self._group = self._handle.group
         try:
             self._session = self._group.open_session(plan)
         except BaseException:
-            self._lease.release(broken=True)
+            self._handle.release(broken=True)
             if draft is not None:
                 draft.shutdown(broken=True)
             raise
@@ -153,20 +157,20 @@ class DistributedExecutor:
         entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
         self._closes.clear()
         self._opens.clear()
-        self._ledger.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
-        if 1 in self._telling_stages:
+        self._in_flight.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
+        if 1 in self._side_output_stages:
             self._pass(1, self._tick)
         if self.latency == 1:
-            self._due = self._ledger.take(self._tick)
+            self._due = self._in_flight.take(self._tick)
         self._owed = self._expected()
-        self._entered = entry_words(entry)
+        self._entered = pack_entry(entry)
         if not entry.is_empty:
-            begin = message(Kind.BEGIN, self._session, self._tick, self._entered)
+            begin = pack_message(Kind.BEGIN, self._session, self._tick, self._entered)
             self._group.send(begin, self._first)
         if self._times is not None:
             num_nodes = 0 if self._due is None else self._due.num_nodes
             self._times.compute([batch.num_tokens, *self._flow], num_nodes)
-            for part in self._telling.values():
+            for part in self._side_output_ranks.values():
                 passing = self._passed.get((part.group, self._entry(part.group)))
                 if passing is not None:
                     for _ in part.exits:
@@ -184,7 +188,7 @@ class DistributedExecutor:
         Raises:
             RankFailure: a rank died, raised, or none moved for ``timeout_s``.
         """
-        replies: dict[Owed, Reply] = {}
+        replies: dict[ReplyKey, Reply] = {}
         if self._owed:
             with self._meter.waiting():
                 for owed, (tick, _) in self._owed.items():
@@ -198,16 +202,16 @@ class DistributedExecutor:
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Tells every rank what was decided, which ends the step."""
         pruned = sum(self._submitted.commit(commit) for commit in commits)
-        decided = ending_words(commits, pruned)
-        end = message(Kind.END, self._session, self._tick, decided, self._entered)
+        decided = pack_ending(commits, pruned)
+        end = pack_message(Kind.END, self._session, self._tick, decided, self._entered)
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is what all wait for
-        self._ledger.commit(self._tick, commits)
-        for stage in self._telling_stages:
+        self._in_flight.commit(self._tick, commits)
+        for stage in self._side_output_stages:
             self._passed.pop((stage, self._entry(self.latency)), None)
             if stage > 1:
                 self._pass(stage, self._tick + 1)
         if self.latency > 1:
-            self._due = self._ledger.take(self._tick + 2 - self.latency)
+            self._due = self._in_flight.take(self._tick + 2 - self.latency)
         if self._times is not None:
             self._flow = self._rows_in_flight()
             self._times.end(pruned, self._flow, answered=bool(output.answers))
@@ -242,7 +246,7 @@ class DistributedExecutor:
             self._draft.shutdown(broken=self._in_step)
         if self._group.alive and not self._in_step:
             self._group.close_session(self._session)
-        self._lease.release(broken=self._in_step)
+        self._handle.release(broken=self._in_step)
 
     def _rows_in_flight(self) -> list[int]:
         """Rows that stages 2, 3, ... have before them when the step has ended."""
@@ -250,7 +254,7 @@ class DistributedExecutor:
             return []
         entered = range(self._tick, self._tick + 2 - self.latency, -1)
         due = 0 if self._due is None else self._due.num_tokens
-        flowing = [self._ledger.alive(tick) for tick in entered]
+        flowing = [self._in_flight.alive(tick) for tick in entered]
         return [*(0 if batch is None else batch.num_tokens for batch in flowing), due]
 
     def _entry(self, stage: int) -> int:
@@ -259,18 +263,18 @@ class DistributedExecutor:
 
     def _pass(self, stage: int, tick: int) -> None:
         """Notes what a stage computes in step ``tick``."""
-        batch = self._ledger.alive(tick + 1 - stage)
+        batch = self._in_flight.alive(tick + 1 - stage)
         if batch is not None:
             self._passed[stage, tick + 1 - stage] = batch
 
-    def _expected(self) -> dict[Owed, tuple[int, Batch]]:
+    def _expected(self) -> dict[ReplyKey, tuple[int, Batch]]:
         """What this step waits for: the tick at which it was or is sent, and the rows about which.
 
         Hidden states are not waited for before their rows are answered.
         """
-        found: dict[Owed, tuple[int, Batch]] = {}
+        found: dict[ReplyKey, tuple[int, Batch]] = {}
         answered = self._entry(self.latency)
-        for rank, part in self._telling.items():
+        for rank, part in self._side_output_ranks.items():
             passing = self._passed.get((part.group, self._entry(part.group)))
             if part.exits and passing is not None and passing.trees:
                 found[Kind.EXITS, rank] = self._tick, passing
@@ -281,7 +285,7 @@ class DistributedExecutor:
             found[Kind.ANSWERS, self._last] = self._tick, self._due
         return found
 
-    def _read(self, replies: Mapping[Owed, Reply]) -> Output:
+    def _read(self, replies: Mapping[ReplyKey, Reply]) -> Output:
         """The step's output; what concerns requests that have ended since is left out."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
@@ -297,10 +301,10 @@ class DistributedExecutor:
             else:
                 layers = read_hidden(reply, rows, part.hidden)
                 flight = InFlight(rows, layers[part.hidden[0]], layers)
-                self._ledger.prune(answered, flight)
+                self._in_flight.prune(answered, flight)
                 batch, captured = flight.batch, captured | flight.captured
         output = Output(step=self._step, answers=answers, exits=exits)
         return with_hidden(output, batch, captured) if captured else output
 
     def _is_open(self, entered: int, request_id: int) -> bool:
-        return self._ledger.is_open(request_id, entered)
+        return self._in_flight.is_open(request_id, entered)

@@ -1,6 +1,6 @@
 """The process of one rank from 1 on: joins the group, serves sessions, ends with rank 0.
 
-Ranks that ``specdec run`` starts come from ``nursery``, those of torchrun and Slurm from ``given``.
+Ranks that ``specdec run`` starts come from ``fork server``, those of torchrun and Slurm from ``given``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from specdec.distributed.launch import NOTE
 from specdec.distributed.messages import (
     HEADER_WORDS,
     Kind,
-    json_body,
-    read_ending,
-    read_entry,
+    unpack_ending,
+    unpack_entry,
+    unpack_json,
 )
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import Reply
@@ -36,11 +36,11 @@ from specdec.distributed.transport import (
     CPU,
     NUM_TAGS,
     Group,
+    MessageReceiver,
     PeerLost,
     RowReceiver,
     Sender,
     Tag,
-    WordReceiver,
     control_group,
     data_group,
     send_rows,
@@ -53,10 +53,10 @@ from specdec.pairs import ModelPair, PretrainedPair, build_pair
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
 
-_MAX_UNDER_WAY = 16  # hidden states may be large
+_MAX_PENDING = 16  # hidden states may be large
 
 
-class _Edges:
+class _Links:
     """A session's rows and replies over the process groups."""
 
     def __init__(
@@ -108,7 +108,7 @@ class _Edges:
     def send_reply(self, tick: int, reply: Reply) -> None:
         """Words; distributions or hidden states, where there are any, in a second message."""
         sender = self._worker.control
-        sender.send_words(reply.words(self._session, tick), 0, Tag.REPLY)
+        sender.send_message(reply.pack(self._session, tick), 0, Tag.REPLY)
         if reply.rows is not None:
             sender.send(reply.rows, 0, Tag.REPLY_ROWS)
 
@@ -129,9 +129,9 @@ class Worker:
         self._store = store
         store.set(store_keys.started(rank), str(os.getpid()))
         self._group = control_group(store, rank, size, loopback=loopback)
-        self.control = Sender(self._group, max_under_way=_MAX_UNDER_WAY)
+        self.control = Sender(self._group, max_pending=_MAX_PENDING)
         self._data: tuple[Group, Sender, int] | None = None
-        self._commands = WordReceiver(self._group, 0, Tag.CONTROL)
+        self._commands = MessageReceiver(self._group, 0, Tag.CONTROL)
         self._pairs: dict[str, ModelPair] = {}
         self._connections = Connections(store=store, rank=rank, loopback=loopback)
         self._sessions: dict[int, StageSession] = {}
@@ -161,7 +161,7 @@ class Worker:
             return self._group, self.control, 0
         if self._data is None:
             group = data_group(self._store, self.rank, self.size)
-            self._data = group, Sender(group, max_under_way=_MAX_UNDER_WAY), 1
+            self._data = group, Sender(group, max_pending=_MAX_PENDING), 1
         return self._data
 
     def wire(self, other: int, device: torch.device) -> torch.device:
@@ -173,15 +173,15 @@ class Worker:
     def _follow(self, kind: Kind, session: int, tick: int, words: IntArray) -> None:
         if kind is Kind.END:
             self._current = stage = self._sessions[session]
-            stage.end(tick, read_ending(words))
+            stage.end(tick, unpack_ending(words))
         elif kind is Kind.BEGIN:
             self._current = stage = self._sessions[session]
-            stage.begin(tick, read_entry(words))
+            stage.begin(tick, unpack_entry(words))
         elif kind is Kind.DRAFT:
             self._current = draft = self._drafts[session]
             draft.follow(words)
         elif kind is Kind.SETUP:
-            self._set_up(session, json_body(words))
+            self._set_up(session, unpack_json(words))
         elif kind is Kind.REPORT:
             self._store.set(
                 store_keys.report(session, tick, self.rank), json.dumps(self.report(session))
@@ -212,7 +212,7 @@ class Worker:
             rank=self.rank,
             plan=plan,
             pair=self._pair(plan),
-            edges_of=lambda stage: _Edges(
+            make_links=lambda stage: _Links(
                 worker=self,
                 session=session,
                 stage=stage,
