@@ -144,7 +144,7 @@ class FailureDetector:
         return RankFailure(rank=None, cause="connections between ranks broke")
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        """Rank -> the failure that it has reported (``worker.report_failures``)."""
+        """Rank -> the failure that it has reported (``worker.serve``)."""
         reports = {}
         with suppress(RuntimeError):
             for rank in self._ranks:

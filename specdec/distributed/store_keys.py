@@ -22,7 +22,7 @@ def heartbeat(rank: int) -> str:
 
 
 def failed(rank: int) -> str:
-    """Why the rank ended, as JSON (``worker.report_failures``)."""
+    """Why the rank ended, as JSON (``worker.serve``)."""
     return f"failed/{rank}"
 
 
