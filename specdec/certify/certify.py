@@ -13,7 +13,7 @@ from specdec.certify.parity import batch_independence, greedy_parity, sampled_pa
 from specdec.certify.report import Check, Report
 from specdec.certify.subject import Build, Subject, num_ranks
 from specdec.compose.build import compose
-from specdec.distributed.lease import held
+from specdec.distributed.rank_groups import keep_ranks
 
 CHECKS: dict[str, Callable[[Subject], Check]] = {
     "greedy_parity": greedy_parity,
@@ -53,7 +53,7 @@ def certify(
     """
     start = perf_counter()
     found = []
-    with held(num_ranks(cfg), threads=cfg.get("threads")):
+    with keep_ranks(num_ranks(cfg), threads=cfg.get("threads")):
         subject = Subject(cfg, build=build)
         for name in CHECKS if checks is None else checks:
             found.append(run_check(name, subject))

@@ -17,7 +17,7 @@ from specdec.data import (
     load_requested,
     prompt_tokens,
 )
-from specdec.distributed.lease import logs_in
+from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
 from specdec.pairs import (
@@ -83,7 +83,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     pair, prompts, cut = prepare(cfg)
     tell_what_is_replayed(pair, progress.note)
     tell_what_is_not_captured([cfg], pair, progress.note)
-    with logs_in(output_dir / LOGS_FOLDER):
+    with rank_logs_in(output_dir / LOGS_FOLDER):
         runner = build_runner(cfg, pair, stop_rules(cfg, pair))
     path = output_dir / "requests.jsonl"
     results, totals, todo = _behind(path, runner.name, 0, prompts)
@@ -147,7 +147,7 @@ def compare_jobs(
     runners: list[Runner] = []
     runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {}
     try:
-        with logs_in(output_dir / LOGS_FOLDER):
+        with rank_logs_in(output_dir / LOGS_FOLDER):
             for cfg in cfgs:
                 runners.append(build_runner(cfg, pair, stop_rules(cfg, pair)))
                 runs[runners[-1].name] = []

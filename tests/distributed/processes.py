@@ -98,7 +98,7 @@ def children(pid: int) -> list[int]:
 
 def ranks_of(pid: int) -> list[int]:
     """Pids of ranks 1, 2, ... of a ``specdec run``, and of what else it has started."""
-    return [rank for nursery in children(pid) for rank in (*children(nursery), nursery)]
+    return [rank for server in children(pid) for rank in (*children(server), server)]
 
 
 def is_alive(pid: int) -> bool:

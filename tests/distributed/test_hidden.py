@@ -17,8 +17,8 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.distributed import executor as over_ranks
 from specdec.distributed import replies
 from specdec.distributed.executor import Ranks
-from specdec.distributed.in_flight_rows import Ledger
-from specdec.distributed.replies import Arrived, Reply, hidden_reply
+from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.distributed.replies import ReceivedReply, Reply, hidden_reply
 from specdec.executors.layout import StageLayout
 from specdec.executors.row_packing import InFlight
 from specdec.interfaces import TreePolicy
@@ -142,13 +142,13 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     def plant() -> None:
         if bug == "rows not pruned":
-            prune = Ledger.prune
+            prune = InFlightRows.prune
 
-            def kept(self: Ledger, tick: int, flight: InFlight) -> None:
+            def kept(self: InFlightRows, tick: int, flight: InFlight) -> None:
                 if not flight.captured:  # the books of both sides stay right
                     prune(self, tick, flight)
 
-            monkeypatch.setattr(Ledger, "prune", kept)
+            monkeypatch.setattr(InFlightRows, "prune", kept)
         else:
             wrong = shifted if bug == "shifted rows" else exchanged
             monkeypatch.setattr(over_ranks, "read_hidden", wrong)
@@ -200,7 +200,7 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
 def test_rows_keep_their_type_on_the_wire(dtype: str) -> None:
     rows = [torch.randn(3, 5).to(getattr(torch, dtype)) for _ in range(2)]
     reply = hidden_reply(rows)
-    arrived = Arrived.read(reply.words(4, 9), lambda empty: empty.copy_(reply.rows))  # type: ignore
+    arrived = ReceivedReply.unpack(reply.pack(4, 9), lambda empty: empty.copy_(reply.rows))  # type: ignore
     assert (arrived.session, arrived.tick) == (4, 9)
     assert arrived.reply.rows is not None
     assert arrived.reply.rows.dtype == getattr(torch, dtype)

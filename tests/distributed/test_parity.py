@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.distributed import Lease
+from specdec.distributed import GroupHandle
 from specdec.distributed.executor import DistributedExecutor
 from specdec.errors import UserError
 from specdec.executors.row_packing import InFlight
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module", autouse=True)
 def ranks() -> Iterator[None]:
     """Ranks for two and three stages stay up for all tests of the module."""
-    leases = [Lease(number, threads=1) for number in (2, 3)]
+    handles = [GroupHandle(number, threads=1) for number in (2, 3)]
     yield
-    for lease in leases:
-        lease.release()
+    for handle in handles:
+        handle.release()
 
 
 @pytest.fixture(params=[2, 3])
@@ -138,12 +138,12 @@ def test_groups_of_ranks_survive_what_concerns_one_strategy() -> None:
 
 @pytest.mark.slow
 def test_eight_stages() -> None:
-    lease = Lease(8, threads=1)
+    handle = GroupHandle(8, threads=1)
     try:
         for strategy in STRATEGIES:
             same(config(strategy, 8, "t06"))
     finally:
-        lease.release()
+        handle.release()
 
 
 # Last: it breaks its ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.certify import certify
-from specdec.distributed import Lease
+from specdec.distributed import GroupHandle
 from specdec.distributed.draft_follower import CallList
 from specdec.errors import RankFailure
 from tests.distributed.support import config, rejection, run, same
@@ -44,12 +44,12 @@ def test_what_one_rank_of_a_shared_stage_tells() -> None:
     """Exits: one has the whole head, the others go on with their share of the layers. Hidden
     states: all have them whole after a layer, one sends them."""
     head = {"model__exit_layer": 3, "model__exit_head": "transformer"}
-    lease = Lease(4, threads=1)
+    handle = GroupHandle(4, threads=1)
     try:
         same(config("ppsd_tree", 2, "t06", executor__target_degree=2, **head))
         same(config("medusa", 2, "t06", executor__target_degree=2))
     finally:
-        lease.release()
+        handle.release()
 
 
 def test_a_shared_draft_keeps_its_cache() -> None:

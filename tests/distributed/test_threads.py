@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from specdec.distributed.executor import DistributedExecutor
-from specdec.distributed.in_flight_rows import Ledger
+from specdec.distributed.in_flight_rows import InFlightRows
 from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import ModelStage, split_layers
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
@@ -91,8 +91,8 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     else:  # it waits for answers that nobody owes, or counts rows that are not there
         values["executor"]["timeout_s"] = 3.0
         with runner(values) as made:
-            ledger = made.parts.executor._ledger  # type: ignore[attr-defined]
-            monkeypatch.setattr(ledger, "prune", lambda tick, flight: None)
+            in_flight = made.parts.executor._in_flight  # type: ignore[attr-defined]
+            monkeypatch.setattr(in_flight, "prune", lambda tick, flight: None)
             with pytest.raises((AssertionError, queue.Empty)):
                 made.run(PROMPTS, lambda result: None)
         return
@@ -109,6 +109,6 @@ def test_the_head_counts_in_a_balanced_split() -> None:
 
 
 def test_ledger_forgets_what_ended() -> None:
-    ledger = Ledger()
-    assert ledger.take(3) is None
-    assert not ledger.is_open(1, 3)
+    in_flight = InFlightRows()
+    assert in_flight.take(3) is None
+    assert not in_flight.is_open(1, 3)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from specdec.distributed.lease import give
-from specdec.distributed.messages import HEADER_WORDS, Kind, read_ending, read_entry
+from specdec.distributed.messages import HEADER_WORDS, Kind, unpack_ending, unpack_entry
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import REPLIES, Arrived, Owed, Reply
+from specdec.distributed.rank_groups import use_group
+from specdec.distributed.replies import REPLIES, ReceivedReply, Reply, ReplyKey
 from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
@@ -25,7 +25,7 @@ PATIENCE_S = 120.0
 
 
 class ThreadGroup:
-    """Stands for ``RankGroup``; give it to executors by ``lease.give``."""
+    """Stands for ``RankGroup``; give it to executors by ``rank_groups.use_group``."""
 
     num_bytes = 0
 
@@ -47,9 +47,9 @@ class ThreadGroup:
         pair = build_pair(plan.model)
         edges = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
         for rank in range(1, len(plan.ranks) + 1):
-            link = _Edges(self._replies, session, rank, edges[rank - 1], edges[rank])
+            link = _Links(self._replies, session, rank, edges[rank - 1], edges[rank])
             self.sessions[session, rank] = build_session(
-                rank=rank, plan=plan, pair=pair, edges_of=link.of
+                rank=rank, plan=plan, pair=pair, make_links=link.of
             )
         return session
 
@@ -60,10 +60,10 @@ class ThreadGroup:
         for rank in ranks:
             self._inboxes[rank].put(words.copy())
 
-    def has_reply(self, owed: Owed) -> bool:
+    def has_reply(self, owed: ReplyKey) -> bool:
         return not self._replies[owed].empty()
 
-    def reply(self, owed: Owed, session: int, tick: int, timeout_s: float) -> Reply:
+    def reply(self, owed: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
         while True:
             found = self._replies[owed].get(timeout=timeout_s)
             if isinstance(found, BaseException):
@@ -93,9 +93,9 @@ class ThreadGroup:
                     _, kind, session, tick = words[:HEADER_WORDS].tolist()
                     mine = self.sessions[session, rank]
                     if kind == Kind.BEGIN:
-                        mine.begin(tick, read_entry(words))
+                        mine.begin(tick, unpack_entry(words))
                     else:
-                        mine.end(tick, read_ending(words))
+                        mine.end(tick, unpack_ending(words))
         except Exception as error:
             for waiting in self._replies.values():
                 waiting.put(error)
@@ -105,13 +105,13 @@ class ThreadGroup:
 def thread_ranks(size: int) -> Iterator[ThreadGroup]:
     """Every executor made inside uses these ranks."""
     made = ThreadGroup(size)
-    give(made)  # type: ignore[arg-type]
+    use_group(made)  # type: ignore[arg-type]
     yield made
-    give(None)
+    use_group(None)
     made.close()
 
 
-class _Edges:
+class _Links:
     """Rows through queues; a receiver checks that it expects as many as were sent."""
 
     def __init__(self, replies: Any, session: int, rank: int, before: Any, after: Any) -> None:
@@ -119,7 +119,7 @@ class _Edges:
         self._before, self._after = before, after
         self._is_model = False
 
-    def of(self, stage: Stage) -> _Edges:
+    def of(self, stage: Stage) -> _Links:
         self._is_model = layers_of(stage) is not None
         return self
 
@@ -136,6 +136,6 @@ class _Edges:
         """Queues need no buffers."""
 
     def send_reply(self, tick: int, reply: Reply) -> None:
-        words = reply.words(self._session, tick)
-        arrived = Arrived.read(words, lambda rows: rows.copy_(reply.rows))
+        words = reply.pack(self._session, tick)
+        arrived = ReceivedReply.unpack(words, lambda rows: rows.copy_(reply.rows))
         self._replies[reply.kind, self._rank].put(arrived)

@@ -19,10 +19,10 @@ import specdec.clocks.meter as metering
 import specdec.clocks.wall as wall
 import specdec.models.runner as running
 from specdec.clocks import CONTROLLER
-from specdec.distributed.lease import give
-from specdec.distributed.messages import HEADER_WORDS, Kind, read_ending, read_entry
+from specdec.distributed.messages import HEADER_WORDS, Kind, unpack_ending, unpack_entry
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import Arrived, Owed, Reply
+from specdec.distributed.rank_groups import use_group
+from specdec.distributed.replies import ReceivedReply, Reply, ReplyKey
 from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
@@ -72,7 +72,7 @@ class VirtualGroup:
         self.size = size
         self.alive = True
         self.times = times
-        self._replies: dict[Owed, deque[tuple[float, Arrived]]] = defaultdict(deque)
+        self._replies: dict[ReplyKey, deque[tuple[float, ReceivedReply]]] = defaultdict(deque)
         self._numbers = itertools.count(1)
         self._sessions: dict[tuple[int, int], StageSession] = {}
 
@@ -81,10 +81,10 @@ class VirtualGroup:
         pair = build_pair(plan.model)
         edges: list[deque[Any]] = [deque() for _ in range(len(plan.ranks) + 1)]
         for rank in range(1, len(plan.ranks) + 1):
-            link = _Edges(self, session, rank, edges[rank - 1], edges[rank])
+            link = _Links(self, session, rank, edges[rank - 1], edges[rank])
             with self.times.of(rank):
                 self._sessions[session, rank] = build_session(
-                    rank=rank, plan=plan, pair=pair, edges_of=link.of
+                    rank=rank, plan=plan, pair=pair, make_links=link.of
                 )
         return session
 
@@ -98,19 +98,19 @@ class VirtualGroup:
                 self.times.wait_for(sent)
                 mine = self._sessions[session, rank]
                 if kind == Kind.BEGIN:
-                    mine.begin(tick, read_entry(words))
+                    mine.begin(tick, unpack_entry(words))
                 else:
-                    mine.end(tick, read_ending(words))
+                    mine.end(tick, unpack_ending(words))
 
-    def answer(self, arrived: Arrived, rank: int) -> None:
+    def answer(self, arrived: ReceivedReply, rank: int) -> None:
         """A rank's reply, sent now."""
         self._replies[arrived.reply.kind, rank].append((self.times.now, arrived))
 
-    def has_reply(self, owed: Owed) -> bool:
+    def has_reply(self, owed: ReplyKey) -> bool:
         waiting = self._replies[owed]
         return bool(waiting) and waiting[0][0] <= self.times.now
 
-    def reply(self, owed: Owed, session: int, tick: int, timeout_s: float) -> Reply:
+    def reply(self, owed: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
         sent, found = self._replies[owed].popleft()
         assert (found.session, found.tick) == (session, tick)
         self.times.wait_for(sent)
@@ -133,14 +133,14 @@ class VirtualGroup:
 def virtual_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGroup]:
     """Every executor made inside uses these ranks."""
     made = VirtualGroup(size, Times(monkeypatch))
-    give(made)  # type: ignore[arg-type]
+    use_group(made)  # type: ignore[arg-type]
     try:
         yield made
     finally:
-        give(None)
+        use_group(None)
 
 
-class _Edges:
+class _Links:
     """Rows with the time at which they were sent."""
 
     def __init__(
@@ -149,7 +149,7 @@ class _Edges:
         self._group, self._session, self._rank = group, session, rank
         self._before, self._after = before, after
 
-    def of(self, stage: Stage) -> _Edges:
+    def of(self, stage: Stage) -> _Links:
         assert layers_of(stage) is not None
         return self
 
@@ -166,6 +166,6 @@ class _Edges:
         """No buffers."""
 
     def send_reply(self, tick: int, reply: Reply) -> None:
-        words = reply.words(self._session, tick)
-        arrived = Arrived.read(words, lambda rows: rows.copy_(reply.rows))
+        words = reply.pack(self._session, tick)
+        arrived = ReceivedReply.unpack(words, lambda rows: rows.copy_(reply.rows))
         self._group.answer(arrived, self._rank)

@@ -118,10 +118,10 @@ def test_several_folders_are_one_frame(sweep: Path, comparison: Path) -> None:
 
 def test_plain_decoding_is_found_where_only_the_parts_differ(sweep: Path) -> None:
     found = {r.name: r for r in results.read(sweep)}
-    plain = results.partner(found["strategy=speculative,seed=1"], found.values())
+    plain = results.baseline_of(found["strategy=speculative,seed=1"], found.values())
     assert plain is found["strategy=ar,seed=1"], "another seed is another experiment"
     found["strategy=ar,seed=1"].config["executor"] = {"stages": 8}
-    assert results.partner(found["strategy=speculative,seed=1"], found.values()) is None
+    assert results.baseline_of(found["strategy=speculative,seed=1"], found.values()) is None
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path, sweep: Path) -> None:
