@@ -63,6 +63,23 @@ class Case:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The output for a case.
+
+    Attributes:
+        output: token ids.
+        reason: why it ended.
+        accepted: accepted draft tokens, plus the next tokens that were nodes of the tree (hits).
+        misses: answers after which the tree was discarded.
+    """
+
+    output: tuple[int, ...]
+    reason: str | None
+    accepted: int = 0
+    misses: int = 0
+
+
 def letters(tokens: Sequence[int]) -> str:
     """Decodes each token to two letters, so that stop strings can cross token boundaries."""
     return "".join(

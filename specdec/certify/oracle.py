@@ -10,12 +10,12 @@ Shape letters: V vocabulary, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
+from specdec.certify.cases import Decoded
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
 from specdec.types import FloatArray
@@ -105,19 +105,6 @@ def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
     return "length" if len(output) >= stop.max_new_tokens else None
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """An output of plain decoding.
-
-    Attributes:
-        output: token ids.
-        reason: why it ended.
-    """
-
-    output: tuple[int, ...]
-    reason: str
-
-
 class Oracle:
     """Plain decoding with transformers' own forward, no cache, one token at a time."""
 
@@ -141,7 +128,7 @@ class Oracle:
 
     def decode(
         self, *, prompt_id: int, prompt: Sequence[int], sampling: SamplingParams, stop: StopRules
-    ) -> Reference:
+    ) -> Decoded:
         """Decodes one prompt, see ``plain_decode``."""
         return plain_decode(
             self.logits,
@@ -161,7 +148,7 @@ def plain_decode(
     prompt: Sequence[int],
     sampling: SamplingParams,
     stop: StopRules,
-) -> Reference:
+) -> Decoded:
     """Decodes one prompt token by token with the logits of ``logits_of``."""
     tokens, output = list(prompt), list[int]()
     while True:
@@ -172,4 +159,4 @@ def plain_decode(
         output.append(token)
         reason = reference_reason(output, stop)
         if reason is not None:
-            return Reference(tuple(output), reason)
+            return Decoded(tuple(output), reason)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from specdec.certify.cases import Case
-from specdec.certify.oracle import Oracle, Reference
+from specdec.certify.cases import Case, Decoded
+from specdec.certify.oracle import Oracle
 from specdec.compose.build import compose
 from specdec.compose.workbench import Parts
 from specdec.errors import UserError
@@ -39,23 +38,6 @@ _EXITS = (".EarlyExitSource", ".MultiExitSource")
 _MIN_STEPS = 64  # of the limit on steps, whatever the number of tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A strategy's output for a case.
-
-    Attributes:
-        output: token ids.
-        reason: why it ended.
-        accepted: accepted draft tokens, plus the next tokens that were nodes of the tree (hits).
-        misses: answers after which the tree was discarded.
-    """
-
-    output: tuple[int, ...]
-    reason: str | None
-    accepted: int = 0
-    misses: int = 0
-
-
 def refuse(cfg: Mapping[str, Any]) -> None:
     """Refuses strategies that are transformers' own decoding.
 
@@ -75,6 +57,9 @@ class Subject:
     """A configuration under test.
 
     Attributes:
+        name: the preset's name.
+        seed: seed of the run, which keys every draw.
+        batch_size: configured number of requests decoded at a time.
         cfg: the resolved configuration of the user.
         small: the same with a small random float64 pair and few stages.
         claims: the losslessness that its verifier declares.
@@ -94,6 +79,8 @@ class Subject:
         """
         refuse(cfg)
         self.cfg = cfg
+        self.name = str(cfg["strategy"]["name"])
+        self.seed, self.batch_size = int(cfg["seed"]), int(cfg["batch_size"])
         self.small = _small(cfg)
         self.build = build
         self.notes: dict[str, object] = {}
@@ -101,21 +88,6 @@ class Subject:
         self._oracles: dict[str, Oracle] = {}
         with self.composed("mixed") as parts:
             self.claims = parts.verifier.lossless
-
-    @property
-    def name(self) -> str:
-        """The preset's name."""
-        return str(self.cfg["strategy"]["name"])
-
-    @property
-    def seed(self) -> int:
-        """Seed of the run, which keys every draw."""
-        return int(self.cfg["seed"])
-
-    @property
-    def batch_size(self) -> int:
-        """Configured number of requests decoded at a time."""
-        return int(self.cfg["batch_size"])
 
     @cached_property
     def sampling(self) -> SamplingParams:
@@ -170,7 +142,7 @@ class Subject:
             self._oracles[kind] = Oracle(pair.target, seed=self.seed)
         return self._oracles[kind]
 
-    def expected(self, kind: str, case: Case) -> Reference:
+    def expected(self, kind: str, case: Case) -> Decoded:
         """The output of plain decoding for a case."""
         return self.oracle(kind).decode(
             prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
