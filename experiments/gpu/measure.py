@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from experiments.gpu.bars import LIMIT_S, verdicts
 from experiments.gpu.kernels import attention_rows, projection_rows, swiglu_rows
 from experiments.gpu.passes import pass_rows
+from experiments.gpu.requirements import LIMIT_S, verdicts
 from experiments.gpu.shapes import FULL, LLAMA3_1B, LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET
 from experiments.gpu.strategies import shape_rows, trained_rows
 from experiments.gpu.timing import Bench, copy_bandwidth

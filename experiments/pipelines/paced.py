@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.bars import PIPELINE
+from experiments.pipelines.strategy_speeds import PIPELINE
 from specdec.config.job import run_job_of
 from specdec.metrics import RequestResult, summarise
 from specdec.report import write_json

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from experiments.pipelines.tables import SIMULATED
+from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
@@ -24,8 +24,8 @@ def timeline(item: Item, lab: Lab) -> Findings:
     """
     from specdec.trace.timeline import timeline_png
 
-    found, config = Findings(), item.config
-    for draft in drafts([config["draft"]], item, lab, found):
+    findings, config = Findings(), item.config
+    for draft in drafts([config["draft"]], item, lab, findings):
         trace, summary = _traced(config, lab, draft)
         spent: dict[str, float] = {}
         prunes = []
@@ -45,12 +45,12 @@ def timeline(item: Item, lab: Lab) -> Findings:
             ("prune", max(prunes, default=0.0), "pinned by the profile"),
         ):
             conditions = f"{draft.title}, one prompt; {text}"
-            found.add(claim, value, "simulated", conditions, loops=loops)
+            findings.add(claim, value, "simulated", conditions, loops=loops)
         rows = tuple((kind, us / 1e3, us / sum(busy.values()), loops) for kind, us in busy.items())
         columns = ("phase", "ms", "share of busy time", "loop_share")
-        found.table("Time of all stages", columns, rows)
-        found.figure = timeline_png(trace, title=f"{item.id}, simulated, {draft.title}")
-    return found
+        findings.table("Time of all stages", columns, rows)
+        findings.figure = timeline_png(trace, title=f"{item.id}, simulated, {draft.title}")
+    return findings
 
 
 def algorithm(item: Item, lab: Lab) -> Findings:
@@ -59,24 +59,24 @@ def algorithm(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``draft``, ``compare`` (overrides of a comparison with plain decoding on real
     models); claims ``output``, ``stages``, ``token``, ``prune``, ``forward``.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     prompts, tokens = item.size["quick" if lab.quick else "full"]
     words = [*config["compare"], f"data.limit={prompts}", f"max_new_tokens={tokens}"]
     row = next(r for r in lab.compare(words)["rows"] if r["strategy"] == "specpipe")
     text = f"bundled pair, {row['num_compared']} prompts, {row['num_differing']} differ"
-    found.add("output", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
+    findings.add("output", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
     rows = []
-    for draft in drafts([config["draft"]], item, lab, found):
+    for draft in drafts([config["draft"]], item, lab, findings):
         trace, summary = _traced(config, lab, draft)
         facts = _facts(_by_step(trace), summary)
         for claim, (held, of, what) in facts.items():
             where = f"{draft.title}, one prompt; {held} of {of} {what}"
             loops = summary["loop_share"]
-            found.add(claim, held == of > 0, "simulated", where, loops=loops)
+            findings.add(claim, held == of > 0, "simulated", where, loops=loops)
             rows.append((item.stated.claims[claim].text, held, of, what, loops))
     columns = ("line", "held", "of", "counted", "loop_share")
-    found.table("Algorithm 1 in a trace", columns, rows)
-    return found
+    findings.table("Algorithm 1 in a trace", columns, rows)
+    return findings
 
 
 def _facts(

@@ -94,11 +94,11 @@ def bar_chart(
     form: str = "{:.1f}",
 ) -> Figure:
     """A figure of one panel with grouped ``bars``."""
-    made, (ax,) = figure(*size)
+    fig, (ax,) = figure(*size)
     bars(ax, groups, form=form)
     tidy(ax, x=x, y=y, title=title)
     legend(ax)
-    return made
+    return fig
 
 
 def line_chart(
@@ -111,13 +111,13 @@ def line_chart(
     size: tuple[float, float] = (6.8, 4.2),
 ) -> Figure:
     """A figure of one panel with a line per name; ``within``: a band's ends and name."""
-    made, (ax,) = figure(*size)
+    fig, (ax,) = figure(*size)
     lines(ax, series)
     if within is not None:
         band(ax, *within)
     tidy(ax, x=x, y=y, title=title)
     legend(ax)
-    return made
+    return fig
 
 
 def band(ax: Axes, low: float, high: float, label: str, *, vertical: bool = False) -> None:
@@ -164,10 +164,10 @@ def bars(
 def claims_figure(claims: Mapping[str, Claim], measures: Sequence[Measure], title: str) -> Figure:
     """Numbers of ours, with their intervals, over the stated ranges: one row per claim."""
     numeric = [c for c in claims.values() if c.low is not None]
-    made, (ax,) = figure(8.5, 1.7 + 0.5 * len(numeric) + 0.17 * len({_where(m) for m in measures}))
+    fig, (ax,) = figure(8.5, 1.7 + 0.5 * len(numeric) + 0.17 * len({_where(m) for m in measures}))
     claims_panel(ax, claims, measures)
     ax.set_title(title, fontsize=9)
-    return made
+    return fig
 
 
 def claims_panel(

@@ -11,7 +11,7 @@ from specdec.metrics.compare import speed_ratio_interval
 from specdec.report import read_requests
 
 
-def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
+def add_paced(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:
     """Runs ``paced`` of an item's config: strategies interleaved on the same prompts.
 
     A row whose work overran its profile too often does not count, and is missing.
@@ -42,7 +42,7 @@ def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
         *(f"over {first['strategy']}", "overrun_share", "hit rate", "accept length"),
         *("tokens as the first row", "loop_share", "prompts", "repeats"),
     )
-    found.table("Paced: a process per stage, real messages", columns, table)
+    findings.table("Paced: a process per stage, real messages", columns, table)
     records = read_requests(compared["folder"] / "requests.jsonl")
     wanted = {claim: (slow, fast) for claim, (slow, fast) in config.get("ratios", {}).items()}
     wanted |= {claim: ("ar", fast) for claim, fast in config.get("follows", {}).items()}
@@ -50,7 +50,7 @@ def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
         overrun = [name for name in (slow, fast) if not rows[name]["paced_counts"]]
         for name in overrun:
             share = f"{100 * rows[name]['overrun_share']:.1f} %"
-            found.missing.append(f"paced {name}: {share} of its work overran its profile")
+            findings.missing.append(f"paced {name}: {share} of its work overran its profile")
         if overrun:
             continue
         mine, other = ([r.result for r in records if r.strategy == n] for n in (fast, slow))
@@ -58,8 +58,8 @@ def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
         value = rows[slow]["tbt_ms_mean"] / rows[fast]["tbt_ms_mean"]
         loops, text = rows[fast]["loop_share"], f"bundled pair, {config['where']}"
         if claim in config.get("ratios", {}):
-            found.add(claim, value, "paced", text, loops=loops, interval=ends)
+            findings.add(claim, value, "paced", text, loops=loops, interval=ends)
             continue
         law = rows[fast]["speedup_law"]
         text += f": {value:.2f}x, law {law:.2f}x, wall over theory {value / law:.2f}"
-        found.add(claim, abs(value / law - 1.0) <= 0.05, "paced", text, loops=loops)
+        findings.add(claim, abs(value / law - 1.0) <= 0.05, "paced", text, loops=loops)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.pipelines.bars import ROWS
-from experiments.pipelines.running import Bench
+from experiments.pipelines.simulated_runs import Bench
+from experiments.pipelines.strategy_speeds import ROWS
 from experiments.pipelines.theory import (
     DecodeCounts,
     crossing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.pipelines.running import Bench, Row
+from experiments.pipelines.simulated_runs import Bench, Row
 from specdec.policies import FixedWidth, PipelineBestFirst
 from tests.matrix.cells import Cell, config, decode, plain, runner
 

@@ -1,4 +1,4 @@
-"""Staged's roofline (Fig. 1) and its text coloured by model (Fig. 3)."""
+"""Staged's text coloured by the model that could have given each token (Fig. 3)."""
 
 from __future__ import annotations
 
@@ -11,42 +11,8 @@ from experiments.reproduce.drawing import figure, legend, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
-from experiments.staged.tables import compared
+from experiments.staged.measured_runs import compared
 from specdec.report import read_requests
-
-
-def roofline(item: Item, lab: Lab) -> Findings:
-    """Fig. 1: arithmetic on the stated speeds. Keys: ``parameters``, ``bytes``, ``tokens_per_s``,
-    ``peak_flops``, ``peak_bytes``, ``traffic`` (label -> relative traffic)."""
-    found, config = Findings(), item.config
-    flops = 2.0 * config["parameters"] * config["tokens_per_s"]
-    moved = config["parameters"] * config["bytes"] * config["tokens_per_s"]
-    where = "arithmetic: 2 operations and 2 bytes per parameter and token"
-    found.add("intensity", flops / moved, "formula", where)
-    where += f"; {config['peak_flops'] / 1e12:.0f} TFLOP/s"
-    found.add("utilisation", 100 * flops / config["peak_flops"], "formula", where)
-    points = {"baseline": 1.0, **config["traffic"]}
-    rows = tuple((n, 1.0 / t, 100 * moved / config["peak_bytes"]) for n, t in points.items())
-    columns = ("row", "FLOP/byte", "bandwidth used by the baseline, %")
-    found.table("Operations per byte of weights", columns, rows)
-    made, (ax,) = figure(6.5, 4.0)
-    xs = np.logspace(-1, 3, 60)
-    roof = np.minimum(xs * config["peak_bytes"], config["peak_flops"]) / 1e12
-    ax.plot(xs, roof, color="#4a4a4a", lw=1.4, label="RTX 4090 (public figures)")
-    for i, (name, part) in enumerate(points.items()):
-        speed_of = config["speeds"][name] * 2.0 * config["parameters"] / 1e12
-        ax.plot([1.0 / part], [speed_of], lw=0, marker="os^Dv"[i], ms=7, label=f"{name}, stated")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    tidy(
-        ax,
-        x="arithmetic intensity (FLOP per byte)",
-        y="useful TFLOP/s (computed)",
-        title=item.stated.title,
-    )
-    legend(ax)
-    found.figure = made
-    return found
 
 
 def origins(item: Item, lab: Lab) -> Findings:
@@ -55,7 +21,7 @@ def origins(item: Item, lab: Lab) -> Findings:
     A token counts for the n-gram model when it is among its ``guesses`` best after the two tokens
     before it; else for the draft when the target accepted it from the tree; else for the target.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     pair = lab.models()
     katz = pair.katz()
     result = compared(item, lab, config["sampling"])
@@ -90,9 +56,9 @@ def origins(item: Item, lab: Lab) -> Findings:
         for kind in counts
     )
     columns = ("tokens", *names, "count", "loop_share")
-    found.table("Share of tokens by origin", columns, rows)
+    findings.table("Share of tokens by origin", columns, rows)
     value = shares["white space"]["n-gram"]
-    found.add(
+    findings.add(
         "white_space",
         value > shares["other"]["n-gram"],
         "measured",
@@ -102,8 +68,8 @@ def origins(item: Item, lab: Lab) -> Findings:
         ),
         loops=loops,
     )
-    found.figure = _coloured(shown, item.stated.title)
-    return found
+    findings.figure = _coloured(shown, item.stated.title)
+    return findings
 
 
 def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
@@ -111,7 +77,7 @@ def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
     colors = {"n-gram": "#bfe3bf", "draft": "#c6d8f0", "target": "#f3c1c1"}
     columns, row, column, widest = 84, 0, 0, 0
     num_lines = sum(1 + len(part) // columns for part in "".join(t for t, _ in shown).split("\n"))
-    made, (ax,) = figure(8.6, 1.8 + 0.18 * num_lines)
+    fig, (ax,) = figure(8.6, 1.8 + 0.18 * num_lines)
     for text, origin in shown:
         for letter in text.replace("\t", "    "):
             if letter == "\n" or column >= columns:
@@ -130,7 +96,7 @@ def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
     ax.set_ylim(row + 1, 0)
     tidy(ax, x="letters of a line (a dot: a space)", y="lines", title=title)
     legend(ax)
-    return made
+    return fig
 
 
 def _square(column: int, row: int, color: str) -> Any:

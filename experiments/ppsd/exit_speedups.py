@@ -1,8 +1,8 @@
 """PPSD and EESD on a simulated cluster of 8 stages, held against PPSD's Eq. 4 and 6.
 
-    python -m experiments.ppsd.bars [--parts ppsd multi eesd tree] [--data humaneval gsm8k xsum]
-        [--prompts 16] [--tokens 128] [--samplings t06 greedy] [--out outputs/ppsd]
-        [--results experiments/ppsd/results]
+    python -m experiments.ppsd.exit_speedups [--parts ppsd multi eesd tree]
+        [--data humaneval gsm8k xsum] [--prompts 16] [--tokens 128] [--samplings t06 greedy]
+        [--out outputs/ppsd] [--results experiments/ppsd/results]
 
 ppsd: `ppsd` against `ar` where all stages cost the same (uniform_30ms), beside Eq. 6 at the run's
 own alpha, and where the exit's stage pays for the exit head and its output layer
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.running import Bench, Row
+from experiments.pipelines.simulated_runs import Bench, Row
 from experiments.reproduce.drawing import COLORS, as_png, figure, legend, lines, tidy
 from specdec.config.job import run_job_of
 from specdec.metrics.exit_laws import eq5_acceptance
@@ -56,9 +56,9 @@ BAR = 0.95
 ORDER, DATA = ("ppsd", "multi", "eesd", "tree"), ("humaneval", "gsm8k", "xsum")
 HEAD = """# PPSD and EESD against Eq. 4-6, simulated
 
-Written by `python -m experiments.ppsd.bars`, 8 stages; one section or more per call. `of ar`,
-`simulated`: speed-up over plain decoding on the same stages. `loops` is the share of tokens that
-end an 8-gram generated before, which flatters every row."""
+Written by `python -m experiments.ppsd.exit_speedups`, 8 stages; one section or more per call.
+`of ar`, `simulated`: speed-up over plain decoding on the same stages. `loops` is the share of
+tokens that end an 8-gram generated before, which flatters every row."""
 
 Key = tuple[str, str, str]
 Figure = tuple[str, str, str, str, str, float]
@@ -184,7 +184,7 @@ def draw(path: Path, figures: Sequence[Figure]) -> None:
         if part == "eesd":
             series.setdefault(f"{data}, {sampling}", {}).setdefault(name, []).append(value)
     gammas = list(GAMMAS)
-    made, (left, right) = figure(11.0, 4.4, 2)
+    fig, (left, right) = figure(11.0, 4.4, 2)
     lines(left, {name: (gammas, found["accepted"]) for name, found in series.items()})
     for found, color in zip(series.values(), COLORS, strict=False):
         left.plot(gammas, found["eq5"], ls=":", lw=1, color=color)
@@ -194,7 +194,7 @@ def draw(path: Path, figures: Sequence[Figure]) -> None:
     tidy(right, x=x, y="speed-up over plain decoding (times, simulated)", title="E = N/8")
     for ax in (left, right):
         legend(ax)
-    path.write_bytes(as_png(made))
+    path.write_bytes(as_png(fig))
 
 
 def ppsd(bench: Bench, sampling: str, report: Report) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.ppsd.runs import exit_run
+from experiments.ppsd.exit_runs import exit_run
 from experiments.reproduce.drawing import line_chart
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
@@ -15,7 +15,7 @@ def transfer_latency(item: Item, lab: Lab) -> Findings:
     Plain decoding on one device is the yardstick, since a pipeline slows it down. Keys:
     ``pass_ms``, ``exits``, ``transfer_ms``, ``words``.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     rows = []
     series: dict[str, tuple[list[float], list[float]]] = {}
     one_device = 1e3 / config["pass_ms"]
@@ -41,7 +41,7 @@ def transfer_latency(item: Item, lab: Lab) -> Findings:
         *("transfer ms", "stages", "E", "alpha", "PP tokens/s", "PPSD tokens/s", "over PP"),
         *("over one device", "tokens/s per device", "loop_share"),
     )
-    found.table("Simulated, values of the bundled target", columns, rows)
+    findings.table("Simulated, values of the bundled target", columns, rows)
     y = "speed-up over plain decoding on one device (times)"
-    found.figure = line_chart(series, x="stages (N / E)", y=y, title=item.stated.title)
-    return found
+    findings.figure = line_chart(series, x="stages (N / E)", y=y, title=item.stated.title)
+    return findings

@@ -1,7 +1,7 @@
 """SwiftSpec on simulated device groups, held against its bars and the paper's figures.
 
-    python -m experiments.swiftspec.bars [--data humaneval gsm8k mt_bench] [--prompts 8]
-        [--tokens 96] [--samplings greedy] [--out outputs/swiftspec]
+    python -m experiments.swiftspec.parallel_against_serial [--data humaneval gsm8k mt_bench]
+        [--prompts 8] [--tokens 96] [--samplings greedy] [--out outputs/swiftspec]
 
 Table 6's times: target 10.48 ms on 6 devices and draft 3.25 ms on 2 (`swiftspec`), 10.34 and 3.73
 ms on all 8 (`swiftspec_base`); bs = w = 8. Per data set: the parallel form with d of the times'
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.running import Bench, Row, say_bar
+from experiments.pipelines.simulated_runs import Bench, Row, say_bar
 from specdec.clocks import Work
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of

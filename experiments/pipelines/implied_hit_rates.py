@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from experiments.pipelines.accuracy import quality_words
-from experiments.pipelines.tables import run_rows
 from experiments.pipelines.theory import needed_acceptance_length
+from experiments.pipelines.token_times import run_rows
 from experiments.reproduce.drafts import Draft, drafts, make_draft
 from experiments.reproduce.drawing import COLORS, figure, legend, tidy
 from experiments.reproduce.findings import Findings
@@ -35,14 +35,14 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
     ``over_static`` ([least, most], the paper's), ``best`` (its best cell, ms: plain, static,
     dynamic), claims ``hit`` and ``length``.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     size = make_draft("law_1b", item, lab).words[-2:]
     sweep = [
         Draft(f"easy {e}", f"synthetic, {e:.0%} easy", f"{e:.0%}", (*quality_words(e), *size))
         for e in config["easy"]
     ]
     points = []
-    for draft in [*drafts(config["drafts"], item, lab, found), *sweep]:
+    for draft in [*drafts(config["drafts"], item, lab, findings), *sweep]:
         rows = run_rows(
             lab, draft, config["common"], {"d": config["dynamic"], "s": config["static"]}
         )
@@ -60,18 +60,18 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
         )
         length = needed_acceptance_length(static_ms, nodes, stages, profile)
         implied.append((name, dynamic_ms, static_ms, hit, length))
-    found.table("What would have to be true", _NEEDED, implied)
-    found.table("What drafts have", _HAD, tuple(_had(*point) for point in points))
+    findings.table("What would have to be true", _NEEDED, implied)
+    findings.table("What drafts have", _HAD, tuple(_had(*point) for point in points))
     for draft, d, s in points[: len(points) - len(sweep)]:
         for claim, value, counts in (
             (config["hit"], d.summary["hit_rate"], hits_of(d.results)),
             (config["length"], s.summary["acceptance_length"], lengths_of(s.results)),
         ):
             ends, loops = interval(counts, share), d.summary["loop_share"]
-            found.add(claim, value, "simulated", draft.title, loops=loops, interval=ends)
-    found.notes.append(_pairs_note(implied[0], swept))
-    found.figure = _pairs_figure(item, points, swept, implied)
-    return found
+            findings.add(claim, value, "simulated", draft.title, loops=loops, interval=ends)
+    findings.notes.append(_pairs_note(implied[0], swept))
+    findings.figure = _pairs_figure(item, points, swept, implied)
+    return findings
 
 
 def _had(draft: Draft, dynamic: Outcome, static: Outcome) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ def _pairs_note(best: tuple[Any, ...], swept: Sequence[tuple[Draft, Outcome, Out
 
 
 def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[Any, ...]]) -> Any:
-    made, (ax,) = figure(7.8, 5.0)
+    fig, (ax,) = figure(7.8, 5.0)
     hits = [d.summary["hit_rate"] for _, d, _ in swept]
     ax.plot(
         hits,
@@ -161,4 +161,4 @@ def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[A
         title=item.stated.title,
     )
     legend(ax)
-    return made
+    return fig

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.pipelines.tables import SIMULATED
+from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
@@ -112,7 +112,7 @@ def _common(
 
 
 def add_runs(
-    item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]
+    item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]
 ) -> list[tuple[float, float]]:
     """PPSD on the bundled target: own acceptance, own speed-up, Eq. 6 beside it.
 
@@ -137,24 +137,24 @@ def add_runs(
                 text = f"bundled target, {name}, {kind} head, E = {exit_share}: {ratio:.2f}x, Eq. 6"
                 text += f" {made.law:.2f}x"
                 held = abs(off - 1) <= 0.05
-                found.add(config["claim"], held, "simulated", text, loops=made.loops)
+                findings.add(config["claim"], held, "simulated", text, loops=made.loops)
     columns = (
         *("data", "head", "E / N", "alpha", "95 % from", "to", "speed-up", "95 % from", "to"),
         *("Eq. 6", "run / law", "loop_share"),
     )
     title = "PPSD on the bundled target, transfers and heads at no cost (simulated)"
-    found.table(title, columns, rows)
+    findings.table(title, columns, rows)
     for claim, spec in config.get("best", {}).items():
-        _add_best(found, claim, runs, *spec)
+        _add_best(findings, claim, runs, *spec)
     if "lower" in config:
-        _add_lower(found, config["lower"], runs)
+        _add_lower(findings, config["lower"], runs)
     return [(made.law, made.speedup[0]) for same in runs.values() for made in same]
 
 
 Runs = Mapping[tuple[str, int], Sequence[ExitRun]]
 
 
-def _add_best(found: Findings, claim: str, runs: Runs, kind: str, wanted: int) -> None:
+def _add_best(findings: Findings, claim: str, runs: Runs, kind: str, wanted: int) -> None:
     """Whether one exit has the highest mean speed-up of its kind of head."""
     means = {
         layer: fmean(made.speedup[0] for made in same)
@@ -163,10 +163,10 @@ def _add_best(found: Findings, claim: str, runs: Runs, kind: str, wanted: int) -
     }
     best = max(means, key=lambda layer: means[layer])
     text = "bundled target, " + ", ".join(f"E={e}/24: {m:.2f}x" for e, m in means.items())
-    found.add(claim, best == wanted, "simulated", text, loops=runs[kind, best][0].loops)
+    findings.add(claim, best == wanted, "simulated", text, loops=runs[kind, best][0].loops)
 
 
-def _add_lower(found: Findings, claim: str, runs: Runs) -> None:
+def _add_lower(findings: Findings, claim: str, runs: Runs) -> None:
     pairs = {
         layer: (same, runs["transformer", layer])
         for (kind, layer), same in runs.items()
@@ -179,14 +179,14 @@ def _add_lower(found: Findings, claim: str, runs: Runs) -> None:
     text = ", ".join(f"E={e}/24: {a:.2f} against {b:.2f}" for e, (a, b) in alphas.items())
     loops = next(iter(pairs.values()))[0][0].loops
     less = all(a < b for a, b in alphas.values())
-    found.add(claim, less, "simulated", f"bundled target, {text}", loops=loops)
+    findings.add(claim, less, "simulated", f"bundled target, {text}", loops=loops)
 
 
 Curve = tuple[list[float], list[float]]
 
 
 def draft_length_runs(
-    item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]
+    item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]
 ) -> tuple[Curve, Curve]:
     """EESD over draft lengths; returns its acceptance and its speed-up.
 
@@ -207,7 +207,7 @@ def draft_length_runs(
         *("Eq. 4", "loop_share"),
     )
     title = f"EESD on the bundled target, E = {config['exit_layer']} of {_LAYERS} (simulated)"
-    found.table(title, columns, rows)
+    findings.table(title, columns, rows)
     rates, speeds = [row[2] for row in rows], [row[4] for row in rows]
     top = speeds.index(max(speeds))
     falls = all(b < a for a, b in pairwise(rates))
@@ -217,12 +217,12 @@ def draft_length_runs(
         ("peaks", 0 < top < len(speeds) - 1, peak),
     ):
         loops = rows[0][-1]
-        found.add(claim, value, "simulated", f"EESD, bundled target; {text}", loops=loops)
+        findings.add(claim, value, "simulated", f"EESD, bundled target; {text}", loops=loops)
     xs = [float(gamma) for gamma in gammas]
     return (xs, rates), (xs, speeds)
 
 
-def rival_runs(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any]) -> None:
+def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]) -> None:
     """Table 2's methods on the bundled target and its heads: 8 stages for every row (simulated).
 
     The whole tree of Medusa goes through the pipeline at once. Keys: ``rows`` (name -> overrides),
@@ -248,10 +248,10 @@ def rival_runs(item: Item, lab: Lab, found: Findings, config: Mapping[str, Any])
             ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
             text = f"bundled target, {name}, {label}: {ratio:.2f}x{ends}"
             loops = runs[mine].summary["loop_share"]
-            found.add(claim, ratio > 1.0, "simulated", text, loops=loops)
+            findings.add(claim, ratio > 1.0, "simulated", text, loops=loops)
     columns = (
         *("data", "profile", "row", "accepted / judged", "tokens per answer", "speed-up"),
         *("95 % from", "to", "loop_share"),
     )
     title = f"On the bundled target, {_STAGES} stages for every row (simulated)"
-    found.table(title, columns, table)
+    findings.table(title, columns, table)

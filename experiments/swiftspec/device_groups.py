@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from experiments.pipelines.tables import SIMULATED
+from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import drafts
 from experiments.reproduce.drawing import (
@@ -43,11 +43,11 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     ``speedup_mean`` (claims of the ratio, per draft and as a mean), ``loss`` (claim: compression
     lost, in per cent, between the first row of each and between the fastest), ``computed``.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
     ratios, loops = [], []
-    for draft in drafts(config["drafts"], item, lab, found):
+    for draft in drafts(config["drafts"], item, lab, findings):
         sides = {
             side: {
                 name: lab.run([*draft.words, SIMULATED, *config["common"], *words])
@@ -64,30 +64,30 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         ratios.append(ratio)
         loops += [share] if share is not None else []
         for claim in config.get("speedup", ()):
-            found.add(claim, ratio, "simulated", draft.title, loops=share, interval=(low, high))
+            findings.add(claim, ratio, "simulated", draft.title, loops=share, interval=(low, high))
         if "loss" in config:
             equal = tuple(next(iter(runs.values())) for runs in sides.values())
             for text, (mine, other) in (("equal depth", equal), ("fastest depths", (best, base))):
                 lost, ends = _lost(mine, other)
                 where = f"{draft.title}; {text}"
-                found.add(config["loss"], lost, "simulated", where, loops=share, interval=ends)
+                findings.add(config["loss"], lost, "simulated", where, loops=share, interval=ends)
     if ratios and "speedup_mean" in config:
-        found.add(
+        findings.add(
             config["speedup_mean"],
             fmean(ratios),
             "simulated",
             f"mean of {len(ratios)} drafts",
             loops=fmean(loops) if loops else None,
         )
-    found.measures += computed(config)
-    found.table("Simulated decoding", _COLUMNS, table)
-    made, (left, right) = figure(12.0, 4.8, 2)
+    findings.measures += computed(config)
+    findings.table("Simulated decoding", _COLUMNS, table)
+    fig, (left, right) = figure(12.0, 4.8, 2)
     bars(left, shown, form="{:.0f}")
     tidy(left, x="draft", y="tokens per second (simulated)", title=item.stated.title)
     legend(left)
-    claims_panel(right, item.stated.claims, found.measures, unit="x")
-    found.figure = made
-    return found
+    claims_panel(right, item.stated.claims, findings.measures, unit="x")
+    findings.figure = fig
+    return findings
 
 
 def _lost(mine: Outcome, other: Outcome) -> tuple[float, Interval]:
@@ -112,11 +112,11 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
     claims ``target`` and ``draft`` ([claim, size from which the gain is under ``small`` per cent]),
     ``gain`` ([claim, from, to]).
     """
-    found, config = Findings(), item.config
-    made, axes = figure(9.5, 3.9, 2)
+    findings, config = Findings(), item.config
+    fig, axes = figure(9.5, 3.9, 2)
     table: list[tuple[Any, ...]] = []
     drawn: dict[str, dict[str, tuple[list[float], list[float]]]] = {"bs": {}, "w": {}}
-    for draft in drafts(config["drafts"], item, lab, found):
+    for draft in drafts(config["drafts"], item, lab, findings):
         for key, fixed in (("bs", "w"), ("w", "bs")):
             sizes, found_lengths, runs = config[key], [], {}
             for size in sizes:
@@ -126,7 +126,7 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
                 found_lengths.append(run.summary["accepted_per_pass"])
                 table.append((draft.title, key, size, found_lengths[-1], run.summary["loop_share"]))
             drawn[key][draft.short] = (sizes, found_lengths)
-            _saturation(found, config, key, runs, draft.title)
+            _saturation(findings, config, key, runs, draft.title)
     names = (("target's batch size bs (nodes)", "bs"), ("draft's batch size w (leaves)", "w"))
     for ax, (x, key) in zip(axes, names, strict=True):
         lines(ax, drawn[key])
@@ -136,23 +136,23 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
         tidy(ax, x=x, y="accepted tokens per target pass (simulated)", title=item.stated.title)
         legend(ax)
     columns = ("draft", "varied", "size", "accepted per pass", "loop_share")
-    found.table("Compression ratio (without the bonus token)", columns, table)
-    found.figure = made
-    return found
+    findings.table("Compression ratio (without the bonus token)", columns, table)
+    findings.figure = fig
+    return findings
 
 
 def _saturation(
-    found: Findings, config: Any, key: str, runs: Mapping[int, Outcome], title: str
+    findings: Findings, config: Any, key: str, runs: Mapping[int, Outcome], title: str
 ) -> None:
     """Whether the largest size gains little on the stated one; of bs also the stated gain."""
     claim, knee = config["target" if key == "bs" else "draft"]
     text, value, _ = _gain(runs, knee, max(runs))
     loops, where = runs[knee].summary["loop_share"], f"{title}; {text}: {value:+.1f} %"
-    found.add(claim, value < config["small"], "simulated", where, loops=loops)
+    findings.add(claim, value < config["small"], "simulated", where, loops=loops)
     if key == "bs":
         name, low, high = config["gain"]
         _, value, ends = _gain(runs, low, high)
-        found.add(name, value, "simulated", title, loops=loops, interval=ends)
+        findings.add(name, value, "simulated", title, loops=loops, interval=ends)
 
 
 def _gain(runs: Mapping[int, Outcome], low: int, high: int) -> tuple[str, float, Interval]:
@@ -169,10 +169,10 @@ def choices(item: Item, lab: Lab) -> Findings:
     Keys: ``drafts``, ``common``, ``rows`` (name -> overrides), ``best`` (claim -> rows that may be
     best).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
-    for draft in drafts(config["drafts"], item, lab, found):
+    for draft in drafts(config["drafts"], item, lab, findings):
         runs = {
             name: lab.run([*draft.words, SIMULATED, *config["common"], *words])
             for name, words in config["rows"].items()
@@ -185,16 +185,16 @@ def choices(item: Item, lab: Lab) -> Findings:
             lead, low, high = speed_ratio(runs[best], runs[rival])
             ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
             ahead = "" if best in allowed else f", {lead:.2f}x{ends} of {rival}"
-            found.add(
+            findings.add(
                 claim,
                 best in allowed,
                 "simulated",
                 f"{draft.title}; best: {best}{ahead}",
                 loops=runs[best].summary["loop_share"],
             )
-    found.table("Simulated decoding", _COLUMNS, table)
+    findings.table("Simulated decoding", _COLUMNS, table)
     stated = " or ".join(name for allowed in config["best"].values() for name in allowed)
     title = f"{item.stated.title} (the paper's best: {stated})"
     y = "tokens per second (simulated)"
-    found.figure = bar_chart(shown, x="draft", y=y, title=title, size=(7.5, 4.0), form="{:.0f}")
-    return found
+    findings.figure = bar_chart(shown, x="draft", y=y, title=title, size=(7.5, 4.0), form="{:.0f}")
+    return findings

@@ -1,6 +1,6 @@
 """Pipelined strategies on a simulated cluster, held against their bars.
 
-    python -m experiments.pipelines.bars [--parts main pipedec crossing] [--prompts 16]
+    python -m experiments.pipelines.strategy_speeds [--parts main pipedec crossing] [--prompts 16]
         [--tokens 128] [--samplings t06 greedy] [--out outputs/pipelines]
 
 main: ar, SpecInfer (drafting serial, ahead by rule, hidden), SpecPipe, SpecPipe with two levels
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.running import Bench, Row, say_bar
+from experiments.pipelines.simulated_runs import Bench, Row, say_bar
 from experiments.pipelines.theory import crossing, needed_acceptance_length, steps_by_equation_2
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.ppsd.exit_runs import add_runs, draft_length_runs
 from experiments.ppsd.laws import alpha_of_overall
-from experiments.ppsd.runs import add_runs, draft_length_runs
 from experiments.reproduce.drawing import COLORS, band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
@@ -37,33 +37,33 @@ def cells(item: Item, lab: Lab) -> Findings:
     ``plain``: model -> tokens/s per set; ``claims``: claim -> [model, method, set], "mean" for all
     sets; ``bound`` and ``consistent`` (claims that are sentences).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table = [cell for row in config["rows"] for cell in _cells(row, config["plain"])]
-    found.table("Formula check of every stated cell", _CELL, table)
+    findings.table("Formula check of every stated cell", _CELL, table)
     ppsd = [cell for cell in table if str(cell[1]).startswith("PPSD")]
     for claim, (model, method, which) in config.get("claims", {}).items():
         mine = [c for c in ppsd if c[0] == model and c[1] == method and which in ("mean", c[3])]
         law = float(np.mean([cell[8] for cell in mine]))
         where = f"{'Eq. 6 at AR of ' if which != 'mean' else 'mean of Eq. 6, '}{model}, {method}"
-        found.add(claim, law, "formula", where)
+        findings.add(claim, law, "formula", where)
     above = [cell for cell in ppsd if cell[9] > 1.02]
     worst = max(ppsd, key=lambda cell: cell[9])
     text = f"{len(above)} of {len(ppsd)} cells above by more than 2 %"
     text += f"; {worst[0]} {worst[3]} {worst[9]:.2f} of it"
-    found.add(config["bound"], not above, "formula", text)
+    findings.add(config["bound"], not above, "formula", text)
     off = [cell for cell in table if abs(cell[7] / cell[6] - 1) > 0.02]
     names = ", ".join(f"{c[0]} {c[1]} {c[3]} ({c[6]:.2f} stated, {c[7]:.2f})" for c in off)
     text = f"{len(off)} of {len(table)} cells are off by more than 2 %" + (
         f": {names}" if off else ""
     )
-    found.add(config["consistent"], not off, "formula", text)
+    findings.add(config["consistent"], not off, "formula", text)
     stated: dict[str, list[tuple[float, float]]] = {}
     for cell in table:
         stated.setdefault(str(cell[1]).split(",")[0], []).append((cell[8], cell[6]))
-    found.figure = _law_figure(item, stated, add_runs(item, lab, found, config["runs"]))
+    findings.figure = _law_figure(item, stated, add_runs(item, lab, findings, config["runs"]))
     if lab.paced and "paced" in config:
-        add_paced(config["paced"], lab, found)
-    return found
+        add_paced(config["paced"], lab, findings)
+    return findings
 
 
 def _cells(row: Sequence[Any], plain: Mapping[str, Sequence[float]]) -> list[tuple[Any, ...]]:
@@ -86,7 +86,7 @@ Points = Sequence[tuple[float, float]]
 
 def _law_figure(item: Item, stated: Mapping[str, Points], runs: Points) -> Any:
     """Speed-ups against the law's: stated cells by group, and our runs."""
-    made, (ax,) = figure(6.8, 5.0)
+    fig, (ax,) = figure(6.8, 5.0)
     groups = {**stated, "bundled target, run (simulated)": runs}
     for i, (name, points) in enumerate(groups.items()):
         xs, ys = zip(*points, strict=True)
@@ -97,7 +97,7 @@ def _law_figure(item: Item, stated: Mapping[str, Points], runs: Points) -> Any:
     x = "speed-up by the law at the acceptance rate (times)"
     tidy(ax, x=x, y="speed-up, stated or run (times)", title=item.stated.title)
     legend(ax)
-    return made
+    return fig
 
 
 def exits(item: Item, lab: Lab) -> Findings:
@@ -107,7 +107,7 @@ def exits(item: Item, lab: Lab) -> Findings:
     follow Eq. 6 within ``within`` per cent) and ``sentences`` (claim -> value and text decided by
     the stated cells themselves).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table = []
     for model, head, layers, exit_layer, values in config["rows"]:
         for name, (rate, ratio) in zip(SETS, values, strict=True):
@@ -128,25 +128,25 @@ def exits(item: Item, lab: Lab) -> Findings:
         "Eq. 6 with S < E",
         "stated / law",
     )
-    found.table("Formula check of every stated cell", columns, table)
+    findings.table("Formula check of every stated cell", columns, table)
     off = [
         abs(row[6] / min((row[7], row[8]), key=lambda law: abs(law - row[6])) - 1) for row in table
     ]
     inside = sum(error <= config["within"] / 100 for error in off)
     text = f"{inside} of {len(off)} cells within {config['within']} % of the nearer form"
     text += f"; worst {100 * max(off):.0f} %"
-    found.add(config["follows"], inside == len(off), "formula", text)
+    findings.add(config["follows"], inside == len(off), "formula", text)
     for claim, spec in config.get("best", {}).items():
-        _add_best_exit(found, claim, spec, table)
+        _add_best_exit(findings, claim, spec, table)
     stated: dict[str, list[tuple[float, float]]] = {}
     for row in table:
         stated.setdefault(f"{row[0]}, {row[1]}", []).append((row[8], row[6]))
-    found.figure = _law_figure(item, stated, add_runs(item, lab, found, config["runs"]))
-    return found
+    findings.figure = _law_figure(item, stated, add_runs(item, lab, findings, config["runs"]))
+    return findings
 
 
 def _add_best_exit(
-    found: Findings, claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
+    findings: Findings, claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
 ) -> None:
     """Whether one exit position has the highest mean stated speed-up of its model and head."""
     model, head, wanted = spec
@@ -157,15 +157,15 @@ def _add_best_exit(
     means = {exit_layer: float(np.mean(values)) for exit_layer, values in mine.items()}
     best = max(means, key=lambda key: means[key])
     text = "means " + ", ".join(f"E={e}: {m:.2f}x" for e, m in means.items())
-    found.add(claim, best == wanted, "formula", text)
+    findings.add(claim, best == wanted, "formula", text)
 
 
 def draft_lengths(item: Item, lab: Lab) -> Findings:
     """Fig. 1 by Eq. 4 and 5, and by runs. Keys: ``alphas``, ``layers``, ``exit_layer``, ``gammas``,
     ``runs`` (see ``draft_length_runs``)."""
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     gammas, layers, exit_layer = config["gammas"], config["layers"], config["exit_layer"]
-    made, (left, right) = figure(9.5, 3.9, 2)
+    fig, (left, right) = figure(9.5, 3.9, 2)
     rates, speeds, rows = {}, {}, []
     for alpha in config["alphas"]:
         name = f"alpha = {alpha}"
@@ -176,13 +176,13 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
             for g, a, s in zip(gammas, rates[name][1], speeds[name][1], strict=True)
         ]
     columns = ("alpha", "draft length", "Eq. 5 overall acceptance", "Eq. 4 EESD", "Eq. 6 PPSD")
-    found.table(f"By the laws, E = {exit_layer} of {layers}", columns, rows)
+    findings.table(f"By the laws, E = {exit_layer} of {layers}", columns, rows)
     falls = all(all(b < a for a, b in pairwise(ys)) for _, ys in rates.values())
     peaks = all(0 < int(np.argmax(ys)) < len(ys) - 1 for _, ys in speeds.values())
     tops = ", ".join(f"{n}: gamma {gammas[int(np.argmax(ys))]}" for n, (_, ys) in speeds.items())
-    found.add("falls", falls, "formula", "Eq. 5")
-    found.add("peaks", peaks, "formula", f"Eq. 4 peaks at {tops}")
-    run_rates, run_speeds = draft_length_runs(item, lab, found, config["runs"])
+    findings.add("falls", falls, "formula", "Eq. 5")
+    findings.add("peaks", peaks, "formula", f"Eq. 4 peaks at {tops}")
+    run_rates, run_speeds = draft_length_runs(item, lab, findings, config["runs"])
     name = f"run, E = {config['runs']['exit_layer']} of 24"
     lines(left, {**rates, name: run_rates})
     lines(right, {**speeds, name: run_speeds})
@@ -195,8 +195,8 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
     )
     legend(left)
     legend(right)
-    found.figure = made
-    return found
+    findings.figure = fig
+    return findings
 
 
 def no_verification(item: Item, lab: Lab) -> Findings:
@@ -205,16 +205,16 @@ def no_verification(item: Item, lab: Lab) -> Findings:
     EESD: tokens / gamma rounds of gamma E + N layers; PPSD: E layers per token. Keys: ``layers``,
     ``exit_layer``, ``tokens``, ``pass_ms``, ``gammas``.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     per_layer = config["pass_ms"] / config["layers"] / 1e3
     gammas, exit_layer = config["gammas"], config["exit_layer"]
     eesd = [config["tokens"] / g * (g * exit_layer + config["layers"]) * per_layer for g in gammas]
     ppsd = config["tokens"] * exit_layer * per_layer
     rows = tuple((g, s, ppsd) for g, s in zip(gammas, eesd, strict=True))
-    found.table("Seconds for all tokens, computed", ("draft length", "EESD", "PPSD"), rows)
+    findings.table("Seconds for all tokens, computed", ("draft length", "EESD", "PPSD"), rows)
     text = f"EESD {min(eesd):.1f} s at its best length, PPSD {ppsd:.1f} s"
-    found.add("lowest", ppsd < min(eesd), "formula", text)
-    made, (ax,) = figure(6.0, 3.7)
+    findings.add("lowest", ppsd < min(eesd), "formula", text)
+    fig, (ax,) = figure(6.0, 3.7)
     lines(ax, {"EESD": (gammas, eesd)})
     band(ax, ppsd, ppsd, "PPSD")
     doublings(ax, gammas)
@@ -225,14 +225,14 @@ def no_verification(item: Item, lab: Lab) -> Findings:
         title=item.stated.title,
     )
     legend(ax)
-    found.figure = made
-    return found
+    findings.figure = fig
+    return findings
 
 
 def equations(item: Item, lab: Lab) -> Findings:
     """What the text says of Eq. 5 to 7, over a grid. Keys: ``alphas``, ``layers``, ``exits``,
     ``gammas``."""
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     layers = config["layers"]
     at_one = all(abs(eq6_speedup(1.0, e, layers) - layers / e) < 1e-9 for e in config["exits"])
     worst = min(config["exits"], key=lambda e: eq6_speedup(0.0, e, layers))
@@ -242,29 +242,29 @@ def equations(item: Item, lab: Lab) -> Findings:
         for a, e, g in product(config["alphas"], config["exits"], config["gammas"])
     ]
     alpha, exit_layer, gamma, lowest = min(grid, key=lambda row: row[3])
-    found.add("perfect", at_one, "formula", f"N = {layers}, E of {config['exits']}")
+    findings.add("perfect", at_one, "formula", f"N = {layers}, E of {config['exits']}")
     where = f"least {least:.3f}x at E = {worst}, N = {layers}: only where E divides N"
-    found.add("nothing", least >= 1.0, "formula", where)
+    findings.add("nothing", least >= 1.0, "formula", where)
     where = f"least {lowest:.3f} at alpha {alpha}, E = {exit_layer}, gamma = {gamma}"
-    found.add("better", lowest > 1.0, "formula", where)
+    findings.add("better", lowest > 1.0, "formula", where)
     gain, stated = eq7_gain(1.0, 5, layers // 4, layers), 5 + 4
     where = f"{gain:.2f} at gamma = 5, E = N / 4, not {stated}: (gamma + N / E) / (gamma + 1)"
-    found.add("ones", abs(gain / stated - 1.0) < 0.01, "formula", where)
+    findings.add("ones", abs(gain / stated - 1.0) < 0.01, "formula", where)
     columns = ("alpha", "E", "gamma", "Eq. 7")
     worst_rows = sorted(grid, key=lambda row: row[3])[:8]
-    found.table("PPSD over EESD where it is least", columns, worst_rows)
-    return found
+    findings.table("PPSD over EESD where it is least", columns, worst_rows)
+    return findings
 
 
 def shapes(item: Item, lab: Lab) -> Findings:
     """Table 5: parameters that its shapes imply. Keys: ``models`` (claim -> [layers, hidden, ffn,
     key and value size over hidden]), ``vocab``."""
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     rows = []
     for claim, (layers, hidden, ffn, kv) in config["models"].items():
         layer = (2 + 2 * kv) * hidden**2 + 3 * hidden * ffn
         total = (layers * layer + 2 * config["vocab"] * hidden) / 1e9
         rows.append((claim, layers, hidden, ffn, total))
-        found.add(claim, total, "formula", f"{layers} layers of {hidden} / {ffn}")
-    found.table("Parameters", ("model", "layers", "hidden", "FFN", "billions"), rows)
-    return found
+        findings.add(claim, total, "formula", f"{layers} layers of {hidden} / {ffn}")
+    findings.table("Parameters", ("model", "layers", "hidden", "FFN", "billions"), rows)
+    return findings

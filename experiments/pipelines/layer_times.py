@@ -22,7 +22,7 @@ def layer_times(item: Item, lab: Lab) -> Findings:
 
     Keys: ``stages``, ``rows``, ``repeats``, ``flat_rows`` (rows within which time should be flat).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     rows = list(config["rows"])
     repeats = config["repeats"]["quick" if lab.quick else "full"]
     pair = cast("HuggingFacePair", lab.models())
@@ -37,16 +37,16 @@ def layer_times(item: Item, lab: Lab) -> Findings:
     table = [(num, ms[Work.STAGE][num], ms[Work.DRAFT][num]) for num in rows]
     columns = ("rows", "stage ms", "draft pass ms")
     title = f"Least of {repeats}, {_CONTEXT} tokens of context, float32, one thread"
-    found.table(title, columns, table)
+    findings.table(title, columns, table)
     flat = ms[Work.STAGE][config["flat_rows"]] / ms[Work.STAGE][8]
     where = f"this CPU, 1/{config['stages']} of the bundled target"
     text = f"{where}; {config['flat_rows']} rows take {flat:.2f} of the time of 8"
-    found.add("rises", stage[-1] > stage[0], "measured", where)
-    found.add("steps", flat < 1.1, "measured", text)
-    made, (ax,) = figure(6.5, 4.2)
+    findings.add("rises", stage[-1] > stage[0], "measured", where)
+    findings.add("steps", flat < 1.1, "measured", text)
+    fig, (ax,) = figure(6.5, 4.2)
     lines(ax, {"stage": (rows, stage), "draft": (rows, [ms[Work.DRAFT][n] for n in rows])})
     band(ax, 1, config["flat_rows"], "flat in the paper (Fig. 9)", vertical=True)
     tidy(ax, x="rows per pass (tokens)", y="time (ms, measured)", title=item.stated.title)
     legend(ax)
-    found.figure = made
-    return found
+    findings.figure = fig
+    return findings

@@ -1,8 +1,8 @@
 """`specdec verify` of every early-exit preset, with stages as large as the exit and smaller ones.
 
-    python -m experiments.ppsd.verified [--transports in_process distributed] [--models random tiny]
-        [--strategies eesd eesd_ts eesd_multi ppsd ppsd_tree ppsd_multi] [--sampling t06]
-        [--out outputs/ppsd_verified]
+    python -m experiments.ppsd.certify_presets [--transports in_process distributed]
+        [--models random tiny] [--strategies eesd eesd_ts eesd_multi ppsd ppsd_tree ppsd_multi]
+        [--sampling t06] [--out outputs/ppsd_verified]
 
 One `specdec verify` per line, with its exit status (0: lossless). Each checks greedy output and
 sampled output with --sampling; both models have 24 layers. Over ranks go those that are pipelines.

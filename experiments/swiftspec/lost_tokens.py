@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from experiments.pipelines.tables import SIMULATED
+from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import drafts
 from experiments.reproduce.drawing import band, figure, legend, lines, tidy
@@ -26,12 +26,12 @@ def lost(item: Item, lab: Lab) -> Findings:
     against means over the drafts, and ``levels`` (with at least ``bs`` children, at most d tokens
     per pass beside the target and d + 1 in turns), ``computed``.
     """
-    found, config = Findings(), item.config
-    made, axes = figure(11.0, 4.2, len(config["depths"]))
+    findings, config = Findings(), item.config
+    fig, axes = figure(11.0, 4.2, len(config["depths"]))
     rows, held = [], True
     sums: dict[tuple[int, int], list[tuple[float, float]]] = {}
     series: dict[int, dict[str, tuple[list[float], list[float]]]] = {}
-    for draft in drafts(config["drafts"], item, lab, found):
+    for draft in drafts(config["drafts"], item, lab, findings):
         for d in config["depths"]:
             line = series.setdefault(d, {}).setdefault(draft.short, ([], []))
             for children in config["children"]:
@@ -54,11 +54,13 @@ def lost(item: Item, lab: Lab) -> Findings:
     for (d, children), values in sums.items():
         where = f"d = {d}, {children} children per leaf; mean of {len(values)} drafts"
         tokens, ratio = (fmean(column) for column in zip(*values, strict=True))
-        found.add(config["loss"], tokens, "simulated", where)
-        found.add(config["speedup"], ratio, "simulated", where)
-    found.add(config["levels"], held, "simulated", f"all drafts, {config['bs']} children per leaf")
-    found.measures += computed(config)
-    found.table("Equal d, bs, w and children (simulated)", _COLUMNS, rows)
+        findings.add(config["loss"], tokens, "simulated", where)
+        findings.add(config["speedup"], ratio, "simulated", where)
+    findings.add(
+        config["levels"], held, "simulated", f"all drafts, {config['bs']} children per leaf"
+    )
+    findings.measures += computed(config)
+    findings.table("Equal d, bs, w and children (simulated)", _COLUMNS, rows)
     stated = item.stated.claims[config["loss"]]
     for ax, (d, drawn) in zip(axes, series.items(), strict=True):
         lines(ax, drawn)
@@ -66,5 +68,5 @@ def lost(item: Item, lab: Lab) -> Findings:
         y = "tokens per pass lost (per cent, simulated)"
         tidy(ax, x="children per expanded leaf", y=y, title=f"{d} expansions per pass")
         legend(ax)
-    found.figure = made
-    return found
+    findings.figure = fig
+    return findings

@@ -66,7 +66,7 @@ def relative_traffic(row: Mapping[str, Any], draft_share: float) -> float:
 def traffic(item: Item, lab: Lab) -> Findings:
     """Table 1: relative memory traffic. Keys: ``samplings`` (label -> option), ``paper_share``
     (draft over target weights in the paper), ``claims`` (label -> strategy -> claim)."""
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table = []
     for label, sampling in config["samplings"].items():
         result = compared(item, lab, sampling)
@@ -93,7 +93,7 @@ def traffic(item: Item, lab: Lab) -> Findings:
             )
             for value, share_of, text in sizes:
                 if claim:
-                    found.add(
+                    findings.add(
                         claim,
                         value,
                         "measured",
@@ -110,9 +110,9 @@ def traffic(item: Item, lab: Lab) -> Findings:
         "draft passes/token",
         "loop_share",
     )
-    found.table("Relative memory traffic (counts of runs, exact)", columns, table)
-    found.figure = claims_figure(item.stated.claims, found.measures, item.stated.title)
-    return found
+    findings.table("Relative memory traffic (counts of runs, exact)", columns, table)
+    findings.figure = claims_figure(item.stated.claims, findings.measures, item.stated.title)
+    return findings
 
 
 Totals = list[tuple[RunTotals, int]]
@@ -152,7 +152,7 @@ def _overhead_interval(counts: Totals) -> Interval:
 def speed(item: Item, lab: Lab) -> Findings:
     """Table 2: tokens per second. Keys: ``samplings``, ``claims`` (label -> [claim of staged over
     plain, of staged over speculative])."""
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
     for label, sampling in config["samplings"].items():
@@ -168,24 +168,24 @@ def speed(item: Item, lab: Lab) -> Findings:
         loops = staged["loop_share"]
         ends = staged["speedup_wall_interval"] or (None, None)
         value = staged["speedup_wall"]
-        found.add(over_plain, value, "measured", where, loops=loops, interval=ends)
+        findings.add(over_plain, value, "measured", where, loops=loops, interval=ends)
         runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
         beside = comparison_row("staged", runs["staged"], runs["speculative"])
         ends = beside["speedup_wall_interval"] or (None, None)
         value = beside["speedup_wall"]
-        found.add(over_single, value, "measured", where, loops=loops, interval=ends)
+        findings.add(over_single, value, "measured", where, loops=loops, interval=ends)
     columns = (
         *("sampling", "row", "tokens/s", "over ar", "by counts", "tokens as ar"),
         *("overhead_share", "nodes/pass", "loop_share"),
     )
-    found.table("Measured on this machine", columns, table)
-    made, (left, right) = figure(11.0, 4.2, 2)
+    findings.table("Measured on this machine", columns, table)
+    fig, (left, right) = figure(11.0, 4.2, 2)
     bars(left, shown)
     tidy(left, x="sampling", y="tokens per second (measured, this CPU)", title=item.stated.title)
     legend(left)
-    claims_panel(right, item.stated.claims, found.measures)
-    found.figure = made
-    return found
+    claims_panel(right, item.stated.claims, findings.measures)
+    findings.figure = fig
+    return findings
 
 
 def overhead(item: Item, lab: Lab) -> Findings:
@@ -193,25 +193,25 @@ def overhead(item: Item, lab: Lab) -> Findings:
 
     Keys: ``samplings``, ``stated`` (label -> list of [plain tokens/s, row's tokens/s, traffic]).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     rows = []
     for label, cells in config["stated"].items():
         for name, plain, speed_of, part in cells:
             bound = plain / part
             implied = 100 * (1 - speed_of / bound)
             rows.append((label, name, bound, speed_of, implied))
-            found.add(
+            findings.add(
                 "overhead",
                 implied,
                 "formula",
                 (f"{label}, {name}: {speed_of} of {bound:.0f} tokens/s that its traffic allows"),
             )
     columns = ("sampling", "row", "tokens/s by traffic alone", "stated tokens/s", "lost, %")
-    found.table("What Tables 1 and 2 imply", columns, rows)
+    findings.table("What Tables 1 and 2 imply", columns, rows)
     for label, sampling in config["samplings"].items():
         result = compared(item, lab, sampling)
         row = next(r for r in result["rows"] if r["strategy"] == "staged")
-        found.add(
+        findings.add(
             "overhead",
             100 * row["overhead_share"],
             "measured",
@@ -219,14 +219,14 @@ def overhead(item: Item, lab: Lab) -> Findings:
             loops=row["loop_share"],
             interval=_overhead_interval(_totals(result)["staged"]),
         )
-    found.figure = claims_figure(item.stated.claims, found.measures, item.stated.title)
-    return found
+    findings.figure = claims_figure(item.stated.claims, findings.measures, item.stated.title)
+    return findings
 
 
 def per_prompt(item: Item, lab: Lab) -> Findings:
     """Fig. 2: speed-ups prompt by prompt. Keys: ``samplings``, claims ``spread`` and ``above``."""
-    found, config = Findings(), item.config
-    made, axes = figure(9.0, 3.8, len(config["samplings"]))
+    findings, config = Findings(), item.config
+    fig, axes = figure(9.0, 3.8, len(config["samplings"]))
     table = []
     for ax, (label, sampling) in zip(axes, config["samplings"].items(), strict=True):
         result = compared(item, lab, sampling)
@@ -256,13 +256,13 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
             ("spread", spread > 1.5, f"best over worst {spread:.1f}"),
             ("above", above > 1.0, f"medians' ratio {above:.2f}"),
         ):
-            found.add(
+            findings.add(
                 claim, value, "measured", f"{label}, {len(staged)} prompts; {text}", loops=loops
             )
     columns = ("sampling", "row", "worst prompt", "median", "best prompt", "prompts", "loop_share")
-    found.table("Speed-up over ar per prompt, measured", columns, table)
-    found.figure = made
-    return found
+    findings.table("Speed-up over ar per prompt, measured", columns, table)
+    findings.figure = fig
+    return findings
 
 
 def _runs(records: Sequence[Any]) -> dict[str, list[Run]]:

@@ -1,46 +1,43 @@
-"""PPSD's other tables: against others, heads, cases, and an independent measurement."""
+"""PPSD against other methods (Table 2, Fig. 6, 7) and against another group's measurement."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from importlib import resources
 from statistics import median
 from typing import Any
 
+from experiments.ppsd.exit_runs import rival_runs
 from experiments.ppsd.laws import alpha_of_speedup
-from experiments.ppsd.runs import add_runs, rival_runs
-from experiments.reproduce.drawing import bar_chart, line_chart
+from experiments.reproduce.drawing import line_chart
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
-from specdec.metrics.exit_laws import eq6_speedup
 
 
 def against_others(item: Item, lab: Lab) -> Findings:
     """Table 2's cells against Table 1's. Keys: ``tokens_per_s`` and ``speedups`` (model -> row ->
     [XSum, GSM8K]), ``table1_gsm8k`` (of L-13B), ``runs`` (see ``rival_runs``)."""
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     cells = config["tokens_per_s"]
     where = "ratio of stated tokens/s"
     ratios = {
         (model, i): rows["ppsd"][i] / rows["ts"][i] for model, rows in cells.items() for i in (0, 1)
     }
     for claim, key in (("v13b_xsum", ("V-13B", 0)), ("v13b_gsm8k", ("V-13B", 1))):
-        found.add(claim, ratios[key], "formula", where)
+        findings.add(claim, ratios[key], "formula", where)
     least = min(ratios.values())
     printed, first = cells["L-13B"]["ppsd"][1], config["table1_gsm8k"]
     medusa = cells["V-13B"]["medusa"][0] / cells["V-13B"]["plain"][0]
     over = min(rows["ppsd"][i] / rows["medusa"][i] for rows in cells.values() for i in (0, 1))
-    found.add("over_ts", least > 1, "formula", f"least {least:.2f}x stated")
+    findings.add("over_ts", least > 1, "formula", f"least {least:.2f}x stated")
     same = abs(printed / first - 1) < 0.01
-    found.add("l13b_cell", same, "formula", f"Table 1 has {first} tokens/s there")
+    findings.add("l13b_cell", same, "formula", f"Table 1 has {first} tokens/s there")
     off = cells_off(cells, config["speedups"])
     text = f"off by more than 2 %: {', '.join(off) or 'none'}"
-    found.add("baselines", not off, "formula", text)
+    findings.add("baselines", not off, "formula", text)
     where = "stated tokens/s over Table 1's autoregressive row"
-    found.add("medusa", medusa, "formula", where)
-    found.add("over_medusa", over > 1, "formula", f"least {over:.2f}x stated")
+    findings.add("medusa", medusa, "formula", where)
+    findings.add("over_medusa", over > 1, "formula", f"least {over:.2f}x stated")
     rows = tuple(
         (model, name, values[0], values[1], values[0] / by["plain"][0], values[1] / by["plain"][1])
         for model, by in cells.items()
@@ -50,9 +47,9 @@ def against_others(item: Item, lab: Lab) -> Findings:
         *("model", "row", "XSum tokens/s", "GSM8K tokens/s", "XSum over plain"),
         "GSM8K over plain",
     )
-    found.table("Stated cells", columns, rows)
-    rival_runs(item, lab, found, config["runs"])
-    return found
+    findings.table("Stated cells", columns, rows)
+    rival_runs(item, lab, findings, config["runs"])
+    return findings
 
 
 def cells_off(cells: Mapping[str, Any], speedups: Mapping[str, Any]) -> list[str]:
@@ -72,43 +69,13 @@ def cells_off(cells: Mapping[str, Any], speedups: Mapping[str, Any]) -> list[str
     return off
 
 
-def heads(item: Item, lab: Lab) -> Findings:
-    """Fig. 5 from stated cells. Keys: ``acceptance`` (model -> head -> per set, %), ``theory``,
-    ``runs`` (see ``add_runs``)."""
-    found, config = Findings(), item.config
-    by_head = config["acceptance"]
-    lower = all(
-        norm < own
-        for pair in by_head.values()
-        for norm, own in zip(pair["norm"], pair["transformer"], strict=True)
-    )
-    theory = config["theory"]
-    law = eq6_speedup(theory["alpha"], theory["exit_layer"], theory["layers"])
-    found.add("lower", lower, "formula", "stated cells of Tables 6, 7")
-    found.add("gsm8k", law, "formula", f"Eq. 6 at alpha {theory['alpha']}")
-    add_runs(item, lab, found, config["runs"])
-    names = ("XSum", "GSM8K", "HumanEval")
-    rows = tuple((m, head, *values) for m, pair in by_head.items() for head, values in pair.items())
-    found.table("Stated acceptance, %", ("model", "head", *names), rows)
-    shown = {
-        f"{model}\n{name}": {head: values[i] for head, values in pair.items()}
-        for model, pair in by_head.items()
-        for i, name in enumerate(names)
-    }
-    y = "acceptance rate (per cent, stated)"
-    found.figure = bar_chart(
-        shown, x="model, data set", y=y, title=item.stated.title, size=(6.5, 3.7)
-    )
-    return found
-
-
 def independent(item: Item, lab: Lab) -> Findings:
     """What the theory of another measurement implies, and one cost per step that explains its wall.
 
     With T a pass and n stages, wall / theory = (T / n) / (T / n + c). Keys: ``rows``: [model,
     temperature, stages, theoretical, wall]; ``pass_ms`` (T of the first model), ``claims``.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     rows: list[tuple[Any, ...]] = []
     first, pass_ms = config["rows"][0][0], config["pass_ms"]
     for model, temperature, stages, theory, wall in config["rows"]:
@@ -124,24 +91,24 @@ def independent(item: Item, lab: Lab) -> Findings:
         return float(pass_ms / stages / (pass_ms / stages + per_step))
 
     for stages, claim in config["claims"].items():
-        found.add(claim, law(stages), "formula", where)
+        findings.add(claim, law(stages), "formula", where)
     columns = (
         *("model", "temperature", "stages", "theoretical", "wall", "wall / theory"),
         *("alpha by Eq. 6", "cost per step, ms"),
     )
-    found.table("Measured by others", columns, rows)
+    findings.table("Measured by others", columns, rows)
     xs = [2, 4, 6, 8, 12, 16, 24]
     series = {
         where: (xs, [law(n) for n in xs]),
         f"{first}, measured by others": ([r[2] for r in mine], [r[5] for r in mine]),
     }
-    found.figure = line_chart(series, x="stages", y="wall over theory", title=item.stated.title)
-    return found
+    findings.figure = line_chart(series, x="stages", y="wall over theory", title=item.stated.title)
+    return findings
 
 
 def cases(item: Item, lab: Lab) -> Findings:
     """Fig. 6 and 7: plain decoding and PPSD write the same text (measured, real models)."""
-    found = Findings()
+    findings = Findings()
     prompts, tokens = item.size["quick" if lab.quick else "full"]
     words = [
         "strategies=[ar,ppsd]",
@@ -151,43 +118,11 @@ def cases(item: Item, lab: Lab) -> Findings:
     ]
     rows = {row["strategy"]: row for row in lab.compare(words)["rows"]}
     mine = rows["ppsd"]
-    found.add(
+    findings.add(
         "same",
         bool(mine["lossless"]),
         "measured",
         f"{mine['num_compared']} prompts compared, {mine['num_differing']} differ",
         loops=mine["loop_share"],
     )
-    return found
-
-
-def training(item: Item, lab: Lab) -> Findings:
-    """Table 4 and D.1: the recipe's defaults, and the heads that ship (no training here).
-
-    Claims: KIND_VALUE of Table 4 (``norm_batch``). Keys: ``absent``.
-    """
-    from specdec.train.exit_recipe import STATED
-    from specdec.train.exits import HeadKind
-
-    found = Findings()
-    where = "default of `specdec train exit_head`"
-    for claim in item.stated.claims:
-        kind, _, name = claim.partition("_")
-        if name:
-            found.add(claim, float(getattr(STATED[HeadKind(kind)], name)), "formula", where)
-    rows = []
-    heads = resources.files("specdec.assets") / "tiny" / "heads"
-    for path in sorted(heads.iterdir(), key=lambda path: path.name):
-        if path.name.startswith("measured-"):
-            for cell in json.loads(path.read_text(encoding="utf-8")):
-                size = (cell["prompts"], cell["tokens"], cell["loop_share"])
-                rows.append(
-                    (cell["head"], cell["data"], cell["sampling"], cell["outside"][0], *size)
-                )
-    columns = (
-        *("head", "data", "sampling", "top-1 agreement outside loops", "prompts", "tokens"),
-        "loop_share",
-    )
-    title = "Heads that ship (measured when they were trained; docs/early_exit.md)"
-    found.table(title, columns, rows)
-    return found
+    return findings

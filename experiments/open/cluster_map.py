@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.pipelines.tables import SIMULATED
+from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.drafts import make_draft
-from experiments.reproduce.drawing import COLORS, bar_chart, figure
+from experiments.reproduce.drawing import COLORS, figure
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -27,7 +27,7 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
     ``methods`` (name -> overrides; ``local`` ones use one device, all others one per stage and one
     for the draft where they have one: ``extra``).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     draft = make_draft(config["draft"], item, lab)
     best: dict[Cell, dict[str, tuple[float, float]]] = {}
     loops: float | None = None
@@ -47,9 +47,9 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
         *("fastest", "most tokens/s per device", "loop_share"),
     )
     title = f"{draft.title}; target pass {config['target_ms']:g} ms"
-    found.table(title, columns, rows)
-    found.figure = _map_figure(item, config, best)
-    return found
+    findings.table(title, columns, rows)
+    findings.figure = _map_figure(item, config, best)
+    return findings
 
 
 def _speeds(
@@ -81,7 +81,7 @@ def _map_figure(
     """One panel per transfer time and measure: the winner's colour and speed in every cell."""
     names = list(config["methods"])
     panels = [(ms, which) for which in (0, 1) for ms in config["transfer_ms"]]
-    made, axes = figure(3.1 * len(panels), 3.9, len(panels))
+    fig, axes = figure(3.1 * len(panels), 3.9, len(panels))
     for ax, (transfer_ms, which) in zip(axes, panels, strict=True):
         for x, devices in enumerate(config["devices"]):
             for y, draft_ms in enumerate(config["draft_ms"]):
@@ -99,44 +99,6 @@ def _map_figure(
         ax.set_title(f"{what}, transfer {transfer_ms:g} ms", fontsize=8.5)
     for i, name in enumerate(names):
         axes[0].plot([], [], marker="s", lw=0, ms=8, color=COLORS[i % len(COLORS)], label=name)
-    made.legend(loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
-    made.suptitle(f"{item.stated.title} (simulated; fastest method per cell)", fontsize=10)
-    return made
-
-
-def staged_shape(item: Item, lab: Lab) -> Findings:
-    """Traffic of staged decoding over tree shapes and over how much the n-gram model guesses.
-
-    Keys: ``data``, ``trees`` (name -> branching), ``guesses`` (name -> overrides), ``share`` (draft
-    over target weights of the paper).
-    """
-    found, config = Findings(), item.config
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
-    size = [*config["data"], f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1"]
-    rows = []
-    best: dict[str, dict[str, float | None]] = {}
-    for tree, branching in config["trees"].items():
-        for name, words in config["guesses"].items():
-            shape = f"policy.branching={branching}".replace(" ", "")
-            run = lab.run(["strategy=staged", "model=tiny", *size, shape, *words])
-            s = run.summary
-            scaled = (s["target_passes"] + s["draft_passes"] * config["share"]) / s["new_tokens"]
-            passes = s["draft_passes"] / s["target_passes"]
-            row = (tree, name, s["acceptance_length"], passes, s["relative_memory_traffic"])
-            rows.append((*row, scaled, s["rows_per_target_pass"], s["loop_share"]))
-            best.setdefault(tree, {})[name] = scaled
-    columns = (
-        *("tree", "guesses", "accept length", "draft passes per target pass", "traffic, own sizes"),
-        *("traffic, the paper's sizes", "nodes/pass", "loop_share"),
-    )
-    found.table("Counts of runs on the bundled pair (exact)", columns, rows)
-    x, y = "tree (children per level); n-gram guesses by depth", "relative memory traffic"
-    found.figure = bar_chart(
-        best,
-        x=x,
-        y=f"{y} at the paper's sizes",
-        title=item.stated.title,
-        size=(9.0, 4.2),
-        form="{:.2f}",
-    )
-    return found
+    fig.legend(loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
+    fig.suptitle(f"{item.stated.title} (simulated; fastest method per cell)", fontsize=10)
+    return fig

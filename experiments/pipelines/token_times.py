@@ -45,29 +45,29 @@ def tbt(item: Item, lab: Lab) -> Findings:
     ``chain_against``), ``values_of`` (drafts that ``values`` are given for), ``paper`` (row -> the
     paper's milliseconds, for the picture), ``paced`` (run with ``--paced``).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
     if config.get("paper"):
         shown["paper"] = dict(config["paper"])
-    chains = _chains(item, lab, found, table)
-    for draft in drafts(config["drafts"], item, lab, found):
+    chains = _chains(item, lab, findings, table)
+    for draft in drafts(config["drafts"], item, lab, findings):
         runs = run_rows(lab, draft, config["common"], config["rows"])
         table += [
             row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()
         ]
         shown[draft.short] = {name: run.tbt_ms for name, run in runs.items()}
-        _add_ratios(found, config, draft, runs)
-        _add_chain_ratios(found, config, draft, runs, chains)
+        _add_ratios(findings, config, draft, runs)
+        _add_chain_ratios(findings, config, draft, runs, chains)
     for traced in chains.values():
         for draft, run in traced:
             shown.setdefault("traced chains", {})[draft.short] = run.tbt_ms
-    found.table("Simulated time between tokens", COLUMNS, table)
-    found.measures += computed(config)
+    findings.table("Simulated time between tokens", COLUMNS, table)
+    findings.measures += computed(config)
     if lab.paced and "paced" in config:
-        add_paced(config["paced"], lab, found)
-    found.figure = _tbt_figure(item, found, shown)
-    return found
+        add_paced(config["paced"], lab, findings)
+    findings.figure = _tbt_figure(item, findings, shown)
+    return findings
 
 
 def run_rows(
@@ -89,43 +89,45 @@ def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[An
     )
 
 
-def add_ratio(found: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome) -> None:
+def add_ratio(
+    findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome
+) -> None:
     """How many times faster one row is than another, with its interval over prompts."""
     value, low, high = speed_ratio(fast, slow)
     loops = fast.summary["loop_share"]
-    found.add(claim, value, "simulated", draft.title, loops=loops, interval=(low, high))
+    findings.add(claim, value, "simulated", draft.title, loops=loops, interval=(low, high))
 
 
 def _add_ratios(
-    found: Findings, config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
+    findings: Findings, config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
 ) -> None:
     for claim, (slow, fast) in config.get("ratios", {}).items():
-        add_ratio(found, claim, draft, slow=runs[slow], fast=runs[fast])
+        add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast])
     if draft.name in config.get("values_of", [draft.name]):
         for claim, name in config.get("values", {}).items():
             loops = runs[name].summary["loop_share"]
-            found.add(claim, runs[name].tbt_ms, "simulated", draft.title, loops=loops)
+            findings.add(claim, runs[name].tbt_ms, "simulated", draft.title, loops=loops)
 
 
 def _chains(
-    item: Item, lab: Lab, found: Findings, table: list[tuple[Any, ...]]
+    item: Item, lab: Lab, findings: Findings, table: list[tuple[Any, ...]]
 ) -> dict[str, list[tuple[Draft, Outcome]]]:
     """Rows that traces drive, each against plain decoding of the same traced prompts."""
     made: dict[str, list[tuple[Draft, Outcome]]] = {}
     plain_words = next(iter(item.config["rows"].values()))
     for name, chain in item.config.get("chains", {}).items():
-        for draft in drafts(chain["drafts"], item, lab, found):
+        for draft in drafts(chain["drafts"], item, lab, findings):
             rows = {"PP": plain_words, name: chain["words"]}
             runs = run_rows(lab, draft, item.config["common"], rows)
             table.append(row_of(draft, name, runs[name], plain=runs["PP"]))
             made.setdefault(name, []).append((draft, runs[name]))
             for claim in chain.get("over_plain", ()):
-                add_ratio(found, claim, draft, slow=runs["PP"], fast=runs[name])
+                add_ratio(findings, claim, draft, slow=runs["PP"], fast=runs[name])
     return made
 
 
 def _add_chain_ratios(
-    found: Findings,
+    findings: Findings,
     config: Mapping[str, Any],
     draft: Draft,
     runs: Mapping[str, Outcome],
@@ -138,21 +140,21 @@ def _add_chain_ratios(
         for traced, run in chains.get(slow, ()):
             where = f"{draft.title}; other side: {traced.title} (other prompts)"
             loops = runs[fast].summary["loop_share"]
-            found.add(claim, run.tbt_ms / runs[fast].tbt_ms, "simulated", where, loops=loops)
+            findings.add(claim, run.tbt_ms / runs[fast].tbt_ms, "simulated", where, loops=loops)
 
 
 def _tbt_figure(
-    item: Item, found: Findings, shown: Mapping[str, Mapping[str, float | None]]
+    item: Item, findings: Findings, shown: Mapping[str, Mapping[str, float | None]]
 ) -> Any:
-    made, (left, right) = figure(13.5, 6.0, 2)
+    fig, (left, right) = figure(13.5, 6.0, 2)
     bars(left, shown, form="{:.0f}")
     title = "simulated" + ("; group 'paper': stated" if "paper" in shown else "")
     tidy(left, x="draft", y="time between tokens (ms)", title=title)
     legend(left)
-    same = [m for m in found.measures if "other side" not in m.conditions]
-    claims_panel(right, item.stated.claims, same or found.measures, unit="x")
-    made.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
-    return made
+    same = [m for m in findings.measures if "other side" not in m.conditions]
+    claims_panel(right, item.stated.claims, same or findings.measures, unit="x")
+    fig.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
+    return fig
 
 
 def sampling_change(item: Item, lab: Lab) -> Findings:
@@ -161,31 +163,31 @@ def sampling_change(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``rows``, ``greedy`` (drafts), ``stochastic`` (a draft), ``changes`` (claim ->
     row), ``sentences`` (claim -> row whose increase must be below ``small`` per cent).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     runs = {
         draft: run_rows(lab, draft, config["common"], config["rows"])
-        for draft in drafts([*config["greedy"], config["stochastic"]], item, lab, found)
+        for draft in drafts([*config["greedy"], config["stochastic"]], item, lab, findings)
     }
     table = [
         row_of(draft, name, run, plain=next(iter(rows.values())))
         for draft, rows in runs.items()
         for name, run in rows.items()
     ]
-    found.table("Greedy and stochastic decoding", COLUMNS, table)
-    _add_changes(found, config, runs)
-    made, (left, *more) = figure(*((11.5, 4.4, 2) if config.get("changes") else (7.0, 4.2, 1)))
+    findings.table("Greedy and stochastic decoding", COLUMNS, table)
+    _add_changes(findings, config, runs)
+    fig, (left, *more) = figure(*((11.5, 4.4, 2) if config.get("changes") else (7.0, 4.2, 1)))
     shown = {d.short: {n: r.tbt_ms for n, r in rows.items()} for d, rows in runs.items()}
     bars(left, shown)
     tidy(left, x="sampling", y="time between tokens (ms, simulated)", title=item.stated.title)
     legend(left)
     for ax in more:
-        claims_panel(ax, item.stated.claims, found.measures)
-    found.figure = made
-    return found
+        claims_panel(ax, item.stated.claims, findings.measures)
+    findings.figure = fig
+    return findings
 
 
 def _add_changes(
-    found: Findings, config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
+    findings: Findings, config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
 ) -> None:
     """Per cent that sampling adds to a row's TBT, with its interval over prompts."""
     sentences = config.get("sentences", {})
@@ -201,9 +203,9 @@ def _add_changes(
             loops = sampled.summary["loop_share"]
             if claim in sentences:
                 text += f"; change {change:+.1f} %"
-                found.add(claim, change < config["small"], "simulated", text, loops=loops)
+                findings.add(claim, change < config["small"], "simulated", text, loops=loops)
             else:
-                found.add(claim, change, "simulated", text, loops=loops, interval=ends)
+                findings.add(claim, change, "simulated", text, loops=loops, interval=ends)
 
 
 def levels(item: Item, lab: Lab) -> Findings:
@@ -212,15 +214,15 @@ def levels(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``drafts``, ``rows``; ``worse`` (claim: every later row is slower than the
     first).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table, shown = [], {}
-    for draft in drafts(config["drafts"], item, lab, found):
+    for draft in drafts(config["drafts"], item, lab, findings):
         runs = run_rows(lab, draft, config["common"], config["rows"])
         names = list(runs)
         table += [row_of(draft, name, runs[name], plain=runs[names[0]]) for name in names]
         shown[draft.short] = {name: runs[name].tbt_ms for name in names}
         one, *more = (runs[name].tbt_ms for name in names)
-        found.add(
+        findings.add(
             config["worse"],
             all(ms > one for ms in more),
             "simulated",
@@ -228,10 +230,10 @@ def levels(item: Item, lab: Lab) -> Findings:
             loops=runs[names[0]].summary["loop_share"],
         )
     columns = tuple("of one level" if c == "of PP" else c for c in COLUMNS)
-    found.table("Levels per step", columns, table)
+    findings.table("Levels per step", columns, table)
     y = "time between tokens (ms, simulated)"
-    found.figure = bar_chart(shown, x="draft", y=y, title=item.stated.title, size=(8.0, 4.0))
-    return found
+    findings.figure = bar_chart(shown, x="draft", y=y, title=item.stated.title, size=(8.0, 4.0))
+    return findings
 
 
 def equations(item: Item, lab: Lab) -> Findings:
@@ -240,17 +242,17 @@ def equations(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``drafts``, ``stages``, ``width``, ``row``; claims ``eq1`` and ``eq2`` (the
     equation is within 5 per cent at every number of stages).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     series: dict[str, tuple[list[float], list[float]]] = {}
-    for draft in drafts(config["drafts"], item, lab, found):
+    for draft in drafts(config["drafts"], item, lab, findings):
         rows = [_equations_row(config, lab, draft, stages) for stages in config["stages"]]
         table += rows
         loops = rows[0][-1]
         for claim, column in (("eq1", 6), ("eq2", 9)):
             worst = max((row[column] for row in rows), key=abs)
             text = f"{draft.title}; {worst:+.1f} % off at most"
-            found.add(claim, abs(worst) <= 5.0, "simulated", text, loops=loops)
+            findings.add(claim, abs(worst) <= 5.0, "simulated", text, loops=loops)
         for name, column in (("Eq. 1", 6), ("Eq. 2", 9)):
             xs = [float(row[1]) for row in rows]
             series[f"{name}, {draft.short}"] = (xs, [row[column] for row in rows])
@@ -259,11 +261,11 @@ def equations(item: Item, lab: Lab) -> Findings:
         *("steps/token", "Eq. 2", "Eq. 2 off, %", "flush steps/token", "refill steps/token"),
         "loop_share",
     )
-    found.table("The equations (reconstructed) and the simulator", columns, table)
+    findings.table("The equations (reconstructed) and the simulator", columns, table)
     y = "the equation against the simulator (per cent)"
     met = (-5.0, 5.0, "met: within 5 %")
-    found.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)
-    return found
+    findings.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)
+    return findings
 
 
 def _equations_row(
