@@ -9,13 +9,11 @@ combinations that cannot be right are refused here, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from specdec.clocks import (
-    ClockKind,
-    Timeline,
-)
+from specdec.clocks import Clock, ClockKind, Timeline
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.compose.refusals import check_choice
@@ -26,7 +24,8 @@ from specdec.executors import EarlyExitExecutor, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import StageLayout
 from specdec.pairs import ModelPair, ReplayModels
 from specdec.parts.build import build_part, locate
-from specdec.serving.rules import ServingRules
+from specdec.serving.rules import ServingRules, outside_scheduler
+from specdec.serving.scheduler import FifoScheduler
 
 DRAFT_MODEL_TARGET = "specdec.sources.DraftModelSource"
 SYNTHETIC_TARGET = "specdec.sources.SyntheticSource"
@@ -47,7 +46,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     timeline = Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
     bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter)
-    stages, ranks = _stages(cfg["executor"], pair), _ranks(cfg)
+    stages, ranks = _stages(cfg["executor"], pair), _ranks(cfg, clock)
     known: dict[str, Callable[[], Any]] = {
         "latency": lambda: 1 if stages is None else stages.stages,
         "profile": lambda: getattr(clock, "profile", None),
@@ -62,8 +61,8 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "meter": lambda: bench.meter,
         "draws": lambda: bench.draws,
         "vocab_size": lambda: pair.vocab_size,
-        "pair": pair.synthetic,
-        "katz": pair.katz,
+        "pair": lambda: pair.synthetic(),
+        "katz": lambda: pair.katz(),
         "load_heads": lambda: partial(bench.medusa_heads, ranks=ranks),
         "sample": lambda: verifier.needs.draft_probs,
         "places": lambda: bench.exit_places(stages),
@@ -71,7 +70,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     }
     try:
         source = build_part(_fitted_source(cfg, pair), runtime, "source")
-        return bench.parts(
+        parts = bench.parts(
             source=source,
             policy=policy,
             verifier=verifier,
@@ -79,6 +78,8 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
             ranks=ranks,
             serving=serving,
         )
+        scheduler = outside_scheduler(cfg.get("serving", {}))
+        return replace(parts, scheduler=scheduler or FifoScheduler)
     finally:
         bench.release()
 
@@ -101,13 +102,13 @@ def _without_models(node: Any) -> Any:
     return {key: _without_models(value) for key, value in node.items()}
 
 
-def _ranks(cfg: Mapping[str, Any]) -> Ranks | None:
+def _ranks(cfg: Mapping[str, Any], clock: Clock) -> Ranks | None:
     """Processes for the stages where ``executor.transport=distributed`` asks for them.
 
     A simulated clock needs none: it knows all ranks.
     """
     node = cfg["executor"]
-    if node.get("transport") != "distributed" or cfg["clock"]["kind"] == ClockKind.SIMULATED:
+    if node.get("transport") != "distributed" or clock.kind is ClockKind.SIMULATED:
         return None
     return Ranks(
         model=cfg["model"],

@@ -6,7 +6,7 @@ target is, and what depends on the executor last.
 
 from __future__ import annotations
 
-from specdec.clocks import Clock, ClockKind
+from specdec.clocks import Clock, SimulatedClock
 from specdec.errors import UserError
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.policies import StagedTree, Static
@@ -22,7 +22,7 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
     """
     at = "policy.inner" if isinstance(policy, StagedTree) else "policy"
     hidden = getattr(getattr(policy, "inner", policy), "draft_overlap", "none") == "full"
-    if hidden and clock.kind is not ClockKind.SIMULATED:
+    if hidden and not isinstance(clock, SimulatedClock):
         raise UserError(
             f"{at}.draft_overlap=full is a limit that no machine reaches, for clock=simulated"
             f" only; use {at}.draft_overlap=rule or none"

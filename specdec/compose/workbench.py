@@ -38,7 +38,7 @@ from specdec.models import ModelRunner
 from specdec.models.medusa import MedusaHeads
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.serving.rules import ServingRules
+from specdec.serving.rules import MakeScheduler, ServingRules
 from specdec.serving.scheduler import FifoScheduler
 from specdec.sources.combined import joined_needs
 from specdec.state import DecodeState, RequestState
@@ -57,6 +57,7 @@ class Parts:
     meter: Meter
     draws: KeyedDraws
     serving: ServingRules = field(default_factory=ServingRules)
+    scheduler: MakeScheduler = FifoScheduler
 
     def new_state(self) -> DecodeState:
         """An empty forest on the strategy's own draws, clock and meter."""
@@ -76,7 +77,7 @@ class Parts:
         Every step runs in inference mode, and the caller between two steps does not: tensors of
         models and caches are of one kind, whoever drives the loop.
         """
-        scheduler = FifoScheduler(
+        scheduler = self.scheduler(
             requests=requests,
             parts=(self.policy, self.source, self.executor),
             batch_size=batch_size,

@@ -7,15 +7,16 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specdec.clocks.build import clock_kind
 from specdec.config.rules import COMPARE, SECTIONS, TOP, Rule
 from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
-from specdec.parts.signatures import parameters
+from specdec.parts.signatures import Parameter, parameters
 
 CHECKED_PARTS = ("source", "policy", "verifier")
 """Parts whose keys are the arguments of their class."""
 
-_FILLED = frozenset({"vocab_size", "sample", "prefill_chunk", "latency"})
+_FILLED = frozenset({"vocab_size", "sample", "prefill_chunk", "latency", "batch_size", "rank"})
 """Plain arguments that follow from the rest of the configuration; ``compose`` passes them."""
 
 _SINGLE_SECTIONS = ("sampling", "data", "serving")  # sections without a kind
@@ -70,7 +71,7 @@ def check_clock(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: several ranks in one process cannot work at the same time by the wall clock.
     """
-    kind, executor = config["clock"]["kind"], config["executor"]
+    kind, executor = clock_kind(config["clock"]), config["executor"]
     in_process = str(executor["_target_"]).endswith(".PipelineExecutor")
     in_process = in_process and executor.get("transport", "in_process") == "in_process"
     if not in_process or kind == "simulated":
@@ -97,6 +98,10 @@ def check_part(path: str, node: object, label: str) -> None:
         raise UserError(f"{path}={node!r} is not a part: it needs _target_, the path of a class")
     known = parameters(node["_target_"])
     plain = {name: p for name, p in known.items() if p.plain and name not in _FILLED}
+    if not str(node["_target_"]).startswith("specdec."):  # names of types are the author's own
+        free = known.keys() & node.keys() - plain.keys() - _FILLED
+        own = {k: known[k] for k in free if known[k].annotation not in ("", "object")}
+        plain |= {key: Parameter("", True) for key, p in own.items() if p.annotation.isidentifier()}
     for key, value in node.items():
         if key == "_target_":
             continue
@@ -105,7 +110,7 @@ def check_part(path: str, node: object, label: str) -> None:
         if key not in plain and not (key in known and (nested or not known[key].annotation)):
             hint = did_you_mean(key, plain) or "it takes no keys"
             raise UserError(f"{label} has no key {key!r} (class {node['_target_']}): {hint}")
-        if refusal := known[key].refusal(value):
+        if refusal := plain.get(key, known[key]).refusal(value):
             raise UserError(f"{at}={value!r} cannot be used: {refusal}")
         for inner_path, inner in nested:
             check_part(inner_path, inner, f"{label} at {inner_path}")
@@ -159,6 +164,9 @@ def _with_kind(executor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_kind(section: str, node: Any, choices: Mapping[str, str]) -> None:
+    if "_target_" in node:
+        check_part(section, node, f"{section}={choices.get(section, '...')}")
+        return
     kinds = [kind for name, kind in SECTIONS if name == section]
     kind = node.get("kind") if isinstance(node, dict) else None
     if kind not in kinds:
@@ -171,6 +179,10 @@ def _check_kind(section: str, node: Any, choices: Mapping[str, str]) -> None:
 
 def _check_section(section: str, kind: str, node: Any) -> None:
     rules = SECTIONS[section, kind]
+    if "_target_" in node:  # besides the section's keys, those of the class
+        own = parameters(node["_target_"])
+        check_part(section, {k: v for k, v in node.items() if k not in rules or k in own}, section)
+        node = {key: value for key, value in node.items() if key in rules}
     for key, value in node.items():
         if key == "kind" and kind:
             continue
@@ -227,7 +239,7 @@ def check_logger(logger: Mapping[str, Any]) -> None:
     Raises:
         UserError: wandb is not installed.
     """
-    if logger["kind"] == "wandb" and importlib.util.find_spec("wandb") is None:
+    if logger.get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "logger=wandb needs the package wandb, which is not installed: run"
             " pip install 'specdec-lab[wandb]', or leave logger=wandb out"

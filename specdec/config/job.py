@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.clocks.build import clock_kind
 from specdec.config.checks import check_config, check_data, check_logger, uses_draft_model
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.lengths import check_prompts
@@ -64,7 +65,10 @@ def checked_job(composed: Composed) -> Job:
     check_logger(values["logger"])
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
-    if "profile" in config["clock"]:
+    for section, kind in (("clock", clock_kind), ("model", _target_of)):
+        if "_target_" in config[section]:  # built-in kinds are in the section already
+            config[section] = {"kind": str(kind(config[section])), **config[section]}
+    if "profile" in config["clock"] and "_target_" not in config["clock"]:
         config["clock"] = {
             **config["clock"],
             **load_profile(config["clock"]["profile"], composed.trees),
@@ -85,10 +89,14 @@ def checked_job(composed: Composed) -> Job:
         check_data(config["data"])
         num_layers, notices = _check_models(name, config)
     else:
-        num_layers, notices = config["model"]["num_layers"], ()
+        num_layers, notices = config["model"].get("num_layers", 1), ()
     config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
     return Job(name, config, values["output_dir"], notices)
+
+
+def _target_of(node: Mapping[str, Any]) -> str:
+    return str(node["_target_"])
 
 
 def _refuse_foreign_keys(overrides: Sequence[str]) -> None:

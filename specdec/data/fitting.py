@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from specdec.data.prompts import Prompt
+from specdec.data.prompt import Prompt
 from specdec.errors import UserError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from specdec.data.datasets import (
 )
 from specdec.data.files import fill, read_text, text_field
 from specdec.data.hub import hub_records
+from specdec.data.prompt import Prompt
 from specdec.data.readers import Record, json_lines
 from specdec.data.request import Request, check_request
 from specdec.data.sets import MIXED, SETS, Hub, Place
@@ -26,26 +27,6 @@ from specdec.data.stdlib import function_heads
 from specdec.errors import UserError
 
 _ID_BLOCK = 1_000_000  # ids of set number s in ``mixed`` start at s * _ID_BLOCK
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt.
-
-    Attributes:
-        id: its index in the data set, whatever limit, order or subset is asked for; keys its
-            randomness. In ``mixed``: 1,000,000 times the set's number plus the index in that set.
-        text: what a base model is given: the text with the set's template around it.
-        name: short and unique in the data set ("humaneval/17").
-        source: where it comes from ("json/decoder.py:JSONDecoder.decode", "line 3").
-        message: what a model with a chat template is asked.
-    """
-
-    id: int
-    text: str
-    name: str
-    source: str
-    message: str = ""
 
 
 class Tokenizer(Protocol):
@@ -105,7 +86,7 @@ def load_requested(request: Request, *, tokenizer: Tokenizer | None = None) -> l
     prompts = list(islice(_prompts(request), request.limit))
     if not prompts:
         raise _no_prompts(request)
-    if request.name not in OWN:
+    if request.reader is None and request.name not in OWN:
         prompts = [replace(p, text=p.text.rstrip("\n")) for p in prompts]
     if tokenizer is not None:
         for prompt in prompts:
@@ -126,7 +107,7 @@ def check_data(request: Request) -> None:
     if request.origin == "hub":
         return
     for name in request.sets or [request.name]:
-        if name not in ("stdlib", "mixed"):
+        if request.reader is not None or name not in ("stdlib", "mixed"):
             one = replace(request, name=name, sets=None, sample_seed=None)
             if next(_prompts(one), None) is None:
                 raise _no_prompts(one)
@@ -151,6 +132,8 @@ def _prompts(request: Request) -> Iterator[Prompt]:
 
 def _in_order(request: Request) -> Iterator[Prompt]:
     name = request.name
+    if request.reader is not None:
+        return iter(request.reader.prompts())
     if name == "stdlib":
         return _from_stdlib()
     if name == "jsonl":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.data.datasets import ABOUT, OWN, require_known
+from specdec.data.datasets import ABOUT, OWN, data_provenance, require_known
 from specdec.data.files import data_folder
 from specdec.data.hub import require_datasets
+from specdec.data.prompt import DataReader
 from specdec.data.sets import MIXED, SETS
 from specdec.errors import UserError
+from specdec.parts.build import build_part, locate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class Request:
             each set by itself), so that a limit takes a sample. Ids do not change. Not the seed
             of decoding, which must not choose the prompts.
         data_dir: folder of data sets; None for the one that SPECDEC_DATA names.
+        reader: a class outside this library that reads the prompts; None for a built-in set.
     """
 
     name: str
@@ -44,12 +48,55 @@ class Request:
     origin: str = "local"
     sample_seed: int | None = None
     data_dir: str | Path | None = None
+    reader: DataReader | None = None
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Request:
-        """The request that a configuration's ``data`` section describes."""
+        """The request that a configuration's section ``data`` describes.
+
+        Raises:
+            UserError: a reader's class cannot be imported or refuses its arguments.
+        """
+        if "_target_" in data:
+            return Request(
+                name=data["name"],
+                limit=data.get("limit"),
+                sample_seed=data.get("sample_seed"),
+                reader=_build_reader(data),
+            )
         keys = ("limit", "path", "field", "template", "subset", "sets", "origin", "sample_seed")
         return Request(name=data["name"], **{key: data[key] for key in keys if key in data})
+
+
+_RUN_KEYS = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation")
+_SET_KEYS = ("path", "field", "template", "subset", "sets", "origin")
+
+
+def _build_reader(data: Mapping[str, Any]) -> DataReader:
+    """The reader of a section with ``_target_``, given the keys that its constructor names.
+
+    Raises:
+        UserError: see ``Request.of``; a key is set that the constructor does not name.
+    """
+    names = inspect.signature(locate(data["_target_"], "data")).parameters
+    unset = {"origin": "local"}
+    for key in _SET_KEYS:
+        if key not in names and data.get(key) != unset.get(key):
+            raise UserError(
+                f"data.{key}={data[key]} is not used by data={data['name']}: leave it out"
+            )
+    keys = {k: v for k, v in data.items() if k in names or k not in (*_RUN_KEYS, *_SET_KEYS)}
+    reader: DataReader = build_part(keys, {}, "data")
+    return reader
+
+
+def section_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data_provenance`` of a configuration's section ``data``, or its reader's ``provenance``."""
+    if "_target_" in data:
+        facts: dict[str, Any] = getattr(_build_reader(data), "provenance", dict)()
+        return {"data": data["name"], **facts}
+    chosen = {key: data.get(key) for key in ("sets", "subset")}
+    return data_provenance(data["name"], origin=data.get("origin", "local"), **chosen)
 
 
 def check_request(request: Request) -> None:
@@ -58,11 +105,14 @@ def check_request(request: Request) -> None:
     Raises:
         UserError: naming the key, its value and the remedy.
     """
-    require_known(request.name)
+    if request.reader is None:
+        require_known(request.name)
     if request.limit is not None and request.limit < 1:
         raise UserError(
             f"data.limit={request.limit} must be at least 1 (leave it out for all prompts)"
         )
+    if request.reader is not None:
+        return
     _check_own_file(request)
     _check_sets(request)
     _check_subset(request)

@@ -16,6 +16,7 @@ from specdec.pairs.recorder import DraftRecorder, check_recordable, record_run
 from specdec.pairs.replay import ReplayModels, build_replay
 from specdec.pairs.synthetic import SyntheticModels, build_synthetic
 from specdec.pairs.table import TablePair
+from specdec.parts.build import build_part
 
 __all__ = [
     "DraftRecorder",
@@ -40,12 +41,14 @@ __all__ = [
 
 
 def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
-    """The pair that ``model=`` describes.
+    """The pair that ``model=`` describes: a built-in kind, or the class in ``_target_``.
 
     Raises:
         UserError: for an unknown kind or key, or unusable paths.
     """
     keys = {k: v for k, v in cfg.items() if k != "kind"}
+    if "_target_" in cfg:
+        return build_part(keys, {}, "model")  # type: ignore[no-any-return]
     builders: dict[str, Any] = {
         "pretrained": PretrainedPair,
         "random": RandomPair,

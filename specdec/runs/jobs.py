@@ -12,10 +12,10 @@ import torch
 
 from specdec.data import (
     Request,
-    data_provenance,
     fit_prompt,
     load_requested,
     prompt_tokens,
+    section_provenance,
 )
 from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
@@ -354,10 +354,6 @@ def _write_trace(runner: PartsRunner, pair: ModelPair, output_dir: Path) -> None
 
 
 def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:
-    chosen = {k: cfg["data"].get(k) for k in ("sets", "subset")}
-    data = {}
-    if cfg["model"]["kind"] == "pretrained":
-        origin = cfg["data"].get("origin", "local")
-        data = data_provenance(cfg["data"]["name"], origin=origin, **chosen)
+    data = section_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
     found = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
     write_json(output_dir / "provenance.json", found)

@@ -37,19 +37,20 @@ class RankCounts:
     @staticmethod
     def of(clock: Clock, executor: Executor) -> RankCounts:
         """Asks every rank; costs a message to each where they are processes."""
-        from specdec.clocks import ClockKind, ClockReport, PacedClock, SimulatedClock
+        from specdec.clocks import ClockKind, ClockReport
 
-        if isinstance(clock, SimulatedClock):
+        drafted, busy_s = getattr(clock, "drafted", None), getattr(clock, "busy_s", None)
+        if clock.kind is ClockKind.SIMULATED:
             return RankCounts(
-                busy_s={r: s for r, s in clock.busy_s.items() if r > 0},
-                draft_s=clock.drafted.total_s,
-                draft_hidden_s=clock.drafted.hidden_s,
+                busy_s=None if busy_s is None else {r: s for r, s in busy_s.items() if r > 0},
+                draft_s=None if drafted is None else drafted.total_s,
+                draft_hidden_s=None if drafted is None else drafted.hidden_s,
             )
-        drafted = clock.drafted if isinstance(clock, PacedClock) else None
         ask = getattr(executor, "reports", None)
         found: list[dict[str, Any]] = [] if ask is None else ask()
         workers = [ClockReport.from_json(report["clock"]) for report in found]
-        reports = (clock.report(), *workers)  # type: ignore[attr-defined]
+        own = [clock.report()] if hasattr(clock, "report") else []
+        reports = (*own, *workers)
         paced = clock.kind is ClockKind.PACED
         sent = sum(report["bytes_sent"] for report in found) + getattr(executor, "bytes_sent", 0)
         return RankCounts(
