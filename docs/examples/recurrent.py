@@ -11,7 +11,7 @@ from pydantic import Field
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer, ModelAnswerer
+from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.stage import StageOutput
 from specdec.models import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws

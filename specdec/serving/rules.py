@@ -109,4 +109,10 @@ def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
 
 
 def _build(node: Mapping[str, Any], **runtime: Any) -> Any:
-    return build_part(node, {k: lambda v=v: v for k, v in runtime.items()}, "serving")
+    return build_part(
+        node, {name: partial(_same, value) for name, value in runtime.items()}, "serving"
+    )
+
+
+def _same(value: Any) -> Any:
+    return value
