@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
+from specdec.parts.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

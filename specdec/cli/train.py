@@ -11,8 +11,8 @@ from specdec.cli.arguments import read_arguments
 from specdec.cli.folders import as_yaml
 from specdec.config.hydra import parse
 from specdec.config.options import first_comment, flatten, options
-from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
+from specdec.parts.suggest import did_you_mean
 
 _HELP = """\
 specdec train WHAT [--cfg] [key=value] ...

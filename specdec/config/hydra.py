@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specdec.config.options import GROUPS, config_dir, flatten, options, own_values
-from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
+from specdec.parts.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
