@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 class TokenSource(Protocol):
     """Proposes tokens: draft model, n-gram model, prompt lookup, exit head, mixtures of them.
 
-    One whose candidates are sampled and come with ``Candidates.probs`` says so by
-    ``gives_probs = True``; without it, composing with a rejection verifier is refused.
+    Optional attributes (default in parentheses):
+
+    gives_probs (False): candidates are sampled and come with ``Candidates.probs``; rejection
+        verifiers need it.
+    pass_bytes (bytes of the draft model): bytes of weights that one pass of the source reads.
+    speedup_law(policy, latency) -> SpeedupLaw | None (none): the theoretical speed-up over plain
+        decoding, reported as ``speedup_law``.
     """
 
     needs: Needs
