@@ -43,6 +43,9 @@ class TokenSource(Protocol):
 
     gives_probs (False): candidates are sampled and come with ``Candidates.probs``. Required by
         rejection verifiers.
+    pass_bytes (bytes of the draft model): bytes of weights that one pass of the source reads.
+    speedup_law(policy, latency) -> SpeedupLaw | None (none): the theoretical speed-up over plain
+        decoding, reported as ``speedup_law``.
     """
 
     needs: Needs

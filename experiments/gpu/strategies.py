@@ -94,7 +94,7 @@ def _replayed(name: str, pair: ReplayedShapes, stop: StopRules) -> Runner:
     runner = PartsRunner(cfg=cfg, pair=pair, stop=stop)
     real: Any = runner.parts.source
     if name != "ar":
-        replayed = SyntheticSource(pair=pair.synthetic())
+        replayed = SyntheticSource(pair=pair.hidden)
         source = ReplayedSource(real=real, replayed=replayed, meter=runner.parts.meter)
         runner.parts = replace(runner.parts, source=source)
     return runner
@@ -124,7 +124,7 @@ class _Plain:
 
 def _prompts(record: ReplayModels, num: int) -> list[TokenPrompt]:
     """The first recorded prompts whose recorded outputs are long enough to be timed."""
-    hidden: Any = record.synthetic()
+    hidden: Any = record.hidden
     long = [
         TokenPrompt(i, tokens)
         for i, tokens in record.prompts()

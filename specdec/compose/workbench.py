@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from math import ceil
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,15 +28,13 @@ from specdec.distributed.executor import DistributedExecutor, Ranks
 from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
 from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
-from specdec.executors.exit_layers import ExitPlaces
 from specdec.executors.exits import paged
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models import ModelRunner
-from specdec.models.medusa import MedusaHeads
-from specdec.pairs import HuggingFacePair, ModelPair
+from specdec.pairs import HuggingFacePair, ModelPair, PartsOnly
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.serving.rules import MakeScheduler, ServingRules
 from specdec.serving.scheduler import FifoScheduler
@@ -170,17 +168,16 @@ class Workbench:
             )
         return self._draft.runner
 
-    def medusa_heads(self, num_heads: int, ranks: Ranks | None = None) -> MedusaHeads:
-        """Heads on the target's last hidden state, for ``MedusaSource``.
+    def source_pair(self, ranks: Ranks | None = None) -> ModelPair:
+        """The pair for token sources.
 
         Args:
-            num_heads: tokens ahead that are guessed.
-            ranks: that have the target's layers, of which none are loaded here.
-
-        Raises:
-            UserError: the pair has no hidden states, or not so many trained heads.
+            ranks: processes that run the target. The pair then loads target layers for sources
+                alone, without the rest of the target.
         """
-        return self.pair.medusa_heads(num_heads, self.meter, alone=ranks is not None)
+        if ranks is None or not hasattr(self.pair, "lone_part"):
+            return self.pair
+        return cast("ModelPair", PartsOnly(cast("HuggingFacePair", self.pair)))
 
     def release(self) -> None:
         """Gives back ranks that share a draft, where no executor has taken them over."""
@@ -297,26 +294,17 @@ class Workbench:
             devices=stages.devices,
         )
 
-    def exit_front(self, stages: StageLayout, layers: Sequence[int] = ()) -> ExitFront:
-        """The layers before the last exit, with the heads, for a source and its executor.
+    def exit_front(self, stages: StageLayout, layers: Sequence[int]) -> ExitFront:
+        """The layers before the last exit with the exit heads, shared by source and executor.
 
         Args:
-            stages: that a profile prices.
-            layers: before each exit; the model's own only where omitted.
+            stages: priced by the clock's profile.
+            layers: number of layers before each exit.
         """
         if self._front is None:
-            layers = layers or (self.pair.exit_layer,)
             bounds = self._bounds(stages, self.pair.exit_layer)
             self._front = build_front(self.pair, layers, bounds, self.meter, self.clock)
         return self._front
-
-    def exit_places(self, stages: StageLayout | None) -> ExitPlaces:
-        """Where the target may exit, for ``MultiExitSource``; ``stages`` as for ``parts``."""
-        if stages is None or not stages.after_drafting:
-            return ExitPlaces(self.pair.exit_layer, self.pair.num_layers)
-        return ExitPlaces(
-            self.pair.exit_layer, self.pair.num_layers, partial(self.exit_front, stages)
-        )
 
     def _distributed(
         self,

@@ -6,10 +6,9 @@ A value is None where it is undefined: a zero denominator, or a notion that the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.metrics.exit_laws import eq4_speedup, pipeline_speedup
 from specdec.metrics.loops import loop_share
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.metrics.times import time_metrics
@@ -48,7 +47,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         **_pass_metrics(new_tokens, totals),
         **time_metrics(results, clock_s=totals.clock_s),
         **(acceptance := _acceptance_metrics(results, totals)),
-        "speedup_law": _law(acceptance, totals),
+        "speedup_law": None if totals.law is None else totals.law.of(acceptance),
         **_histograms(results, level_per_step=totals.level_per_step),
         **_cost_metrics(totals),
         "relative_memory_traffic": relative_memory_traffic(new_tokens, totals),
@@ -152,25 +151,6 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
         "flush_steps": sum(c.flush_steps for c in counters),
         "refill_steps": sum(c.refill_steps for c in counters),
     }
-
-
-def _law(acceptance: Mapping[str, Any], totals: RunTotals) -> float | None:
-    """``speedup_law``: what PPSD's Eq. 4 or 6 gives over plain decoding at the run's own alpha.
-
-    alpha is ``acceptance_rate_verified``, or ``hit_rate`` where several candidates stand at a
-    position. None without an early exit, and where nothing was judged.
-    """
-    sizes = totals.early_exit
-    if sizes is None:
-        return None
-    name = "hit_rate" if sizes.get("width", 1) > 1 else "acceptance_rate_verified"
-    alpha = acceptance[name]
-    if alpha is None:
-        return None
-    layers, exit_layer = sizes["layers"], sizes["exit_layer"]
-    if "gamma" in sizes:
-        return eq4_speedup(alpha, sizes["gamma"], exit_layer, layers)
-    return pipeline_speedup(alpha, exit_layer, layers, sizes["stages"])
 
 
 def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> dict[str, Any]:

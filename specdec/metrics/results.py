@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from specdec.metrics.counters import RequestCounters, SourceCounters
+from specdec.metrics.speedup import SpeedupLaw
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -103,8 +104,7 @@ class RunTotals:
         draft_total_s, draft_hidden_s: seconds on the run's clock in which sources computed, with
             whatever they compute, and those of them that passed while the target was busy; on a
             measured clock seconds of model calls, and None, since it does not know when that is.
-        early_exit: sizes that PPSD's laws need: layers, exit_layer, stages, width of a level, and
-            gamma where drafts of that length are verified afterwards; None without an early exit.
+        law: theoretical speed-up of the strategy; None if its parts state none.
         bytes_sent: bytes that crossed between ranks.
         request_steps: sum over steps of the requests that were open.
         kv_token_steps: sum over steps of the tokens and nodes that the target held for them.
@@ -137,7 +137,7 @@ class RunTotals:
     stage_busy_s: dict[int, float] | None = None
     draft_total_s: float = 0.0
     draft_hidden_s: float | None = None
-    early_exit: dict[str, int] | None = None
+    law: SpeedupLaw | None = None
     bytes_sent: int | None = None
     request_steps: int = 0
     kv_token_steps: int = 0
@@ -197,6 +197,8 @@ class RunTotals:
     def from_json(found: Mapping[str, Any]) -> RunTotals:
         """The inverse of ``to_json``."""
         totals = RunTotals(**found)
+        if found.get("law") is not None:
+            totals.law = SpeedupLaw(**found["law"])
         if totals.stage_busy_s is not None:
             totals.stage_busy_s = {int(k): v for k, v in totals.stage_busy_s.items()}
         return totals
@@ -205,7 +207,7 @@ class RunTotals:
 _SAME = frozenset(
     [
         *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
-        *("kv_budget_tokens", "early_exit"),
+        *("kv_budget_tokens", "law"),
     ]
 )  # these describe the run and are not summed
 _PEAKS = frozenset(["kv_peak_tokens"])  # the largest counts

@@ -17,20 +17,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answerer import Answerer
-from specdec.executors.stage import NullStage, Stage
-from specdec.models import ModelRunner
 from specdec.models.bundled import record_path
 from specdec.pairs.acceptance_traces import TracedRequest, is_trace, read_traces
-from specdec.pairs.interface import NoExit
 from specdec.pairs.record import Record, RecordedRequest, read_record
-from specdec.pairs.synthetic import SyntheticAnswerer
-from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.pairs.synthetic import DRAFT_MODEL, SYNTHETIC, HiddenModels
 from specdec.sources.hashing import hash_u64
-from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import HiddenPair, SyntheticTarget
+from specdec.sources.synthetic import SyntheticTarget
 from specdec.types import FloatArray, IntArray
 
 END = 0
@@ -39,8 +32,6 @@ END = 0
 _MIN_VOCAB = 4096  # enough for all candidates of a node to differ
 _TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the hash
 
-_DRAFT_MODEL = "specdec.sources.DraftModelSource"
-_REPLAYED = "specdec.sources.SyntheticSource"
 _NO_SOURCE = "specdec.sources.NullSource"
 
 
@@ -182,14 +173,15 @@ class TracedPair(HiddenSequences):
         return first, np.zeros(len(positions), np.int64)
 
 
-class ReplayModels(NoExit):
-    """No models: a record (see the module)."""
+class ReplayModels(HiddenModels):
+    """Plays a record: hidden sequences of recorded lengths and the recorded draft.
 
-    is_synthetic = True
-    tokenizer = None
+    Attributes:
+        about: origin of the record: models, data, sampling.
+    """
+
+    option = "replay"
     eos_ids = frozenset({END})
-    max_positions = None
-    head_cost = 0.0
 
     def __init__(
         self,
@@ -199,32 +191,24 @@ class ReplayModels(NoExit):
         weight_bytes: tuple[int, int] = (0, 0),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Wraps a hidden pair.
+        """Wraps recorded sequences.
 
         Args:
-            pair: what is played.
-            num_layers: bounds the number of stages.
-            weight_bytes: of the recorded target and draft.
-            about: where the record comes from.
+            pair, num_layers, weight_bytes: see ``HiddenModels``.
+            about: origin of the record.
         """
-        self._pair = pair
-        self.num_layers = num_layers
-        self.weight_bytes = weight_bytes
+        super().__init__(pair=pair, num_layers=num_layers, weight_bytes=weight_bytes)
+        self._recorded = pair
         self.about = dict(about or {})
 
     @property
     def chain_only(self) -> bool:
         """Whether the record knows a chain's accepted lengths only."""
-        return isinstance(self._pair, TracedPair)
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the made-up vocabulary."""
-        return self._pair.vocab_size
+        return isinstance(self._recorded, TracedPair)
 
     def prompts(self) -> list[tuple[int, IntArray]]:
         """(id, int64[T]) of every recorded prompt; the tokens are made up."""
-        return self._pair.prompts()
+        return self._recorded.prompts()
 
     def conditions(self) -> dict[str, Any]:
         """What a table must say beside figures of a replay."""
@@ -239,45 +223,19 @@ class ReplayModels(NoExit):
         )
         return {**known, "replay": note, "record": record}
 
-    def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
-    ) -> Stage:
-        """A stage that computes nothing."""
-        return NullStage()
-
-    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Answers from the hidden sequences; they have no distributions."""
-        if needs_probs:
-            raise UserError(
-                "model=replay has the target's tokens but not its distributions; use verifier=match"
-            )
-        return SyntheticAnswerer(target=self._pair.target)
-
-    def draft_runner(self, meter: Meter) -> ModelRunner:
-        """Refused: compose puts the recorded draft in place of a draft model."""
-        _refuse("it has no draft model to run")
-
-    def katz(self) -> KatzModel:
-        """Refused: there is no text."""
-        _refuse("it has no text to count n-grams from")
-
-    def synthetic(self) -> HiddenPair:
-        """The hidden pair."""
-        return self._pair
-
-    def fitted_source(self, node: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
-        """The source node with a draft model replaced by the recorded one.
+    def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> dict[str, Any]:
+        """The source node with the recorded draft in place of a draft model.
 
         Raises:
-            UserError: for a source that is not in the record, or a policy that needs more of the
-                draft than the record has.
+            UserError: a source that cannot be replayed, or a policy that needs more of the draft
+                than the record has.
         """
-        target = node.get("_target_")
+        target = source.get("_target_")
         if target == _NO_SOURCE:
-            return dict(node)
-        if target not in (_DRAFT_MODEL, _REPLAYED):
-            _refuse(f"{target} proposes from tokens, which a record does not hold")
-        if node.get("guess_draw"):
+            return dict(source)
+        if target not in (DRAFT_MODEL, SYNTHETIC):
+            _refuse(f"{target} proposes from tokens, which a record does not contain")
+        if source.get("guess_draw"):
             _refuse("source.guess_draw=true needs the target's draws and the draft's distribution")
         kind = str(policy.get("_target_"))
         if self.chain_only and not kind.endswith((".Chain", ".RootOnly")):
@@ -285,7 +243,7 @@ class ReplayModels(NoExit):
                 f"the record is a trace of accepted lengths, which says nothing of a tree's other"
                 f" branches: {kind} cannot be replayed from it; use policy=chain, or a record.npz"
             )
-        return {"_target_": _REPLAYED}
+        return {"_target_": SYNTHETIC}
 
 
 def build_replay(

@@ -9,7 +9,7 @@ Shape letters: V vocabulary, R rows, A rows whose logits are asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage, TransformerHead
 from specdec.executors.stage import ModelStage
 from specdec.models import ModelRunner, RunnerOutput
+from specdec.models.exits import HeadWeights
 from specdec.models.medusa import MedusaHeads
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler
 from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import SyntheticPair
+from specdec.sources.pair import A
+from specdec.types import IntArray
 
 _NUM_LAYERS = 64  # as many stages as anybody asks for
 _NUM_SAMPLES = 64
@@ -41,6 +43,7 @@ class TablePair:
     """
 
     is_synthetic = False
+    dtype = "float64"
     num_layers = _NUM_LAYERS
     exit_layer = _NUM_LAYERS // 8
     max_positions: int | None = 1 << 20
@@ -97,14 +100,21 @@ class TablePair:
         captured = [layer - 1 for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 
-    def exit_bytes(self, *, with_layers: bool) -> int:
-        """None: tables are not read as weights are."""
-        return 0
+    def artefact(self, kind: type[A], **options: Any) -> A:
+        """A stand-in computed from the draft's table; exit heads have no weights.
 
-    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
-        """Heads that guess as the draft's table would, so many tokens on."""
-        heads = TableHeads(table=self.draft_table, num_heads=num_heads, layer=self.num_layers - 1)
-        return cast("MedusaHeads", heads)
+        Raises:
+            UserError: there is no stand-in for the class.
+        """
+        if issubclass(kind, HeadWeights):
+            return cast("A", HeadWeights("table", options["layer"], {}))
+        if issubclass(kind, MedusaHeads):
+            size = options["num_heads"]
+            heads = TableHeads(table=self.draft_table, num_heads=size, layer=self.num_layers - 1)
+            return cast("A", heads)
+        if issubclass(kind, KatzModel):
+            return cast("A", kind.from_pair(self, **options))
+        raise UserError(f"model.kind=table has no {kind.__name__}; use model=tiny or model=random")
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's table."""
@@ -114,23 +124,14 @@ class TablePair:
         """The draft's table as a model."""
         return cast("ModelRunner", TableRunner(table=self.draft_table, name="draft"))
 
-    def katz(self) -> KatzModel:
-        """Counted from samples of the draft."""
+    def token_samples(self) -> IntArray:
+        """Samples of the draft, documents separated by token 0."""
         rng = np.random.default_rng(0)
         noise = rng.gumbel(size=(_SAMPLE_LENGTH, _NUM_SAMPLES, self.vocab_size))
         tokens = [np.arange(_NUM_SAMPLES) % self.vocab_size]
         for step in noise:
             tokens.append((self.draft_table.numpy()[tokens[-1]] + step).argmax(axis=1))
-        lines = np.stack([*tokens, np.zeros(_NUM_SAMPLES, np.int64)], axis=1)
-        return KatzModel.from_tokens(
-            lines.ravel(), order=3, vocab_size=self.vocab_size, separator=0
-        )
-
-    def synthetic(self) -> SyntheticPair:
-        """Refused: this pair has tables, not laws of agreement."""
-        raise UserError(
-            "source=synthetic proposes for model=synthetic only; choose source=draft_model"
-        )
+        return np.stack([*tokens, np.zeros(_NUM_SAMPLES, np.int64)], axis=1).ravel()
 
 
 class TableHeads:

@@ -14,12 +14,10 @@ from specdec.compose.workbench import Parts
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.policies import Chain, FixedWidth
 from specdec.runs import HFBaseline, HFOptions
 from specdec.runs.totals import RunBook
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
-from specdec.sources import EarlyExitSource, MedusaSource, MultiExitSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
@@ -138,13 +136,12 @@ class PartsRunner:
             whole_tree=not self._pipelined,
             kv_budget_tokens=self.parts.serving.kv_tokens,
         )
-        totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
-        if isinstance(self.parts.source, MedusaSource):
-            totals.draft_bytes = self.parts.source.head_bytes
-        if isinstance(self.parts.source, EarlyExitSource | MultiExitSource):
-            drafts_first = not self.parts.source.needs.exits
-            totals.draft_bytes = self._pair.exit_bytes(with_layers=drafts_first)
-            totals.early_exit = _exit_sizes(self.parts, self._pair)
+        source = self.parts.source
+        totals.target_bytes, draft_bytes = self._pair.weight_bytes
+        totals.draft_bytes = getattr(source, "pass_bytes", draft_bytes)
+        law = getattr(source, "speedup_law", None)
+        if law is not None:
+            totals.law = law(self.parts.policy, self.parts.executor.latency)
         return totals
 
     def steps(
@@ -210,17 +207,6 @@ class PartsRunner:
             admitted_s=request.admitted_s,
             counters=request.counters,
         )
-
-
-def _exit_sizes(parts: Parts, pair: ModelPair) -> dict[str, int] | None:
-    """What PPSD's laws need to know of a strategy; None where none of them fits it."""
-    if isinstance(parts.source, MultiExitSource):
-        return None  # a token's exit differs, so no single E stands in a law
-    sizes = {"layers": pair.num_layers, "exit_layer": pair.exit_layer}
-    policy = parts.policy
-    if isinstance(policy, FixedWidth) and not policy.serial and parts.executor.latency > 1:
-        return {**sizes, "stages": parts.executor.latency, "width": policy.width}
-    return {**sizes, "gamma": policy.gamma} if isinstance(policy, Chain) else None
 
 
 class HFRunner:

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,7 @@ from specdec.types import FloatArray, IntArray
 
 _LIGHT = 16  # contexts with at most so many continuations are merged with their back-off when asked
 _LIST = 48  # length of the precomputed list of a heavier context; exact for k <= _LIST - _LIGHT
+_COUNTED: WeakKeyDictionary[Any, KatzModel] = WeakKeyDictionary()
 _NOTHING_LEFT = 1e-9  # discounted mass below this counts as none
 
 
@@ -132,6 +135,19 @@ class KatzModel:
             keys.append(gram_keys)
             counts.append(num)
         return cls(order=order, vocab_size=vocab_size, keys=keys, counts=counts)
+
+    @classmethod
+    def from_pair(cls, pair: Any) -> KatzModel:
+        """Counts trigrams of the token samples of a pair, once per pair.
+
+        Args:
+            pair: has ``token_samples()`` and ``vocab_size``.
+        """
+        if pair not in _COUNTED:
+            _COUNTED[pair] = cls.from_tokens(
+                pair.token_samples(), order=3, vocab_size=pair.vocab_size, separator=0
+            )
+        return _COUNTED[pair]
 
     def save(self, path: str | Path) -> None:
         """Writes the counts as safetensors (``keys_m`` int64, ``counts_m`` int32 per order m)."""

@@ -132,7 +132,7 @@ def test_every_strategy_decodes_the_recorded_prompts(words: tuple[str, ...]) -> 
 
 def test_beyond_the_end_of_the_record_positions_are_drawn_from_it() -> None:
     models = replayed(recorded("greedy"))
-    hidden, request = models.synthetic(), recorded("greedy").requests[0]
+    hidden, request = models.hidden, recorded("greedy").requests[0]
     end = request.num_prompt + request.num_output
     inside = np.arange(request.num_prompt - 1, end - 1)
     assert (hidden.ranks(request.id, inside) == request.ranks).all()
@@ -161,7 +161,7 @@ def test_what_a_record_does_not_hold_is_refused(words: tuple[str, ...], reason: 
 
 
 def test_a_prompt_that_was_not_recorded_is_refused() -> None:
-    hidden = replayed(recorded("greedy")).synthetic()
+    hidden = replayed(recorded("greedy")).hidden
     with pytest.raises(UserError, match="no prompt 99"):
         hidden.tokens(99, np.arange(3))
 
