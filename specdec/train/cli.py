@@ -1,4 +1,4 @@
-"""Entry point of the training recipes: `run(what, cfg)`, one name and a plain configuration."""
+"""Entry point of the training recipes: `run(what, cfg)`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def run(what: str, cfg: dict[str, Any]) -> int:
         0.
 
     Raises:
-        UserError: an unknown recipe, keys that are unknown, missing or out of range, or a file that
-            the recipe needs is missing.
+        UserError: an unknown recipe, a key that is unknown, missing or out of range, or a missing
+            file.
     """
     if what not in RECIPES:
         raise UserError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
     recipe = RECIPES[what]
-    check_keys(recipe, cfg, given=("report",))
+    check_keys(recipe, cfg, injected=("report",))
     console = Console(stderr=True)
     columns = (
         TextColumn(what),
@@ -50,12 +50,12 @@ def run(what: str, cfg: dict[str, Any]) -> int:
         TextColumn("{task.percentage:.0f}%"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=1.0)
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=1.0)
 
-        def report(share: float, line: str) -> None:
-            progress.update(task, completed=share)
-            progress.console.print(line, markup=False, highlight=False)
+        def report(progress: float, line: str) -> None:
+            bar.update(task, completed=progress)
+            bar.console.print(line, markup=False, highlight=False)
 
         recipe(**cfg, report=report)
     return 0

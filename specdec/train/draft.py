@@ -12,8 +12,8 @@ from safetensors.numpy import save
 
 from specdec.errors import UserError
 from specdec.files import write_bytes
-from specdec.train.distill import DistillationLoss, sample_documents
-from specdec.train.keys import made_of
+from specdec.train.distill import DistillationLoss
+from specdec.train.keys import build
 from specdec.train.lm import Pretraining, Report
 from specdec.train.model import save_hf, with_layers
 from specdec.train.parallel import rank_and_size, spawned, wait_for_all
@@ -27,17 +27,23 @@ from specdec.train.recipes import (
     set_up,
 )
 from specdec.train.resuming import keep_settings, weights_hash
-from specdec.train.samples import Sampling, docstring_end, function_prompts
+from specdec.train.samples import (
+    Sampling,
+    docstring_end,
+    function_prompts,
+    sample_documents,
+    sequence_end,
+)
 from specdec.train.streams import Mixture, load_streams, save_streams
 
 
 def sampling_rules(sampling: dict[str, Any]) -> list[Sampling]:
-    """The rules of a `sampling` section."""
-    return [made_of(Sampling, rule, "sampling.rules") for rule in sampling["rules"]]
+    """Builds the rules of a `sampling` section."""
+    return [build(Sampling, rule, "sampling.rules") for rule in sampling["rules"]]
 
 
 def docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
-    """Heads of training functions, each cut where its docstring ends."""
+    """Signatures and docstrings of training functions, as prompts."""
     quotes = frozenset(i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text)
     return function_prompts(teacher.streams["function"], docstring_end(quotes), limit, seed)
 
@@ -51,33 +57,36 @@ def sample_target(
     report: Report,
     mark: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """The target's own continuations of training functions' headers and docstrings, as ids.
+    """Samples the target's own continuations of training functions' signatures and docstrings.
 
-    Each process of a group samples its share of the prompts; all return all samples.
+    Each process of a group samples its share of the prompts and returns all samples.
 
     Args:
-        target: sampled where its model lies; prompts come from its streams "function" and "gsm8k".
-        work: folder in which the result is kept, a file per process; a second call with the same
-            target and settings reads it back.
+        target: the sampled model; prompts come from its streams "function" and "gsm8k".
+        work: folder of the result, one file per process; a second call with the same target and
+            settings reads it.
         sampling: keys prompts, gsm8k_prompts, new_tokens, batch, minutes, rules (see Sampling).
         seed: of prompts and draws.
         report: progress.
         mark: applied to the ids of each continuation.
 
+    Returns:
+        Token ids, documents each preceded by token 0.
+
     Raises:
-        UserError: samples of another target or of other settings lie in the folder.
+        UserError: the folder has samples of another target or of other settings.
     """
     rank, size = rank_and_size()
     paths = [work / f"samples-{part}.npz" for part in range(size)]
-    begun_with = {"target": weights_hash(target.model), "sampling": sampling, "seed": seed}
-    keep_settings(work / "sampling.json", begun_with | {"processes": size}, paths)
+    settings = {"target": weights_hash(target.model), "sampling": sampling, "seed": seed}
+    keep_settings(work / "sampling.json", settings | {"processes": size}, paths)
     if all(path.exists() for path in paths):
         return np.concatenate([load_streams(path)["samples"] for path in paths])
     prompts = docstring_prompts(target, sampling["prompts"], seed)
     gsm8k = target.streams.get("gsm8k")
     if sampling["gsm8k_prompts"] and gsm8k is not None:
         answer = target.tokenizer.encode("\nAnswer:").ids
-        prompts += function_prompts(gsm8k, _ends_with(answer), sampling["gsm8k_prompts"], seed)
+        prompts += function_prompts(gsm8k, sequence_end(answer), sampling["gsm8k_prompts"], seed)
     samples = sample_documents(
         target.model,
         prompts[rank::size],
@@ -92,17 +101,6 @@ def sample_target(
     save_streams({"samples": samples}, paths[rank])
     wait_for_all()
     return np.concatenate([load_streams(path)["samples"] for path in paths])
-
-
-def _ends_with(ids: list[int]) -> Callable[[np.ndarray], int]:
-    def end(document: np.ndarray) -> int:
-        tokens = document[:256].tolist()
-        for start in range(len(tokens) - len(ids)):
-            if tokens[start : start + len(ids)] == ids:
-                return start + len(ids)
-        return 0
-
-    return end
 
 
 def train_draft(
@@ -123,23 +121,22 @@ def train_draft(
     device: str,
     report: Report,
 ) -> None:
-    """Distils the draft, which begins as a few of the target's own layers, from the target.
+    """Distils the draft from output_dir/target into output_dir/draft.
 
-    With the target's embedding and some of its layers a draft starts where one drawn at random
-    arrives after hundreds of steps. Arguments: conf/train/draft.yaml. Needs output_dir/target;
-    writes output_dir/draft.
+    The draft's initial weights are the target's embedding and some of its layers, which saves
+    hundreds of steps compared with random weights. Arguments: conf/train/draft.yaml.
     """
     if spawned(train_draft, locals(), num_processes):
         return
     work, out = Path(work_dir), Path(output_dir)
     dtype, place = set_up(num_threads, precision), pick_device(device)
     schedule = RunPlan.of(distill_plan, "distill_plan")
-    target = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
-    draft = with_layers(target.model, target_layers, compiled=compiled).to(place)
-    schedule.check(draft.shape)
-    distillation = DistillationLoss(
-        target.model, text_weight=text_weight, temperature=temperature, compiled=compiled
+    target = read_teacher(
+        work, out / "target", compute_dtype=dtype, device=place, compiled=compiled
     )
+    draft = with_layers(target.model, target_layers).to(place)
+    schedule.check(draft.shape)
+    loss = DistillationLoss(target.model, text_weight=text_weight, temperature=temperature)
     samples = sample_target(
         target, work=work / "draft", sampling=sampling, seed=seed, report=report
     )
@@ -149,14 +146,13 @@ def train_draft(
         Mixture(streams, distill_weights, seed + 1),
         schedule,
         work / "draft",
-        loss=distillation,
+        loss=loss,
         held_out=streams["held_out"],
         settings={
             **{"target": weights_hash(target.model), "target_layers": target_layers},
             **{"text_weight": text_weight, "temperature": temperature},
         },
         report=report,
-        compiled=compiled,
     )
     trained = run.run()
     if rank_and_size()[0] == 0:
@@ -179,15 +175,15 @@ def sample_ngram(
 ) -> None:
     """Samples token sequences from the draft for n-gram counts.
 
-    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents separated by token 0.
+    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents each preceded by token 0.
     Arguments: conf/train/ngram.yaml.
 
     Raises:
-        UserError: ids above 32767, which do not fit.
+        UserError: the vocabulary has ids above 32767, which int16 cannot hold.
     """
     work, out = Path(work_dir), Path(output_dir)
     dtype = set_up(num_threads, precision)
-    draft = read_teacher(work, out / "draft", dtype=dtype, device=torch.device("cpu"))
+    draft = read_teacher(work, out / "draft", compute_dtype=dtype, device=torch.device("cpu"))
     if draft.model.shape.vocab_size > 32768:
         raise UserError(f"vocabulary of {draft.model.shape.vocab_size} does not fit 16 bits")
     tokens = sample_documents(

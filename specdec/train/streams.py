@@ -1,4 +1,4 @@
-"""Token streams: encoded documents, and a seeded, resumable mixture of windows over them."""
+"""Token streams: encoded documents, and a seeded, resumable mixture of their windows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from specdec.files import write_bytes
 from specdec.train.corpus import Corpus, Document
 
 STREAMS = ("stdlib", "function", "package", "gsm8k")
-"""Streams of training text."""
+"""Names of the streams of training text."""
 ALIGNED = frozenset({"function", "samples"})
-"""Streams whose windows begin where a document does, as a prompt would."""
+"""Streams whose windows begin at the start of a document, as a prompt does."""
 
 
 def stream_of(document: Document) -> str:
-    """Name of the stream a training document belongs to, one of STREAMS."""
+    """Name of a training document's stream, one of STREAMS."""
     if document.kind == "functions":
         return "function"
     return document.source if document.source in ("stdlib", "gsm8k") else "package"
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
-    """Token ids of all texts, as ``compact`` holds them, each preceded by the end token 0."""
+    """Token ids of all texts, each preceded by the end token 0, in ``compact``'s dtype."""
     ids: list[int] = []
     for encoding in tokenizer.encode_batch_fast(list(texts)):
         ids.append(0)
@@ -40,17 +40,17 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
 
 
 def compact(ids: np.ndarray) -> np.ndarray:
-    """The same ids as uint16 where they fit, else as uint32."""
+    """The ids as uint16 if they fit, else as uint32."""
     return ids.astype(np.uint16 if ids.max(initial=0) < 2**16 else np.uint32)
 
 
 def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, np.ndarray]:
-    """One shuffled token array per stream, and "held_out" in path order.
+    """Encodes a corpus into one shuffled token array per stream, and "held_out" in path order.
 
     Args:
-        corpus: as build_corpus gives it.
+        corpus: the documents.
         tokenizer: the family's.
-        seed: order of documents within each stream.
+        seed: of the order of documents within each stream.
     """
     groups: dict[str, list[str]] = {name: [] for name in STREAMS}
     for document in corpus.train:
@@ -65,7 +65,7 @@ def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, 
 
 
 def save_streams(streams: dict[str, np.ndarray], path: Path) -> None:
-    """Writes token arrays to an .npz file, atomically."""
+    """Writes token arrays to an .npz file atomically."""
     stream = BytesIO()
     np.savez(stream, **streams)  # type: ignore[arg-type]
     write_bytes(path, stream.getvalue())
@@ -86,20 +86,23 @@ class _Cursor:
 class Mixture:
     """Draws windows of one length from several streams in fixed proportions.
 
-    A window of an ALIGNED stream begins at a document's first token; windows of the others
-    tile the stream. Each epoch of a stream visits its windows in a new order. The same seed and
-    the same calls give the same batches; `state` and `restore` carry the position across runs.
+    A window of an ALIGNED stream begins at a document's first token; windows of other streams do
+    not overlap. Each epoch of a stream visits its windows in a new order. The same seed and the
+    same calls give the same batches; `state` and `restore` carry the position across runs.
     """
 
     def __init__(
         self, streams: dict[str, np.ndarray], weights: dict[str, float], seed: int
     ) -> None:
-        """Takes token arrays, the share of windows from each, and a seed.
+        """Normalises the weights; a stream without text is skipped.
 
-        A weighted stream without any text (no such data at hand) is left out.
+        Args:
+            streams: token arrays by name.
+            weights: share of the windows by stream.
+            seed: of all draws.
 
         Raises:
-            UserError: a weighted stream is missing, or nothing is left.
+            UserError: a stream is missing, or all are empty.
         """
         self.names = [name for name, weight in weights.items() if weight > 0]
         missing = [name for name in self.names if name not in streams]
@@ -120,7 +123,7 @@ class Mixture:
     def _windows(self, name: str, length: int) -> np.ndarray:
         if (name, length) not in self._starts:
             stream = self.streams[name]
-            last = max(0, len(stream) - length)  # a window has one token more, the last target
+            last = max(0, len(stream) - length)  # a window needs one more token as target
             if name in ALIGNED:
                 starts = np.flatnonzero(stream == 0) + 1
                 starts = starts[starts < last]
@@ -130,10 +133,10 @@ class Mixture:
         return self._starts[name, length]
 
     def check(self, length: int) -> None:
-        """Refuses a length that a stream is too short for.
+        """Checks that every stream has a window of this many positions.
 
         Raises:
-            UserError: a stream without a window of so many positions.
+            UserError: a stream is too short.
         """
         for name in self.names:
             if not len(self._windows(name, length)):
@@ -168,11 +171,11 @@ class Mixture:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all streams."""
+        """Number of tokens of all streams."""
         return sum(len(self.streams[name]) for name in self.names)
 
     def settings(self) -> dict[str, Any]:
-        """What decides the batches: seed, shares and sizes of the streams."""
+        """Seed, shares and sizes of the streams, which determine the batches."""
         sizes = {name: len(self.streams[name]) for name in self.names}
         shares = dict(zip(self.names, self.share.tolist(), strict=True))
         return {"seed": self.seed, "shares": shares, "tokens": sizes}
@@ -183,6 +186,6 @@ class Mixture:
         return {"draws": self.draws, "cursors": cursors}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Returns to a position that `state` gave."""
+        """Restores a position that ``state`` returned."""
         self.draws = state["draws"]
         self.cursors = {name: _Cursor(*pair) for name, pair in state["cursors"].items()}

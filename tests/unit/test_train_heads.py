@@ -198,5 +198,5 @@ def test_finishing_trains_long_windows_and_knows_its_model(
     other = LanguageModel(load_hf(target).shape, generator=torch.Generator().manual_seed(9))
     save_hf(other, target)
     assert main(command) == 2, "another model was once replaced by the first one's weights"
-    assert "neither the model whose rounds lie in" in " ".join(capsys.readouterr().err.split())
+    assert "neither the model before the rounds in" in " ".join(capsys.readouterr().err.split())
     assert Tokenizer.from_file(str(target / "tokenizer.json")).get_vocab_size() == 330

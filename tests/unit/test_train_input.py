@@ -12,15 +12,14 @@ from tokenizers import Tokenizer
 
 from specdec.errors import UserError
 from specdec.train import parallel, recipes
-from specdec.train.card import prompts_of
+from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
-from specdec.train.distill import sample_documents
 from specdec.train.exits import ExitHeads, HeadSpec, SelfDistillation
-from specdec.train.keys import made_of
+from specdec.train.keys import build
 from specdec.train.lm import Pretraining, TextLoss, held_out_loss, silent
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import RunPlan
-from specdec.train.samples import Sampling, generate
+from specdec.train.samples import Sampling, generate, sample_documents
 from specdec.train.streams import Mixture, compact, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
 from specdec.train.unlikelihood import UnlikelihoodLoss, mark_repeated, minus_log_rest
@@ -86,7 +85,7 @@ class TestResuming:
             with pytest.raises(UserError, match=rf"{changed} was .*, is {value}.*another work_dir"):
                 Pretraining(toy(), mixture, schedule, tmp_path, settings=settings)
         (tmp_path / "settings.json").unlink()
-        with pytest.raises(UserError, match="not written down"):
+        with pytest.raises(UserError, match="without a record of its settings"):
             Pretraining(toy(), text(), plan(), tmp_path)
 
 
@@ -160,7 +159,7 @@ class TestRefusals:
 
     def test_words_that_mean_nothing(self) -> None:
         with pytest.raises(UserError, match="did you mean temperature"):
-            made_of(Sampling, {"temprature": 1.0}, "sampling.rules")
+            build(Sampling, {"temprature": 1.0}, "sampling.rules")
         with pytest.raises(UserError, match="top_p in"):
             Sampling(temperature=1.0, top_p=0.0)
         with pytest.raises(UserError, match="prompts of human_eval: choose from"):
@@ -322,7 +321,7 @@ def test_a_target_needs_a_depth_and_room_for_the_vocabulary(tmp_path: Path) -> N
     for shape, layers, message in (
         ({**sizes, "vocab_size": 40}, 1, "vocab_size=40, but the token streams hold id 40"),
         ({**sizes, "hiden": 8}, 1, "did you mean hidden"),
-        (sizes, None, "the depth to begin with"),
+        (sizes, None, "the initial depth"),
     ):
         phase = {"until": 1.0, "length": 16, "batch": 2, "layers": layers}
         words = {"phases": [phase], "max_steps": 1, "eval_length": 16}
