@@ -1,4 +1,4 @@
-"""Where a target may exit early, for sources that read several exits."""
+"""The layers after which a target may exit early, for sources that read several exits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from specdec.executors.early_exit import ExitFront
 
 @dataclass(frozen=True, slots=True)
 class ExitPlaces:
-    """Where a target may exit, for sources that use several exits (PPSD B.3).
+    """The exits that a target allows (PPSD B.3).
 
     Attributes:
-        first: layers before the model's own exit.
-        num_layers: of the target.
-        build: makes the front up to exits; None where stages compute them.
+        first: number of layers before the model's own exit.
+        num_layers: number of layers of the target.
+        build: builds the front for exits after the given layers; None if pipeline stages compute
+            the exits.
     """
 
     first: int
@@ -24,21 +25,22 @@ class ExitPlaces:
     build: Callable[[Sequence[int]], ExitFront] | None = None
 
     def layers(self, further: Sequence[int] | None) -> tuple[int, ...]:
-        """Layers before each exit, the model's own first.
+        """Number of layers before each exit, the model's own exit first.
 
         Args:
-            further: layers before the others; None for one at twice the depth of the first, or as
-                near to it as the target is deep.
+            further: layers before the additional exits. Default: one exit at twice the depth of
+                the first, or at the last layer but one.
 
         Raises:
-            UserError: they do not rise, or are not inside the target.
+            UserError: if they do not increase, or are not inside the target.
         """
         first, last = self.first, self.num_layers - 1
-        found = [min(2 * first, last)] if further is None else list(further)
-        places = [first, *found]
-        if not found or places != sorted(set(places)) or places[-1] > last:
+        additional = [min(2 * first, last)] if further is None else list(further)
+        exits = [first, *additional]
+        if not additional or exits != sorted(set(exits)) or exits[-1] > last:
             raise UserError(
-                f"source.further_exits={further} must rise from above model.exit_layer={first} to"
-                f" at most {last}, the target's layers less one; for one exit use source=early_exit"
+                f"source.further_exits={further} must increase from above model.exit_layer={first}"
+                f" to at most {last}, the target's layers less one; for one exit use"
+                " source=early_exit"
             )
-        return tuple(places)
+        return tuple(exits)
