@@ -1,9 +1,9 @@
-"""The answering rank: from the target's logits to its own next tokens."""
+"""Sampling of the target's next tokens from its logits, on the rank of the last stage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -11,12 +11,9 @@ from specdec.sampling.history import PathBook
 from specdec.sampling.transform import Asked, SamplingParams, TargetSampler
 from specdec.types import Answers, Batch, Commit, IntArray
 
-if TYPE_CHECKING:
-    pass
-
 
 class AnsweredRequest(Protocol):
-    """What the answering rank must know of a request (``RequestState`` has it)."""
+    """The part of ``RequestState`` that an answerer reads."""
 
     @property
     def id(self) -> int: ...
@@ -26,7 +23,7 @@ class AnsweredRequest(Protocol):
 
     @property
     def tokens(self) -> IntArray:
-        """int64[T], the prompt; looked at only where the sampling transform needs histories."""
+        """int64[T], the prompt; read only if the sampling transform needs histories."""
         ...
 
 
@@ -45,10 +42,10 @@ class Answerer(Protocol):
 
 
 class ModelAnswerer:
-    """Draws from the target's logits with the request's own transform and keyed draws.
+    """Samples from the target's logits with the request's own transform and keyed draws.
 
-    A node's history is rebuilt from the rows that travelled through the executor, so logits
-    processors see what they would see token by token, wherever the last stage runs.
+    If the transform has logits processors, a node's history is rebuilt from the rows that passed
+    through the executor, so processors see what they would see token by token, on any rank.
     """
 
     def __init__(self, *, sampler: TargetSampler) -> None:
@@ -58,23 +55,23 @@ class ModelAnswerer:
         self._paths = PathBook()
 
     def open(self, request: AnsweredRequest) -> None:
-        """Starts to follow a request; its paths only where its processors look at them."""
+        """Starts a request."""
         self._requests[request.id] = request
         if request.sampling.needs_history:
             self._paths.open(request.id, request.tokens)
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """Samples every tree row of the batch."""
-        assert logits is not None, "the last stage owes logits"
-        asked = []
+        """Samples the token after every tree row of the batch; ``logits``: [tree rows, V]."""
+        assert logits is not None, "the last stage must compute logits"
+        queries = []
         for rows in batch.trees:
             request = self._requests[rows.request]
             histories = None
             if request.sampling.needs_history:
                 self._paths.observe(rows)
                 histories = self._paths.histories(rows.request, rows.node_ids)
-            asked.append(Asked(request, rows.node_ids, rows.positions, histories))
-        return self._sampler.answer(asked, logits) if asked else ()
+            queries.append(Asked(request, rows.node_ids, rows.positions, histories))
+        return self._sampler.answer(queries, logits) if queries else ()
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories."""
@@ -83,7 +80,7 @@ class ModelAnswerer:
                 self._paths.commit(commit)
 
     def close(self, request_id: int) -> None:
-        """Forgets a request."""
+        """Drops the request."""
         request = self._requests.pop(request_id, None)
         if request is not None and request.sampling.needs_history:
             self._paths.close(request_id)

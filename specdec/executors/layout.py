@@ -1,4 +1,4 @@
-"""How the target's layers are placed on pipeline stages and devices."""
+"""The placement of the target's layers on pipeline stages and devices."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """How the target's layers are laid over devices.
+    """Placement of the target's and the draft's layers on devices.
 
     Attributes:
-        stages: steps that a batch takes through the pipeline.
-        groups: devices per stage, which work one after the other within a step (PipeDec's G); None:
+        stages: number of pipeline stages, each one step.
+        groups: devices per stage, which run one after the other within a step (PipeDec's G); None:
             one each.
-        balanced: whether stages are balanced with the output head's cost, or by layers alone.
-        degree: devices that share every layer of a stage (tensor parallelism).
-        draft_degree: devices that share every layer of the draft, the controller's the first.
-        shared: whether the draft's devices are the target's, used in turns.
-        after_drafting: the stages before an early exit draft, and the others verify once they have
-            done so (EESD), instead of at the same time.
+        balanced: balance the stages including the output head's cost, instead of by layers alone.
+        degree: tensor-parallel degree of every stage.
+        draft_degree: tensor-parallel degree of the draft; the controller is its first device.
+        shared: the draft uses the target's devices, in turns.
+        after_drafting: the stages before an early exit draft first, then the others verify (EESD),
+            instead of both in parallel.
     """
 
     stages: int
@@ -31,7 +31,7 @@ class StageLayout:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Ranges of layers per stage, a device each, or ``degree`` of them."""
+        """Layer ranges per stage; each is on one device, or on ``degree`` of them."""
         return self.groups or (1,) * self.stages
 
     @property

@@ -1,4 +1,4 @@
-"""What the steps of a pipeline cost on a clock, wherever its stages run."""
+"""Cost of a pipeline's steps on a clock, for in-process and distributed stages alike."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from specdec.clocks import CONTROLLER, Clock, Work
 class StepCharges:
     """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
 
-    All stages begin with the step, and it ends when the slowest has finished. On a clock that knows
-    only this process's rank the charges of others are its plan of them, or nothing.
+    All stages start with the step, which ends when the slowest has finished. A clock of a single
+    process applies charges of other ranks as its prediction of them, or ignores them.
 
-    A profile prices a device. The devices of a stage work one after the other within a step, with a
-    transfer between two of them (PipeDec 3.1: "nodes in group G must execute tasks sequentially").
+    A profile prices one device. The devices of a stage run one after the other within a step, with
+    a transfer between them (PipeDec 3.1: "nodes in group G must execute tasks sequentially").
     """
 
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
-        """Charges ``clock`` for stages on ranks 1 .. N, of so many devices each."""
+        """Charges ``clock`` for stages on ranks 1 .. N with ``devices`` devices each."""
         self._clock = clock
         self._devices = tuple(devices)
         self._ranks = range(1, len(self._devices) + 1)
 
     def compute(self, rows: Sequence[int], num_nodes: int) -> None:
-        """All stages begin.
+        """Charges the compute phase of all stages.
 
         Args:
-            rows: that each stage computes.
-            num_nodes: tree nodes among the last stage's, for the output head.
+            rows: number of rows of each stage.
+            num_nodes: tree nodes on the last stage, for the output head.
         """
         for rank, num_devices, num_rows in zip(self._ranks, self._devices, rows, strict=True):
             self._clock.align(rank, CONTROLLER)
@@ -39,24 +39,24 @@ class StepCharges:
         self._clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
 
     def exit(self, stage: int, num_nodes: int) -> None:
-        """Stage number ``stage``, from 0, reads the exit of ``num_nodes`` after its layers."""
+        """Charges stage number ``stage``, from 0, for an exit head on ``num_nodes`` rows."""
         self._clock.charge(self._ranks[stage], Work.EXIT, num_nodes)
 
     def busy(self) -> bool:
-        """Whether a stage is still at work from the controller's point of view."""
+        """Whether a stage is still computing from the controller's point of view."""
         return any(self._clock.busy(rank) for rank in self._ranks)
 
     def finish(self) -> None:
-        """The controller waits until the slowest stage has computed."""
+        """Makes the controller wait for the slowest stage."""
         self._clock.barrier(self._ranks)
 
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
-        """Pruning, then hidden states to the next stage and answers to the controller.
+        """Charges pruning, then the transfer of hidden states and answers.
 
         Args:
-            pruned: nodes that pruning looks at; 0 where there was no commit, or nothing to look at.
-            rows: that each stage but the last hands on.
-            answered: whether the last stage has sent answers.
+            pruned: number of nodes that the pruning examines; 0 without a commit.
+            rows: rows that each stage but the last transmits.
+            answered: whether the last stage sends answers to the controller.
         """
         for rank in self._ranks:
             self._clock.align(rank, CONTROLLER)

@@ -1,4 +1,4 @@
-"""Verifiers: from the target's answers to accepted paths (lossless first, lossy ones labelled)."""
+"""Verifiers: turn the target's answers into accepted paths; lossless and lossy ones."""
 
 from specdec.verifiers.answers import RootAnswered, record_answers
 from specdec.verifiers.lossy import RelaxedVerifier, StrictVerifier, TypicalVerifier

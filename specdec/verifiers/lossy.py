@@ -1,7 +1,7 @@
-"""Lossy rules: faster, and the output is not the target's. Labelled lossy wherever printed.
+"""Lossy verifiers: the output is not distributed as under the target.
 
-All look at ``Answers.probs``: the processed target distribution, or, for greedy requests, the
-model's distribution at temperature 1 (a one-hot one would turn every rule into ``match``).
+All use ``Answers.probs``: the processed target distribution or, for greedy requests, the model's
+distribution at temperature 1 (a one-hot distribution would turn every rule into ``match``).
 
 Shape letters: C children, N tree nodes, V vocabulary.
 """
@@ -31,11 +31,11 @@ from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answe
 
 
 class RelaxedVerifier:
-    """SpecPipe 3.4 (1), verification without pipeline stalls.
+    """Accepts the most probable child (SpecPipe 3.4 (1), verification without pipeline stalls).
 
-    Of a node's children the one with the highest target probability is taken, so that every answer
-    is a hit while there are children; ties go to the higher draft probability. Without children the
-    target's own token follows.
+    Of a node's children the one with the highest target probability is accepted, so every answer is
+    a hit while there are children; ties go to the higher draft probability. Without children, the
+    next token is the target's own.
     """
 
     needs = Needs(target_probs=True)
@@ -48,16 +48,16 @@ class RelaxedVerifier:
     @staticmethod
     def _choose(answered: RootAnswered, slot: int, children: IntArray) -> int:
         tree = answered.request.tree
-        chances = answered.probs(slot)[tree.tokens[children]]
-        return int(children[np.lexsort((-tree.logprobs[children], -chances))[0]])
+        target_probs = answered.probs(slot)[tree.tokens[children]]
+        return int(children[np.lexsort((-tree.logprobs[children], -target_probs))[0]])
 
 
 class StrictVerifier:
-    """SpecPipe 3.4 (2), acceptance within the target's nucleus.
+    """Accepts children within the target's nucleus (SpecPipe 3.4 (2)).
 
-    A child is acceptable if its token lies in the smallest set of most probable target tokens with
-    mass ``top_p``; of those the one with the highest draft probability is taken. Without one the
-    target's own token follows.
+    A child is acceptable if its token is in the smallest set of most probable target tokens with
+    total probability ``top_p``; of the acceptable children the one with the highest draft
+    probability is accepted. Without one, the next token is the target's own.
     """
 
     needs = Needs(target_probs=True)
@@ -68,10 +68,7 @@ class StrictVerifier:
         """Sets the nucleus.
 
         Args:
-            top_p: its mass, above 0 and at most 1; SpecPipe states no value.
-
-        Raises:
-            ValueError: for a mass out of range.
+            top_p: its probability, above 0 and at most 1. Default: 0.9; SpecPipe states no value.
         """
         self.top_p = top_p
 
@@ -80,11 +77,11 @@ class StrictVerifier:
         return [follow(a, _rule(a, self._choose)) for a in record_answers(state, output)]
 
     def _choose(self, answered: RootAnswered, slot: int, children: IntArray) -> int:
-        tree, probs = answered.request.tree, answered.probs(slot)
+        tree, target_probs = answered.request.tree, answered.probs(slot)
         order = np.argsort(-tree.logprobs[children], kind="stable")
         for child in children[order].tolist():
-            chance = probs[tree.tokens[child]]
-            if chance > 0.0 and probs[probs > chance].sum() < self.top_p:
+            prob = target_probs[tree.tokens[child]]
+            if prob > 0.0 and target_probs[target_probs > prob].sum() < self.top_p:
                 return int(child)
         return NO_NODE
 
@@ -92,8 +89,8 @@ class StrictVerifier:
 class TypicalVerifier:
     """Typical acceptance (Medusa, Cai et al. 2024, section 2.3.1).
 
-    A child is acceptable if target_probs(token) > min(epsilon, delta * exp(-entropy)). Of the paths
-    of acceptable nodes the longest is taken; among equally long ones, at each node the child of
+    A child is acceptable if target_probs(token) > min(epsilon, delta * exp(-entropy)). The longest
+    path of acceptable nodes is accepted; among equally long ones, at each node the child with the
     higher target probability. The target's own token follows.
     """
 
@@ -110,11 +107,9 @@ class TypicalVerifier:
         """Sets the threshold.
 
         Args:
-            epsilon: hard threshold on the probability, above 0 and at most 1.
-            delta: threshold relative to exp(-entropy), above 0; Medusa sets it to sqrt(epsilon).
-
-        Raises:
-            ValueError: for a threshold out of range.
+            epsilon: absolute threshold, above 0 and at most 1. Default: 0.09.
+            delta: threshold relative to exp(-entropy), above 0. Default: 0.3; Medusa uses
+                sqrt(epsilon).
         """
         self.epsilon = epsilon
         self.delta = delta
@@ -124,52 +119,50 @@ class TypicalVerifier:
         return [self._follow(answered) for answered in record_answers(state, output)]
 
     def _follow(self, answered: RootAnswered) -> Verdict:
-        chances = self._acceptable(answered)
+        probs = self._acceptable(answered)
         tree = answered.request.tree
-        heights = _heights(tree.parents, tree.depths, chances > 0.0)
+        heights = _heights(tree.parents, tree.depths, probs > 0.0)
 
         def choose(_answered: RootAnswered, _slot: int, children: IntArray) -> int:
-            best = np.lexsort((-chances[children], -heights[children]))
-            best = best[chances[children[best]] > 0.0]
+            best = np.lexsort((-probs[children], -heights[children]))
+            best = best[probs[children[best]] > 0.0]
             return int(children[best[0]]) if len(best) else NO_NODE
 
         return follow(answered, _rule(answered, choose))
 
     def _acceptable(self, answered: RootAnswered) -> FloatArray:
-        """float64[N]: target probability of the nodes that pass, 0 elsewhere."""
+        """float64[N]: target probability of the acceptable nodes, 0 elsewhere."""
         tree, rows = answered.request.tree, answered.rows
-        assert answered.answers.probs is not None, (
-            "the verifier declared that it needs target_probs"
-        )
+        assert answered.answers.probs is not None, "required by needs.target_probs"
         probs = on_host(answered.answers.probs)
         logs = np.log(probs, out=np.zeros_like(probs), where=probs > 0.0)
         entropy = -(probs * logs).sum(axis=1)
         threshold = np.minimum(self.epsilon, self.delta * np.exp(-entropy))
         above = np.where(tree.parents == NO_NODE, -1, rows[tree.parents])
-        chances = np.where(above >= 0, probs[above, tree.tokens], 0.0)
-        return np.where(chances > threshold[above], chances, 0.0)
+        node_probs = np.where(above >= 0, probs[above, tree.tokens], 0.0)
+        return np.where(node_probs > threshold[above], node_probs, 0.0)
 
 
 def _rule(
     answered: RootAnswered, choose: Callable[[RootAnswered, int, IntArray], int]
 ) -> Callable[[int], Choice]:
-    """A rule that takes the child that ``choose`` names, or else the target's own token."""
+    """An acceptance rule: the child that ``choose`` returns, or else the target's own token."""
     tree = answered.request.tree
 
     def rule(slot: int) -> Choice:
         children = tree.children(slot)
         child = choose(answered, slot, children) if len(children) else NO_NODE
         token = answered.token(slot) if child == NO_NODE else int(tree.tokens[child])
-        kept = child != NO_NODE or bool((tree.tokens[children] == token).any())
-        return Choice(child, token, len(children) - kept)
+        accepted = child != NO_NODE or bool((tree.tokens[children] == token).any())
+        return Choice(child, token, len(children) - accepted)
 
     return rule
 
 
 def _heights(parents: IntArray, depths: IntArray, acceptable: BoolArray) -> IntArray:
-    """int64[N]: nodes on the longest path of acceptable nodes under each node."""
-    below = np.zeros(len(parents), np.int64)
+    """int64[N]: length of the longest path of acceptable nodes below each node."""
+    heights = np.zeros(len(parents), np.int64)
     for depth in range(int(depths.max()), 0, -1):
         level = np.flatnonzero(acceptable & (depths == depth))
-        np.maximum.at(below, parents[level], below[level] + 1)
-    return below
+        np.maximum.at(heights, parents[level], heights[level] + 1)
+    return heights

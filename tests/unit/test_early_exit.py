@@ -223,7 +223,7 @@ class TestRefusals:
         policy.open(cases()[0].request())
         lengths = {policy._length(5, position) for position in range(60)}
         assert lengths == {1, 2, 3, 4}
-        policy._seen[5] = [0, 10_000]  # nothing was ever accepted
+        policy._outcomes[5] = [0, 10_000]  # nothing was ever accepted
         assert {policy._length(5, position) for position in range(60)} == {1}
 
 

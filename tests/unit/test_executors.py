@@ -101,7 +101,7 @@ def test_a_node_is_answered_latency_steps_later_and_time_adds_up() -> None:
     values["batch_size"] = 1
     runner = PartsRunner(cfg=values, pair=pair(), stop=STOP)
     clock = SimulatedClock(profile)
-    runner.parts.executor._times = StepCharges(clock, [1, 1, 1])  # type: ignore[attr-defined]
+    runner.parts.executor._charges = StepCharges(clock, [1, 1, 1])  # type: ignore[attr-defined]
     state = DecodeState(draws=runner.parts.draws, clock=clock, meter=Meter())
     emitted: list[float] = []
     for _ in runner.steps(
