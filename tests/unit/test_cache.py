@@ -261,7 +261,7 @@ def test_misuse_is_an_assertion(runner):
     for ids in (one, two, many):
         roots = {"parent_ids": np.full(len(ids), -1), "node_positions": np.zeros(len(ids), int)}
         cache.rows(node_ids=ids, node_tokens=ids, **roots)
-        with pytest.raises(AssertionError, match="(has an entry|have entries) already"):
+        with pytest.raises(AssertionError, match=r"(has an entry|have entries) already"):
             cache.rows(node_ids=ids, node_tokens=ids, **roots)
         cache.truncate(0)
     cache.rows(node_ids=one, node_tokens=one, parent_ids=-one, node_positions=one - 1)
