@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from specdec.sampling.history import PathBook
-from specdec.sampling.transform import Asked, SamplingParams, TargetSampler
+from specdec.sampling.history import HistoryTracker
+from specdec.sampling.transform import AnswerRequest, SamplingParams, TargetSampler
 from specdec.types import Answers, Batch, Commit, IntArray
 
 
@@ -52,7 +52,7 @@ class ModelAnswerer:
         """Uses ``sampler`` for every request."""
         self._sampler = sampler
         self._requests: dict[int, AnsweredRequest] = {}
-        self._paths = PathBook()
+        self._paths = HistoryTracker()
 
     def open(self, request: AnsweredRequest) -> None:
         """Starts a request."""
@@ -70,7 +70,7 @@ class ModelAnswerer:
             if request.sampling.needs_history:
                 self._paths.observe(rows)
                 histories = self._paths.histories(rows.request, rows.node_ids)
-            queries.append(Asked(request, rows.node_ids, rows.positions, histories))
+            queries.append(AnswerRequest(request, rows.node_ids, rows.positions, histories))
         return self._sampler.answer(queries, logits) if queries else ()
 
     def commit(self, commits: Sequence[Commit]) -> None:

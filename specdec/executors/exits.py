@@ -22,7 +22,7 @@ from specdec.executors.answerer import AnsweredRequest
 from specdec.executors.row_packing import row_items, tree_row_index
 from specdec.executors.stage import ModelStage, Stage, StageOutput
 from specdec.sampling.candidates import candidates_of
-from specdec.sampling.history import PathBook
+from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Batch, Commit, Exits
@@ -192,7 +192,7 @@ class ExitReader:
         self._draws = draws
         self._sample = sample
         self._requests: dict[int, SamplingTransform] = {}
-        self._paths = PathBook()
+        self._paths = HistoryTracker()
 
     def open(self, request: AnsweredRequest) -> None:
         """Starts a request."""

@@ -234,7 +234,7 @@ def history_without_path(work: Planted) -> None:
 
         return path
 
-    work.swap("specdec.sampling.history:_Book.path", make)
+    work.swap("specdec.sampling.history:_RequestHistory.path", make)
 
 
 # ---------------------------------------------------------------------- draws and distributions

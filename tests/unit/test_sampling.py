@@ -16,11 +16,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.sampling.history import repeated_ngrams
 from specdec.sampling.host import Distribution, inverse_cdf
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
+from specdec.sampling.processors import repeated_ngrams
 from specdec.sampling.transform import (
-    Asked,
+    AnswerRequest,
     SamplingParams,
     SamplingTransform,
     TargetSampler,
@@ -347,7 +347,7 @@ def test_answers_use_the_draw_of_the_position_after_the_node(given):
     draws = KeyedDraws(seed=9)
     for needs_probs in (False, True):
         sampler = TargetSampler(draws=draws, needs_probs=needs_probs)
-        (answers,) = sampler.answer([Asked(request, node_ids, positions)], logits)
+        (answers,) = sampler.answer([AnswerRequest(request, node_ids, positions)], logits)
         for i, position in enumerate(positions):
             uniform = draws.uniform(42, np.array([position + 1]), Purpose.TARGET)
             token = SamplingTransform(params).sample(logits[i : i + 1], uniform)
@@ -371,7 +371,9 @@ def test_requests_that_share_a_call_are_answered_as_alone(needs_probs):
         for i, (params, num) in enumerate(zip(kinds, (2, 4, 1), strict=True)):
             histories = random_histories(rng, num, alphabet=300)
             request = SimpleNamespace(id=i, sampling=params)
-            asked.append(Asked(request, np.arange(num) + start, np.arange(num) + 9, histories))
+            asked.append(
+                AnswerRequest(request, np.arange(num) + start, np.arange(num) + 9, histories)
+            )
             start += num
         together = sampler.answer(asked, logits)
         assert [answers.request for answers in together] == [0, 1, 2]

@@ -8,7 +8,7 @@ import pytest
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.interfaces import Verifier
-from specdec.sampling.history import PathBook
+from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules, batch_of
@@ -283,7 +283,7 @@ def test_histories_follow_the_tree_through_commits():
     for seed in range(40):
         rng = np.random.default_rng(seed)
         state, request = new_state(prompt=(3, 1, 2), temperature=1.0)
-        book = PathBook()
+        book = HistoryTracker()
         book.open(0, request.tokens)
         for _ in range(6):
             tree = request.tree
