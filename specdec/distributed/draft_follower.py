@@ -61,44 +61,41 @@ class CallList:
         """Records a new cache; returns its number."""
         number = self._num_caches
         self._num_caches += 1
-        self._add(Call.MAKE, number, capacity)
+        self.add(Call.MAKE, number, capacity)
         return number
 
     def rows(self, cache: int, rows: Rows, arrays: Sequence[IntArray]) -> None:
         """Records ``TreeCache.rows``: its result, and its arguments in order."""
         self._rows.append(rows)
-        self._add(Call.ROWS, cache)
+        self.add(Call.ROWS, cache)
         for array in arrays:
-            self._add(len(array))
+            self.add(len(array))
             self.parts.append(array)
 
     def commit(self, cache: int, commit: Commit) -> None:
         """Records ``TreeCache.commit``."""
-        self._add(Call.COMMIT, cache)
+        self.add(Call.COMMIT, cache)
         self.parts += pack_commit(commit)
-
-    def truncate(self, cache: int, length: int) -> None:
-        """Records ``TreeCache.truncate``."""
-        self._add(Call.TRUNCATE, cache, length)
 
     def drop(self, cache: int) -> None:
         """Records that the cache has been deleted."""
         self._dropped.append(cache)
 
+    def add(self, *values: int) -> None:
+        """Appends integers to the list."""
+        self.parts.append(np.array(values, np.int64))
+
     def take(self, rows: Sequence[Rows], logits_rows: IntArray | None) -> list[IntArray]:
         """Returns the list, with a pass over ``rows`` at its end, and starts a new one."""
         numbers = {id(known): number for number, known in enumerate(self._rows)}
         while self._dropped:
-            self._add(Call.DROP, self._dropped.pop())
-        self._add(Call.PASS, len(rows), *(numbers[id(part)] for part in rows))
-        self._add(-1 if logits_rows is None else len(logits_rows))
+            self.add(Call.DROP, self._dropped.pop())
+        self.add(Call.PASS, len(rows), *(numbers[id(part)] for part in rows))
+        self.add(-1 if logits_rows is None else len(logits_rows))
         if logits_rows is not None:
             self.parts.append(logits_rows)
         parts, self.parts, self._rows = self.parts, [], []
         return parts
-
-    def _add(self, *values: int) -> None:
-        self.parts.append(np.array(values, np.int64))
 
 
 class DraftSession:

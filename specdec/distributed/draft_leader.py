@@ -12,7 +12,7 @@ import torch
 
 from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
 from specdec.clocks.meter import Meter
-from specdec.distributed.draft_follower import CallList
+from specdec.distributed.draft_follower import Call, CallList
 from specdec.distributed.messages import Kind, pack_message
 from specdec.distributed.plan import DraftPlan
 from specdec.distributed.rank_groups import GroupHandle
@@ -155,4 +155,4 @@ class _RecordingCache:
     def truncate(self, length: int) -> None:
         """As ``TreeCache.truncate``."""
         self._inner.truncate(length)
-        self._calls.truncate(self._number, length)
+        self._calls.add(Call.TRUNCATE, self._number, length)

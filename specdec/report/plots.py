@@ -130,15 +130,8 @@ def _speedup_panel(
         spread = row.get("speedup_wall_range")
         if spread and spread[0] < spread[1]:
             ax.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
-        ax.annotate(  # above the dots, so that it does not read as the value of the last dot
-            f"{value:.2f}x",
-            (value, y),
-            (4, 11),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            zorder=5,
-        )
+        # Above the dots, so that it does not read as the value of the last dot.
+        _annotate(ax, f"{value:.2f}x", (value, y), above=11)
     ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
     ax.set_xlabel("speed-up over ar (tokens per second of decoding, ar = 1)")
     _room(ax)
@@ -158,20 +151,17 @@ def _bar_panel(
     for y, (row, color) in enumerate(zip(rows, colors, strict=True)):
         value = row.get(name)
         if value is None:
-            ax.annotate("-", (0, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            _annotate(ax, "-", (0, y))
             continue
         ax.barh(y, value, height=0.62, color=color, alpha=0.85, zorder=2)
-        ax.annotate(
-            form.format(value),
-            (value, y),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
+        _annotate(ax, form.format(value), (value, y))
     ax.set_xlabel(label)
     _room(ax)
     tidy(ax)
+
+
+def _annotate(ax: Axes, text: str, at: tuple[float, float], above: int = 0) -> None:
+    ax.annotate(text, at, (4, above), textcoords="offset points", va="center", fontsize=8, zorder=5)
 
 
 def _histogram(ax: Axes, counts: Mapping[str, float]) -> None:

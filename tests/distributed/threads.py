@@ -1,4 +1,4 @@
-"""Ranks as threads: everything of the distributed pipeline but processes and gloo, and quick."""
+"""Ranks as threads: the distributed pipeline without processes and gloo, for fast tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE_S = 120.0
 
 
 class ThreadGroup:
-    """Stands for ``RankGroup``; give it to executors by ``rank_groups.use_group``."""
+    """Replaces ``RankGroup``; executors use it after ``rank_groups.use_group``."""
 
     num_bytes = 0
 
@@ -45,34 +45,34 @@ class ThreadGroup:
         session = next(self._numbers)
         plan = SessionPlan.from_json(plan.to_json())
         pair = build_pair(plan.model)
-        edges = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
+        queues = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
         for rank in range(1, len(plan.ranks) + 1):
-            link = _Links(self._replies, session, rank, edges[rank - 1], edges[rank])
+            links = _Links(self._replies, session, rank, queues[rank - 1], queues[rank])
             self.sessions[session, rank] = build_session(
-                rank=rank, plan=plan, pair=pair, make_links=link.of
+                rank=rank, plan=plan, pair=pair, make_links=links.of
             )
         return session
 
     def close_session(self, session: int) -> None:
-        """Threads that are at it finish by themselves."""
+        """Threads finish their work on their own."""
 
-    def send(self, words: IntArray, ranks: Iterable[int]) -> None:
+    def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._inboxes[rank].put(words.copy())
+            self._inboxes[rank].put(packed.copy())
 
-    def has_reply(self, owed: ReplyKey) -> bool:
-        return not self._replies[owed].empty()
+    def has_reply(self, key: ReplyKey) -> bool:
+        return not self._replies[key].empty()
 
-    def reply(self, owed: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
+    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
         while True:
-            found = self._replies[owed].get(timeout=timeout_s)
-            if isinstance(found, BaseException):
-                raise found
-            if (found.session, found.tick) == (session, tick):
-                return found.reply
+            received = self._replies[key].get(timeout=timeout_s)
+            if isinstance(received, BaseException):
+                raise received
+            if (received.session, received.tick) == (session, tick):
+                return received.reply
 
     def check(self) -> None:
-        """Failures come as replies."""
+        """Failures are put into the reply queues."""
 
     def reports(self, session: int, num_ranks: int) -> list[dict[str, object]]:
         parts = [self.sessions[session, rank] for rank in range(1, num_ranks + 1)]
@@ -89,30 +89,30 @@ class ThreadGroup:
     def _serve(self, rank: int) -> None:
         try:
             with torch.inference_mode():
-                while (words := self._inboxes[rank].get()) is not None:
-                    _, kind, session, tick = words[:HEADER_WORDS].tolist()
-                    mine = self.sessions[session, rank]
+                while (packed := self._inboxes[rank].get()) is not None:
+                    _, kind, session, tick = packed[:HEADER_WORDS].tolist()
+                    stage = self.sessions[session, rank]
                     if kind == Kind.BEGIN:
-                        mine.begin(tick, unpack_entry(words))
+                        stage.begin(tick, unpack_entry(packed))
                     else:
-                        mine.end(tick, unpack_ending(words))
+                        stage.end(tick, unpack_ending(packed))
         except Exception as error:
-            for waiting in self._replies.values():
-                waiting.put(error)
+            for replies in self._replies.values():
+                replies.put(error)
 
 
 @contextmanager
 def thread_ranks(size: int) -> Iterator[ThreadGroup]:
-    """Every executor made inside uses these ranks."""
-    made = ThreadGroup(size)
-    use_group(made)  # type: ignore[arg-type]
-    yield made
+    """Every executor created in this context uses these ranks."""
+    group = ThreadGroup(size)
+    use_group(group)  # type: ignore[arg-type]
+    yield group
     use_group(None)
-    made.close()
+    group.close()
 
 
 class _Links:
-    """Rows through queues; a receiver checks that it expects as many as were sent."""
+    """Sends rows through queues and checks that the expected number of rows arrives."""
 
     def __init__(self, replies: Any, session: int, rank: int, before: Any, after: Any) -> None:
         self._replies, self._session, self._rank = replies, session, rank
@@ -129,13 +129,13 @@ class _Links:
 
     def receive_rows(self, num_rows: int) -> torch.Tensor | None:
         sent, rows = self._before.get(timeout=PATIENCE_S)
-        assert sent == num_rows, f"{num_rows} rows expected, {sent} sent: the books disagree"
+        assert sent == num_rows, f"{num_rows} rows expected, {sent} sent: in-flight rows disagree"
         return rows
 
     def release_rows(self) -> None:
         """Queues need no buffers."""
 
     def send_reply(self, tick: int, reply: Reply) -> None:
-        words = reply.pack(self._session, tick)
-        arrived = ReceivedReply.unpack(words, lambda rows: rows.copy_(reply.rows))
-        self._replies[reply.kind, self._rank].put(arrived)
+        packed = reply.pack(self._session, tick)
+        received = ReceivedReply.unpack(packed, lambda rows: rows.copy_(reply.rows))
+        self._replies[reply.kind, self._rank].put(received)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -146,6 +148,26 @@ def test_the_page_needs_nothing_else(comparison: Path) -> None:  # noqa: F811
     assert loaded
     assert all(first.startswith("data:image/png") for first, _ in loaded)
     assert "<script" not in page, "only a traced run's trees need one, inside a frame"
+
+
+def test_names_and_texts_cannot_inject_html(comparison: Path, tmp_path: Path) -> None:  # noqa: F811
+    folder = tmp_path / "<img src=x onerror=alert(1)>\"'&"
+    shutil.copytree(comparison, folder)
+    requests = folder / "requests.jsonl"
+    lines = [json.loads(line) for line in requests.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line["text"] = "<script>alert(2)</script>"
+    ends = {
+        s: {str(r["id"]): [25] * len(r["output"]) for r in lines} for s in ("ar", "speculative")
+    }
+    (folder / "token_ends.json").write_text(json.dumps(ends), encoding="utf-8")
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "&lt;script&gt;alert(2)&lt;/script&gt;" in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    assert "<script" not in page
+    assert "<img src=x" not in page
 
 
 def test_bad_words_and_empty_folders_are_refused(tmp_path: Path, capsys) -> None:

@@ -141,8 +141,8 @@ def test_a_recorder_that_forgets_nodes_is_caught(monkeypatch: pytest.MonkeyPatch
 
     def late(self, *args):  # type: ignore[no-untyped-def]
         output = real(self, *args)
-        for followed in self._trace.trees._followed.values():
-            steps = followed.record["steps"]
+        for entry in self._trace.trees._open_requests.values():
+            steps = entry.record["steps"]
             if steps:
                 steps[-1]["nodes"] = steps[-1]["nodes"][:-1]
         return output
