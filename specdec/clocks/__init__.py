@@ -1,4 +1,4 @@
-"""Time: one interface for wall clocks, paced ones and virtual ones."""
+"""Time: one interface for measured, paced and simulated clocks."""
 
 from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, Work
 from specdec.clocks.profile import CostCurve, LatencyProfile
