@@ -109,4 +109,5 @@ def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
 
 
 def _build(node: Mapping[str, Any], **runtime: Any) -> Any:
-    return build_part(node, {k: lambda v=v: v for k, v in runtime.items()}, "serving")
+    objects = {key: partial(dict.__getitem__, runtime, key) for key in runtime}
+    return build_part(node, objects, "serving")
