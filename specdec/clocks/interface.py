@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from specdec.clocks.timeline import Timeline
+from specdec.clocks.timeline import ClockReport, Timeline
 
 CONTROLLER = 0
 """Rank of the controller."""
@@ -50,8 +50,6 @@ class Clock(Protocol):
 
     Optional attributes (default in parentheses):
 
-    report() -> ClockReport (none): cumulative counts of a wall clock's rank; spans are handed over
-        once. Required on the ranks of ``executor.transport=distributed``.
     profile (None): ``LatencyProfile``, read by policies that adapt to costs.
     busy_s (None): rank -> seconds of charged work, for ``bubble_share`` of a simulated clock.
     drafted (None): ``DraftTime``, for ``draft_hidden_share``.
@@ -104,4 +102,13 @@ class Clock(Protocol):
 
     def wait_until(self, seconds: float) -> None:
         """Advances the controller's time to ``seconds`` (the next arrival)."""
+        ...
+
+
+@runtime_checkable
+class WallClock(Clock, Protocol):
+    """A clock of one process; required on the ranks of ``executor.transport=distributed``."""
+
+    def report(self) -> ClockReport:
+        """Cumulative counts of this rank; each span is returned once."""
         ...

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from specdec.clocks import Clock, ClockKind, Timeline
+from specdec.clocks import Clock, ClockKind, Timeline, WallClock
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.compose.refusals import check_choice
@@ -127,6 +127,11 @@ def _ranks(cfg: Mapping[str, Any], clock: Clock) -> Ranks | None:
     node = cfg["executor"]
     if node.get("transport") != "distributed" or clock.kind is ClockKind.SIMULATED:
         return None
+    if not isinstance(clock, WallClock):
+        raise UserError(
+            f"clock._target_={cfg['clock']['_target_']} has no method report, which ranks that are"
+            " processes need: add it (specdec.clocks.WallClock)"
+        )
     return Ranks(
         model=cfg["model"],
         clock=cfg["clock"],

@@ -1,6 +1,6 @@
 """Workloads: prompts from benchmarks, from files, and from Python's standard library."""
 
-from specdec.data.datasets import DATASETS, data_provenance, describe
+from specdec.data.datasets import DATASETS, data_provenance
 from specdec.data.files import DATA_VARIABLE
 from specdec.data.fitting import fit_prompt, prompt_tokens
 from specdec.data.prompt import DataReader, Prompt
@@ -15,7 +15,6 @@ __all__ = [
     "Request",
     "check_data",
     "data_provenance",
-    "describe",
     "fit_prompt",
     "load_prompts",
     "load_requested",

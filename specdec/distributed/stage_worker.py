@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specdec.clocks import MeasuredClock, PacedClock, Timeline, Work
+from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.in_flight_rows import InFlightRows
@@ -69,7 +69,7 @@ class StageSession:
         stage: Stage,
         answerer: Answerer | None,
         exits: ExitReader | None,
-        clock: MeasuredClock | PacedClock,
+        clock: WallClock,
         links: StageLinks,
     ) -> None:
         """Combines a rank's parts.
@@ -245,7 +245,7 @@ def build_session(
         num, sample = plan.exits.candidates, plan.exits.sample
         exits = ExitReader(num_candidates=num, draws=draws, sample=sample)
     clock = build_clock(plan.clock, meter, rank=rank, timeline=Timeline() if plan.trace else None)
-    assert isinstance(clock, MeasuredClock | PacedClock), "other clocks start no ranks"
+    assert isinstance(clock, WallClock), "other clocks start no ranks"
     return StageSession(
         rank=rank,
         plan=plan,

@@ -37,7 +37,7 @@ class RankCounts:
     @staticmethod
     def of(clock: Clock, executor: Executor) -> RankCounts:
         """Asks every rank; costs a message to each where they are processes."""
-        from specdec.clocks import ClockKind, ClockReport
+        from specdec.clocks import ClockKind, ClockReport, WallClock
 
         drafted, busy_s = getattr(clock, "drafted", None), getattr(clock, "busy_s", None)
         if clock.kind is ClockKind.SIMULATED:
@@ -49,7 +49,7 @@ class RankCounts:
         ask = getattr(executor, "reports", None)
         found: list[dict[str, Any]] = [] if ask is None else ask()
         workers = [ClockReport.from_json(report["clock"]) for report in found]
-        own = [clock.report()] if hasattr(clock, "report") else []
+        own = [clock.report()] if isinstance(clock, WallClock) else []
         reports = (*own, *workers)
         paced = clock.kind is ClockKind.PACED
         sent = sum(report["bytes_sent"] for report in found) + getattr(executor, "bytes_sent", 0)

@@ -109,10 +109,5 @@ def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
 
 
 def _build(node: Mapping[str, Any], **runtime: Any) -> Any:
-    return build_part(
-        node, {name: partial(_same, value) for name, value in runtime.items()}, "serving"
-    )
-
-
-def _same(value: Any) -> Any:
-    return value
+    objects = {key: partial(dict.__getitem__, runtime, key) for key in runtime}
+    return build_part(node, objects, "serving")
