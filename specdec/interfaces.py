@@ -84,6 +84,8 @@ class TreePolicy(Protocol):
     levels_per_step (None): 1 where each batch is one level, so that an answer emits one token.
     follows_exits (False): waits for ``Output.exits`` before it continues below a node (PPSD).
     prepared(request) -> bool (none): whether the request's tree is drafted; see ``serving.Turns``.
+    inner (none): the policy whose tree this one extends.
+    check_source(source) (none): raises ``UserError`` for a source that the policy cannot use.
     """
 
     value_dependent: bool

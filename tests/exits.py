@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.sources import MultiExitSource
 from specdec.state import DecodeState
 from specdec.types import BoolArray, Nodes
+from strategies.multi_exit import MultiExitSource
 
 
 def going_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

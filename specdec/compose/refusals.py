@@ -9,8 +9,7 @@ from __future__ import annotations
 from specdec.clocks import Clock, SimulatedClock
 from specdec.errors import UserError
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
-from specdec.policies import StagedTree, Static
-from specdec.policies.staged import cheap_source
+from specdec.policies import Static
 from specdec.types import Lossless
 
 
@@ -20,7 +19,7 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
     Raises:
         UserError: see the messages.
     """
-    at = "policy.inner" if isinstance(policy, StagedTree) else "policy"
+    at = "policy.inner" if hasattr(policy, "inner") else "policy"
     hidden = getattr(getattr(policy, "inner", policy), "draft_overlap", "none") == "full"
     if hidden and not isinstance(clock, SimulatedClock):
         raise UserError(
@@ -47,11 +46,8 @@ def check_source(
         UserError: see the messages.
     """
     name, judge = type(source).__name__, type(verifier).__name__
-    if isinstance(policy, StagedTree):
-        try:
-            cheap_source(source)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+    if check := getattr(policy, "check_source", None):
+        check(source)
     if verifier.needs.draft_probs and not getattr(source, "gives_probs", False):
         raise UserError(
             f"{judge} needs the distribution that candidates were sampled from, which {name} does"

@@ -102,3 +102,19 @@ def follow(answered: RootAnswered, rule: Callable[[int], Choice]) -> Verdict:
         next_token=choice.token,
         num_verified=len(path) + choice.num_rejected,
     )
+
+
+def accept_child(
+    answered: RootAnswered, choose: Callable[[RootAnswered, int, IntArray], int]
+) -> Callable[[int], Choice]:
+    """An acceptance rule: the child that ``choose`` returns, or else the target's own token."""
+    tree = answered.request.tree
+
+    def rule(slot: int) -> Choice:
+        children = tree.children(slot)
+        child = choose(answered, slot, children) if len(children) else NO_NODE
+        token = answered.token(slot) if child == NO_NODE else int(tree.tokens[child])
+        accepted = child != NO_NODE or bool((tree.tokens[children] == token).any())
+        return Choice(child, token, len(children) - accepted)
+
+    return rule

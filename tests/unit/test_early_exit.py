@@ -22,7 +22,7 @@ from specdec.executors.layout import StageLayout
 from specdec.metrics.speedup import expected_accepted
 from specdec.models.exits import HeadWeights, final_norm, head_model, own_head, read_head
 from specdec.models.random import random_model
-from specdec.policies import Chain, FixedWidth, ThompsonChain
+from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import EarlyExitSource, exit_laws
 from specdec.state import RequestState, StopRules
@@ -39,6 +39,7 @@ from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
 from strategies import eesd, ppsd
+from strategies.eesd import ThompsonChain
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 

@@ -41,13 +41,7 @@ from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import build_pair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling.transform import SamplingParams
-from specdec.sources import (
-    EarlyExitSource,
-    MedusaSource,
-    MixtureSource,
-    RandomSource,
-    StagedSource,
-)
+from specdec.sources import EarlyExitSource, MixtureSource, RandomSource
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, Oracle, TablePair, decode_cases
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
@@ -55,6 +49,8 @@ from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Candidates, Needs, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies import medusa
+from strategies.medusa import MedusaSource
+from strategies.staged import StagedSource
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 

@@ -14,13 +14,9 @@ from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules, batch_of
 from specdec.tree import TokenTree
 from specdec.types import Answers, Candidates, CommitKind, Lossless, Nodes, Output
-from specdec.verifiers import (
-    MatchVerifier,
-    RejectionVerifier,
-    RelaxedVerifier,
-    StrictVerifier,
-    TypicalVerifier,
-)
+from specdec.verifiers import MatchVerifier, RejectionVerifier
+from strategies.medusa import TypicalVerifier
+from strategies.specpipe import RelaxedVerifier, StrictVerifier
 
 VOCAB = 4
 ALL = [MatchVerifier, RejectionVerifier, RelaxedVerifier, StrictVerifier, TypicalVerifier]

@@ -38,7 +38,8 @@ from specdec.state import StopRules
 from specdec.testing import assert_lossless_parts, certify_parts
 from specdec.tree import TokenTree
 from specdec.types import Lossless
-from specdec.verifiers import MatchVerifier, TypicalVerifier, rejection
+from specdec.verifiers import MatchVerifier, rejection
+from strategies.medusa import TypicalVerifier
 
 PARAMS = {
     "t=1": SamplingParams(temperature=1.0),

@@ -7,16 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from specdec.interfaces import TreePolicy
-from specdec.policies import (
-    BestFirst,
-    Chain,
-    FixedWidth,
-    PipelineBestFirst,
-    RootOnly,
-    StagedTree,
-    Static,
-)
-from specdec.policies.staged import cheap_source
+from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, Static
+from strategies.specpipe_bf import PipelineBestFirst
+from strategies.staged import StagedTree
+from strategies.staged.policy import cheap_source
 
 from .bench import TableSource, autoregressive, children_of, new_request, new_state, run
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from experiments.pipelines.simulated_runs import Bench, Row
-from specdec.policies import FixedWidth, PipelineBestFirst
+from specdec.policies import FixedWidth
+from strategies.specpipe_bf import PipelineBestFirst
 from tests.matrix.cells import Cell, config, decode, plain, runner
 
 from .bench import Context, TableSource, children_of, new_request, new_state, run, score

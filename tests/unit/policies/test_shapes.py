@@ -7,15 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from specdec.policies import (
-    BestFirst,
-    Chain,
-    FixedWidth,
-    StagedTree,
-    Static,
-)
+from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.policies.tree_growth import expand
 from specdec.types import Candidates, Nodes
+from strategies.staged import StagedTree
 
 from .bench import (
     Context,

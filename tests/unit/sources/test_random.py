@@ -14,10 +14,10 @@ from specdec.sources import (
     NullSource,
     PromptLookupSource,
     RandomSource,
-    StagedSource,
     SyntheticPair,
     SyntheticSource,
 )
+from strategies.staged import StagedSource
 
 from .support import VOCAB, expand, make_request, make_runner, make_state, open_request, tiny_model
 

@@ -20,8 +20,8 @@ from specdec.sources import (
     NullSource,
     PromptLookupSource,
     RandomSource,
-    StagedSource,
 )
+from strategies.staged import StagedSource
 
 from .support import (
     VOCAB,

@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from specdec.compose.presets import build_preset, on_pipeline
 from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
+from strategies.medusa.source import MedusaSource
+from strategies.medusa.typical_acceptance import TypicalVerifier
+
+__all__ = ["MedusaSource", "TypicalVerifier", "build"]
 
 
 def build(

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
+from strategies.specpipe_db.adaptive_width import AdaptiveWidth
+
+__all__ = ["AdaptiveWidth", "build"]
 
 
 def build(

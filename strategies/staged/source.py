@@ -16,8 +16,8 @@ from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
 from specdec.sources.candidate_cache import CachedSource
 from specdec.sources.combined import joined_needs, tally
-from specdec.sources.scratch_tree import ScratchRequest
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
+from strategies.staged.scratch_tree import ScratchRequest
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState

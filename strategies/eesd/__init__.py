@@ -12,6 +12,9 @@ from __future__ import annotations
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
+from strategies.eesd.thompson import ThompsonChain
+
+__all__ = ["ThompsonChain", "build"]
 
 
 def build(

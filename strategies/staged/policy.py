@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import numpy as np
 from pydantic import Field
 
+from specdec.errors import UserError
 from specdec.interfaces import TreePolicy
 from specdec.parts.fields import expects, validated
 from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
@@ -77,6 +78,10 @@ class StagedTree:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return self.inner.held_nodes(latency) + self.extend_leaves * self.extend_depth
 
+    def check_source(self, source: TokenSource) -> None:
+        """Refuses a source without a cheaper source inside; see ``cheap_source``."""
+        cheap_source(source)
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The inner policy's nodes and the cheaper source's chains below them."""
         cheap = cheap_source(source)
@@ -116,11 +121,11 @@ def cheap_source(source: TokenSource) -> TokenSource:
     """The cheaper source inside a staged source, which ``StagedTree`` requires.
 
     Raises:
-        ValueError: if the source has none.
+        UserError: the source has none.
     """
     cheap = getattr(source, "cheap", None)
     if cheap is None:
-        raise ValueError(
+        raise UserError(
             "policy=staged_tree needs the cheaper source of a staged source;"
             f" {type(source).__name__} has none: use source=staged (its key source.cheap), or the"
             " inner policy alone (policy=chain, policy=static, ...)"

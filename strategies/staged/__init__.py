@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
+from strategies.staged.policy import StagedTree
+from strategies.staged.source import StagedSource
+
+__all__ = ["StagedSource", "StagedTree", "build"]
 
 
 def build(

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
+from strategies.specpipe_bf.policy import PipelineBestFirst
+
+__all__ = ["PipelineBestFirst", "build"]
 
 
 def build(

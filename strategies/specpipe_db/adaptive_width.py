@@ -16,7 +16,6 @@ import numpy as np
 
 from specdec.clocks import LatencyProfile, Work
 from specdec.parts.fields import Count, DraftCount, validated
-from specdec.policies.calibration import RankCalibration
 from specdec.policies.tree_growth import (
     Stateless,
     expand,
@@ -28,6 +27,7 @@ from specdec.policies.tree_growth import (
 )
 from specdec.sampling.top_stable import top_set
 from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
+from strategies.specpipe_db.calibration import RankCalibration
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
+from strategies.specpipe.verifiers import RelaxedVerifier, StrictVerifier
+
+__all__ = ["RelaxedVerifier", "StrictVerifier", "build"]
 
 
 def build(

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
+from strategies.multi_exit.source import MultiExitSource
+
+__all__ = ["MultiExitSource", "build"]
 
 
 def build(
