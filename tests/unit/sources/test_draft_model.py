@@ -134,7 +134,7 @@ def take_some(tree, rng):
 
 
 def assert_prefix_is_fresh(source, request, runner):
-    cache = source._held[request.id].cache
+    cache = source._drafts[request.id].cache
     assert cache.cached_len <= request.prefix_len
     if not cache.cached_len:
         return
@@ -268,7 +268,7 @@ def test_guess_draw_needs_match():
 def test_only_live_nodes_may_be_asked():
     source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
     open_request(state, source, make_request(1, [3, 4]))
-    with pytest.raises(AssertionError, match="left the tree"):
+    with pytest.raises(AssertionError, match="not in the tree"):
         source.expand(state, Nodes(((1, np.array([55])),)), 2)
     assert NO_NODE == -1
 
