@@ -35,7 +35,7 @@ def build(
         verifier: ``match`` where omitted; the paper's own is multi-round rejection.
         stages: of a pipeline; None for one device.
         draft_overlap: whether the next tree is drafted while this one is verified; see
-            ``policies.static.DraftOverlap``.
+            ``policies.Static``.
     """
     verifier = verifier or MatchVerifier()
     source = DraftModelSource(runner=bench.draft_runner(), sample=verifier.needs.draft_probs)

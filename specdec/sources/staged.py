@@ -84,9 +84,9 @@ class StagedSource:
         self.needs = joined_needs([draft.needs, cheap.needs])
         if self.needs.real_nodes:
             raise ValueError(
-                "a staged source works in trees of its own, whose nodes no executor knows, so it"
-                " cannot hold one that reads the target's hidden states (source=medusa,"
-                " source=early_exit): use source=mixture"
+                "a staged source expands nodes of scratch trees, which the executor does not have,"
+                " so it cannot contain a source that reads the target's hidden states"
+                " (source=medusa, source=early_exit): use source=mixture"
             )
         self.counters = SourceCounters()
         self._draft = draft
