@@ -20,7 +20,7 @@ LOGPROBS = [0.0, -0.25, -0.5, -0.5, -1.0, -2.0]  # exact in binary, with ties
 
 @dataclass
 class RefNode:
-    """A node that knows its parent object; everything else is found by walking."""
+    """A node with a reference to its parent; everything else is computed by walking."""
 
     id: int
     token: int

@@ -78,7 +78,7 @@ def test_probabilities_fall_and_stay_below_one():
         assert np.exp(row.logprobs).sum() <= 1 + 1e-12
 
 
-def test_same_answers_in_any_order_and_company():
+def test_candidates_do_not_depend_on_order_or_batch():
     """Batches, the order of questions and other requests change nothing."""
     rows, true = follow(5, 6, 4)
     source, state = SyntheticSource(pair=PAIR), make_state()
