@@ -283,7 +283,7 @@ def test_best_first_leaves_improbable_nodes_out(min_prob: float) -> None:
 
 @pytest.mark.parametrize("min_mass", [0.0, 0.3, 0.6, 1.0])
 def test_best_first_stops_when_its_leaves_are_too_improbable(min_mass: float) -> None:
-    """Up to d expansions, while the w best leaves have a total probability of min_mass (root: 1)."""
+    """Up to d expansions while the w best leaves have a total probability of min_mass (root: 1)."""
     source, rounds, scores, expanded = TableSource(), 0, {ROOT: 0.0}, set()
     select_once(BestFirst(bs=4, w=3, d=6, min_mass=min_mass), source)
     while rounds < 6:
