@@ -180,12 +180,7 @@ class ExitFront:
         return np.unique(missing)
 
     def _compute(
-        self,
-        number: int,
-        batch: Batch,
-        prompts: Mapping[int, torch.Tensor],
-        *,
-        wants_exits: bool,
+        self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor], *, wants_exits: bool
     ) -> dict[int, torch.Tensor]:
         """Runs a segment, and stores the results of tree nodes.
 

@@ -228,10 +228,7 @@ class ExitReader:
             )
             exits.append(
                 Exits(
-                    request=rows.request,
-                    node_ids=rows.node_ids,
-                    candidates=candidates,
-                    layer=layer,
+                    request=rows.request, node_ids=rows.node_ids, candidates=candidates, layer=layer
                 )
             )
             start = stop

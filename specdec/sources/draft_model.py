@@ -290,12 +290,7 @@ class DraftModelSource:
     # ------------------------------------------------------------------ from logits to candidates
 
     def _candidates(
-        self,
-        state: DecodeState,
-        nodes: Nodes,
-        works: Sequence[_Work],
-        logits: torch.Tensor,
-        k: int,
+        self, state: DecodeState, nodes: Nodes, works: Sequence[_Work], logits: torch.Tensor, k: int
     ) -> Candidates:
         """Applies the requests' transforms, in one call if all requests have the same."""
         transform = works[0].draft.transform

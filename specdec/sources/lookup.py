@@ -122,12 +122,7 @@ class PromptLookupSource:
     vocab_size: int | None = None
 
     @validated
-    def __init__(
-        self,
-        *,
-        min_match: Count = 1,
-        max_match: Count = 16,
-    ) -> None:
+    def __init__(self, *, min_match: Count = 1, max_match: Count = 16) -> None:
         """Sets the lengths of matches.
 
         Args:

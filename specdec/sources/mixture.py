@@ -132,11 +132,7 @@ class MixtureSource:
 
 
 def _sampled(
-    state: DecodeState,
-    nodes: Nodes,
-    proposals: Sequence[Candidates],
-    weights: FloatArray,
-    k: int,
+    state: DecodeState, nodes: Nodes, proposals: Sequence[Candidates], weights: FloatArray, k: int
 ) -> Candidates:
     """Candidates sampled from the exact mixture; count 0 for nodes without any proposal."""
     given = [(i, c.probs) for i, c in enumerate(proposals) if c.probs is not None]

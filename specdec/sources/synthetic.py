@@ -23,16 +23,7 @@ import numpy as np
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
 from specdec.sources.hashing import hash_u64, hash_uniform
-from specdec.types import (
-    NO_NODE,
-    Candidates,
-    Commit,
-    FloatArray,
-    IntArray,
-    Needs,
-    Nodes,
-    Output,
-)
+from specdec.types import NO_NODE, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState

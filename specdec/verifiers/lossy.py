@@ -16,16 +16,7 @@ import numpy as np
 from specdec.device import on_host
 from specdec.parts.fields import Bound, PositiveShare, validated
 from specdec.state import DecodeState
-from specdec.types import (
-    NO_NODE,
-    BoolArray,
-    FloatArray,
-    IntArray,
-    Lossless,
-    Needs,
-    Output,
-    Verdict,
-)
+from specdec.types import NO_NODE, BoolArray, FloatArray, IntArray, Lossless, Needs, Output, Verdict
 from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answers
 
 
@@ -98,10 +89,7 @@ class TypicalVerifier:
 
     @validated
     def __init__(
-        self,
-        *,
-        epsilon: PositiveShare = 0.09,
-        delta: Annotated[float, Bound(above=0)] = 0.3,
+        self, *, epsilon: PositiveShare = 0.09, delta: Annotated[float, Bound(above=0)] = 0.3
     ) -> None:
         """Sets the threshold.
 
