@@ -1,6 +1,6 @@
 """A draft model with its own KV cache as a token source.
 
-Shape letters: W nodes, K candidates, V vocabulary, C computed nodes, M missing ancestors.
+Shape letters: W nodes, K candidates, V vocabulary, C computed nodes.
 """
 
 from __future__ import annotations
@@ -179,12 +179,8 @@ class DraftModelSource:
             cache.truncate(cache.cached_len)
             draft.logits.clear()
             entered[:] = False
-        compute = slots if not entered.any() else slots[~entered]
-        missing = self._missing_above(request, cache, compute)
-        if len(missing):
-            compute = np.concatenate([missing, compute])
-        if len(compute) > 1 and (compute[1:] < compute[:-1]).any():
-            compute = np.unique(compute)
+        new = slots if not entered.any() else slots[~entered]
+        compute = tree.with_missing_ancestors(new, cache.has)
         in_order = compute is slots or (
             len(compute) == len(slots) and bool((compute == slots).all())
         )
@@ -192,24 +188,6 @@ class DraftModelSource:
         if len(slots) and cache.cached_len < request.prefix_len:
             prefix = request.tokens[cache.cached_len : request.prefix_len]
         return _Work(request, draft, slots, prefix, compute, in_order)
-
-    def _missing_above(
-        self, request: RequestState, cache: TreeCache, compute: IntArray
-    ) -> IntArray:
-        """int64[M]: ancestors of ``compute`` that are neither in the cache nor in ``compute``."""
-        tree = request.tree
-        parents = tree.parents
-        level = compute
-        missing = _NO_TOKENS
-        while len(level):
-            above = parents[level]
-            above = above[above != NO_NODE]
-            above = above[~cache.has(tree.ids[above])] if len(above) else above
-            if not len(above):
-                break
-            level = np.setdiff1d(above, np.concatenate([compute, missing]))
-            missing = np.concatenate([level, missing])
-        return missing
 
     def _reachable(self, request: RequestState, ids: IntArray) -> BoolArray:
         """bool[W]: whether the model has the nodes' positions."""
