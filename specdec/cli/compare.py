@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, working_in
+from specdec.cli.folders import claim, default_folder, working_in
 from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
+from specdec.cli.show import show_config
 from specdec.config.comparison import RESULT_FILE, Comparison, _text, compose_comparison
 from specdec.config.hydra import parse
 from specdec.errors import UserError
@@ -49,15 +50,16 @@ def main(words: Sequence[str]) -> int:
     if sizes is not None:
         from specdec.cli.batch_sizes import curves
 
-        return curves(sizes, rest, arguments.config_dirs, only_show="--cfg" in arguments.flags)
+        return curves(sizes, rest, arguments.config_dirs, only_show=bool(arguments.cfg))
+    if arguments.cfg:
+        return show_config(
+            arguments, lambda *words: compose_comparison(*words).config, name="compare"
+        )
     comparison = compose_comparison(arguments.overrides, arguments.config_dirs)
     for notice in comparison.notices:
         print(f"note: {notice}", file=sys.stderr)
-    if "--cfg" in arguments.flags:
-        print(as_yaml(comparison.config), end="")
-        return 0
-    asked = comparison.output_dir
-    execute(comparison, Path(asked) if asked else default_folder("compare"))
+    folder = comparison.output_dir
+    execute(comparison, Path(folder) if folder else default_folder("compare"))
     return 0
 
 

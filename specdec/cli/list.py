@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from specdec.cli.arguments import read_arguments
 from specdec.config.options import PARTS, first_comment, flatten, options, own_values
-from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
+from specdec.parts.suggest import did_you_mean
 
 HELP = """\
 specdec list [--config-dir DIR] [WHAT]

@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specdec.config.suggest import did_you_mean
 from specdec.errors import RankFailure, UserError
+from specdec.parts.suggest import did_you_mean
 
 BAD_INPUT = 2
 """Exit status for input that cannot be used."""

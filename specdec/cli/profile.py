@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, working_in
+from specdec.cli.folders import claim, default_folder, working_in
 from specdec.cli.progress import reporting
+from specdec.cli.show import show_config
+from specdec.config.checks import check_section
 from specdec.config.hydra import compose_config
 from specdec.config.job import checked_job
 from specdec.config.profiles import load_profile
-from specdec.config.rules import FLAG, Rule, text, whole
-from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
 
 RESULT_FILE = "profile.json"
@@ -53,49 +52,16 @@ Examples
 """
 
 
-def _is_increasing(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in value)
-        and all(a < b for a, b in pairwise(value))
-    )
-
-
-_COUNTS = Rule("a list of increasing whole numbers of at least 1", _is_increasing)
-_NAME = Rule(
-    "a name of letters, digits, - and _",
-    lambda v: isinstance(v, str) and v.replace("-", "").replace("_", "").isalnum(),
-)
-RULES: Mapping[str, Rule] = {
-    "name": _NAME,
-    "use": text(optional=True),
-    "tokens": _COUNTS,
-    "repeats": whole(1),
-    "context": whole(1),
-    "transfer": FLAG,
-    "widths": _COUNTS,
-    "children": _COUNTS,
-    "groups": _COUNTS,
-    "devices": whole(2, optional=True),
-    "targets": _COUNTS,
-    "bs": _COUNTS,
-    "w": _COUNTS,
-}
-"""Keys of the section ``profiling``."""
-
-
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--cfg",))
     if "--help" in arguments.flags:
         print(HELP, end="")
         return 0
-    config, asked = profile_config(arguments.overrides, arguments.config_dirs)
-    if "--cfg" in arguments.flags:
-        print(as_yaml(config), end="")
-        return 0
-    execute(config, Path(asked) if asked else default_folder("profile"))
+    if arguments.cfg:
+        return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")
+    config, output_dir = profile_config(arguments.overrides, arguments.config_dirs)
+    execute(config, Path(output_dir) if output_dir else default_folder("profile"))
     return 0
 
 
@@ -110,7 +76,7 @@ def profile_config(
     composed = compose_config(overrides, name="profiling", extra=extra)
     values = dict(composed.values)
     section = values.pop("profiling")
-    _check(section)
+    check_section("profiling", section, {})
     job = checked_job(replace(composed, values=values))
     if "stages" not in job.config.get("executor", {}) or job.config["clock"]["kind"] != "measured":
         raise UserError(
@@ -140,16 +106,3 @@ def execute(config: dict[str, Any], folder: Path) -> None:
     elif config["profiling"]["use"] is None:
         print(f"profile: clock.profile={folder / config['profiling']['name']}.yaml")
     print(f"results in {folder}")
-
-
-def _check(section: Mapping[str, Any]) -> None:
-    for key, value in section.items():
-        if key not in RULES:
-            raise UserError(f"profiling.{key} is not a key: {did_you_mean(key, RULES)}")
-        if not RULES[key].test(value):
-            raise UserError(
-                f"profiling.{key}={value} cannot be used: it must be {RULES[key].expects}"
-            )
-    missing = [key for key in RULES if key not in section]
-    if missing:
-        raise UserError(f"profiling.{missing[0]} is missing: leave out ~profiling.{missing[0]}")

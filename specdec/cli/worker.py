@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from specdec.cli.execute import execute
+from specdec.config.checks import check_targets
 from specdec.config.job import Job
 from specdec.errors import UserError
 
@@ -52,10 +53,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
     if not isinstance(found, dict) or "strategy" not in found or "choices" not in found:
         raise UserError(f"{path} is no resolved configuration: {remedy}")
-    executor = found.get("executor", {})
+    config = {str(key): value for key, value in found.items()}
+    check_targets(config)
+    executor = config.get("executor", {})
     if executor.get("transport") != "distributed":
         raise UserError(
             f"{path} has executor.transport={executor.get('transport')}: ranks are for"
             " executor.transport=distributed"
         )
-    return {str(key): value for key, value in found.items()}
+    return config

@@ -22,6 +22,7 @@ from specdec.distributed.executor import Ranks
 from specdec.errors import UserError
 from specdec.executors import EarlyExitExecutor, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import StageLayout
+from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.pairs import ModelPair, ReplayModels
 from specdec.parts.build import build_part, locate
 from specdec.serving.rules import ServingRules, outside_scheduler
@@ -52,8 +53,8 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "profile": lambda: getattr(clock, "profile", None),
     }
     serving = ServingRules.of(cfg["serving"]) if "serving" in cfg else None
-    policy = build_part(cfg["policy"], known, "policy")
-    verifier = build_part(cfg["verifier"], {}, "verifier")
+    policy = build_part(cfg["policy"], known, "policy", TreePolicy)
+    verifier = build_part(cfg["verifier"], {}, "verifier", Verifier)
     check_choice(policy, verifier, clock)  # before a source loads the draft
     runtime: dict[str, Callable[[], Any]] = {
         "runner": lambda: bench.draft_runner(stages, ranks),
@@ -69,7 +70,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         "front": lambda: bench.exit_front(stages) if stages and stages.after_drafting else None,
     }
     try:
-        source = build_part(_fitted_source(cfg, pair), runtime, "source")
+        source = build_part(_fitted_source(cfg, pair), runtime, "source", TokenSource)
         parts = bench.parts(
             source=source,
             policy=policy,
@@ -132,7 +133,7 @@ def _stages(node: Mapping[str, Any], pair: ModelPair) -> StageLayout | None:
     Raises:
         UserError: for an executor that this version cannot build.
     """
-    cls = locate(node["_target_"], "executor")
+    cls = locate(node["_target_"], "executor", Executor)
     if cls in (PipelineExecutor, EarlyExitExecutor) and node.get("stages") is None:
         node = {**node, "stages": -(-pair.num_layers // pair.exit_layer)}
     if cls is EarlyExitExecutor:

@@ -13,8 +13,8 @@ from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.job import Job, checked_job
 from specdec.config.options import PARTS, flatten, options
-from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
+from specdec.parts.suggest import did_you_mean
 
 RESULT_FILE = "comparison.json"
 """Where it exists in a folder, the comparison is complete."""

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from specdec.clocks.build import clock_kind
-from specdec.config.checks import check_config, check_data, check_logger, uses_draft_model
+from specdec.config.checks import check_config, check_logger, uses_draft_model
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.lengths import check_prompts
 from specdec.config.options import PARTS
 from specdec.config.profile_costs import fit, with_caveat
 from specdec.config.profiles import load_profile
-from specdec.config.rules import COMPARE
+from specdec.config.schema import COMPARE
+from specdec.data import Request, check_data
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
 
@@ -80,13 +81,13 @@ def checked_job(composed: Composed) -> Job:
             del config[part]
             choices.pop(part, None)
     choices.pop("strategy", None)
-    if config["record"] and config["model"]["kind"] in ("synthetic", "replay"):
+    if config["record"] and config["model"].get("kind") in ("synthetic", "replay"):
         raise UserError(
             f"record=true looks at a run through its draft model, which model="
             f"{choices.get('model')} has not; leave it out, or use model=tiny or model=hf"
         )
-    if config["model"]["kind"] == "pretrained":
-        check_data(config["data"])
+    if config["model"].get("kind") == "pretrained":
+        check_data(Request.of(config["data"]))
         num_layers, notices = _check_models(name, config)
     else:
         num_layers, notices = config["model"].get("num_layers", 1), ()
@@ -103,7 +104,7 @@ def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
     """Keys that other commands have would be taken, and mean nothing."""
     for override in parse(overrides):
         key = str(override.key_or_group)
-        if key in COMPARE or key == "strategies":
+        if key in COMPARE:
             raise UserError(f"{override.input_line} is for `specdec compare` only: leave it out")
         if key.partition("/")[0].partition(".")[0] == "hydra":
             raise UserError(
@@ -128,10 +129,10 @@ def _check_hf(name: str, config: Mapping[str, Any]) -> None:
     executor = str(config["executor"].get("_target_", ""))
     wrong = {
         "executor": not executor.endswith(".LocalExecutor"),
-        "clock": config["clock"]["kind"] != "measured",
+        "clock": config["clock"].get("kind") != "measured",
         "trace": config["trace"],
         "batch_size": config["batch_size"] != 1,
-        "model": config["model"]["kind"] not in ("pretrained", "random"),
+        "model": config["model"].get("kind") not in ("pretrained", "random"),
     }
     for key, is_wrong in wrong.items():
         if is_wrong:

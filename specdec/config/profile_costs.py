@@ -46,7 +46,7 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         num_layers: of the target.
     """
     clock, executor = dict(config["clock"]), config.get("executor", {})
-    if clock["kind"] == "measured" and _take_turns(executor):
+    if clock.get("kind") == "measured" and _take_turns(executor):
         clock["caveat"] = (
             "the devices of its pipeline take turns in one process, so its measured time is not a"
             " pipeline's; use executor.transport=distributed or clock=simulated"

@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specdec.config.options import options
-from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
+from specdec.parts.suggest import did_you_mean
 
 _KINDS = ("stage", "draft", "head", "prune", "transfer", "exit")
 _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
