@@ -11,7 +11,7 @@ from specdec.cli.folders import claim, default_folder, working_in
 from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
 from specdec.cli.show import show_config
-from specdec.config.comparison import RESULT_FILE, Comparison, _text, compose_comparison
+from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison, text_of
 from specdec.config.hydra import parse
 from specdec.errors import UserError
 
@@ -25,9 +25,9 @@ Each row's tokens are compared with those of `ar`.
   strategies=[...]  presets, in the order of the rows; `specdec list strategies` shows them
   repeats=5         interleaved repeats; the table shows medians
   group=option, key=value
-                    as for `specdec run`; they hold for every row. Overrides of source, policy and
-                    verifier leave `ar` and transformers' own rows alone, and a key such as
-                    policy.width holds for the rows whose policy has it
+                    as for `specdec run`; they apply to every row. Overrides of source, policy and
+                    verifier do not apply to `ar` and to transformers' own rows, and a key such as
+                    policy.width applies to the rows whose policy has it
   executor.stages=8 puts every row on a pipeline of so many stages
   'batch_size=[1,4,16]'
                     every row at each batch size: throughput and time between tokens as curves
@@ -64,10 +64,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
-    """The list that ``batch_size`` is given as, None where it is not one; the other overrides.
+    """Splits off a list of batch sizes: (sizes, other overrides); sizes are None without a list.
 
     Raises:
-        UserError: the list has something else than different numbers of at least 1.
+        UserError: the list is not one of different numbers of at least 1.
     """
     sizes, rest = None, []
     for override in parse(overrides):
@@ -75,7 +75,7 @@ def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
         if override.key_or_group == "batch_size" and isinstance(value, list):
             sizes = value
         else:
-            rest.append(_text(override))
+            rest.append(text_of(override))
     if sizes is not None and (
         not sizes
         or len(set(sizes)) < len(sizes)
@@ -92,7 +92,7 @@ def execute(comparison: Comparison, folder: Path) -> None:
     """Runs a comparison in its folder; shows its table again where it is complete.
 
     Raises:
-        UserError: the folder is another configuration's, or what the engine refuses.
+        UserError: the folder belongs to another configuration, or the engine refuses a row.
     """
     if claim(folder, comparison.config, RESULT_FILE):
         table = folder / "comparison.md"
@@ -101,12 +101,12 @@ def execute(comparison: Comparison, folder: Path) -> None:
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
         return
     with working_in(folder):
-        # Here, not at the top: torch and transformers, seconds to import, come with it.
+        # Imported here: torch and transformers take seconds to import.
         from specdec.runs.jobs import compare_jobs
 
         configs = [job.config for job in comparison.jobs]
         with reporting() as progress:
-            found = compare_jobs(configs, folder, comparison.repeats, progress)
-    if "rows" in found:
-        log_results(configs, found["rows"], folder)
+            results = compare_jobs(configs, folder, comparison.repeats, progress)
+    if "rows" in results:
+        log_results(configs, results["rows"], folder)
     print(f"results in {folder}")

@@ -57,9 +57,9 @@ def execute(job: Job, folder: Path | None) -> int:
         folder: for ``verify.json``; the default one where None.
 
     Raises:
-        UserError: the folder is another configuration's, or what ``certify`` refuses.
+        UserError: the folder belongs to another configuration, or ``certify`` refuses the job.
     """
-    # Here, not at the top: torch and transformers, seconds to import, come with it.
+    # Imported here: torch and transformers take seconds to import.
     from specdec.certify import CHECKS, certify, print_report, refuse, write_report
 
     refuse(job.config)
