@@ -41,8 +41,11 @@ class TokenSource(Protocol):
 
     Optional attributes (default in parentheses):
 
-    gives_probs (False): candidates are sampled and come with ``Candidates.probs``. Required by
-        rejection verifiers.
+    gives_probs (False): candidates are sampled and come with ``Candidates.probs``; rejection
+        verifiers need it.
+    pass_bytes (bytes of the draft model): bytes of weights that one pass of the source reads.
+    speedup_law(policy, latency) -> SpeedupLaw | None (none): the theoretical speed-up over plain
+        decoding, reported as ``speedup_law``.
     """
 
     needs: Needs

@@ -16,11 +16,12 @@ Shape letters: W nodes, K candidates, C classes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from specdec.clocks import CONTROLLER, Work
+from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
 from specdec.sources.contexts import hash_u64, hash_uniform
 from specdec.types import (
@@ -36,6 +37,7 @@ from specdec.types import (
 )
 
 if TYPE_CHECKING:
+    from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
 _MAX_RANK = 64  # ranks beyond are misses
@@ -253,19 +255,28 @@ class SyntheticSource:
     needs = Needs()
     gives_probs = False
 
-    def __init__(self, *, pair: HiddenPair, prefill_chunk: int = 512) -> None:
+    def __init__(self, *, pair: HiddenPair | SourcePair, prefill_chunk: int = 512) -> None:
         """Proposes for the target of ``pair``.
 
         Args:
-            pair: the hidden sequences and the draft's laws.
+            pair: the hidden sequences and the draft's laws, or a model pair that has them as
+                attribute ``hidden``.
             prefill_chunk: rows per pass while it catches up with a prompt.
+
+        Raises:
+            UserError: a pair of real models.
         """
+        hidden = getattr(pair, "hidden", pair)
+        if not hasattr(hidden, "class_logprobs"):
+            raise UserError(
+                "source=synthetic proposes for model=synthetic only; choose source=draft_model"
+            )
         self.vocab_size: int | None = pair.vocab_size
         self.counters = SourceCounters(by_level={"draft": 0})
-        self._pair = pair
+        self._pair = cast("HiddenPair", hidden)
         self._prefill_chunk = prefill_chunk
         self._books: dict[int, _Book] = {}
-        self._logprobs = pair.class_logprobs
+        self._logprobs = hidden.class_logprobs
         self._counts = (self._logprobs > -np.inf).sum(axis=1)
         self._offsets = np.arange(self._logprobs.shape[1])
 

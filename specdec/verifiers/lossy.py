@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from specdec.device import on_host
-from specdec.parts.fields import Bound, PositiveShare, validated
+from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState
 from specdec.types import (
     NO_NODE,
@@ -104,7 +105,7 @@ class TypicalVerifier:
         self,
         *,
         epsilon: PositiveShare = 0.09,
-        delta: Annotated[float, Bound(above=0)] = 0.3,
+        delta: Annotated[float, Field(gt=0)] = 0.3,
     ) -> None:
         """Sets the threshold.
 
