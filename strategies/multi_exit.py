@@ -1,19 +1,18 @@
 """Several exits of the target, one chosen for each token (PPSD, arXiv 2509.19368, B.3).
 
-B.3 names the idea as future work and states no rule; ours is in ``MultiExitSource``. With ``gamma``
-drafts are verified afterwards (EESD), without it while drafting (PPSD).
+B.3 names the idea as future work and states no rule; ours is in ``MultiExitSource``. With
+``gamma`` drafts are verified afterwards (EESD), without it while drafting (PPSD).
+
+    parts = multi_exit.build(bench, gamma=4)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
-from specdec.executors.layout import StageLayout
-from specdec.interfaces import TreePolicy, Verifier
-from specdec.policies import Chain, FixedWidth
-from specdec.sources import MultiExitSource
-from specdec.verifiers import MatchVerifier
+from specdec.interfaces import Verifier
 
 
 def build(
@@ -28,22 +27,14 @@ def build(
 
     Args:
         bench: models with an exit layer, clock and seed.
-        gamma: draft tokens per pass, verified afterwards on one device; None for a pipeline that is
-            fed one token per step.
-        further_exits: layers before the exits beside the model's own; one at twice its depth where
-            omitted.
-        stages: of the pipeline, or that a profile prices; ceil(N / E) where omitted.
-        verifier: ``match`` where omitted.
+        gamma: draft tokens per pass, verified afterwards on one device; None for a pipeline that
+            takes one token per step.
+        further_exits: number of layers before each exit after the pair's own; one exit at twice its
+            depth if omitted.
+        stages: of the pipeline, or charged by a latency profile; ceil(N / E) if omitted.
+        verifier: the preset's ``match`` if omitted.
     """
-    verifier, pair = verifier or MatchVerifier(), bench.pair
-    layout = StageLayout(
-        stages=stages or -(-pair.num_layers // pair.exit_layer), after_drafting=gamma is not None
-    )
-    source = MultiExitSource(
-        places=bench.exit_places(layout),
-        vocab_size=pair.vocab_size,
-        further_exits=further_exits,
-        sample=verifier.needs.draft_probs,
-    )
-    policy: TreePolicy = FixedWidth(width=1, children=1) if gamma is None else Chain(gamma=gamma)
-    return bench.parts(source=source, policy=policy, verifier=verifier, stages=layout)
+    exits = None if further_exits is None else list(further_exits)
+    keys = {"policy.gamma": gamma, "source.further_exits": exits, "executor.stages": stages}
+    name = "ppsd_multi" if gamma is None else "eesd_multi"
+    return build_preset(name, bench, keys, verifier=verifier)

@@ -1,24 +1,24 @@
-"""SpecPipe's budget spent best first: ours, beyond the paper.
+"""SpecPipe's node budget spent best first: ours, beyond the paper.
 
-Each step feeds the most probable unsubmitted nodes whatever their level, where SpecPipe
-(``specpipe.py``) feeds the next level whole. Same draft, width, children and pipeline.
+Each step feeds the most probable unsubmitted nodes of any level, where ``specpipe`` feeds the next
+level whole. Same draft, width, children and pipeline.
+
+    parts = specpipe_bf.build(bench, width=32, stages=4)
 """
 
 from __future__ import annotations
 
+from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
-from specdec.policies import PipelineBestFirst
-from specdec.sources import DraftModelSource
-from specdec.verifiers import MatchVerifier
 
 
 def build(
     bench: Workbench,
     *,
-    width: int = 64,
-    children: int = 16,
-    draft_passes: int = 2,
-    stages: int = 8,
+    width: int | None = None,
+    children: int | None = None,
+    draft_passes: int | None = None,
+    stages: int | None = None,
 ) -> Parts:
     """SpecPipe's sizes, fed best first.
 
@@ -26,12 +26,9 @@ def build(
         bench: models, clock and seed.
         width: nodes per step.
         children: candidates per node.
-        draft_passes: draft passes per step; 1 is SpecPipe's own share of drafting.
+        draft_passes: draft passes per step; 1 in SpecPipe.
         stages: of the pipeline.
     """
-    return bench.parts(
-        source=DraftModelSource(runner=bench.draft_runner()),
-        policy=PipelineBestFirst(width=width, children=children, draft_passes=draft_passes),
-        verifier=MatchVerifier(),
-        stages=stages,
-    )
+    tree = {"policy.width": width, "policy.children": children}
+    keys = {"policy.draft_passes": draft_passes, "executor.stages": stages}
+    return build_preset("specpipe_bf", bench, {**tree, **keys})

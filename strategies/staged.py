@@ -1,40 +1,34 @@
 """Staged speculative decoding (arXiv 2308.04623): the draft is itself sped up by an n-gram model.
 
-Token tree: section 3.1. Second stage: section 3.2, a Katz back-off model counted from samples of
-the draft; the tree is exactly the one that the draft alone would have built.
+Token tree: section 3.1; the paper states no shape, ours has second choices early, where agreement
+is likeliest. Second stage: section 3.2, a Katz back-off model counted from samples of the draft;
+the tree is the one that the draft alone would have built. Deviation: the preset's verifier is
+``match``, the paper's rejection.
+
+    parts = staged.build(bench, branching=[3, 2, 1])
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import Verifier
-from specdec.policies import Static
-from specdec.sources import DraftModelSource, NGramSource, StagedSource
-from specdec.verifiers import MatchVerifier
-
-BRANCHING = (2, 2, 1, 1)
-"""Second choices early, where agreement is likeliest (3.1); the paper states no shape."""
 
 
 def build(
     bench: Workbench,
     *,
-    branching: Sequence[int] = BRANCHING,
+    branching: Sequence[int] | None = None,
     verifier: Verifier | None = None,
 ) -> Parts:
     """A static tree from a staged source.
 
     Args:
-        bench: models, clock and seed.
+        bench: models with token samples, clock and seed.
         branching: children per node, level by level.
-        verifier: ``match`` where omitted; the paper's own is rejection.
+        verifier: the preset's ``match`` if omitted.
     """
-    verifier = verifier or MatchVerifier()
-    sample = verifier.needs.draft_probs
-    source = StagedSource(
-        draft=DraftModelSource(runner=bench.draft_runner(), sample=sample),
-        cheap=NGramSource(katz=bench.pair.katz()),
-    )
-    return bench.parts(source=source, policy=Static(branching=list(branching)), verifier=verifier)
+    shape = None if branching is None else list(branching)
+    return build_preset("staged", bench, {"policy.branching": shape}, verifier=verifier)

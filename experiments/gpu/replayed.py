@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
 from specdec.executors.answerer import AnsweredRequest, Answerer, ModelAnswerer
 from specdec.executors.stage import ModelStage, Stage
 from specdec.models import ModelRunner
@@ -25,8 +24,6 @@ from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler
 from specdec.sources import DraftModelSource, SyntheticSource
-from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import HiddenPair
 from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output
 
 if TYPE_CHECKING:
@@ -54,6 +51,7 @@ class ReplayedShapes:
     ) -> None:
         """Takes models of one vocabulary, which must hold the record's made-up tokens."""
         self.record = record
+        self.hidden = record.hidden
         self.target, self.draft = target, draft
         self.vocab_size = int(target.config.vocab_size)
         assert record.vocab_size <= self.vocab_size, "the record's tokens do not fit"
@@ -83,14 +81,6 @@ class ReplayedShapes:
     def draft_runner(self, meter: Meter) -> ModelRunner:
         """The whole draft."""
         return self._runner(self.draft, "draft", meter)
-
-    def katz(self) -> KatzModel:
-        """Refused: a record has no text."""
-        raise UserError("a record has no text to count n-grams from")
-
-    def synthetic(self) -> HiddenPair:
-        """The record's hidden sequences."""
-        return self.record.synthetic()
 
     def _runner(self, model: PreTrainedModel, name: str, meter: Meter) -> ModelRunner:
         return ModelRunner(

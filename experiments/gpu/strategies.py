@@ -94,7 +94,7 @@ def _replayed(name: str, pair: ReplayedShapes, stop: StopRules) -> Runner:
     runner = PartsRunner(cfg=cfg, pair=pair, stop=stop)
     real: Any = runner.parts.source
     if name != "ar":
-        replayed = SyntheticSource(pair=pair.synthetic())
+        replayed = SyntheticSource(pair=pair.hidden)
         source = ReplayedSource(real=real, replayed=replayed, meter=runner.parts.meter)
         runner.parts = replace(runner.parts, source=source)
     return runner
@@ -113,10 +113,12 @@ class _Plain:
     def run(
         self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
     ) -> RunTotals:
-        self._baseline.take_totals()
+        parts = []
         for prompt in prompts:
-            on_finish(self._baseline.generate_one(prompt.id, prompt.tokens))
-        return self._baseline.take_totals()
+            result, totals = self._baseline.generate_one(prompt.id, prompt.tokens)
+            parts.append(totals)
+            on_finish(result)
+        return RunTotals.merge(parts)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -124,7 +126,7 @@ class _Plain:
 
 def _prompts(record: ReplayModels, num: int) -> list[TokenPrompt]:
     """The first recorded prompts whose recorded outputs are long enough to be timed."""
-    hidden: Any = record.synthetic()
+    hidden: Any = record.hidden
     long = [
         TokenPrompt(i, tokens)
         for i, tokens in record.prompts()

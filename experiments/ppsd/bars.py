@@ -35,9 +35,9 @@ import torch
 from experiments.pipelines.running import Bench, Row
 from experiments.reproduce.drawing import COLORS, as_png, figure, legend, lines, tidy
 from specdec.config.job import run_job_of
-from specdec.metrics.exit_laws import eq5_acceptance
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import prepare
+from specdec.sources.exit_laws import eq5_acceptance
 
 STAGES = 8
 EXIT = "model.exit_layer=3"

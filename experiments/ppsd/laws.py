@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.metrics.exit_laws import eq5_acceptance
+from specdec.sources.exit_laws import eq5_acceptance
 
 
 def alpha_of_overall(overall: float, gamma: int) -> float:

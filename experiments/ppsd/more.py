@@ -14,7 +14,7 @@ from experiments.reproduce.drawing import bar_chart, line_chart
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
-from specdec.metrics.exit_laws import eq6_speedup
+from specdec.sources.exit_laws import eq6_speedup
 
 
 def against_others(item: Item, lab: Lab) -> Findings:

@@ -15,7 +15,7 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from experiments.reproduce.pacing import add_paced
-from specdec.metrics.exit_laws import (
+from specdec.sources.exit_laws import (
     eq4_speedup,
     eq5_acceptance,
     eq6_speedup,

@@ -17,8 +17,8 @@ import yaml
 
 from experiments.reproduce.stated import PAPERS, ROOT, Paper, Stated, read_paper
 from specdec.config.options import options
-from specdec.config.suggest import did_you_mean
 from specdec.errors import UserError
+from specdec.parts.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from experiments.reproduce.findings import Findings

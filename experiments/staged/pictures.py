@@ -13,6 +13,7 @@ from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from experiments.staged.tables import compared
 from specdec.report import read_requests
+from specdec.sources.katz import KatzModel
 
 
 def roofline(item: Item, lab: Lab) -> Findings:
@@ -57,7 +58,7 @@ def origins(item: Item, lab: Lab) -> Findings:
     """
     found, config = Findings(), item.config
     pair = lab.models()
-    katz = pair.katz()
+    katz = pair.artefact(KatzModel)
     result = compared(item, lab, config["sampling"])
     records = [
         r for r in read_requests(result["folder"] / "requests.jsonl") if r.strategy == "staged"

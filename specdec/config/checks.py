@@ -1,56 +1,144 @@
-"""Everything that can be found wrong with a configuration before torch is imported."""
+"""Checks of a composed configuration, before any model is loaded."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specdec.config.rules import COMPARE, SECTIONS, TOP, Rule
-from specdec.config.suggest import did_you_mean
+from specdec import data
+from specdec.clocks.build import clock_kind
+from specdec.config.schema import COMPARE, SECTIONS, TOP
 from specdec.errors import UserError
-from specdec.parts.signatures import parameters
+from specdec.parts.build import check_part, locate
+from specdec.parts.fields import Model, errors_of, model_of, names_of
+from specdec.parts.suggest import did_you_mean
 
-CHECKED_PARTS = ("source", "policy", "verifier")
-"""Parts whose keys are the arguments of their class."""
+_PARTS = ("source", "policy", "verifier")
+_CLOSED = ("strategy", "sampling", "profiling")  # no class of your own goes there
+_SECTIONS = ("strategy", "model", "data", "sampling", "serving", "clock", "logger")
 
-_FILLED = frozenset({"vocab_size", "sample", "prefill_chunk", "latency"})
-"""Plain arguments that follow from the rest of the configuration; ``compose`` passes them."""
 
-_SINGLE_SECTIONS = ("sampling", "data", "serving")  # sections without a kind
-_KIND_SECTIONS = ("strategy", "model", "clock", "logger")
+def protocol_of(section: str) -> type | None:
+    """The Protocol that the class of a section's ``_target_`` must implement.
+
+    Imports it here, not with this module, since torch and transformers come with it.
+    """
+    if section == "model":
+        from specdec.pairs.interface import ModelPair
+
+        return ModelPair
+    if section == "data":
+        return getattr(data, "DataReader", None)
+    from specdec import clocks, interfaces
+
+    names = {"policy": "TreePolicy", "source": "TokenSource", "serving": "Scheduler"}
+    name = names.get(section, section.title())
+    return getattr(clocks if section == "clock" else interfaces, name, None)
 
 
 def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """Checks keys, types and ranges of a composed configuration.
+    """Checks keys, types and bounds of a composed configuration.
 
     Raises:
         UserError: naming the first key that cannot be used, its value and the remedy.
     """
-    _check_top(config)
-    for section in _SINGLE_SECTIONS:
-        _check_section(section, "", config[section])
-    for section in _KIND_SECTIONS:
-        _check_kind(section, config[section], choices)
-    if config["strategy"]["kind"] == "hf":
-        _check_hf_options(config["strategy"])
+    sections = {*_SECTIONS, *_PARTS, "executor"}
+    own = {key: value for key, value in config.items() if key not in sections}
+    hints = {**TOP, **(COMPARE if "strategies" in own else {})}
+    _check_keys(model_of({k: (hint, True) for k, hint in hints.items()}), own, "", sections)
+    for section in _SECTIONS:
+        if section not in config:
+            raise UserError(f"{section} was removed, but every run needs it: leave out ~{section}")
+        check_section(section, config[section], choices)
+    if config["strategy"].get("kind") == "hf":
+        options = config["strategy"]["options"]
+        node = {**options, "_target_": "specdec.runs.hf_generate.HFOptions"}
+        check_part(node, "strategy.options", "strategy.options")
         return
-    _check_kind("executor", _with_kind(config["executor"]), choices)
-    for part in CHECKED_PARTS:
-        check_part(part, config[part], f"{part}={choices.get(part, '...')}")
+    for part in ("executor", *_PARTS):
+        check_section(part, config.get(part), choices)
     check_clock(config)
     _check_layout(config["executor"])
 
 
+def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
+    """Checks a section against the model of its kind or the signature of its ``_target_``.
+
+    Raises:
+        UserError: a class that does not fit; an unknown, missing or mistyped key.
+    """
+    label = f"{section}={choices.get(section, '...')}"
+    if not isinstance(node, dict):
+        raise UserError(f"{label} is not a section: give it the keys of one of its options")
+    fixed = SECTIONS.get((section, ""))
+    kind = str(node.get("_target_", "" if fixed else node.get("kind")))
+    if (section, kind) in SECTIONS:
+        values = {k: v for k, v in node.items() if k not in ("kind", "_target_")}
+        _check_keys(SECTIONS[section, kind], values, f"{section}.")
+    elif section in _PARTS or ("_target_" in node and section not in _CLOSED):
+        standard = () if fixed is None else names_of(fixed)
+        check_part(node, section, label, protocol_of(section), standard)
+        rest = {k: v for k, v in node.items() if k in standard}
+        _check_keys(fixed or model_of({}), rest, f"{section}.", partial=True)
+    else:
+        kinds = ", ".join(name for group, name in SECTIONS if group == section)
+        raise UserError(f"{label} has kind {kind!r}, which is unknown: use one of {kinds}")
+
+
+def _check_keys(
+    model: Model,
+    values: Mapping[str, Any],
+    where: str,
+    also: Iterable[str] = (),
+    *,
+    partial: bool = False,
+) -> None:
+    for key, error in errors_of(model, values, where):
+        if error == "unknown":
+            hint = did_you_mean(key, [*names_of(model), *also]) or "it has no keys"
+            raise UserError(f"{where}{key} is not a key of the configuration: {hint}")
+        if error != "missing":
+            raise UserError(error)
+        if not partial:
+            raise UserError(f"{where}{key} is missing: leave out ~{where}{key}")
+
+
+def check_targets(config: Mapping[str, Any]) -> None:
+    """Checks the class of every ``_target_`` of a resolved configuration, before one is called.
+
+    Raises:
+        UserError: a class that lacks methods of its Protocol.
+    """
+    for section, node in config.items():
+        if isinstance(node, dict) and "_target_" in node:
+            locate(node["_target_"], section, protocol_of(section))
+
+
+def check_clock(config: Mapping[str, Any]) -> None:
+    """Checks that a pipeline in one process has a clock and a trace that can be right.
+
+    Raises:
+        UserError: its ranks take turns, so measured and paced times would mean nothing.
+    """
+    kind, executor = clock_kind(config["clock"]), config["executor"]
+    if not str(executor["_target_"]).endswith(".PipelineExecutor") or kind == "simulated":
+        return
+    if executor.get("transport", "in_process") != "in_process":
+        return
+    ways = "add executor.transport=distributed, or use clock=simulated or executor=local"
+    if kind == "paced":
+        raise UserError(f"clock=paced needs a process per stage: {ways}")
+    if config["trace"]:
+        raise UserError(f"trace=true with clock=measured needs a process per stage: {ways}")
+
+
 def _check_layout(executor: Mapping[str, Any]) -> None:
-    """Checks that the devices of a pipeline fit together."""
     groups, stages = executor.get("groups"), executor.get("stages") or 1
     degree, draft = executor.get("target_degree") or 1, executor.get("draft_degree") or 1
     if groups is not None and degree > 1:
         raise UserError(
-            f"executor.groups={groups} has devices work one after the other, and"
-            f" executor.target_degree={degree} has them share every layer: set one of the two"
+            f"executor.groups={groups} prices several devices per stage one after another, and"
+            f" executor.target_degree={degree} makes them share every layer: set one of the two"
         )
     if executor.get("shared") and draft > degree * stages:
         raise UserError(
@@ -61,174 +149,4 @@ def _check_layout(executor: Mapping[str, Any]) -> None:
         raise UserError(
             f"executor.groups={groups} names {len(groups)} stages, but executor.stages={stages}:"
             " give one number of devices per stage"
-        )
-
-
-def check_clock(config: Mapping[str, Any]) -> None:
-    """Checks that the clock, and a trace, suit where the ranks are.
-
-    Raises:
-        UserError: several ranks in one process cannot work at the same time by the wall clock.
-    """
-    kind, executor = config["clock"]["kind"], config["executor"]
-    in_process = str(executor["_target_"]).endswith(".PipelineExecutor")
-    in_process = in_process and executor.get("transport", "in_process") == "in_process"
-    if not in_process or kind == "simulated":
-        return
-    ways = "add executor.transport=distributed, or use clock=simulated or executor=local"
-    if kind == "paced":
-        raise UserError(f"clock=paced needs a process per stage: {ways}")
-    if config["trace"]:
-        raise UserError(f"trace=true with clock=measured needs a process per stage: {ways}")
-
-
-def check_part(path: str, node: object, label: str) -> None:
-    """Checks a part and the parts inside it against their classes' signatures.
-
-    Args:
-        path: its dotted key, for messages.
-        node: its plain config.
-        label: how the user chose it.
-
-    Raises:
-        UserError: unknown, missing or mistyped key; unknown class.
-    """
-    if not isinstance(node, dict) or "_target_" not in node:
-        raise UserError(f"{path}={node!r} is not a part: it needs _target_, the path of a class")
-    known = parameters(node["_target_"])
-    plain = {name: p for name, p in known.items() if p.plain and name not in _FILLED}
-    for key, value in node.items():
-        if key == "_target_":
-            continue
-        at = f"{path}.{key}"
-        nested = list(_nested(at, value))
-        if key not in plain and not (key in known and (nested or not known[key].annotation)):
-            hint = did_you_mean(key, plain) or "it takes no keys"
-            raise UserError(f"{label} has no key {key!r} (class {node['_target_']}): {hint}")
-        if refusal := known[key].refusal(value):
-            raise UserError(f"{at}={value!r} cannot be used: {refusal}")
-        for inner_path, inner in nested:
-            check_part(inner_path, inner, f"{label} at {inner_path}")
-    missing = [name for name, p in plain.items() if p.required and name not in node]
-    if missing:
-        raise UserError(
-            f"{label} lacks {', '.join(missing)} (class {node['_target_']}): add"
-            f" {path}.{missing[0]}=VALUE"
-        )
-
-
-def _nested(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """The parts inside a value, with their paths."""
-    if isinstance(value, dict) and "_target_" in value:
-        yield path, value
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _nested(f"{path}[{i}]", item)
-
-
-def _check_top(config: Mapping[str, Any]) -> None:
-    rules = {**TOP, **COMPARE}
-    sections = {*_SINGLE_SECTIONS, *_KIND_SECTIONS, *CHECKED_PARTS, "executor", "strategies"}
-    for key, value in config.items():
-        if key in rules:
-            _check_value(key, value, rules[key])
-        elif key not in sections:
-            raise UserError(
-                f"{key} is not a key of the configuration: {did_you_mean(key, [*rules, *sections])}"
-            )
-    for key in (*TOP, *_SINGLE_SECTIONS, *_KIND_SECTIONS):
-        if key not in config:
-            raise UserError(f"{key} was removed, but every run needs it: leave out ~{key}")
-
-
-def _check_hf_options(strategy: Mapping[str, Any]) -> None:
-    known = parameters("specdec.runs.hf_generate.HFOptions")
-    for key, value in strategy["options"].items():
-        if key not in known:
-            raise UserError(
-                f"strategy={strategy['name']} has no option {key!r}: {did_you_mean(key, known)}"
-            )
-        if refusal := known[key].refusal(value):
-            raise UserError(f"strategy.options.{key}={value!r} cannot be used: {refusal}")
-
-
-def _with_kind(executor: Mapping[str, Any]) -> dict[str, Any]:
-    """The executor's section with its class name as the kind."""
-    rest = {key: value for key, value in executor.items() if key != "_target_"}
-    return {"kind": str(executor.get("_target_", "")).rpartition(".")[2], **rest}
-
-
-def _check_kind(section: str, node: Any, choices: Mapping[str, str]) -> None:
-    kinds = [kind for name, kind in SECTIONS if name == section]
-    kind = node.get("kind") if isinstance(node, dict) else None
-    if kind not in kinds:
-        raise UserError(
-            f"{section}={choices.get(section, node)} has kind {kind!r}, which is unknown:"
-            f" use one of {', '.join(kinds)}"
-        )
-    _check_section(section, kind, node)
-
-
-def _check_section(section: str, kind: str, node: Any) -> None:
-    rules = SECTIONS[section, kind]
-    for key, value in node.items():
-        if key == "kind" and kind:
-            continue
-        if key not in rules:
-            hint = did_you_mean(key, rules) or "it has no keys"
-            raise UserError(f"{section}.{key} is not a key here: {hint}")
-        _check_value(f"{section}.{key}", value, rules[key])
-    for key in rules:
-        if key not in node:
-            raise UserError(f"{section}.{key} is missing: leave out ~{section}.{key}")
-
-
-def _check_value(key: str, value: object, rule: Rule) -> None:
-    if not rule.test(value):
-        shown = "null" if value is None else str(value)
-        raise UserError(f"{key}={shown} cannot be used: it must be {rule.expects}")
-
-
-def check_data(data: Mapping[str, Any]) -> None:
-    """Checks that the prompts' file is there and readable.
-
-    Raises:
-        UserError: naming the file and where to put it.
-    """
-    from specdec.data import Request
-    from specdec.data import check_data as check
-
-    check(Request.of(data))
-
-
-def uses_draft_model(config: Mapping[str, Any]) -> bool:
-    """Whether a checked configuration runs a draft model."""
-    if config["strategy"]["kind"] == "hf":
-        return bool(config["strategy"]["method"] == "hf_assisted")
-    return any(
-        str(node["_target_"]).endswith(".DraftModelSource") for node in _parts(config["source"])
-    )
-
-
-def _parts(node: Any) -> Iterator[Mapping[str, Any]]:
-    """A part and every part inside it."""
-    if isinstance(node, dict) and "_target_" in node:
-        yield node
-        for value in node.values():
-            yield from _parts(value)
-    elif isinstance(node, list):
-        for item in node:
-            yield from _parts(item)
-
-
-def check_logger(logger: Mapping[str, Any]) -> None:
-    """Finds out before a long run whether its results can be logged after it.
-
-    Raises:
-        UserError: wandb is not installed.
-    """
-    if logger["kind"] == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "logger=wandb needs the package wandb, which is not installed: run"
-            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.clocks import MeasuredClock, PacedClock, Timeline, Work
+from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.messages import Reader, commit_parts
@@ -129,7 +129,7 @@ class DraftSession:
         meter = Meter()
         timeline = Timeline() if plan.trace else None
         clock = build_clock(plan.clock, meter, rank=rank, timeline=timeline)
-        assert isinstance(clock, MeasuredClock | PacedClock), "refused before ranks were started"
+        assert isinstance(clock, WallClock), "refused before ranks were started"
         self._rank = rank
         self._clock = clock
         self._runner = pair.draft_runner(meter, join(plan.peers))

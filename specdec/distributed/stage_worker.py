@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specdec.clocks import MeasuredClock, PacedClock, Timeline, Work
+from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.in_flight_rows import Ledger
@@ -73,7 +73,7 @@ class StageSession:
         stage: Stage,
         answerer: Answerer | None,
         exits: ExitReader | None,
-        clock: MeasuredClock | PacedClock,
+        clock: WallClock,
         edges: Edges,
     ) -> None:
         """Composes a rank's part.
@@ -247,7 +247,7 @@ def build_session(
     is_last = rank == len(plan.ranks)
     draws = KeyedDraws(seed=plan.seed)
     clock = build_clock(plan.clock, meter, rank=rank, timeline=Timeline() if plan.trace else None)
-    assert isinstance(clock, MeasuredClock | PacedClock), "refused before ranks were started"
+    assert isinstance(clock, WallClock), "refused before ranks were started"
     return StageSession(
         rank=rank,
         plan=mine,

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +41,13 @@ class HeadWeights:
     kind: str
     layer: int
     tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def from_pair(cls, pair: Any, *, layer: int) -> HeadWeights:
+        """The head after ``layer`` layers: trained if the pair has a folder, else untrained."""
+        if pair.heads_folder is None:
+            return own_head(pair.part(layer, pair.num_layers), pair.exit_head, layer)
+        return read_head(pair.heads_folder, pair.exit_head, layer)
 
     @property
     def num_parameters(self) -> int:

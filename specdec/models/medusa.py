@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,15 @@ class MedusaHeads:
         self._device = target.get_output_embeddings().weight.device
         self._heads = [_Head(target, weights) for weights in heads]
         self.head_bytes = sum(head.num_bytes for head in self._heads) // len(self._heads)
+
+    @classmethod
+    def from_pair(cls, pair: Any, *, num_heads: int, meter: Meter) -> MedusaHeads:
+        """The pair's first ``num_heads`` heads: trained if it has a folder, else untrained."""
+        folder, last = pair.heads_folder, pair.num_layers - 1
+        heads = own_medusa(num_heads)
+        if folder is not None:
+            heads = read_medusa(folder, pair.num_layers, num_heads)
+        return cls(target=pair.part(last, last + 1), heads=heads, meter=meter)
 
     def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
         """[R, V] of head ``number``, from 1, for hidden states [R, E] after the last layer.

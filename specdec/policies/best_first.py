@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
-from specdec.parts.fields import Bound, Count, Share, validated
+from specdec.parts.fields import Count, Share, expects, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
     Stateless,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
 
+_FROM_TWO = expects("it must be a whole number of at least 2; the root alone is policy=root_only")
 
 UNTIL_READY = "until_ready"
 """Value of ``d`` for as many expansions as fit into the target's pass."""
@@ -60,7 +62,7 @@ class BestFirst(Stateless):
     def __init__(
         self,
         *,
-        bs: Annotated[int, Bound(at_least=2, remedy="the root alone is policy=root_only")],
+        bs: Annotated[int, Field(ge=2), _FROM_TWO],
         w: Count,
         d: Count | Literal["until_ready", "ratio", "ratio_plus_one"] | None,
         children: Count | None = None,

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
+from pydantic import Field
 
 from specdec.interfaces import TreePolicy
-from specdec.parts.fields import Bound, validated
+from specdec.parts.fields import expects, validated
 from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
 from specdec.sampling.top_stable import top_stable
 from specdec.tree import TokenTree
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 CHEAP_ORIGIN = 1
 """Origin of nodes that the cheaper source proposed; those of the main source have 0."""
+
+_Extension = Annotated[
+    int,
+    Field(ge=1),
+    expects("it must be a whole number of at least 1, or use the inner policy alone"),
+]
 
 
 class StagedTree:
@@ -39,8 +46,8 @@ class StagedTree:
         self,
         *,
         inner: TreePolicy,
-        extend_leaves: Annotated[int, Bound(at_least=1, remedy="or use the inner policy alone")],
-        extend_depth: Annotated[int, Bound(at_least=1, remedy="or use the inner policy alone")],
+        extend_leaves: _Extension,
+        extend_depth: _Extension,
     ) -> None:
         """Wraps a policy.
 

@@ -17,7 +17,7 @@ Shape letters: W nodes, K candidates, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,13 +26,15 @@ import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.metrics.counters import SourceCounters
+from specdec.models.medusa import MedusaHeads
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import candidates_of, picked
 from specdec.sampling.transform import SamplingTransform
 from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.models.medusa import MedusaHeads
+    from specdec.clocks.meter import Meter
+    from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
     from specdec.types import IntArray
 
@@ -66,24 +68,27 @@ class MedusaSource:
     def __init__(
         self,
         *,
-        load_heads: Callable[[int], MedusaHeads],
+        pair: SourcePair,
         clock: Clock,
+        meter: Meter,
         heads: Count = 4,
         sample: bool = False,
     ) -> None:
         """Loads the heads.
 
         Args:
-            load_heads: number of heads -> heads (``Workbench.medusa_heads``).
-            clock: charged an output head per head that is asked and its rows; the block's square
-                matrix, E / V of an output head, is not priced.
-            heads: how many tokens ahead of the root are guessed.
-            sample: sample candidates, and give the distribution (rejection verifiers).
+            pair: the model pair.
+            clock: charged one output head per pass of a head; the block's square matrix, E / V of
+                an output head, is not charged.
+            meter: counts the passes as "medusa".
+            heads: number of heads, which is the number of tokens guessed after the root.
+            sample: sample candidates and return their distribution, for rejection verifiers.
 
         Raises:
-            ValueError: for fewer than one head.
+            ValueError: fewer than one head.
+            UserError: the pair has no hidden states, or not as many trained heads.
         """
-        self._heads = load_heads(heads)
+        self._heads = pair.artefact(MedusaHeads, num_heads=heads, meter=meter)
         self._clock = clock
         self.needs = Needs(hidden_layers=(self._heads.layer,), real_nodes=True)
         self.vocab_size: int | None = self._heads.vocab_size
@@ -93,8 +98,8 @@ class MedusaSource:
         self._prompt_ends: dict[int, int] = {}  # positions before the first roots
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of weights that a pass reads."""
+    def pass_bytes(self) -> int:
+        """Bytes of weights that one pass of a head reads."""
         return self._heads.head_bytes
 
     def open(self, request: RequestState) -> None:

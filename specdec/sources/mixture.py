@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from pydantic import Field
 
 from specdec.device import on_host
 from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
-from specdec.parts.fields import Bound, PositiveShare, validated
+from specdec.parts.fields import PositiveShare, validated
 from specdec.sources.combined import joined_needs, tally
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import Candidates, Commit, FloatArray, Nodes, Output
@@ -42,7 +43,7 @@ class MixtureSource:
         self,
         *,
         sources: Sequence[TokenSource],
-        weights: Sequence[Annotated[float, Bound(above=0)]] | None = None,
+        weights: Sequence[Annotated[float, Field(gt=0)]] | None = None,
         confident: PositiveShare | None = None,
         sample: bool = False,
     ) -> None:

@@ -5,22 +5,25 @@ Shape letters: W nodes, K candidates, X exits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.device import on_host
+from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
-from specdec.metrics.exit_laws import eesd_saving, ppsd_saving
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import picked
 from specdec.sources.candidate_cache import CandidateCache
-from specdec.sources.early_exit import read_front
+from specdec.sources.early_exit import exit_pass_bytes, read_front
+from specdec.sources.exit_laws import eesd_saving, ppsd_saving
 from specdec.types import BoolArray, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.executors.exit_layers import ExitPlaces
+    from specdec.executors.early_exit import ExitFront
+    from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
 
@@ -50,8 +53,8 @@ class MultiExitSource:
     def __init__(
         self,
         *,
-        places: ExitPlaces,
-        vocab_size: int,
+        pair: SourcePair,
+        exit_front: Callable[[Sequence[int]], ExitFront] | None = None,
         further_exits: Sequence[Count] | None = None,
         candidates: Count = 16,
         sample: bool = False,
@@ -59,33 +62,38 @@ class MultiExitSource:
         """Composes the source.
 
         Args:
-            places: where the target may exit.
-            vocab_size: V of the target.
-            further_exits: layers before the exits beside the model's own; see ``ExitPlaces``.
-            candidates: tokens per node that a pipeline's exits hand out at most.
-            sample: sample candidates, and give the distribution (rejection verifiers).
+            pair, exit_front: see ``EarlyExitSource``.
+            further_exits: number of layers before each exit after the pair's own; None for one
+                exit at twice its depth.
+            candidates: maximum tokens per node and exit that a pipeline returns.
+            sample: sample candidates and return their distribution, for rejection verifiers.
 
         Raises:
-            ValueError: for fewer than one candidate.
-            UserError: for exits that do not rise, or are not inside the target.
+            ValueError: fewer than one candidate.
+            UserError: exits that do not rise, or are not inside the target.
         """
-        self.layers = places.layers(further_exits)
-        self._front = None if places.build is None else places.build(self.layers)
-        self._num_layers = places.num_layers
+        self.layers = _exit_layers(pair, further_exits)
+        self._front = None if exit_front is None else exit_front(self.layers)
+        self._pair, self._num_layers = pair, pair.num_layers
         self.needs = Needs(real_nodes=True)
         self.counters = SourceCounters()
         if self._front is None:
             self.needs = Needs(exits=candidates, further_exits=self.layers[1:], real_nodes=True)
         else:
             self.counters = self._front.counters
-        self.vocab_size: int | None = vocab_size
+        self.vocab_size: int | None = pair.vocab_size
         self.gives_probs = sample
         self._books = [CandidateCache() for _ in self.layers]
         self._said: dict[int, dict[int, dict[int, tuple[int, float]]]] = {}
         self._chances: dict[int, ExitChances] = {}
 
+    @cached_property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that a pass of the first exit reads; see ``EarlyExitSource``."""
+        return exit_pass_bytes(self._pair, with_layers=self._front is not None)
+
     def open(self, request: RequestState) -> None:
-        """Starts a request; caches are the executor's."""
+        """Starts a request; the executor has the caches."""
         for book in self._books:
             book.open(request.id)
         self._said[request.id] = {}
@@ -187,6 +195,23 @@ class MultiExitSource:
                 chances.learn(known, token)
         kept = set(commit.kept_ids.tolist())
         self._said[commit.request] = {i: known for i, known in said.items() if i in kept}
+
+
+def _exit_layers(pair: SourcePair, further: Sequence[int] | None) -> tuple[int, ...]:
+    """Number of layers before each exit, the pair's own first.
+
+    Raises:
+        UserError: they do not rise, or are not inside the target.
+    """
+    first, last = pair.exit_layer, pair.num_layers - 1
+    others = [min(2 * first, last)] if further is None else list(further)
+    layers = [first, *others]
+    if not others or layers != sorted(set(layers)) or layers[-1] > last:
+        raise UserError(
+            f"source.further_exits={further} must rise from above model.exit_layer={first} to"
+            f" at most {last}, the target's layers less one; for one exit use source=early_exit"
+        )
+    return tuple(layers)
 
 
 _BINS = 4

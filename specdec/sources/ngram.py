@@ -17,9 +17,10 @@ from specdec.sources.sampled import sampled_candidates
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
+    from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
-_MEMORY = 1 << 16  # contexts whose answers are kept for a request before all are forgotten
+_MEMORY = 1 << 16  # answers cached per request; the cache is cleared when it is full
 
 _Known = dict[tuple[int, ...], tuple[IntArray, FloatArray, int]]
 """(k, *context) -> (tokens, log probabilities, valid entries) of its k best continuations."""
@@ -39,14 +40,27 @@ class NGramSource:
 
     needs = Needs()
 
-    def __init__(self, *, katz: KatzModel, sample: bool = False) -> None:
-        """Wraps a model.
+    def __init__(
+        self,
+        *,
+        katz: KatzModel | None = None,
+        pair: SourcePair | None = None,
+        sample: bool = False,
+    ) -> None:
+        """Takes a model, or counts one from a pair's token samples.
 
         Args:
-            katz: counted from text or from a draft's samples.
-            sample: sample candidates by keyed draws and give the distribution (for verifiers that
-                need ``draft_probs``) instead of taking the most probable.
+            katz: the model; None for trigrams of the pair's samples.
+            pair: the model pair; not needed with ``katz``.
+            sample: sample candidates by keyed draws and return their distribution, for verifiers
+                that need ``draft_probs``; false: the most probable candidates.
+
+        Raises:
+            UserError: the pair has no token samples.
         """
+        if katz is None:
+            assert pair is not None, "either katz or pair is required"
+            katz = pair.artefact(KatzModel)
         self.katz = katz
         self.gives_probs = sample
         self.vocab_size: int | None = katz.vocab_size

@@ -16,16 +16,18 @@ Shape letters: W nodes, K candidates, C classes, V vocabulary, n positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from specdec.clocks import CONTROLLER, Work
+from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
 from specdec.sources.hashing import hash_u64, hash_uniform
 from specdec.types import NO_NODE, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
+    from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
 _MAX_RANK = 64  # larger ranks are misses
@@ -251,19 +253,28 @@ class SyntheticSource:
     needs = Needs()
     gives_probs = False
 
-    def __init__(self, *, pair: HiddenPair, prefill_chunk: int = 512) -> None:
+    def __init__(self, *, pair: HiddenPair | SourcePair, prefill_chunk: int = 512) -> None:
         """Proposes tokens for the target of ``pair``.
 
         Args:
-            pair: the hidden sequences and the draft's rank distributions.
+            pair: the hidden sequences and the draft's rank distributions, or a model pair that has
+                them as attribute ``hidden``.
             prefill_chunk: maximum number of prompt rows per pass. Default: 512.
+
+        Raises:
+            UserError: for a pair of real models.
         """
+        hidden = getattr(pair, "hidden", pair)
+        if not hasattr(hidden, "class_logprobs"):
+            raise UserError(
+                "source=synthetic proposes for model=synthetic only; choose source=draft_model"
+            )
         self.vocab_size: int | None = pair.vocab_size
         self.counters = SourceCounters(by_level={"draft": 0})
-        self._pair = pair
+        self._pair = cast("HiddenPair", hidden)
         self._prefill_chunk = prefill_chunk
         self._tables: dict[int, _RequestTables] = {}
-        self._logprobs = pair.class_logprobs
+        self._logprobs = hidden.class_logprobs
         self._counts = (self._logprobs > -np.inf).sum(axis=1)
         self._offsets = np.arange(self._logprobs.shape[1])
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from specdec.device import on_host
-from specdec.parts.fields import Bound, PositiveShare, validated
+from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState
 from specdec.types import NO_NODE, BoolArray, FloatArray, IntArray, Lossless, Needs, Output, Verdict
 from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answers
@@ -89,7 +90,10 @@ class TypicalVerifier:
 
     @validated
     def __init__(
-        self, *, epsilon: PositiveShare = 0.09, delta: Annotated[float, Bound(above=0)] = 0.3
+        self,
+        *,
+        epsilon: PositiveShare = 0.09,
+        delta: Annotated[float, Field(gt=0)] = 0.3,
     ) -> None:
         """Sets the threshold.
 

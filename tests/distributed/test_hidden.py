@@ -22,6 +22,8 @@ from specdec.distributed.replies import Arrived, Reply, hidden_reply
 from specdec.executors.layout import StageLayout
 from specdec.executors.row_packing import InFlight
 from specdec.interfaces import TreePolicy
+from specdec.models.medusa import MedusaHeads
+from specdec.pairs import PartsOnly
 from specdec.policies import FixedWidth, Static
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
@@ -214,7 +216,8 @@ def test_rank_0_loads_the_output_head_and_no_layers(tmp_path: Path) -> None:
     logits, loaded = [], []
     for alone in (False, True):
         models = pretrained(tmp_path)
-        heads = models.medusa_heads(2, Meter(), alone=alone)
+        seen = PartsOnly(models) if alone else models
+        heads = seen.artefact(MedusaHeads, num_heads=2, meter=Meter())
         assert heads.layer == 3
         hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
         logits.append(heads.logits(2, hidden))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from experiments.pipelines.batch_ratios import remarks
 from specdec.cli.batch_sizes import compose_curves
 from specdec.cli.compare import batch_sizes
 from specdec.errors import UserError
@@ -80,9 +81,11 @@ def test_ratios_and_crossovers() -> None:
         "specpipe behind elsewhere": 2,
         "specpipe_db behind elsewhere": None,
     }
-    page = curves_markdown(rows, {"clock": "simulated"}, crossovers(rows, None), "elsewhere")
+    crossed = crossovers(rows, None)
+    page = curves_markdown(rows, {"clock": "simulated"}, crossed, "elsewhere", remarks(rows))
     assert "`elsewhere` is cross-profile" in page
     assert "batch 4, throughput: 2.00x over ar on the same profile, 1.33x cross-profile" in page
+    assert "cross-profile; the paper 1.64-2.08x over PP-vLLM" in page
     assert curves_png(rows, {"clock": "simulated"})[:4] == b"\x89PNG"
 
 

@@ -1,73 +1,124 @@
-"""Bounds of arguments: what is read from an annotation's text, and what a constructor refuses."""
+"""Validation of constructor arguments: the same from Python and from a configuration node."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from importlib import import_module
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 import pytest
+from pydantic import Field
 
 from specdec.config.options import options, own_values
-from specdec.parts.fields import Annotation, Bound, Count, Share, validated
-from specdec.parts.signatures import parameters
+from specdec.errors import UserError
+from specdec.parts.build import build_part, check_part
+from specdec.parts.fields import (
+    Count,
+    PositiveShare,
+    Share,
+    errors_of,
+    expects,
+    model_of,
+    names_of,
+    signature_of,
+    validated,
+)
+from specdec.parts.fields import Count as Number
 
-NAN = float("nan")
+if TYPE_CHECKING:
+    from specdec.models import ModelRunner
+
+NAN, INF = float("nan"), float("inf")
+Width = Annotated[int, Field(ge=1)]
+
+
+class Mode(Enum):
+    FAST = "fast"
+    EXACT = "exact"
+
+
+@dataclass
+class Handle:
+    """An object that the program passes."""
+
+    size: int
 
 
 @pytest.mark.parametrize(
-    ("text", "good", "bad", "said"),
+    ("hint", "good", "bad", "message"),
     [
-        ("Count", [1, 7], [0, -1, 1.5, True, "3", None], "a whole number of at least 1"),
-        ("Count | None", [1, None], [0], "a whole number of at least 1 or null"),
-        ("Share", [0, 0.5, 1], [-0.1, 1.1, NAN, True], "a number of at least 0 and at most 1"),
-        ("PositiveShare", [0.1, 1], [0, 2], "a number above 0 and at most 1"),
-        ("Annotated[float, Bound(above=-1)]", [0, 5.5], [-1, NAN], "a number above -1"),
-        ("Sequence[Count]", [[1], (1, 2), []], [[1, 0], 3, "113"], "a list of whole numbers"),
-        ("Count | Literal['soon']", [2, "soon"], [0, "late"], "whole number .* or one of soon"),
-        ("typing.Annotated[int, specdec.parts.fields.Bound(at_most=3)]", [-5, 3], [4], "at most 3"),
-        ("Optional[int]", [0, None], ["a"], "a whole number or null"),
-        ("typing.Union[Count, str]", [1, "a"], [0, None], "at least 1 or a text"),
-        ("int | str", [0, "a"], [1.5, None], "a whole number or a text"),
-        ("Mapping[str, int]", [{}], [3], "a mapping"),
+        (Count, [1, 7], [0, -1, 1.0, 1.5, True, "3", None], "a whole number of at least 1"),
+        (Width, [1, 7], [0, 3.0, True, "3"], "greater than or equal to 1"),
+        (Count | None, [1, None], [0, "1"], "a whole number of at least 1"),
+        (Share, [0, 0.5, 1], [-0.1, 1.1, NAN, True, "0.5"], "a number from 0 to 1"),
+        (PositiveShare, [0.1, 1], [0, 2, NAN], "a number above 0 and at most 1"),
+        (Annotated[float, Field(gt=-1)], [0, 5.5], [-1, NAN, INF], "greater than -1"),
+        (float, [1, 1.5], [NAN, INF, True, "1"], "it should be a"),
+        (Sequence[Count], [[1], (1, 2), []], [[1, 0], 3, "113", [True]], "key"),
+        (tuple[int, ...], [[1], (1, 2), []], [[1.0], "113"], "key"),
+        (list[Share], [[0.5], (0, 1)], [[2], 0.5], "key"),
+        (Count | Literal["soon"], [2, "soon"], [0, "late"], "at least 1 or it should be 'soon'"),
+        (Literal["a", "b"], ["a", "b"], ["c", 1], "'a' or 'b'"),
+        (Mode, ["fast", Mode.EXACT], ["slow", 1], "'fast' or 'exact'"),
+        (Mapping[str, int], [{}, {"a": 1}], [3, {"a": "b"}], "key"),
+        (Path, ["a/b", Path("a")], [3], "key=3"),
+        (bool, [True, False], [0, 1, "true"], "valid boolean"),
+        (Annotated[int, Field(ge=2), expects("it must be 2; or use X")], [2], [1], "or use X"),
     ],
 )
-def test_an_annotation_is_read_from_its_text(
-    text: str, good: list[object], bad: list[object], said: str
-) -> None:
-    annotation = Annotation(text)
-    assert annotation.plain
-    assert [value for value in good if not annotation.accepts(value)] == []
-    assert [value for value in bad if annotation.accepts(value)] == []
-    assert Annotation(f"{text} | Chain").plain is False, "an object is none of YAML's"
-    with pytest.raises(ValueError, match=said):
-        raise ValueError(annotation.refusal)
+def test_values_are_strict(hint: Any, good: list[Any], bad: list[Any], message: str) -> None:
+    model = model_of({"key": (hint, True)})
+    assert [value for value in good if errors_of(model, {"key": value})] == []
+    assert [value for value in bad if not errors_of(model, {"key": value})] == []
+    ((key, error),) = errors_of(model, {"key": bad[0]}, "part.")
+    assert key == "key"
+    assert error.startswith("part.key")
+    assert message in error
+
+
+def test_the_element_that_is_wrong_is_named() -> None:
+    model = model_of({"branching": (Sequence[Count], True)})
+    ((_, error),) = errors_of(model, {"branching": [1, 0]}, "policy.")
+    assert error.startswith("policy.branching[1]=0 cannot be used")
 
 
 class Part:
     @validated
     def __init__(
         self,
-        size: Count,
+        size: Number,
         *,
         shares: Sequence[Share] = (),
-        low: Annotated[float, Bound(at_least=2, remedy="or leave it out")] | None = None,
+        low: Annotated[float, Field(ge=2)] | None = None,
         word: Literal["a", "b"] = "a",
+        width: Width = 1,
         inner: Part | None = None,
+        runner: ModelRunner | None = None,
+        handle: Handle | None = None,
+        load: Callable[[int], int] = abs,
+        free=None,
     ) -> None:
         self.given = (size, shares, low, inner)
+
+    def run(self) -> None: ...
 
 
 def test_a_constructor_keeps_to_its_signature() -> None:
     assert Part(2, low=None).given == (2, (), None, None)
-    assert Part(size=3, shares=[0.5], inner=Part(1)).given[:2] == (3, [0.5])
-    assert list(inspect.signature(Part).parameters) == ["size", "shares", "low", "word", "inner"]
+    assert Part(size=np.int64(3), shares=[0.5], inner=Part(1)).given[:2] == (3, [0.5])
+    assert list(inspect.signature(Part).parameters)[:3] == ["size", "shares", "low"]
     for make, words in [
         (lambda: Part(0), "size=0 cannot be used: it must be a whole number of at least 1"),
-        (lambda: Part(1, shares=[0.5, 2.0]), r"shares=\[0.5, 2.0\]"),
-        (lambda: Part(1, word="c"), "word='c' cannot be used: it must be one of a, b"),  # type: ignore[arg-type]
-        (lambda: Part(1, low=1), "of at least 2 or null; or leave it out"),
+        (lambda: Part(1, shares=[0.5, 2.0]), r"shares\[1\]=2.0"),
+        (lambda: Part(1, word="c"), "word='c' cannot be used: it should be 'a' or 'b'"),  # type: ignore[arg-type]
+        (lambda: Part(1, low=1), "low=1 .* greater than or equal to 2"),
+        (lambda: Part(1, width=0), "width=0"),
+        (lambda: Part(NAN), "size=nan"),  # type: ignore[arg-type]
     ]:
         with pytest.raises(ValueError, match=words):
             make()
@@ -75,31 +126,70 @@ def test_a_constructor_keeps_to_its_signature() -> None:
         Part()  # type: ignore[call-arg]
 
 
+def test_objects_stay_out_of_the_schema() -> None:
+    known = signature_of(Part)
+    assert names_of(known.model) == ("size", "shares", "low", "word", "width", "free")
+    assert known.objects.keys() == {"inner", "runner", "handle", "load"}
+    assert known.objects["runner"] is None, "imported under TYPE_CHECKING only"
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"size": 0}, r"p.size=0 cannot be used"),
+        ({"size": "3"}, r"p.size='3'"),
+        ({"size": 1, "width": 0}, r"p.width=0"),
+        ({"size": 1, "sise": 2}, r"no key 'sise' .*did you mean size"),
+        ({"size": 1, "runner": 2}, r"no key 'runner'"),
+        ({"size": 1, "handle": {"size": 2}}, r"no key 'handle'"),
+        ({}, r"lacks size .*add p.size=VALUE"),
+        ({"size": 1, "inner": {"_target_": f"{__name__}.Part", "size": 0}}, r"p.inner.size=0"),
+        ({"size": 1, "inner": {"_target_": "subprocess.Popen", "args": "x"}}, "is not a Part"),
+    ],
+)
+def test_a_node_is_checked_against_the_same_signature(values: dict[str, Any], word: str) -> None:
+    node = {"_target_": f"{__name__}.Part", **values}
+    with pytest.raises(UserError, match=word):
+        check_part(node, "p", "p")
+    with pytest.raises(UserError, match=word):
+        build_part(node, {}, "p")
+
+
+def test_nodes_become_parts() -> None:
+    inner = {"_target_": f"{__name__}.Part", "size": 1}
+    node = {"_target_": f"{__name__}.Part", "size": 2, "width": 3, "inner": inner}
+    check_part(node, "p", "p")
+    part = build_part(node, {"handle": lambda: Handle(1), "size": lambda: 5}, "p")
+    assert part.given[0] == 2, "a key of the node is not replaced"
+    assert part.given[3].given == (1, (), None, None)
+    assert build_part({**node, "size": 4}, {}, "p").given[0] == 4
+
+
 def test_evaluated_annotations_are_read_alike() -> None:
     """A module without ``from __future__ import annotations`` has objects in place of texts."""
-    scope: dict[str, object] = {"Annotated": Annotated, "Bound": Bound, "Count": Count}
-    source = "def make(self, *, a: Count, b: Annotated[float, Bound(above=0)] | None = None): pass"
+    scope: dict[str, Any] = {"Annotated": Annotated, "Field": Field, "Size": Count}
+    source = "def make(self, *, a: Size, b: Annotated[float, Field(gt=0)] | None = None): pass"
     exec(compile(source, "<own>", "exec", dont_inherit=True), scope)
-    make = validated(scope["make"])  # type: ignore[arg-type]
+    make = validated(scope["make"])
     make(None, a=1, b=0.5)
     for wrong in ({"a": 0}, {"a": 1, "b": 0.0}):
         with pytest.raises(ValueError, match="cannot be used"):
             make(None, **wrong)
 
 
-def test_every_part_that_states_bounds_also_keeps_them() -> None:
-    """A signature read by the command line alone would let Python in by the back door."""
-    found, open_doors = 0, []
+def test_every_part_with_bounds_also_keeps_them_from_python() -> None:
+    """Bounds that only the command line checked would let Python call with any value."""
+    num_checked, open_doors = 0, []
     for group in ("source", "policy", "verifier"):
         for path in options(group, ()).values():
             target = own_values(path).get("_target_")
             if target is None:
                 continue
-            stated = [p for p in parameters(target).values() if p.annotation]
-            if any(Annotation(p.annotation).validated for p in stated):
-                found += 1
-                module, _, name = target.rpartition(".")
-                made = getattr(import_module(module), name).__init__
-                open_doors += [] if hasattr(made, "__wrapped__") else [target]
-    assert found > 15
+            module, _, name = target.rpartition(".")
+            cls = getattr(import_module(module), name)
+            hints = str(inspect.signature(cls)) if names_of(signature_of(cls).model) else ""
+            if any(word in hints for word in ("Count", "Share", "Annotated", "Literal", "_FROM")):
+                num_checked += 1
+                open_doors += [] if hasattr(cls.__init__, "__wrapped__") else [target]
+    assert num_checked > 15
     assert not open_doors

@@ -15,13 +15,13 @@ from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
 from specdec.executors import ExitFront
 from specdec.interfaces import TokenSource
-from specdec.metrics.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
 from specdec.policies import FixedWidth
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
 from specdec.sources import MultiExitSource
 from specdec.sources.candidate_cache import CandidateCache
+from specdec.sources.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
 from specdec.sources.multi_exit import ExitChances
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases

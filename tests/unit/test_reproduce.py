@@ -29,7 +29,7 @@ from experiments.reproduce.lab import Lab
 from experiments.reproduce.rendering import claim_rows, csv_text, markdown
 from experiments.reproduce.stated import Claim, read_paper
 from specdec.errors import UserError
-from specdec.metrics.exit_laws import eq4_speedup, eq5_acceptance, eq6_speedup
+from specdec.sources.exit_laws import eq4_speedup, eq5_acceptance, eq6_speedup
 
 ITEMS = all_items()
 SIMPLE = [

@@ -158,7 +158,7 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
         (lambda: Chain(gamma=2.5), ["gamma=2.5", "whole number"]),  # type: ignore[arg-type]
         (lambda: Static(branching=[]), ["policy.branching=[]", "at least one entry"]),
         (lambda: Static(branching="113"), ["branching='113'", "list"]),
-        (lambda: Static(branching=[1, 0]), ["branching=[1, 0]", "whole numbers of at least 1"]),
+        (lambda: Static(branching=[1, 0]), ["branching[1]=0", "whole number of at least 1"]),
         (lambda: FixedWidth(width=0, children=1), ["width=0", "policy=root_only"]),
         (lambda: FixedWidth(width=1, children=-3), ["children=-3"]),
         (

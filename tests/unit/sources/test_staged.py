@@ -251,7 +251,8 @@ def test_bad_sizes_and_vocabularies_are_refused():
 @pytest.mark.parametrize("front", [None, SimpleNamespace(counters=SourceCounters())])
 def test_a_source_in_the_executor_s_own_trees_cannot_be_staged(front):
     """Its answers are known by the ids of the real trees, which scratch nodes do not have."""
-    exits = EarlyExitSource(front=front, vocab_size=VOCAB)
+    pair = SimpleNamespace(vocab_size=VOCAB, exit_layer=1)
+    exits = EarlyExitSource(pair=pair, exit_front=front and (lambda _layers: front))
     inside = MixtureSource(sources=[exits, NullSource()])
     with pytest.raises(ValueError, match="source=mixture"):
         StagedSource(draft=make_draft(), cheap=inside)
