@@ -34,3 +34,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

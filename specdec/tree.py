@@ -14,6 +14,8 @@ Shape letters: N nodes, W selected nodes, K candidates per node, C children, D d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from specdec.device import Probs
@@ -284,6 +286,28 @@ class TokenTree:
             current = above.take(current)
         flat[line] = True
         return mask
+
+    def with_missing_ancestors(
+        self, slots: IntArray, has: Callable[[IntArray], BoolArray]
+    ) -> IntArray:
+        """int64[M], sorted: ``slots`` and all their ancestors that a cache does not have.
+
+        Args:
+            slots: int64[W]; returned unchanged if sorted and no ancestor is missing.
+            has: node ids int64[n] -> bool[n], whether the cache has them.
+        """
+        rows = level = slots
+        while len(level):
+            above = self.parents[level]
+            above = above[above != NO_NODE]
+            above = above[~has(self.ids[above])] if len(above) else above
+            if not len(above):
+                break
+            level = np.setdiff1d(above, rows)
+            rows = np.concatenate([level, rows])
+        if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
+            rows = np.unique(rows)
+        return rows
 
     def best_candidates(self, num: int) -> tuple[IntArray, IntArray, FloatArray]:
         """The ``num`` candidates of the whole tree with the highest score.

@@ -33,7 +33,7 @@ def build(
         verifier: the preset's ``match`` if omitted.
         stages: stages of a pipeline; one device if omitted.
         draft_overlap: whether the next tree is drafted during verification; see
-            ``policies.static.DraftOverlap``.
+            ``policies.Static``.
     """
     shape = None if branching is None else list(branching)
     keys = {"policy.branching": shape, "policy.draft_overlap": draft_overlap}

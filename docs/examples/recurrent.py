@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from pydantic import Field
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.answerer import Answerer, ModelAnswerer
+from specdec.executors.exits import ExitStage
 from specdec.executors.stage import StageOutput
 from specdec.models import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -65,6 +66,19 @@ class RecurrentPair:
     def draft_runner(self, meter: Meter) -> ModelRunner:
         """Refused: there is no draft."""
         raise UserError("model=recurrent has no draft model; use source=prompt_lookup")
+
+    def artefact(self, kind: type, **options: Any) -> Any:
+        """Refused: there are no heads and no n-grams (``kind``) beside the target."""
+        raise UserError(f"model=recurrent has no {kind.__name__}; use source=prompt_lookup")
+
+    @property
+    def exit_layer(self) -> int:
+        """Refused: a target of one layer has no early exit."""
+        raise UserError("model=recurrent has no early exit; use source=prompt_lookup")
+
+    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
+        """Refused, as ``exit_layer``."""
+        raise AssertionError(self.exit_layer)
 
 
 class RecurrentStage:

@@ -113,10 +113,12 @@ class _Plain:
     def run(
         self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
     ) -> RunTotals:
-        self._baseline.take_totals()
+        parts = []
         for prompt in prompts:
-            on_finish(self._baseline.generate_one(prompt.id, prompt.tokens))
-        return self._baseline.take_totals()
+            result, totals = self._baseline.generate_one(prompt.id, prompt.tokens)
+            parts.append(totals)
+            on_finish(result)
+        return RunTotals.merge(parts)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,4 +1,4 @@
-"""What stands on the command line besides overrides."""
+"""Flags of the command line; everything else is an override."""
 
 from __future__ import annotations
 
@@ -13,59 +13,106 @@ from specdec.parts.suggest import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The words after a command, sorted out.
+    """The words after a command.
 
     Attributes:
         overrides: key=value and group=option, in order.
-        flags: the flags given, by their long name.
-        config_dirs: further configuration trees (``--config-dir``); modules beside them can be
+        flags: long names of the flags that are set.
+        config_dirs: further configuration trees (``--config-dir``). Modules beside them can be
             imported, so that their YAML may name classes there.
+        cfg: ``--cfg``: job, hydra or all; "" where it is not set.
+        info: ``--info``: what Hydra is to show; "" where it is not set.
     """
 
     overrides: tuple[str, ...]
     flags: frozenset[str]
     config_dirs: tuple[Path, ...]
+    cfg: str = ""
+    info: str = ""
 
 
-_SHORT = {"-h": "--help", "-m": "--multirun"}
+_SHORT = {
+    "-h": "--help",
+    "-m": "--multirun",
+    "-c": "--cfg",
+    "-i": "--info",
+    "-cd": "--config-dir",
+    "-cn": "--config-name",
+    "-cp": "--config-path",
+    "-sc": "--shell-completion",
+    "-r": "--run",
+    "-p": "--package",
+}
+_CHOICES = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
+_NOT_HERE = {
+    "--config-name": "every command has its own root; put a group experiment/NAME.yaml into a tree"
+    " of your own and use --config-dir DIR +experiment=NAME",
+    "--config-path": "use --config-dir DIR, which adds a tree of your own to the library's",
+    "--hydra-help": "use --help; of Hydra's flags, -m, --cfg, --info and --config-dir work here",
+    "--shell-completion": "use `specdec list`, which shows every option of every group",
+    "--run": "leave it out: without -m there is one run",
+    "--resolve": "leave it out: --cfg prints resolved values",
+    "--package": "leave it out: --cfg prints the whole configuration",
+    "--experimental-rerun": "start the same command with the same output_dir again",
+}
+"""Flags of Hydra's that do not apply -> what to do instead."""
 
 
 def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
     """Separates overrides from flags.
 
     Args:
-        words: what follows the command.
-        flags: long names that this command knows; ``--help`` and ``--config-dir DIR`` always.
+        words: the words after the command.
+        flags: long names that this command has; ``--help`` and ``--config-dir DIR`` always work.
 
     Raises:
-        UserError: an unknown flag, or a folder that is not there.
+        UserError: an unknown flag, a flag of Hydra's that does not apply, or a missing folder.
     """
-    overrides, given, folders = [], set(), []
-    rest = iter(words)
-    for word in rest:
+    known = ("--help", "--config-dir", *flags)
+    overrides, flags_set, folders = [], set(), []
+    chosen = dict.fromkeys(_CHOICES, "")
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
         name, equals, value = _SHORT.get(word, word).partition("=")
+        name = _SHORT.get(name, name)
         if not word.startswith("-"):
             overrides.append(word)
         elif name == "--config-dir":
-            named = value if equals else next(rest, "")
-            folder = Path(named).expanduser()
-            if not named or not folder.is_dir():
-                raise UserError(
-                    f"--config-dir {named or 'without a name'} is not a folder: name a"
-                    " configuration tree"
-                )
-            folders.append(folder)
-            _make_importable(folder)
-        elif name in ("--help", *flags) and not equals:
-            given.add(name)
+            folders.append(_tree(value if equals else rest.pop(0) if rest else ""))
+        elif name in known and name in _CHOICES:
+            options = _CHOICES[name]
+            if not equals:
+                value = rest.pop(0) if rest and rest[0] in options else options[0]
+            if value not in options:
+                raise UserError(f"{word}: {name} takes {', '.join(options)}; {options[0]} if none")
+            chosen[name] = value
+        elif name in known and not equals:
+            flags_set.add(name)
+        elif name in _NOT_HERE:
+            raise UserError(f"{name} does not apply here: {_NOT_HERE[name]}")
         else:
-            known = ("--help", "--config-dir", *flags)
             raise UserError(f"{word} is not a flag of this command: {did_you_mean(name, known)}")
-    return Arguments(tuple(overrides), frozenset(given), tuple(folders))
+    return Arguments(
+        tuple(overrides),
+        frozenset(flags_set),
+        tuple(folders),
+        cfg=chosen["--cfg"],
+        info=chosen["--info"],
+    )
 
 
-def _make_importable(tree: Path) -> None:
-    """Lets ``_target_`` name modules that lie beside a configuration tree."""
-    beside = str(tree.resolve().parent)
+def _tree(name: str) -> Path:
+    """A configuration tree; makes the modules beside it importable, for its ``_target_``."""
+    folder = Path(name).expanduser()
+    if not name or not folder.is_dir():
+        raise UserError(
+            f"--config-dir {name or 'without a name'} is not a folder: name a configuration tree"
+        )
+    beside = str(folder.resolve().parent)
     if beside not in sys.path:
         sys.path.append(beside)
+    return folder

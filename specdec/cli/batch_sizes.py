@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,18 @@ _NOT_RECORDED = frozenset(
         *("curve_profile", "cross_profile", "curve_replay", "record", "prefill_chunk"),
     ]
 )
-"""Overrides that the record does not depend on: it holds the target's tokens and the draft."""
+"""Overrides that do not change the record, which has the target's tokens and the draft's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What is to be run.
+    """A comparison at several batch sizes.
 
     Attributes:
         sizes: batch sizes, increasing.
-        comparison: its rows, at the largest size.
-        cross: plain decoding on another profile; None where there is none.
-        record: the run that is recorded first; None where rows decode by themselves.
+        comparison: the rows, at the largest size.
+        cross: additional row, plain decoding on another profile; None for no such row.
+        record: run that is recorded first and replayed by the rows; None: rows load the models.
     """
 
     sizes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Curves:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the folder's ``config.yaml`` holds."""
+        """Content of the folder's ``config.yaml``."""
         extra: dict[str, Any] = {"batch_sizes": list(self.sizes)}
         if self.cross is not None:
             extra["cross"] = self.cross.config
@@ -54,18 +54,18 @@ class Curves:
     def rows(self, size: int) -> list[dict[str, Any]]:
         """One configuration per row, at one batch size."""
         jobs = [*self.comparison.jobs, *([] if self.cross is None else [self.cross])]
-        found = [deepcopy(job.config) for job in jobs]
-        for config in found:
+        configs = [deepcopy(job.config) for job in jobs]
+        for config in configs:
             config["batch_size"] = size
-        return found
+        return configs
 
 
 def curves(
     sizes: Sequence[int], overrides: Sequence[str], extra: Sequence[Path], *, only_show: bool
 ) -> int:
     """Runs the command for a list of batch sizes; returns the exit status."""
-    asked = [o for o in parse(overrides) if o.key_or_group == "output_dir"]
-    folder = Path(str(asked[-1].value())) if asked else default_folder("compare")
+    named = [o for o in parse(overrides) if o.key_or_group == "output_dir"]
+    folder = Path(str(named[-1].value())) if named else default_folder("compare")
     composed = compose_curves(sizes, overrides, folder, extra)
     for notice in composed.comparison.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -82,7 +82,7 @@ def compose_curves(
     """Composes and checks every row.
 
     Raises:
-        UserError: whatever is wrong with a row.
+        UserError: an error in a row.
     """
     keys = {str(o.key_or_group): o.value() for o in parse(overrides)}
     own = [w for w in overrides if w.split("=")[0] in ("curve_profile", "cross_profile", "clock")]
@@ -105,13 +105,8 @@ def compose_curves(
     with_ar = any(job.name == "ar" for job in comparison.jobs)
     if simulated and with_ar and profile == base["curve_profile"] and base["cross_profile"]:
         cross = _cross(rest, str(base["cross_profile"]), extra)
-    told = Comparison(
-        comparison.jobs,
-        comparison.repeats,
-        comparison.output_dir,
-        (*notices, *comparison.notices),
-    )
-    return Curves(tuple(sorted(sizes)), told, cross, record)
+    comparison = replace(comparison, notices=(*notices, *comparison.notices))
+    return Curves(tuple(sorted(sizes)), comparison, cross, record)
 
 
 def _recorded(overrides: Sequence[str], extra: Sequence[Path]) -> Job:
@@ -120,7 +115,7 @@ def _recorded(overrides: Sequence[str], extra: Sequence[Path]) -> Job:
 
 
 def _cross(overrides: Sequence[str], profile: str, extra: Sequence[Path]) -> Job:
-    """Plain decoding on another profile: a row, but not the yardstick."""
+    """Plain decoding on another profile: a row, but not the baseline of speed-ups."""
     left = [w for w in overrides if w.split("=")[0].split(".")[0] not in (*PARTS[:3], "strategies")]
     left = [w for w in left if not w.startswith("clock.profile=")]
     words = ["strategies=[ar]", *left, f"clock.profile={profile}"]
@@ -136,7 +131,7 @@ def _execute(composed: Curves, folder: Path) -> None:
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
         return
     with working_in(folder):
-        # Here, not at the top: torch and transformers, seconds to import, come with it.
+        # Imported here: torch and transformers take seconds to import.
         from specdec.runs.batch_sizes import curve_jobs
         from specdec.runs.jobs import run_job
 

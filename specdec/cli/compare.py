@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, working_in
+from specdec.cli.folders import claim, default_folder, working_in
 from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
-from specdec.config.comparison import RESULT_FILE, Comparison, _text, compose_comparison
+from specdec.cli.show import show_config
+from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison, text_of
 from specdec.config.hydra import parse
 from specdec.errors import UserError
 
@@ -24,9 +25,9 @@ Each row's tokens are compared with those of `ar`.
   strategies=[...]  presets, in the order of the rows; `specdec list strategies` shows them
   repeats=5         interleaved repeats; the table shows medians
   group=option, key=value
-                    as for `specdec run`; they hold for every row. Overrides of source, policy and
-                    verifier leave `ar` and transformers' own rows alone, and a key such as
-                    policy.width holds for the rows whose policy has it
+                    as for `specdec run`; they apply to every row. Overrides of source, policy and
+                    verifier do not apply to `ar` and to transformers' own rows, and a key such as
+                    policy.width applies to the rows whose policy has it
   executor.stages=8 puts every row on a pipeline of so many stages
   'batch_size=[1,4,16]'
                     every row at each batch size: throughput and time between tokens as curves
@@ -49,23 +50,24 @@ def main(words: Sequence[str]) -> int:
     if sizes is not None:
         from specdec.cli.batch_sizes import curves
 
-        return curves(sizes, rest, arguments.config_dirs, only_show="--cfg" in arguments.flags)
+        return curves(sizes, rest, arguments.config_dirs, only_show=bool(arguments.cfg))
+    if arguments.cfg:
+        return show_config(
+            arguments, lambda *words: compose_comparison(*words).config, name="compare"
+        )
     comparison = compose_comparison(arguments.overrides, arguments.config_dirs)
     for notice in comparison.notices:
         print(f"note: {notice}", file=sys.stderr)
-    if "--cfg" in arguments.flags:
-        print(as_yaml(comparison.config), end="")
-        return 0
-    asked = comparison.output_dir
-    execute(comparison, Path(asked) if asked else default_folder("compare"))
+    folder = comparison.output_dir
+    execute(comparison, Path(folder) if folder else default_folder("compare"))
     return 0
 
 
 def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
-    """The list that ``batch_size`` is given as, None where it is not one; the other overrides.
+    """Splits off a list of batch sizes: (sizes, other overrides); sizes are None without a list.
 
     Raises:
-        UserError: the list has something else than different numbers of at least 1.
+        UserError: the list is not one of different numbers of at least 1.
     """
     sizes, rest = None, []
     for override in parse(overrides):
@@ -73,7 +75,7 @@ def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
         if override.key_or_group == "batch_size" and isinstance(value, list):
             sizes = value
         else:
-            rest.append(_text(override))
+            rest.append(text_of(override))
     if sizes is not None and (
         not sizes
         or len(set(sizes)) < len(sizes)
@@ -90,7 +92,7 @@ def execute(comparison: Comparison, folder: Path) -> None:
     """Runs a comparison in its folder; shows its table again where it is complete.
 
     Raises:
-        UserError: the folder is another configuration's, or what the engine refuses.
+        UserError: the folder belongs to another configuration, or the engine refuses a row.
     """
     if claim(folder, comparison.config, RESULT_FILE):
         table = folder / "comparison.md"
@@ -99,12 +101,12 @@ def execute(comparison: Comparison, folder: Path) -> None:
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
         return
     with working_in(folder):
-        # Here, not at the top: torch and transformers, seconds to import, come with it.
+        # Imported here: torch and transformers take seconds to import.
         from specdec.runs.jobs import compare_jobs
 
         configs = [job.config for job in comparison.jobs]
         with reporting() as progress:
-            found = compare_jobs(configs, folder, comparison.repeats, progress)
-    if "rows" in found:
-        log_results(configs, found["rows"], folder)
+            results = compare_jobs(configs, folder, comparison.repeats, progress)
+    if "rows" in results:
+        log_results(configs, results["rows"], folder)
     print(f"results in {folder}")

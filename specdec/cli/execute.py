@@ -1,4 +1,4 @@
-"""."""
+"""Runs a job in its folder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ RESULT_FILE = "summary.json"
 
 
 def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
-    """Runs a job in its folder, unless it is complete there.
+    """Runs a job in its folder unless it is complete.
 
     Returns:
-        The engine's summary; None where nothing was left to do.
+        The summary; None if the job was complete.
 
     Raises:
-        UserError: the folder is another configuration's, or what the engine refuses.
+        UserError: the folder belongs to another configuration, or the engine refuses the job.
     """
     if claim(folder, job.config, RESULT_FILE):
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
         return None
     with working_in(folder):
-        # Here, not at the top: torch and transformers, seconds to import, come with it.
+        # Imported here: torch and transformers take seconds to import.
         from specdec.runs.jobs import run_job
 
         with reporting() as progress:

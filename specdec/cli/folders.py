@@ -1,4 +1,4 @@
-"""Run folders: where they are, whom they belong to, and whether their work is done."""
+"""Run folders: their names, their configurations, and whether their work is complete."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _MAX_SHOWN = 3
 
 
 def default_folder(command: str, name: str = "") -> Path:
-    """``outputs/<command>/<name>/<time>-<unique>``: two runs never share it."""
+    """``outputs/<command>/<name>/<time>-<unique>``; unique to a run."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     parent = Path("outputs") / command
     return (parent / safe_name(name) if name else parent) / f"{stamp}-{uuid4().hex[:6]}"
 
 
 def safe_name(text: str) -> str:
-    """``text`` as one folder name; where characters had to go, a digest keeps it unique."""
+    """``text`` as one folder name, with a digest where characters were removed."""
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text).strip(".-") or "run"
     if name == text and len(name) <= _LONGEST_NAME:
         return name
@@ -50,49 +50,46 @@ def safe_name(text: str) -> str:
 
 
 def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
-    """Makes ``folder`` the place of this configuration.
-
-    A folder belongs to the configuration whose ``config.yaml`` lies in it. One without is made, or
-    taken if it is empty.
+    """Assigns ``folder`` to a configuration, which is written to its ``config.yaml``.
 
     Args:
-        folder: the run folder.
+        folder: a new or empty folder, or one with the same ``config.yaml``.
         config: plain values.
-        result: the file that is written last; where it exists the work is done.
+        result: name of the file that is written last.
 
     Returns:
-        Whether the work is done already.
+        Whether ``result`` exists, so that the work is complete.
 
     Raises:
-        UserError: the folder belongs to another configuration or to something else.
+        UserError: the folder belongs to another configuration, or has other content.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir={folder} is a file: name a folder")
     stored = folder / CONFIG_FILE
     if stored.is_file():
         try:
-            found = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
+            loaded = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
         except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
             raise UserError(
                 f"output_dir={folder} has a {CONFIG_FILE} that cannot be read"
                 f" ({str(error).splitlines()[0]}): name another folder or delete that one"
             ) from error
-        kept = found if isinstance(found, dict) else {}
-        there, here = kept.get("command", "run"), config.get("command", "run")
+        previous = loaded if isinstance(loaded, dict) else {}
+        there, here = previous.get("command", "run"), config.get("command", "run")
         if there != here:
             raise UserError(
-                f"output_dir={folder} holds what `specdec {there}` has left, not `specdec {here}`:"
+                f"output_dir={folder} has results of `specdec {there}`, not of `specdec {here}`:"
                 " name another folder or delete that one"
             )
-        if found != dict(config):
+        if loaded != dict(config):
             raise UserError(
-                f"output_dir={folder} holds a run of another configuration"
-                f" ({_difference(found, dict(config))}): name another folder or delete that one"
+                f"output_dir={folder} has a run of another configuration"
+                f" ({_difference(loaded, dict(config))}): name another folder or delete that one"
             )
         return (folder / result).is_file()
     if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
         raise UserError(
-            f"output_dir={folder} is not empty and is no run folder (it has no {CONFIG_FILE}):"
+            f"output_dir={folder} is not empty and not a run folder (it has no {CONFIG_FILE}):"
             " name a new folder"
         )
     make_folder(folder)
@@ -101,10 +98,10 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder that can be written to, as needed.
+    """Creates a folder if needed, and checks that it is writable.
 
     Raises:
-        UserError: it cannot be made, or not be written to.
+        UserError: it cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,16 +120,16 @@ def as_yaml(config: Mapping[str, Any]) -> str:
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Work whose end the folder's ``status.json`` tells: ok, interrupted or failed.
+    """Locks the folder and writes the outcome to its ``status.json``: ok, interrupted or failed.
 
     Raises:
-        UserError: another process is at work there.
+        UserError: another process uses the folder.
     """
     with alone_in(folder):
         try:
             yield
         except BaseException as error:
-            with suppress(OSError):  # a full disk is what failed, perhaps
+            with suppress(OSError):  # the failure may be a full disk
                 write_text(folder / STATUS_FILE, json.dumps(_failure(error), indent=1))
             raise
         write_text(folder / STATUS_FILE, json.dumps({"status": "ok", "error": ""}, indent=1))
@@ -140,12 +137,12 @@ def working_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keeps other processes of ours out of a folder; a lock ends with its process.
+    """Locks a folder against other processes of this library until the process ends.
 
-    Where folders cannot be locked (Windows, some network file systems) nobody is kept out.
+    No lock where folders cannot be locked (Windows, some network file systems).
 
     Raises:
-        UserError: another process is at work there.
+        UserError: another process uses the folder.
     """
     if fcntl is None:
         yield
@@ -156,7 +153,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"output_dir={folder}: another process is at work there; wait for it, end it, or"
+                f"output_dir={folder}: another process uses it; wait for it, end it, or"
                 " name another folder"
             ) from error
         except OSError:

@@ -14,14 +14,14 @@ _PLUGINS = {
     "submitit_local": ("hydra_submitit_launcher", "submitit"),
     "submitit_slurm": ("hydra_submitit_launcher", "submitit"),
 }
-"""Launcher -> Hydra's plugin for it, and our extra that installs it."""
+"""Launcher -> Hydra plugin, and the extra of this package that installs it."""
 
 SIDE_BY_SIDE = ("joblib", "submitit_local")
 """Launchers whose jobs share this machine."""
 
 
 def check_launcher(overrides: Sequence[Override]) -> None:
-    """Says which package a launcher needs, where Hydra would only list what it has.
+    """Checks that the plugin of a launcher is installed.
 
     Raises:
         UserError: ``hydra/launcher=`` names a launcher whose plugin is not installed.

@@ -1,4 +1,4 @@
-"""``specdec list``: what there is to choose from."""
+"""``specdec list``: the options of every group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.parts.suggest import did_you_mean
 HELP = """\
 specdec list [--config-dir DIR] [WHAT]
 
-Shows what there is to choose from, one line each: strategies, sources, policies, verifiers,
+Lists the available options, one line each: strategies, sources, policies, verifiers,
 executors, models, datasets, samplings, servings, clocks, profiles, loggers. Without WHAT all.
 """
 
@@ -28,11 +28,10 @@ def main(words: Sequence[str]) -> int:
     if "--help" in arguments.flags:
         print(HELP, end="")
         return 0
-    asked = arguments.overrides
-    for word in asked:
+    for word in arguments.overrides:
         if word not in SECTIONS:
             raise UserError(f"specdec list {word}: {did_you_mean(word, SECTIONS)}")
-    for title in asked or SECTIONS:
+    for title in arguments.overrides or SECTIONS:
         how, rows = SECTIONS[title](arguments.config_dirs)
         print(f"{title}  ({how})")
         width = max((len(name) for name, _ in rows), default=0)
@@ -43,15 +42,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def _presets(extra: Sequence[Path]) -> tuple[str, list[Row]]:
-    found = options("strategy", extra)
-    rows = [(n, str(own_values(p).get("strategy", {}).get("title", ""))) for n, p in found.items()]
+    presets = options("strategy", extra).items()
+    rows = [(n, str(own_values(p).get("strategy", {}).get("title", ""))) for n, p in presets]
     return "strategy=NAME, or 'strategies=[NAME,...]' with compare", rows
 
 
 def _group(group: str) -> Callable[[Sequence[Path]], tuple[str, list[Row]]]:
     def rows(extra: Sequence[Path]) -> tuple[str, list[Row]]:
-        found = options(group, extra)
-        return f"{group}=NAME", [(n, first_comment(p) + _keys(group, p)) for n, p in found.items()]
+        paths = options(group, extra).items()
+        return f"{group}=NAME", [(n, first_comment(p) + _keys(group, p)) for n, p in paths]
 
     return rows
 
@@ -68,10 +67,6 @@ def _keys(group: str, path: Path) -> str:
     )
 
 
-def _datasets(extra: Sequence[Path]) -> tuple[str, list[Row]]:
-    return "data=NAME", [(n, first_comment(p)) for n, p in options("data", extra).items()]
-
-
 def _profiles(extra: Sequence[Path]) -> tuple[str, list[Row]]:
     rows = [(n, first_comment(p)) for n, p in options("profile", extra).items()]
     return "clock.profile=NAME with clock=simulated or clock=paced", rows
@@ -84,11 +79,11 @@ SECTIONS: dict[str, Callable[[Sequence[Path]], tuple[str, list[Row]]]] = {
     "verifiers": _group("verifier"),
     "executors": _group("executor"),
     "models": _group("model"),
-    "datasets": _datasets,
+    "datasets": _group("data"),
     "samplings": _group("sampling"),
     "servings": _group("serving"),
     "clocks": _group("clock"),
     "profiles": _profiles,
     "loggers": _group("logger"),
 }
-"""What can be listed, and how it is found."""
+"""Title -> (further trees) -> (how an option is chosen, (name, description) of each)."""

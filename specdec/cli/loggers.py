@@ -28,7 +28,9 @@ def build_logger(node: Mapping[str, Any]) -> Logger | None:
         UserError: a class that cannot be imported or refuses its arguments.
     """
     if "_target_" in node:
-        logger: Logger = build_part(node, {}, "logger")
+        from specdec.interfaces import Logger  # torch comes with it
+
+        logger: Logger = build_part(node, {}, "logger", Logger)
         return logger
     if node["kind"] == "none":
         return None

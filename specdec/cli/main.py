@@ -1,4 +1,4 @@
-"""The console script ``specdec``: finds the command and turns its errors into exit statuses."""
+"""The console script ``specdec``: dispatches to a command and maps errors to exit statuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.errors import RankFailure, UserError
 from specdec.parts.suggest import did_you_mean
 
 BAD_INPUT = 2
-"""Exit status for input that cannot be used."""
+"""Exit status of a ``UserError``."""
 
 _FAILED = 1
 _INTERRUPTED = 130
@@ -20,12 +20,18 @@ _RANK_FAILED = 3
 _COMMANDS = {
     "run": ("specdec.cli.run", "one strategy on one workload; -m sweeps"),
     "compare": ("specdec.cli.compare", "several strategies on the same prompts: table and plot"),
-    "verify": ("specdec.cli.verify", "certifies that a configuration is lossless"),
+    "verify": ("specdec.cli.verify", "certify that a configuration is lossless"),
     "train": ("specdec.cli.train", "train the models that ship with the package"),
-    "profile": ("specdec.cli.profile", "what work costs on this hardware; the tree that suggests"),
+    "profile": (
+        "specdec.cli.profile",
+        "latency profile of this hardware, and trees that suit it",
+    ),
     "trace": ("specdec.cli.trace", "timeline of all ranks and the tree's growth, of a traced run"),
     "report": ("specdec.cli.report", "one HTML page and pictures of a run, comparison or sweep"),
-    "reproduce": ("specdec.cli.reproduce", "a paper's table or figure, its values beside ours"),
+    "reproduce": (
+        "specdec.cli.reproduce",
+        "a paper's table or figure, beside its own values",
+    ),
     "worker": ("specdec.cli.worker", "one rank of a job that torchrun or Slurm starts"),
     "list": ("specdec.cli.list", "strategies, their parts, datasets, profiles"),
 }
@@ -35,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        argv: the words after the program's name; None takes them from the process.
+        argv: arguments after the program's name; None: ``sys.argv``.
 
     Returns:
         The exit status: 0, 1 where disk or memory is full, 2 for bad input, 3 when a rank failed,
@@ -56,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"specdec: {' '.join(str(error).split())}", file=sys.stderr)
         return _RANK_FAILED
     except KeyboardInterrupt:
-        print("specdec: interrupted; start the same command again to go on", file=sys.stderr)
+        print("specdec: interrupted; start the same command again to continue", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone; keep Python from complaining when it flushes.
+        # The reader (head, less) ended; keep Python from printing an error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MemoryError as error:
@@ -75,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("SPECDEC_TRACEBACK"):
             raise
         print(
-            f"specdec: {error.strerror}: make room, then start the same command again; it goes on"
-            " behind the prompts that are on disk",
+            f"specdec: {error.strerror}: make room, then start the same command again; it continues"
+            " after the prompts that are on disk",
             file=sys.stderr,
         )
         return _FAILED

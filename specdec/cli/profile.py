@@ -1,4 +1,4 @@
-"""``specdec profile``: a latency profile of this hardware, and the tree that it recommends."""
+"""``specdec profile``: a latency profile of this hardware, and trees that suit it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, working_in
+from specdec.cli.folders import claim, default_folder, working_in
 from specdec.cli.progress import reporting
+from specdec.cli.show import show_config
 from specdec.config.checks import check_section
 from specdec.config.hydra import compose_config
 from specdec.config.job import checked_job
@@ -17,7 +18,7 @@ from specdec.config.profiles import load_profile
 from specdec.errors import UserError
 
 RESULT_FILE = "profile.json"
-"""Written last; where it exists in a folder, the work is done."""
+"""Written last: a folder with this file is complete."""
 
 HELP = """\
 specdec profile [--cfg] [--config-dir DIR] [group=option] [key=value] ...
@@ -30,7 +31,7 @@ simulator and proposes a width, children and a grouping.
   profiling.name=NAME       the profile is written to OUTPUT/NAME.yaml; use it as
                             clock.profile=OUTPUT/NAME.yaml, or copy it to DIR/profile/ and use
                             --config-dir DIR clock.profile=NAME
-  profiling.use=PROFILE     measures nothing: proposes for a profile that is there
+  profiling.use=PROFILE     measures nothing: proposes trees for an existing profile
   profiling.tokens=[1,8,64] numbers of tokens to measure; profiling.repeats=, profiling.context=
   profiling.widths=[8,32] profiling.children=[4,16] profiling.groups=[1,2]
                             what is simulated
@@ -57,21 +58,20 @@ def main(words: Sequence[str]) -> int:
     if "--help" in arguments.flags:
         print(HELP, end="")
         return 0
-    config, asked = profile_config(arguments.overrides, arguments.config_dirs)
-    if "--cfg" in arguments.flags:
-        print(as_yaml(config), end="")
-        return 0
-    execute(config, Path(asked) if asked else default_folder("profile"))
+    if arguments.cfg:
+        return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")
+    config, output_dir = profile_config(arguments.overrides, arguments.config_dirs)
+    execute(config, Path(output_dir) if output_dir else default_folder("profile"))
     return 0
 
 
 def profile_config(
     overrides: Sequence[str], extra: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], str | None]:
-    """Composes and checks the configuration; returns it and the output folder asked for.
+    """Composes and checks the configuration; returns it and its ``output_dir``.
 
     Raises:
-        UserError: whatever is wrong with it.
+        UserError: an override, a value or a combination that cannot be used.
     """
     composed = compose_config(overrides, name="profiling", extra=extra)
     values = dict(composed.values)
@@ -90,7 +90,7 @@ def profile_config(
 
 
 def execute(config: dict[str, Any], folder: Path) -> None:
-    """Does the work in its folder, unless it is done there."""
+    """Measures or simulates in the folder, unless it is complete."""
     from specdec.profiling.allocation_job import allocation_job, print_splits
     from specdec.profiling.job import print_profile, profile_job
 
@@ -99,8 +99,8 @@ def execute(config: dict[str, Any], folder: Path) -> None:
         print(f"{folder}: complete already, not measured again (delete the folder to repeat it)")
         return
     with working_in(folder), reporting() as progress:
-        found = (allocation_job if splits else profile_job)(config, folder, progress)
-    (print_splits if splits else print_profile)(found)
+        result = (allocation_job if splits else profile_job)(config, folder, progress)
+    (print_splits if splits else print_profile)(result)
     if splits:
         print(f"best: specdec run --config-dir {folder} strategy=swiftspec_best")
     elif config["profiling"]["use"] is None:

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a bar where there is one, a line now and then where there is not."""
+"""Progress: a bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _LINE_EVERY_S = 10.0
 
 
 class Reporter(Protocol):
-    """What long work tells the user while it runs."""
+    """Receives the progress of long work."""
 
     def phase(self, label: str, total: int | None = None) -> None:
-        """A new piece of work of ``total`` units (None: unknown) begins; the one before is over."""
+        """Starts a phase of ``total`` units (None: unknown) and ends the one before."""
         ...
 
     def advance(self, count: int = 1, detail: str = "") -> None:
-        """``count`` units are done; ``detail`` says where it stands."""
+        """Counts ``count`` more units; ``detail`` is shown beside them."""
         ...
 
     def note(self, text: str) -> None:
-        """A line, or a table, for the user."""
+        """Prints a line or a table."""
         ...
 
 
@@ -55,13 +55,13 @@ class _Bars:
             self._progress.update(self._task, advance=count, detail=detail)
 
     def note(self, text: str) -> None:
-        self._progress.stop()  # the bars live on standard error, the text belongs on the other
+        self._progress.stop()  # the bars are on standard error, the text goes to standard output
         print(text, flush=True)
         self._progress.start()
 
 
 class _Lines:
-    """Lines in a log: one per phase, and one every so many seconds."""
+    """Lines in a log: one per phase, and one every ``_LINE_EVERY_S`` seconds."""
 
     def __init__(self) -> None:
         self._label = ""
@@ -89,7 +89,7 @@ class _Lines:
         print(f"{self._label}{of} {detail}".rstrip() + left, file=sys.stderr, flush=True)
 
     def _left(self) -> str:
-        """How long the rest takes if it goes on as so far; nothing while that cannot be said."""
+        """The remaining time at the rate so far; "" before the first unit."""
         if not self._total or not 0 < self._done < self._total:
             return ""
         seconds = (monotonic() - self._began) / self._done * (self._total - self._done)
@@ -97,7 +97,7 @@ class _Lines:
 
 
 def duration(seconds: float) -> str:
-    """A span of time as people say it: 40 s, 12 min, 3 h 20 min."""
+    """A duration as text: 40 s, 12 min, 3 h 20 min."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""``specdec report``: what a folder of results says, as one page and as pictures."""
+"""``specdec report``: a folder of results as one HTML page and as pictures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Reads the folder of a run, a comparison or a sweep and writes into it
                   run with trace=true the timeline and the token trees
   pictures/       its pictures: speed-up per prompt, throughput, acceptance by depth and position
 
-Rows of a sweep are held against the job with strategy=ar of the same data, models, devices, clock
-and seed, if there is one. Runs that were interrupted are named and left out of the table.
+Rows of a sweep are compared with the job with strategy=ar of the same data, models, devices, clock
+and seed, if it exists. Interrupted runs are named and left out of the table.
 
   texts=N         prompts per strategy whose text is on the page (4)
   text=ID         prints that prompt's outputs here, in colours, too
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     folder, options = _read_words(arguments.overrides)
-    # Here, not at the top: matplotlib takes a second to import.
+    # Imported here: matplotlib takes a second to import.
     from specdec.report.page import load_report, text_of, write_report
 
     report = load_report(folder)
@@ -65,9 +65,9 @@ def main(words: Sequence[str]) -> int:
 def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, int]]:
     folders, options = [], {}
     for word in words:
-        found = _OPTION.fullmatch(word)
-        if found:
-            options[found[1]] = int(found[2])
+        match = _OPTION.fullmatch(word)
+        if match:
+            options[match[1]] = int(match[2])
         elif re.match(r"texts?=", word):
             raise UserError(f"{word} cannot be read: texts=N is a number, text=ID a prompt's id")
         else:

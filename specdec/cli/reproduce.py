@@ -1,4 +1,4 @@
-"""``specdec reproduce``: hands on to the experiments, which this package does not import."""
+"""``specdec reproduce``: calls the package of experiments, if it is installed."""
 
 from __future__ import annotations
 

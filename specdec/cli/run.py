@@ -8,11 +8,14 @@ from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
 from specdec.cli.execute import execute
-from specdec.cli.folders import as_yaml, default_folder
+from specdec.cli.folders import default_folder
+from specdec.cli.show import show_config, show_info
+from specdec.cli.sweep import experiment_sweeps, sweep, with_params
+from specdec.config.hydra import combinations
 from specdec.config.job import run_job_of
 
 HELP = """\
-specdec run [-m] [--cfg] [--config-dir DIR] [group=option] [key=value] ...
+specdec run [-m] [--cfg [job|hydra|all]] [--config-dir DIR] [group=option] [key=value] ...
 
 Decodes prompts with one strategy and writes a run folder: the resolved config.yaml, requests.jsonl
 (one line per prompt, as it finishes), summary.json (every metric), provenance.json.
@@ -24,8 +27,11 @@ Decodes prompts with one strategy and writes a run folder: the resolved config.y
                   trace=true records a timeline and the trees, for `specdec trace`
                   output_dir=DIR; `specdec run --cfg` prints every key with its value
   -m, --multirun  sweep: comma-separated values give one run each
-  --cfg           print the resolved configuration and stop
-  --config-dir    a further configuration tree, with presets or options of your own
+  --cfg           print the resolved configuration (hydra: Hydra's own; all: both) and stop; with
+                  -m that of every job
+  --info          print Hydra's defaults, plugins and search path, and stop
+  --config-dir    a further configuration tree, with presets or options of your own; one with
+                  experiment/NAME.yaml is used by +experiment=NAME
 
 Examples
   specdec run strategy=best_first policy.bs=16
@@ -33,24 +39,26 @@ Examples
   specdec run -m strategy=speculative policy.gamma=2,4,8 output_dir=outputs/gammas
   specdec run -m strategy=specpipe,ar seed=0,1 clock=simulated hydra/launcher=joblib
 
-A run folder that is complete is not run again; one that was interrupted is gone on with.
+A run folder that is complete is not run again; one that was interrupted is continued.
 """
 
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    arguments = read_arguments(words, flags=("--multirun", "--cfg"))
+    arguments = read_arguments(words, flags=("--multirun", "--cfg", "--info"))
+    overrides, extra = arguments.overrides, arguments.config_dirs
     if "--help" in arguments.flags:
         print(HELP, end="")
         return 0
-    if "--multirun" in arguments.flags:
-        from specdec.cli.sweep import sweep
-
-        return sweep(arguments.overrides, arguments.config_dirs)
-    job = run_job_of(arguments.overrides, arguments.config_dirs)
-    if "--cfg" in arguments.flags:
-        print(as_yaml(job.config), end="")
-        return 0
+    if arguments.info:
+        return show_info(arguments)
+    is_sweep = "--multirun" in arguments.flags or experiment_sweeps(overrides, extra)
+    if arguments.cfg:
+        jobs = combinations(with_params(overrides, extra), extra) if is_sweep else None
+        return show_config(arguments, lambda *w: run_job_of(*w).config, jobs, name="config")
+    if is_sweep:
+        return sweep(overrides, extra)
+    job = run_job_of(overrides, extra)
     for notice in job.notices:
         print(f"note: {notice}", file=sys.stderr)
     execute(job, Path(job.output_dir) if job.output_dir else default_folder("run", job.name))

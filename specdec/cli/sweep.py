@@ -1,8 +1,8 @@
-"""``specdec run -m``: a Hydra multirun whose jobs resume, in turn or side by side.
+"""``specdec run -m``: a Hydra multirun whose jobs can be resumed, in turn or side by side.
 
-Hydra's launchers report only the first failure and know nothing of finished jobs, so a job here
-never raises: it writes down how it ended, and the sweep's end lists all of them. What jobs tell
-goes through files, because joblib's and submitit's run in processes of their own.
+A launcher of Hydra's reports only the first failure and does not skip complete jobs, so a job here
+never raises: it writes a record of its outcome, and the sweep lists all records at its end. Records
+are files, because joblib's and submitit's jobs are other processes.
 """
 
 from __future__ import annotations
@@ -11,103 +11,141 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from traceback import format_exc, print_exc
 from typing import Any
 from uuid import uuid4
 
-import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.experimental.callback import Callback
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from specdec.cli.execute import RESULT_FILE, execute
 from specdec.cli.folders import alone_in, default_folder, make_folder, safe_name
 from specdec.cli.launchers import SIDE_BY_SIDE, check_launcher
 from specdec.cli.progress import duration
-from specdec.config.hydra import parse, plain
+from specdec.cli.show import command_line, run_hydra, without_hydra
+from specdec.config.hydra import combinations, compose_raw, parse, plain
 from specdec.config.job import Job, checked_job, run_job_of
-from specdec.config.options import config_dir
 from specdec.errors import UserError
 from specdec.files import write_text
+from specdec.parts.build import locate
 
 _MAX_CHECKED = 64
 SWEEP_FILE = "sweep.json"
 _NOTES = ".jobs-"
 
 Record = dict[str, Any]
-"""How a job ended: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed,
+"""Outcome of a job: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed,
 interrupted, lost), ``error`` and ``seconds``."""
 
 _LOST: Record = {
     "status": "lost",
-    "error": "its process ended without a word (killed, or out of memory), or it was never started",
+    "error": "its process ended without a record (killed, or out of memory), or never started",
 }
 _INTERRUPTED: Record = {
     "status": "interrupted",
-    "error": "the sweep was interrupted before this job was over; the same command goes on",
+    "error": "the sweep was interrupted before this job ended; the same command continues it",
 }
 
 
 def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     """Runs one job per combination of the comma-separated values.
 
-    Each job has a folder under the sweep's, named by the values that vary; one that is complete is
-    skipped, so the same command with the same ``output_dir`` goes on where it stopped.
+    Each job has a folder under the sweep's, named by the values that vary. Complete jobs are
+    skipped, so the same command with the same ``output_dir`` resumes a sweep.
 
     Returns:
         0 if every job is complete, 2 if only bad input failed, else 1.
 
     Raises:
-        UserError: bad overrides, found before the first job starts.
+        UserError: bad overrides; raised before the first job starts.
     """
     parsed = parse(overrides)
     check_launcher(parsed)
-    folder = _sweep_folder(overrides)
-    kept = [o for o in overrides if not o.lstrip("+").startswith("output_dir=")]
-    varying = [str(o.key_or_group) for o in parsed if o.is_sweep_override()]
+    _check_folders(parsed)
+    folder = _sweep_folder(parsed)
+    overrides = [str(o.input_line) for o in parsed if o.key_or_group != "output_dir"]
+    axes = with_params(overrides, extra)
+    jobs = combinations(axes, extra)
+    varying = [str(o.key_or_group) for o in axes if o.is_sweep_override()]
     if not varying and not any(str(o.key_or_group).startswith("hydra") for o in parsed):
         raise UserError(
             "-m needs something to vary: give a key several values, as in policy.gamma=2,4,8, or"
             " leave -m out"
         )
-    # Whatever is wrong with a combination is said now, not after the hours of those before it.
-    combinations = BasicSweeper.split_arguments(parse(kept), max_batch_size=None)[0]
-    jobs = [run_job_of(_without_hydra(c), extra) for c in combinations[:_MAX_CHECKED]]
-    for notice in dict.fromkeys(text for job in jobs for text in job.notices):
+    own_sweeper = any(str(o.key_or_group) == "hydra/sweeper" for o in parsed)
+    # All combinations are checked before the first one runs, which may take hours.
+    checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
+    for notice in dict.fromkeys(text for job in checked for text in job.notices):
         print(f"note: {notice}", file=sys.stderr)
-    _tell_about_clocks(parsed, jobs)
-    own_sweeper = not any(str(o.key_or_group) == "hydra/sweeper" for o in parsed)
-    expected = [_job_name(c, varying) for c in combinations] if own_sweeper else []
+    _warn_of_shared_cores(parsed, checked)
+    expected = [] if own_sweeper else [_job_name(job, varying) for job in jobs]
     make_folder(folder)
     with alone_in(folder):
-        notes, untold = _notes_folder(folder), _LOST
+        notes, unrecorded = _notes_folder(folder), _LOST
         try:
-            _launch(kept, extra, _Place(folder, notes, tuple(varying), len(expected), time.time()))
+            place = _Place(folder, notes, tuple(varying), len(expected), time.time())
+            _launch(overrides, extra, place)
         except KeyboardInterrupt:
-            untold = _INTERRUPTED
+            unrecorded = _INTERRUPTED
             raise
         finally:
-            records = _collect(notes, expected, untold)
+            records = _collect(notes, expected, unrecorded)
             write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
             shutil.rmtree(notes, ignore_errors=True)
     return _report(folder, records)
 
 
-def _without_hydra(combination: Sequence[str]) -> list[str]:
-    """What a job itself is told; the rest is for the launcher."""
-    return [o for o in combination if not str(parse([o])[0].key_or_group).startswith("hydra")]
+def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Override]:
+    """The overrides of a sweep, after those in ``hydra.sweeper.params`` of an experiment.
+
+    Raises:
+        UserError: the first job cannot be composed, or its launcher is no launcher.
+    """
+    first = combinations(parse(overrides), extra)[0]
+    raw = compose_raw(first, extra=extra)
+    for name, kind in (("launcher", Launcher), ("sweeper", Sweeper)):
+        locate(raw.hydra[name]._target_, f"hydra.{name}", kind)
+    for name, node in (raw.hydra.callbacks or {}).items():
+        locate(node._target_, f"hydra.callbacks.{name}", Callback)
+    params = [f"{key}={value}" for key, value in (raw.hydra.sweeper.get("params") or {}).items()]
+    return parse([*params, *overrides])
+
+
+def experiment_sweeps(overrides: Sequence[str], extra: Sequence[Path] = ()) -> bool:
+    """Whether ``+experiment=`` chooses a YAML with ``hydra.mode: MULTIRUN``."""
+    if not any(o.startswith("+experiment=") for o in overrides):
+        return False
+    first = combinations(parse(overrides), extra)[0]
+    return OmegaConf.select(compose_raw(first, extra=extra), "hydra.mode") is RunMode.MULTIRUN
+
+
+def _check_folders(parsed: Sequence[Override]) -> None:
+    for override in parsed:
+        key = str(override.key_or_group)
+        if key.startswith(("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")):
+            raise UserError(
+                f"{override.input_line} does not apply here: output_dir=DIR names the folder of a"
+                " sweep, and its jobs are named by the values that vary"
+            )
 
 
 class _Place:
-    """What a job must know of its sweep; crosses to other processes.
+    """A sweep, as its jobs see it; pickled into other processes.
 
     Attributes:
-        folder: the sweep's; ``notes`` is where jobs say how they ended.
+        folder: of the sweep.
+        notes: folder of the jobs' records.
         varying: keys that name a job's folder.
-        total: jobs of the sweep, 0 where unknown; ``began_s``: when it began (seconds since 1970).
+        total: number of jobs, 0 where unknown.
+        began_s: start of the sweep, seconds since 1970.
     """
 
     def __init__(
@@ -117,30 +155,22 @@ class _Place:
         self.total, self.began_s = total, began_s
 
 
-def _launch(kept: Sequence[str], extra: Sequence[Path], place: _Place) -> None:
-    search = ",".join(f"file://{Path(p).resolve().as_posix()}" for p in extra)
-
-    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+def _launch(overrides: Sequence[str], extra: Sequence[Path], place: _Place) -> None:
     def job(config: DictConfig) -> None:
         run_one(config, place)
 
-    with _command_line(
-        "specdec run",
-        "--multirun",
-        *kept,
-        f"hydra.sweep.dir={_quoted(place.folder)}",
-        *([f"hydra.searchpath=[{search}]"] if search else []),
-    ):
+    where = f"hydra.sweep.dir={_quoted(place.folder)}"
+    with command_line("specdec run", "--multirun", *overrides, where):
         try:
-            job()
-        except Exception as error:  # a launcher's own: a worker was killed, a queue refused
+            run_hydra(job, extra)
+        except Exception as error:  # a launcher's: a worker was killed, a queue refused
             print_exc()
-            text = f"the launcher gave up: {type(error).__name__}: {error}"
-            print(f"specdec: {text}; start the same command again to go on", file=sys.stderr)
+            text = f"the launcher failed: {type(error).__name__}: {error}"
+            print(f"specdec: {text}; start the same command again to continue", file=sys.stderr)
 
 
 def run_one(config: DictConfig, place: _Place) -> None:
-    """Runs one job of a sweep where Hydra has put it; says how it ended, and never raises."""
+    """Runs one job of a sweep in the process that Hydra gives it; records its outcome."""
     merged = OmegaConf.create({"hydra": HydraConfig.get()})
     merged.merge_with(config)
     name = _job_name(list(HydraConfig.get().overrides.task), place.varying)
@@ -160,38 +190,38 @@ def run_one(config: DictConfig, place: _Place) -> None:
         print(format_exc(), file=sys.stderr)
     record["seconds"] = round(time.monotonic() - start, 3)
     write_text(place.notes / f"{number}.json", json.dumps(record))
-    left = _time_left(place)
-    if left:
-        print(f"[{left}] {name}: {record['status']}", file=sys.stderr, flush=True)
+    remaining = _time_left(place)
+    if remaining:
+        print(f"[{remaining}] {name}: {record['status']}", file=sys.stderr, flush=True)
 
 
 def _time_left(place: _Place) -> str:
-    """How many jobs are over and how long the rest may take; launchers' parallelism is in it."""
-    ended = [r for r in _notes(place.notes) if r["status"] != "skipped"]
-    over = sum(1 for _ in place.notes.glob("*.json"))
-    if not ended or not place.total or over >= place.total:
+    """How many jobs have ended and the time the others may take at the rate so far."""
+    records = _notes(place.notes)
+    num_run = sum(record["status"] != "skipped" for record in records)
+    if not num_run or not place.total or len(records) >= place.total:
         return ""
-    seconds = (time.time() - place.began_s) / len(ended) * (place.total - over)
-    return f"{over} of {place.total} jobs over, about {duration(seconds)} left"
+    seconds = (time.time() - place.began_s) / num_run * (place.total - len(records))
+    return f"{len(records)} of {place.total} jobs over, about {duration(seconds)} left"
 
 
 def _notes(folder: Path) -> list[Record]:
-    found = []
+    records = []
     for path in sorted(folder.glob("*.json"), key=lambda p: int(p.stem)):
-        with suppress(OSError, ValueError):  # one that is just being renamed
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-    return found
+        with suppress(OSError, ValueError):  # just being renamed
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+    return records
 
 
-def _collect(notes: Path, expected: Sequence[str], untold: Record) -> list[Record]:
-    """How every job ended; ``untold``: those that ended without a word, or never began."""
-    told = {record["job"]: record for record in _notes(notes)}
-    names = [*expected, *(name for name in told if name not in expected)]
-    return [told.get(n, {"job": n, **untold, "seconds": 0}) for n in names]
+def _collect(notes: Path, expected: Sequence[str], unrecorded: Record) -> list[Record]:
+    """The outcome of every job; ``unrecorded`` is that of jobs without a record."""
+    records = {record["job"]: record for record in _notes(notes)}
+    names = [*expected, *(name for name in records if name not in expected)]
+    return [records.get(n, {"job": n, **unrecorded, "seconds": 0}) for n in names]
 
 
 def _notes_folder(folder: Path) -> Path:
-    """A new folder for what this sweep's jobs tell; what a killed sweep has left is removed."""
+    """A new folder for the records of this sweep; removes those of a killed one."""
     for old in folder.glob(f"{_NOTES}*"):
         shutil.rmtree(old, ignore_errors=True)
     notes = folder / f"{_NOTES}{uuid4().hex[:8]}"
@@ -199,10 +229,10 @@ def _notes_folder(folder: Path) -> Path:
     return notes
 
 
-def _tell_about_clocks(parsed: Sequence[Any], jobs: Sequence[Job]) -> None:
-    """Jobs side by side on one machine share its cores: wall-clock times are of no use then."""
+def _warn_of_shared_cores(parsed: Sequence[Override], jobs: Sequence[Job]) -> None:
+    """Jobs side by side on one machine share its cores, which spoils wall-clock times."""
     launcher = [str(o.value()) for o in parsed if str(o.key_or_group) == "hydra/launcher"]
-    wall = [job.name for job in jobs if job.config["clock"]["kind"] != "simulated"]
+    wall = [job.name for job in jobs if job.config["clock"].get("kind") != "simulated"]
     if launcher and launcher[-1] in SIDE_BY_SIDE and wall:
         print(
             f"note: hydra/launcher={launcher[-1]} runs jobs side by side on this machine, which"
@@ -212,32 +242,25 @@ def _tell_about_clocks(parsed: Sequence[Any], jobs: Sequence[Job]) -> None:
         )
 
 
-def _sweep_folder(overrides: Sequence[str]) -> Path:
-    for override in reversed(parse(overrides)):
+def _sweep_folder(parsed: Sequence[Override]) -> Path:
+    for override in reversed(parsed):
         if override.key_or_group == "output_dir":
             return Path(str(override.value()))
     return default_folder("sweep")
 
 
 def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:
-    named = [t for t in task if t.lstrip("+~").partition("=")[0] in varying]
-    return safe_name(",".join(named or task))
+    named = [t for t in task if _key(t) in varying]
+    return safe_name(",".join(named or without_hydra(task)))
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
 
 
 def _quoted(path: Path) -> str:
     text = path.as_posix()
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-@contextmanager
-def _command_line(*words: str) -> Iterator[None]:
-    """Hydra's main reads ``sys.argv``; it is put back afterwards."""
-    before = sys.argv
-    sys.argv = list(words)
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def _report(folder: Path, records: Sequence[Record]) -> int:

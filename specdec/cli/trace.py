@@ -15,7 +15,7 @@ from specdec.errors import UserError
 HELP = """\
 specdec trace RUN [steps=FROM-TO]
 
-Draws what a run with trace=true has recorded, and says where the pictures are:
+Draws the trace of a run with trace=true, and prints the paths of the pictures:
 
   timeline.png    all ranks over time: compute, draft, prune, transmit, wait (SpecPipe Fig. 12)
   tree.html       the token trees step by step; one file, opens in any browser, no network
@@ -48,7 +48,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     """Draws the pictures of a traced run; returns their paths.
 
     Raises:
-        UserError: the folder holds no trace, or nothing happened in these steps.
+        UserError: the folder has no trace, or the steps have no events.
     """
     from specdec.files import write_bytes, write_text
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE
@@ -64,7 +64,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
         raise UserError(f"{folder}: {error}") from error
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"{folder} holds a trace of another version ({type(error).__name__}: {error}): run it"
+            f"{folder} has a trace of another version ({type(error).__name__}: {error}): run it"
             " again with trace=true"
         ) from error
     return [
@@ -83,10 +83,10 @@ def _read_words(words: Sequence[str]) -> tuple[Path, tuple[int, int] | None]:
     steps = None
     for word in words:
         if word.startswith("steps="):
-            found = _STEPS.fullmatch(word)
-            if not found or int(found[1]) > int(found[2]):
+            match = _STEPS.fullmatch(word)
+            if not match or int(match[1]) > int(match[2]):
                 raise UserError(f"{word} cannot be read: write steps=FROM-TO, as in steps=40-70")
-            steps = (int(found[1]), int(found[2]))
+            steps = (int(match[1]), int(match[2]))
     folder = Path(folders[0]).expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
@@ -99,16 +99,16 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path.parent} has no {path.name}: run with trace=true, which writes it at the end"
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        trace = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): run again with trace=true") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no trace: run again with trace=true")
-    return found
+    if not isinstance(trace, dict):
+        raise UserError(f"{path} is not a trace: run again with trace=true")
+    return trace
 
 
 def _title(folder: Path) -> str:
-    """What ran, from the run's configuration."""
+    """Title of the pictures, from the run's configuration."""
     from omegaconf import OmegaConf
 
     path = folder / CONFIG_FILE

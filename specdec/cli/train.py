@@ -41,10 +41,10 @@ def main(words: Sequence[str]) -> int:
     if what not in known:
         raise UserError(f"specdec train {what}: {did_you_mean(what, known)}")
     config = _with_overrides(what, overrides)
-    if "--cfg" in arguments.flags:
+    if arguments.cfg:
         print(as_yaml(config), end="")
         return 0
-    # Here, not at the top: it brings torch.
+    # Imported here, since it imports torch.
     from specdec.train.cli import run
 
     return run(what, config)
@@ -73,7 +73,7 @@ def _with_overrides(what: str, overrides: Sequence[str]) -> dict[str, object]:
 
 
 def _alike(value: object, default: object) -> bool:
-    """Whether a value is of its default's kind; a default of null says nothing."""
+    """Whether a value has the type of its default; any value fits a default of null."""
     if default is None or value is None:
         return True
     numbers = (int, float)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml, claim, default_folder, working_in
+from specdec.cli.folders import claim, default_folder, working_in
 from specdec.cli.progress import reporting
+from specdec.cli.show import show_config
 from specdec.config.job import Job, run_job_of
 
 HELP = """\
@@ -42,10 +43,9 @@ def main(words: Sequence[str]) -> int:
     if "--help" in arguments.flags:
         print(HELP, end="")
         return 0
+    if arguments.cfg:
+        return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
     job = run_job_of(arguments.overrides, arguments.config_dirs)
-    if "--cfg" in arguments.flags:
-        print(as_yaml(job.config), end="")
-        return 0
     return execute(job, Path(job.output_dir) if job.output_dir else None)
 
 
@@ -57,9 +57,9 @@ def execute(job: Job, folder: Path | None) -> int:
         folder: for ``verify.json``; the default one where None.
 
     Raises:
-        UserError: the folder is another configuration's, or what ``certify`` refuses.
+        UserError: the folder belongs to another configuration, or ``certify`` refuses the job.
     """
-    # Here, not at the top: torch and transformers, seconds to import, come with it.
+    # Imported here: torch and transformers take seconds to import.
     from specdec.certify import CHECKS, certify, print_report, refuse, write_report
 
     refuse(job.config)

@@ -9,13 +9,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from specdec.cli.execute import execute
+from specdec.config.checks import check_targets
 from specdec.config.job import Job
 from specdec.errors import UserError
 
 HELP = """\
 specdec worker CONFIG OUTPUT_DIR
 
-One rank of a distributed job. torchrun or srun starts this command with the same words once per
+One rank of a distributed job. torchrun or srun starts this command with the same arguments once per
 rank: rank 0 decodes, with the draft model, and writes the run folder; ranks 1, 2, ... are the
 stages. There must be one rank more than stages. CONFIG is a resolved configuration:
 
@@ -34,10 +35,10 @@ def main(words: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     if len(words) != 2:
-        raise UserError("specdec worker takes two words, CONFIG and OUTPUT_DIR: see --help")
+        raise UserError("specdec worker takes two arguments, CONFIG and OUTPUT_DIR: see --help")
     config, folder = _read(Path(words[0])), Path(words[1])
     job = Job(str(config["strategy"]["name"]), config, str(folder))
-    # Here, not at the top: torch and transformers, seconds to import, come with it.
+    # Imported here: torch and transformers take seconds to import.
     from specdec.distributed.torchrun import run_under_launcher
 
     return run_under_launcher(lambda: execute(job, folder), threads=config.get("threads"))
@@ -47,15 +48,17 @@ def _read(path: Path) -> dict[str, Any]:
     """A resolved configuration for ranks."""
     remedy = "give what `specdec run --cfg` prints, or the config.yaml of a run folder"
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception as error:  # OmegaConf and YAML raise errors of their own
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception as error:  # of YAML, OmegaConf or the file system
         raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
-    if not isinstance(found, dict) or "strategy" not in found or "choices" not in found:
-        raise UserError(f"{path} is no resolved configuration: {remedy}")
-    executor = found.get("executor", {})
+    if not isinstance(loaded, dict) or not {"strategy", "choices"} <= loaded.keys():
+        raise UserError(f"{path} is not a resolved configuration: {remedy}")
+    config = {str(key): value for key, value in loaded.items()}
+    check_targets(config)
+    executor = config.get("executor", {})
     if executor.get("transport") != "distributed":
         raise UserError(
             f"{path} has executor.transport={executor.get('transport')}: ranks are for"
             " executor.transport=distributed"
         )
-    return {str(key): value for key, value in found.items()}
+    return config

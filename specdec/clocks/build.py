@@ -40,7 +40,7 @@ def build_clock(
     if "_target_" in node:
         runtime = {"meter": lambda: meter, "rank": lambda: rank, "timeline": lambda: timeline}
         keys = {key: value for key, value in node.items() if key not in _DERIVED}
-        clock: Clock = build_part(keys, runtime, "clock")
+        clock: Clock = build_part(keys, runtime, "clock", Clock)
         return clock
     kind = ClockKind(node["kind"])
     if kind is ClockKind.MEASURED:

@@ -1,7 +1,7 @@
-"""Refuses parts that cannot work together, when they are composed.
+"""Refuses parts that cannot work together.
 
-As early as can be told: a policy and a verifier before the draft is loaded, a source before the
-target is, and what depends on the executor last.
+Called during composition, as early as possible: policy and verifier are checked before the draft is
+loaded, the source before the target is, and the executor last.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
     """Refuses a policy that does not fit the verifier or the clock.
 
     Raises:
-        UserError: see the messages.
+        UserError: with the reason and the remedy.
     """
     at = "policy.inner" if hasattr(policy, "inner") else "policy"
     hidden = getattr(getattr(policy, "inner", policy), "draft_overlap", "none") == "full"
     if hidden and not isinstance(clock, SimulatedClock):
         raise UserError(
-            f"{at}.draft_overlap=full is a limit that no machine reaches, for clock=simulated"
-            f" only; use {at}.draft_overlap=rule or none"
+            f"{at}.draft_overlap=full hides all drafting, which only clock=simulated can do; use"
+            f" {at}.draft_overlap=rule or none"
         )
     if verifier.needs.draft_probs and policy.value_dependent:
         who, remedy = type(policy).__name__, "a policy that takes candidates in sampling order"
@@ -43,7 +43,7 @@ def check_source(
     """Refuses a source that does not fit the policy, the verifier or the target's vocabulary.
 
     Raises:
-        UserError: see the messages.
+        UserError: with the reason and the remedy.
     """
     name, judge = type(source).__name__, type(verifier).__name__
     if check := getattr(policy, "check_source", None):
@@ -66,12 +66,12 @@ def check_source(
 
 
 def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
-    """Refuses exits where none are handed out on the way, and a policy that cannot wait for them.
+    """Refuses a source that needs early exits where the executor or the policy has none.
 
     Args:
-        source: whose needs are looked at.
-        policy: that asks it.
-        latency: steps from submission to answer.
+        source: the token source; accepted if it needs no exits.
+        policy: the policy of the same strategy.
+        latency: of the executor, in steps.
 
     Raises:
         UserError: with the reason and the remedy.
@@ -97,7 +97,7 @@ def check_executor(source: TokenSource, policy: TreePolicy, executor: Executor) 
     """Refuses an executor that does not deliver what the source needs.
 
     Raises:
-        UserError: see the messages.
+        UserError: with the reason and the remedy.
     """
     check_exits(source, policy, executor.latency)
     missing = set(source.needs.hidden_layers) - set(executor.hidden_layers)

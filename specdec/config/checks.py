@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec import data
@@ -15,6 +14,7 @@ from specdec.parts.fields import Model, errors_of, model_of, names_of
 from specdec.parts.suggest import did_you_mean
 
 _PARTS = ("source", "policy", "verifier")
+_CLOSED = ("strategy", "sampling", "profiling")  # no class of your own goes there
 _SECTIONS = ("strategy", "model", "data", "sampling", "serving", "clock", "logger")
 
 
@@ -75,7 +75,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     if (section, kind) in SECTIONS:
         values = {k: v for k, v in node.items() if k not in ("kind", "_target_")}
         _check_keys(SECTIONS[section, kind], values, f"{section}.")
-    elif "_target_" in node or section in _PARTS:
+    elif section in _PARTS or ("_target_" in node and section not in _CLOSED):
         standard = () if fixed is None else names_of(fixed)
         check_part(node, section, label, protocol_of(section), standard)
         rest = {k: v for k, v in node.items() if k in standard}
@@ -149,31 +149,4 @@ def _check_layout(executor: Mapping[str, Any]) -> None:
         raise UserError(
             f"executor.groups={groups} names {len(groups)} stages, but executor.stages={stages}:"
             " give one number of devices per stage"
-        )
-
-
-def uses_draft_model(config: Mapping[str, Any]) -> bool:
-    """Whether a checked configuration runs a draft model."""
-    if config["strategy"]["kind"] == "hf":
-        return bool(config["strategy"]["method"] == "hf_assisted")
-    return any(target.endswith(".DraftModelSource") for target in _targets(config["source"]))
-
-
-def _targets(node: object) -> Iterator[str]:
-    if isinstance(node, dict):
-        yield str(node.get("_target_", ""))
-    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _targets(item)
-
-
-def check_logger(logger: Mapping[str, Any]) -> None:
-    """Checks that the results of a long run can be logged after it.
-
-    Raises:
-        UserError: wandb is not installed.
-    """
-    if logger.get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "logger=wandb needs the package wandb, which is not installed: run"
-            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
         )

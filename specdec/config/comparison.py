@@ -1,4 +1,4 @@
-"""."""
+"""Comparisons: one checked job per row of ``specdec compare``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _YARDSTICK_PARTS = ("source", "policy", "verifier")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Jobs to hold side by side.
+    """The jobs of a comparison.
 
     Attributes:
         jobs: one per row.
         repeats: interleaved repeats.
-        output_dir: as asked for; None where the default is wanted.
-        notices: overrides that do not hold for every row, in words, and what the jobs say.
+        output_dir: of the configuration; None for the default folder.
+        notices: overrides that do not apply to every row, and the jobs' notices.
     """
 
     jobs: tuple[Job, ...]
@@ -41,7 +41,7 @@ class Comparison:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the folder's ``config.yaml`` holds."""
+        """Content of the folder's ``config.yaml``."""
         rows = {job.name: job.config for job in self.jobs}
         return {"command": "compare", "repeats": self.repeats, "strategies": rows}
 
@@ -50,17 +50,17 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
     """Composes and checks every row.
 
     Raises:
-        UserError: whatever is wrong with a row, or an override that holds for none.
+        UserError: an error in a row, or an override that applies to no row.
     """
     parsed = parse(overrides)
     if any(o.key_or_group == "strategy" for o in parsed):
         raise UserError(
             "compare takes several presets: write 'strategies=[ar,NAME]', not strategy="
         )
-    # What is about parts depends on the row; the rest can be composed, and refused, once.
+    # Only overrides of parts depend on the row; the others are composed and checked once.
     of_parts = [o for o in parsed if _part_of(o)]
     common = [o for o in parsed if not _part_of(o)]
-    base = compose_config([_text(o) for o in common], name="compare", extra=extra)
+    base = compose_config([text_of(o) for o in common], name="compare", extra=extra)
     names = _row_names(base.values["strategies"], extra)
     check_config(base.values, base.choices)
     if base.values["trace"]:
@@ -69,11 +69,11 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
     jobs, notices = [], []
     for name in names:
         composed, left_out = _compose_row(name, parsed, extra)
-        used |= {_text(o) for o in of_parts} - set(left_out)
+        used |= {text_of(o) for o in of_parts} - set(left_out)
         notices += [f"{text} does not apply to {name}" for text in left_out]
         jobs.append(checked_job(composed))
     for override in of_parts:
-        if _text(override) not in used:
+        if text_of(override) not in used:
             raise UserError(_no_row(override, jobs))
     return Comparison(
         tuple(jobs),
@@ -86,45 +86,45 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
 def _compose_row(
     name: str, parsed: Sequence[Override], extra: Sequence[Path]
 ) -> tuple[Composed, list[str]]:
-    """One row with the overrides that fit it, and those that do not.
+    """One row, composed with the overrides that apply to it, and the overrides that do not.
 
-    Composing costs a tenth of a second, so it is done again only for overrides of parts.
+    Composing takes a tenth of a second, so it is repeated only for overrides of parts.
     """
-    common = [f"strategy={name}", *(_text(o) for o in parsed if not _part_of(o))]
+    common = [f"strategy={name}", *(text_of(o) for o in parsed if not _part_of(o))]
     row = compose_config(common, name="compare", extra=extra)
     is_yardstick = bool(row.values["strategy"].get("baseline"))
-    asked, left_out = [], []
+    applicable, left_out = [], []
     for override in parsed:
         if is_yardstick and _part_of(override) in _YARDSTICK_PARTS:
-            left_out.append(_text(override))
+            left_out.append(text_of(override))
         elif _part_of(override):
-            asked.append(override)
-    chosen = [_text(o) for o in asked if o.key_or_group in PARTS]
-    stages = any(o.key_or_group == "executor.stages" for o in asked)
-    executor_given = any(o.key_or_group == "executor" for o in asked)
+            applicable.append(override)
+    chosen = [text_of(o) for o in applicable if o.key_or_group in PARTS]
+    stages = any(o.key_or_group == "executor.stages" for o in applicable)
+    executor_given = any(o.key_or_group == "executor" for o in applicable)
     if stages and not executor_given and "stages" not in row.values["executor"]:
         chosen.append("executor=pipeline")
     if chosen:
         row = compose_config([*common, *chosen], name="compare", extra=extra)
     keys = flatten(row.values)
     values: list[str] = []
-    for override in asked:
+    for override in applicable:
         key = str(override.key_or_group)
         if key not in PARTS:
             fits = override.is_add() or any(k == key or k.startswith(f"{key}.") for k in keys)
-            (values if fits else left_out).append(_text(override))
+            (values if fits else left_out).append(text_of(override))
     if values:
         row = compose_config([*common, *chosen, *values], name="compare", extra=extra)
     return row, left_out
 
 
-def _row_names(asked: object, extra: Sequence[Path]) -> list[str]:
+def _row_names(strategies: object, extra: Sequence[Path]) -> list[str]:
     known = options("strategy", extra)
-    if not isinstance(asked, list) or not asked:
+    if not isinstance(strategies, list) or not strategies:
         raise UserError(
-            f"strategies={asked} must be a list of presets, as in 'strategies=[ar,staged]'"
+            f"strategies={strategies} must be a list of presets, as in 'strategies=[ar,staged]'"
         )
-    names = [str(name) for name in asked]
+    names = [str(name) for name in strategies]
     for name in names:
         if name not in known:
             raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")
@@ -134,12 +134,13 @@ def _row_names(asked: object, extra: Sequence[Path]) -> list[str]:
 
 
 def _part_of(override: Override) -> str | None:
-    """The part that an override is about, if any."""
+    """The part whose key an override sets, if any."""
     part = str(override.key_or_group).split(".")[0]
     return part if part in PARTS else None
 
 
-def _text(override: Override) -> str:
+def text_of(override: Override) -> str:
+    """The word of the command line that an override was parsed from."""
     assert override.input_line is not None, "every override was parsed from a word"
     return override.input_line
 
@@ -149,4 +150,4 @@ def _no_row(override: Override, jobs: Sequence[Job]) -> str:
     known = {k for job in jobs for k in flatten({part: job.config.get(part, {})})}
     known = {k for k in known if not k.endswith("_target_")}
     hint = did_you_mean(str(override.key_or_group), known)
-    return f"{_text(override)} applies to none of the rows: " + (hint or f"no {part} has keys")
+    return f"{text_of(override)} applies to none of the rows: " + (hint or f"no {part} has keys")

@@ -1,18 +1,16 @@
-"""From overrides to a plain dict, with errors that say what was meant.
-
-Hydra composes; when it refuses, the overrides are looked at one by one to find the wrong word.
-"""
+"""Composes a configuration from overrides; Hydra's errors become one line with a suggestion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import product
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -38,16 +36,16 @@ class Composed:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parses overrides one by one.
+    """Parses overrides.
 
     Raises:
-        UserError: naming the first one that is not of Hydra's grammar.
+        UserError: naming the first one that Hydra's grammar does not accept.
     """
     parsed: list[Override] = []
     parser = OverridesParser.create()
     for text in overrides:
         try:
-            if text.startswith("="):  # Hydra takes it for a group without a name
+            if text.startswith("="):  # Hydra would accept a group without a name
                 raise OverrideParseException(text, "no key")
             parsed += parser.parse_overrides([text])
         except (OverrideParseException, HydraException) as error:
@@ -62,34 +60,77 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 def compose_config(
     overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
 ) -> Composed:
-    """Composes the tree's ``name`` with overrides.
+    """Composes the root ``name`` with overrides into resolved, plain values.
 
     Args:
         overrides: as on the command line, no sweeps.
-        name: root of the tree: config or compare.
+        name: root of the tree: config, compare or profiling.
         extra: further trees to search.
 
     Raises:
-        UserError: unknown group option or key, value that is missing, malformed override.
+        UserError: an unknown group option or key, a missing value, a malformed override.
+    """
+    return replace(plain(compose_raw(overrides, name=name, extra=extra)), trees=tuple(extra))
+
+
+def compose_raw(
+    overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
+) -> DictConfig:
+    """As ``compose_config``, unresolved and with the node ``hydra``.
+
+    Raises:
+        UserError: an unknown group option or key, a malformed override, an option outside the tree.
     """
     for override in parse(overrides):
         if override.is_sweep_override():
             raise UserError(
-                f"{override.input_line} names several values: add -m to `specdec run` to sweep"
-                " over them, or put a list in brackets, as in 'strategies=[ar,speculative]'"
+                f"{override.input_line} has several values: add -m to `specdec run` to sweep over"
+                " them, or write a list in brackets, as in 'strategies=[ar,speculative]'"
             )
+        if override.key_or_group == "experiment":
+            _check_experiment(override, extra)
     try:
         raw = _hydra_compose(overrides, name, extra)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, overrides, name, extra) from error
-    return replace(plain(raw), trees=tuple(extra))
+    for group, choice in raw.hydra.runtime.choices.items():
+        path = PurePosixPath(str(choice))
+        if path.is_absolute() or ".." in path.parts:
+            raise UserError(
+                f"{group}={choice} leaves the configuration tree: name an option of the group, and"
+                " add a tree of your own by --config-dir DIR"
+            )
+    return raw
+
+
+def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> list[list[str]]:
+    """The overrides of every job of a sweep, in Hydra's order: the last key varies fastest.
+
+    Raises:
+        UserError: an interval, which only an optimizing ``hydra/sweeper`` can sample.
+    """
+    values: dict[str, list[str]] = {}  # a key that is repeated has its last value
+    for override in overrides:
+        key, value = override.get_key_element(), override.value()
+        if isinstance(value, Glob):
+            names = value.filter(list(options(str(override.key_or_group), extra)))
+            values[key] = [f"{key}={name}" for name in names]
+        elif override.is_discrete_sweep():
+            values[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
+        elif override.is_sweep_override():
+            raise UserError(
+                f"{override.input_line} is an interval: give the values, as in {key}=1,2,3"
+            )
+        else:
+            values[key] = [override.input_line or ""]
+    return [list(job) for job in product(*values.values())]
 
 
 def plain(raw: DictConfig) -> Composed:
-    """Resolves what Hydra composed (``hydra`` node included) into plain values and choices.
+    """Resolves a composed configuration (node ``hydra`` included) into values and choices.
 
     Raises:
-        UserError: a value that must be given is missing, or an interpolation fails.
+        UserError: a mandatory value is missing, or an interpolation fails.
     """
     chosen = OmegaConf.to_container(raw.hydra.runtime.choices)
     assert isinstance(chosen, dict)
@@ -109,11 +150,29 @@ def plain(raw: DictConfig) -> Composed:
     return Composed({str(k): v for k, v in values.items()}, choices)
 
 
+def search_path(extra: Sequence[Path]) -> list[str]:
+    """The override by which Hydra searches further trees; none for none."""
+    trees = ",".join(f"file://{Path(p).resolve().as_posix()}" for p in extra)
+    return [f"hydra.searchpath=[{trees}]"] if trees else []
+
+
 def _hydra_compose(overrides: Sequence[str], name: str, extra: Sequence[Path]) -> DictConfig:
-    search = ",".join(f"file://{Path(p).resolve().as_posix()}" for p in extra)
-    asked = [*([f"hydra.searchpath=[{search}]"] if search else []), *overrides]
+    words = [*search_path(extra), *overrides]
     with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
-        return compose(config_name=name, overrides=asked, return_hydra_config=True)
+        return compose(config_name=name, overrides=words, return_hydra_config=True)
+
+
+def _check_experiment(override: Override, extra: Sequence[Path]) -> None:
+    known, chosen = options("experiment", extra), override.value()
+    for name in chosen if isinstance(chosen, list) else [chosen]:
+        if str(name) not in known:
+            raise UserError(
+                f"{override.input_line}: there is no experiment/{name}.yaml"
+                f" ({did_you_mean(str(name), known) or 'nor any other'}): write one in a tree of"
+                " your own, and name the tree by --config-dir DIR"
+            )
+    if not override.is_add():
+        raise UserError(f"{override.input_line} adds a group: write +{override.input_line}")
 
 
 def _first_line(error: BaseException) -> str:
@@ -123,7 +182,7 @@ def _first_line(error: BaseException) -> str:
 def _explain(
     error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]
 ) -> UserError:
-    """Finds the override that Hydra refused and says so in the user's words."""
+    """The error for the override that Hydra refused."""
     parsed = [o for o in parse(overrides) if not str(o.key_or_group).startswith("hydra")]
     for override in parsed:
         group = override.key_or_group

@@ -1,14 +1,17 @@
-"""From a composed configuration to a job: what the engine is given, and nothing else."""
+"""Jobs: checked configurations, as the engine takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from specdec.clocks.build import clock_kind
 from specdec.config.checks import check_config, check_logger, uses_draft_model
+from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.lengths import check_prompts
 from specdec.config.options import PARTS
@@ -30,10 +33,10 @@ class Job:
     """One strategy on one workload.
 
     Attributes:
-        name: the preset's name.
-        config: plain and resolved, as the engine takes it; ``choices`` names the options.
-        output_dir: as asked for; None where the default is wanted.
-        notices: what the user should know before it starts.
+        name: of the preset.
+        config: plain and resolved; ``choices`` names the options.
+        output_dir: of the configuration; None for the default folder.
+        notices: warnings to print before the job starts.
     """
 
     name: str
@@ -46,7 +49,7 @@ def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
     """Composes and checks the job of ``specdec run``.
 
     Raises:
-        UserError: whatever is wrong with it.
+        UserError: an override, a value or a combination that cannot be used.
     """
     _refuse_foreign_keys(overrides)
     composed = compose_config(overrides, extra=extra)
@@ -59,14 +62,14 @@ def checked_job(composed: Composed) -> Job:
     """Checks a composed configuration and makes it a job.
 
     Raises:
-        UserError: whatever is wrong with it.
+        UserError: a value, a file or a combination that cannot be used.
     """
     values, choices = composed.values, dict(composed.choices)
     check_config(values, choices)
-    check_logger(values["logger"])
+    _check_logger(values["logger"])
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
-    for section, kind in (("clock", clock_kind), ("model", _target_of)):
+    for section, kind in (("clock", clock_kind), ("model", itemgetter("_target_"))):
         if "_target_" in config[section]:  # built-in kinds are in the section already
             config[section] = {"kind": str(kind(config[section])), **config[section]}
     if "profile" in config["clock"] and "_target_" not in config["clock"]:
@@ -83,8 +86,8 @@ def checked_job(composed: Composed) -> Job:
     choices.pop("strategy", None)
     if config["record"] and config["model"].get("kind") in ("synthetic", "replay"):
         raise UserError(
-            f"record=true looks at a run through its draft model, which model="
-            f"{choices.get('model')} has not; leave it out, or use model=tiny or model=hf"
+            f"record=true needs a draft model, which model={choices.get('model')} does not have:"
+            " leave it out, or use model=tiny or model=hf"
         )
     if config["model"].get("kind") == "pretrained":
         check_data(Request.of(config["data"]))
@@ -96,12 +99,8 @@ def checked_job(composed: Composed) -> Job:
     return Job(name, config, values["output_dir"], notices)
 
 
-def _target_of(node: Mapping[str, Any]) -> str:
-    return str(node["_target_"])
-
-
 def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
-    """Keys that other commands have would be taken, and mean nothing."""
+    """Refuses keys of other commands, which would have no effect."""
     for override in parse(overrides):
         key = str(override.key_or_group)
         if key in COMPARE:
@@ -114,7 +113,7 @@ def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
 
 
 def _refuse_parts(composed: Composed, overrides: Sequence[str]) -> None:
-    """transformers' own decoding has no parts to override."""
+    """Refuses overrides of parts for transformers' own decoding, which has none."""
     name = composed.values["strategy"]["name"]
     for override in parse(overrides):
         part = str(override.key_or_group).split(".")[0]
@@ -144,10 +143,10 @@ def _check_hf(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Looks at the models' files: seconds, where loading them takes minutes.
+    """Checks the models' files, which is faster than loading them.
 
     Returns:
-        Layers of the target, and what the user should know.
+        Layers of the target, and warnings.
     """
     from specdec.models.inspection import inspect_model
 
@@ -165,7 +164,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
             f" {target.max_positions} positions of model.target={model['target']}: lower it"
         )
     longest = check_prompts(config, target.path, target.max_positions)
-    drafts = uses_draft_model(config)
+    drafts = _uses_draft_model(config)
     if not drafts and not config["record"]:
         return target.num_layers, ()
     if model["draft"] is None:
@@ -187,5 +186,28 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
     return target.num_layers, (
         f"model.draft={model['draft']} has {draft.max_positions} positions, the target"
         f" {target.max_positions}: beyond them nothing is drafted, and all rates count those"
-        " tokens too (max_new_tokens, data.max_prompt_tokens keep requests shorter)",
+        " tokens too (max_new_tokens and data.max_prompt_tokens limit the length)",
     )
+
+
+def _uses_draft_model(config: Mapping[str, Any]) -> bool:
+    """Whether a checked configuration runs a draft model."""
+    if config["strategy"]["kind"] == "hf":
+        return bool(config["strategy"]["method"] == "hf_assisted")
+    return any(target.endswith(".DraftModelSource") for target in _targets(config["source"]))
+
+
+def _targets(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield str(node.get("_target_", ""))
+    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _targets(item)
+
+
+def _check_logger(logger: Mapping[str, Any]) -> None:
+    """Checks that the results of a long run can be logged at its end."""
+    if logger.get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "logger=wandb needs the package wandb, which is not installed: run"
+            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
+        )

@@ -1,4 +1,4 @@
-"""Prompts against the model's positions, before torch is imported."""
+"""Compares the prompts' lengths with the model's positions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from specdec.data import Request, fit_prompt, load_requested
 from specdec.errors import UserError
 
-_KNOWN_TO_FIT = ("stdlib",)  # made from source files to a bounded length, which takes a second
+_KNOWN_TO_FIT = ("stdlib",)  # cut to a bounded length; reading it takes a second
 
 
 def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: int) -> int | None:
-    """Tokenises the prompts and refuses what the run would refuse minutes later.
+    """Tokenises the prompts before models are loaded; the run checks all lengths again.
 
-    Nothing is checked for a model without ``tokenizer.json``, for one whose chat template is used
-    (applying it needs transformers), or for prompts from the hub; the run checks again in any case.
+    Checks nothing for a model without ``tokenizer.json``, with a chat template that is used
+    (applying it needs transformers), or for prompts from the hub.
 
     Returns:
         Tokens of the longest prompt; None where nothing was checked.

@@ -1,4 +1,4 @@
-"""The configuration tree on disk: where it is, which groups and options it has."""
+"""The configuration tree on disk: its folder, groups and options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
 
 GROUPS = ("strategy", *PARTS, "model", "data", "sampling", "serving", "clock", "logger")
-"""Groups that the command line chooses from; other folders of the tree are not choices."""
+"""Groups with options for the command line; other folders of the tree are no groups."""
 
 
 @cache
@@ -23,20 +23,20 @@ def config_dir() -> Path:
 
 
 def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
-    """Option name -> YAML of a group; ``extra`` are further trees, which come first.
+    """Option name -> YAML of a group; ``extra``: further trees, which take precedence.
 
     Names are sorted; files that begin with an underscore are not options.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for root in (*extra, config_dir()):
         for path in sorted((Path(root) / group).glob("*.yaml")):
             if not path.stem.startswith("_"):
-                found.setdefault(path.stem, path)
-    return dict(sorted(found.items()))
+                paths.setdefault(path.stem, path)
+    return dict(sorted(paths.items()))
 
 
 def first_comment(path: Path) -> str:
-    """The first comment line that is not Hydra's package header: what the file is, in one line."""
+    """The first comment line that is not Hydra's package header: the file's description."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
@@ -44,7 +44,7 @@ def first_comment(path: Path) -> str:
 
 
 def own_values(path: Path) -> dict[str, Any]:
-    """The values a YAML of the tree states itself, defaults list left out, nothing resolved."""
+    """The values in a YAML of the tree, unresolved, without its defaults list."""
     loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     assert isinstance(loaded, dict), f"{path.name} must hold a mapping"
     return {str(key): value for key, value in loaded.items() if key != "defaults"}

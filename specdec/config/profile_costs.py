@@ -1,4 +1,4 @@
-"""What a configuration leaves to the latency profile: costs by degree, expansions by ratio."""
+"""Values that follow from the latency profile: costs by degree, expansions by ratio."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from specdec.clocks.profile import curve_at
 from specdec.errors import UserError
 
 RATIOS = ("ratio", "ratio_plus_one")
-"""Values of ``policy.d`` that stand for a number which the profile gives."""
+"""Values of ``policy.d`` that are replaced by a number from the profile."""
 
 _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with ``clock.costs`` of its degrees and a number for ``policy.d``.
+    """Replaces ``clock.costs`` by those of the degrees, and ``policy.d`` by a number.
 
     Args:
         config: checked, with the profile's content under ``clock``.
@@ -35,11 +35,11 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The clock's section, with a ``caveat`` where its times are not what they seem.
+    """The clock's section, with a ``caveat`` where its times cannot be compared.
 
-    A profile has the time of one of its testbed's stages. With another number of them the priced
-    target is larger or smaller, and times of rows that differ in it cannot be compared. By the wall
-    clock, devices that share a process work one after the other.
+    A profile has the time of one stage of its testbed. With another number of stages the simulated
+    target is larger or smaller than the testbed's. With a wall clock, devices that share a process
+    run one after the other.
 
     Args:
         config: checked, with the profile's content under ``clock``.
@@ -75,10 +75,10 @@ def with_degrees(
 ) -> dict[str, Any]:
     """The clock's section with the costs of the executor's degrees; null leaves a kind alone.
 
-    Degrees between two of the profile's are interpolated, and the note says so.
+    Other degrees than the profile's are interpolated, which is added to its note.
 
     Raises:
-        UserError: a degree below or above all of the profile's.
+        UserError: a degree outside the range of the profile.
     """
     costs, note = dict(clock["costs"]), str(clock.get("note", ""))
     for kind, curves in degrees.items():

@@ -34,7 +34,7 @@ def load_profile(
         {devices that share a layer: curve}}, and "stages": how many the testbed has.
 
     Raises:
-        UserError: there is none of that name, or it is not of that form.
+        UserError: no such profile, or a file of another form.
     """
     known = options("profile", extra)
     path = known.get(name) or Path(name).expanduser()
@@ -46,7 +46,7 @@ def load_profile(
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{key}={name} is no readable YAML: {reason}") from error
+        raise UserError(f"{key}={name} is not readable YAML: {reason}") from error
     values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
     costs = values.get("costs")
     if not isinstance(costs, dict) or not costs:
@@ -57,17 +57,17 @@ def load_profile(
                 f"{key}={name} prices {kind!r}, which is unknown: {did_you_mean(str(kind), _KINDS)}"
             )
         _check_curve(curve, f"{key}={name}: costs.{kind}")
-    found: dict[str, Any] = {"note": str(values.get("note", "")), "costs": costs}
+    profile: dict[str, Any] = {"note": str(values.get("note", "")), "costs": costs}
     if "degrees" in values:
         _check_degrees(values["degrees"], f"{key}={name}: degrees")
-        found["degrees"] = values["degrees"]
+        profile["degrees"] = values["degrees"]
     if "stages" in values:
         if type(values["stages"]) is not int or values["stages"] < 1:
             raise UserError(
                 f"{key}={name}: stages={values['stages']!r} must be a whole number of at least 1"
             )
-        found["stages"] = values["stages"]
-    return found
+        profile["stages"] = values["stages"]
+    return profile
 
 
 def _check_degrees(degrees: object, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from specdec.parts.fields import Count, Model, Share, expects, model_of
+from specdec.parts.fields import Count, Model, PositiveShare, Share, expects, model_of
 
 
 def _rises(counts: list[int]) -> list[int]:
@@ -19,10 +19,10 @@ def _rises(counts: list[int]) -> list[int]:
     return counts
 
 
-Text = Annotated[str, Field(min_length=1), expects("it must be a text that is not empty")]
-Index = Annotated[int, Field(ge=0), expects("it must be a whole number of at least 0")]
+Text = Annotated[str, Field(min_length=1)]
+Index = Annotated[int, Field(ge=0)]
 Limit = Annotated[int, Field(ge=0), expects("it must be a whole number of at least 0 (0 is off)")]
-Positive = Annotated[float, Field(gt=0, lt=1e9), expects("it must be a number above 0")]
+Positive = Annotated[float, Field(gt=0, lt=1e9)]
 StopString = Annotated[str, Field(min_length=1, max_length=200)]
 Shares = Annotated[list[Share], Field(min_length=1)]
 Counts = Annotated[
@@ -34,9 +34,7 @@ Counts = Annotated[
 
 TOP: dict[str, Any] = {
     "max_new_tokens": Count,
-    "stop_strings": Annotated[
-        list[StopString], expects("it must be a list of texts of 1 to 200 characters")
-    ],
+    "stop_strings": list[StopString],
     "ignore_eos": bool,
     "seed": Index,
     "batch_size": Count,
@@ -83,17 +81,9 @@ _SECTIONS: dict[tuple[str, str], dict[str, Any]] = {
         "options": dict[str, Any],
     },
     ("sampling", ""): {
-        "temperature": Annotated[
-            float,
-            Field(ge=0, lt=1e6),
-            expects("it must be a number of at least 0 (0 is greedy)"),
-        ],
+        "temperature": Annotated[float, Field(ge=0, lt=1e6)],
         "top_k": Limit,
-        "top_p": Annotated[
-            float,
-            Field(gt=0, le=1),
-            expects("it must be a number above 0 and at most 1 (1 is off)"),
-        ],
+        "top_p": PositiveShare,
         "no_repeat_ngram": Limit,
     },
     ("serving", ""): {
@@ -169,11 +159,7 @@ _SECTIONS: dict[tuple[str, str], dict[str, Any]] = {
         "timeout_s": Annotated[float, Field(ge=1, lt=1e6)],
     },
     ("profiling", ""): {
-        "name": Annotated[
-            str,
-            Field(pattern=r"^[A-Za-z0-9_-]+$"),
-            expects("it must be a name of letters, digits, - and _"),
-        ],
+        "name": Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")],
         "use": Text | None,
         "tokens": Counts,
         "repeats": Count,

@@ -85,7 +85,7 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
                 f"data.{key}={data[key]} is not used by data={data['name']}: leave it out"
             )
     keys = {k: v for k, v in data.items() if k in names or k not in (*_RUN_KEYS, *_SET_KEYS)}
-    reader: DataReader = build_part(keys, {}, "data")
+    reader: DataReader = build_part(keys, {}, "data", DataReader)
     return reader
 
 

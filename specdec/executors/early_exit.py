@@ -27,7 +27,7 @@ from specdec.executors.row_packing import row_items
 from specdec.executors.stage import Stage, StageOutput
 from specdec.metrics.counters import SourceCounters
 from specdec.state import batch_of
-from specdec.types import NO_NODE, Batch, BoolArray, Commit, IntArray, Nodes
+from specdec.types import Batch, BoolArray, Commit, IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -130,9 +130,8 @@ class ExitFront:
                 self.counters.rows += batch.num_nodes
         logits = self._computed[at].logits
         rows = [logits[request_id].get(i) for request_id, ids in nodes.items for i in ids.tolist()]
-        return np.array([row is not None for row in rows], np.bool_), [
-            row for row in rows if row is not None
-        ]
+        available = np.array([row is not None for row in rows], np.bool_)
+        return available, [row for row in rows if row is not None]
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """[R, E]: hidden states of a batch after the last exit, in packing order.
@@ -167,25 +166,15 @@ class ExitFront:
             computed.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
-        """int64: of ``slots`` and their ancestors those that have not passed a segment, sorted."""
+        """int64, sorted: those of ``slots`` and their ancestors that have not passed a segment."""
         cache, tree = self._segments[number].stage.cache(request.id), request.tree
         if cache.cached_len < request.prefix_len:
             return slots[:0]
-        missing = above = slots[~cache.has(tree.ids[slots])]
-        while len(above):
-            parents = np.unique(tree.parents[above])
-            parents = parents[parents != NO_NODE]
-            above = parents[~cache.has(tree.ids[parents])]
-            missing = np.concatenate([above, missing])
-        return np.unique(missing)
+        new = slots[~cache.has(tree.ids[slots])]
+        return tree.with_missing_ancestors(new, cache.has)
 
     def _compute(
-        self,
-        number: int,
-        batch: Batch,
-        prompts: Mapping[int, torch.Tensor],
-        *,
-        wants_exits: bool,
+        self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor], *, wants_exits: bool
     ) -> dict[int, torch.Tensor]:
         """Runs a segment, and stores the results of tree nodes.
 

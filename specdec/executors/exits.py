@@ -112,6 +112,7 @@ class ExitStage:
         """
         self.body = body
         self._heads = dict(sorted(heads.items()))
+        self._parts: tuple[ModelStage | ExitHead, ...] = (body, *self._heads.values())
 
     def paged(self, num_blocks: int, block_tokens: int) -> ExitStage:
         """The same layers and heads with each cache in a pool of blocks."""
@@ -125,9 +126,8 @@ class ExitStage:
 
     def open(self, request_id: int, max_len: int) -> None:
         """Allocates all caches of a request."""
-        self.body.open(request_id, max_len)
-        for head in self._heads.values():
-            head.open(request_id, max_len)
+        for part in self._parts:
+            part.open(request_id, max_len)
 
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_exits: bool = True
@@ -143,15 +143,13 @@ class ExitStage:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Applies commits to all caches."""
-        self.body.commit(commits)
-        for head in self._heads.values():
-            head.commit(commits)
+        for part in self._parts:
+            part.commit(commits)
 
     def close(self, request_id: int) -> None:
         """Frees all caches."""
-        self.body.close(request_id)
-        for head in self._heads.values():
-            head.close(request_id)
+        for part in self._parts:
+            part.close(request_id)
 
     def cache(self, request_id: int) -> TreeCache:
         """The layers' cache of a request."""
@@ -228,10 +226,7 @@ class ExitReader:
             )
             exits.append(
                 Exits(
-                    request=rows.request,
-                    node_ids=rows.node_ids,
-                    candidates=candidates,
-                    layer=layer,
+                    request=rows.request, node_ids=rows.node_ids, candidates=candidates, layer=layer
                 )
             )
             start = stop

@@ -49,7 +49,7 @@ def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
     """
     keys = {k: v for k, v in cfg.items() if k != "kind"}
     if "_target_" in cfg:
-        return build_part(keys, {}, "model")  # type: ignore[no-any-return]
+        return build_part(keys, {}, "model", ModelPair)  # type: ignore[no-any-return]
     builders: dict[str, Any] = {
         "pretrained": PretrainedPair,
         "random": RandomPair,

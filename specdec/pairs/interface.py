@@ -21,6 +21,8 @@ class ModelPair(SourcePair, Protocol):
 
     Optional methods:
 
+    prompts(): (id, int64[T]) of every recorded prompt, in place of ``data=`` (``ReplayModels``).
+    conditions(): further conditions of a run, in place of the configuration's (``ReplayModels``).
     fitted_source(source, policy): replaces draft models in the source's configuration node, for
         pairs that have none (``HiddenModels``).
     lone_part(first, last): loads target layers for a process that runs no others

@@ -1,1 +1,1 @@
-"""How a class that a configuration names is found, checked and constructed."""
+"""Classes named by a configuration: import, validation and construction."""

@@ -30,10 +30,10 @@ Model = type[BaseModel]
 
 
 def expects(text: str) -> WrapValidator:
-    """Metadata of ``typing.Annotated``: how a refused value's message goes on.
+    """Metadata of ``typing.Annotated``: the error message of a field in place of pydantic's.
 
     Args:
-        text: what the value must be and, where there is one, the remedy; by default pydantic's.
+        text: what the value must be and the remedy, as in "it must be even; or use X".
     """
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The end of an error message about an unknown word: what was probably meant, or what there is."""
+"""Suggestions for unknown words in error messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _MAX_LISTED = 24
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence that helps with ``word``, which is none of ``known``.
+    """Suggests a replacement for ``word``, which is not in ``known``.
 
     Returns:
-        The closest known words as a question, then the known words if they are not too many.
+        The closest known words as a question, then all known words if they are at most 24.
     """
     words = sorted(set(known))
     # A long dotted key is close to many others; its last part decides.

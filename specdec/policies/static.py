@@ -6,7 +6,6 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from copy import copy
-from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -30,29 +29,24 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-class DraftOverlap(StrEnum):
-    """When the tree after the one under verification is drafted.
-
-    ``NONE``: serially, after the answer, while the target waits.
-    ``RULE``: ahead of the answer. While a tree is verified, one draft pass per target step grows
-    the next tree below each of the ``guesses`` most probable next roots, which are candidates that
-    the submitted tree does not contain. If the answer ends in one of them, the drafted part is
-    hidden and only the rest is drafted serially; otherwise the whole tree is.
-    ``FULL``: an upper limit that no implementation reaches: the answer is always guessed. Drafting
-    then takes no time as long as it is shorter than the verification before it.
-    """
-
-    NONE = "none"
-    RULE = "rule"
-    FULL = "full"
-
-
 class Static(Stateless):
     """Level ``l`` has the first ``branching[l]`` candidates of every node of the level above.
 
     This is SpecInfer's expansion configuration; the default is its <1,1,3,1,1,1,1,1>. The topology
     does not depend on the candidates' values, so sampled candidates stay unbiased under rejection.
-    Only ``draft_overlap="rule"`` selects by value, and is refused with rejection verifiers.
+
+    ``draft_overlap`` sets when the tree after the one under verification is drafted:
+
+    *none*: after the answer, while the target waits.
+
+    *rule*: ahead of the answer. While a tree is verified, one draft pass per target step grows the
+    next tree below each of the ``guesses`` most probable next roots, which are candidates that the
+    submitted tree does not contain. If the answer ends in one of them, only the rest of its tree is
+    drafted serially; otherwise the whole tree is. This selects by value, so rejection verifiers
+    refuse it.
+
+    *full*: an upper limit that no implementation reaches: the answer is always guessed. Drafting
+    then takes no time as long as it is shorter than the verification before it.
     """
 
     serial = True
@@ -69,7 +63,7 @@ class Static(Stateless):
 
         Args:
             branching: children per node, level by level from the root down; not empty.
-            draft_overlap: none, rule or full; see ``DraftOverlap``. Default: none.
+            draft_overlap: none, rule or full, see above. Default: none.
             guesses: number of next roots that ``rule`` drafts below. Default: 20.
 
         Raises:
@@ -81,9 +75,9 @@ class Static(Stateless):
                 " one entry, e.g. [1,1,3,1]; to decode without drafts use policy=root_only"
             )
         self.branching = tuple(branching)
-        self.draft_overlap = DraftOverlap(draft_overlap)
+        self.draft_overlap = draft_overlap
         self.guesses = guesses
-        self.value_dependent = self.draft_overlap is DraftOverlap.RULE
+        self.value_dependent = draft_overlap == "rule"
         self._ahead: dict[int, tuple[int, IntArray]] = {}  # request -> (level, its node ids)
         self._submitted_s: dict[int, float] = {}  # request -> when its last tree was submitted
         self._complete: set[int] = set()  # requests whose tree is completely drafted
@@ -95,7 +89,7 @@ class Static(Stateless):
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Grows the tree of every ready request, one source call per level, and submits it."""
         requests = ready_requests(state, serial=True)
-        if self.draft_overlap is DraftOverlap.FULL:
+        if self.draft_overlap == "full":
             self._grow_hidden(state, source, requests)
         else:
             self._grow(state, source, requests)
@@ -109,13 +103,13 @@ class Static(Stateless):
         """Drafts while the target is busy.
 
         If requests take turns (``serving.feeding``), trees of waiting requests are grown until the
-        target is ready. With ``draft_overlap="rule"``, one pass drafts ahead (``DraftOverlap``).
+        target is ready. With ``draft_overlap="rule"``, one pass drafts ahead.
         """
         live = live_requests(state)
-        if state.turn is not None and self.draft_overlap is not DraftOverlap.FULL:
+        if state.turn is not None and self.draft_overlap != "full":
             waiting = [r for r in live if r.prefill_sent >= r.num_prefill and not r.awaiting]
             self._grow(state, source, waiting, stop=ready)
-        if self.draft_overlap is not DraftOverlap.RULE:
+        if self.draft_overlap != "rule":
             return
         levels = [(r, *self._next_ahead(r)) for r in live if r.awaiting]
         # Level -1: the nodes of the submitted tree, whose candidates are next roots.
@@ -159,7 +153,7 @@ class Static(Stateless):
     ) -> None:
         """Completes the requests' trees level by level, until ``stop`` returns true."""
         growing = [(request, np.zeros(1, np.int64)) for request in requests]
-        spare = self.guesses if self.draft_overlap is DraftOverlap.RULE else 0
+        spare = self.guesses if self.draft_overlap == "rule" else 0
         for children in self.branching:
             growing = [
                 (r, level)

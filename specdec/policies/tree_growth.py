@@ -54,9 +54,10 @@ def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
     """
     return [
         request
-        for request in live_requests(state)
+        for request in state.requests.values()
         if (state.turn is None or request.id in state.turn)
         and request.prefill_sent >= request.num_prefill
+        and not request.finished
         and not (serial and request.awaiting)
     ]
 

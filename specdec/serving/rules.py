@@ -8,13 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.errors import UserError
+from specdec.interfaces import Scheduler
 from specdec.parts.build import build_part
 from specdec.serving.arrivals import arrival_times
 from specdec.serving.blocks import BlockBudget
 from specdec.serving.feeding import Feeding
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Executor, Scheduler, TokenSource, TreePolicy
+    from specdec.interfaces import Executor, TokenSource, TreePolicy
     from specdec.state import RequestState
 
 SERVING_KEYS = ("feeding", "prefill", "arrivals", "rate_per_s", "kv_tokens", "block_tokens")
@@ -110,4 +111,4 @@ def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
 
 def _build(node: Mapping[str, Any], **runtime: Any) -> Any:
     objects = {key: partial(dict.__getitem__, runtime, key) for key in runtime}
-    return build_part(node, objects, "serving")
+    return build_part(node, objects, "serving", Scheduler)

@@ -1,4 +1,7 @@
-"""Token sources: who proposes tokens, and with which probabilities."""
+"""Token sources: propose tokens with their draft probabilities.
+
+Constructors raise ``ValueError`` for arguments outside their annotated bounds.
+"""
 
 from specdec.sources.draft_model import DraftModelSource
 from specdec.sources.early_exit import EarlyExitSource

@@ -1,4 +1,4 @@
-"""Keyed hashes of integers, for draws that no generator state may influence."""
+"""Keyed hashes of integers: random values without generator state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Keyed hash of integers, element by element (broadcast): splitmix64 folded over the parts.
+    """Elementwise keyed hash of integers: splitmix64 folded over the parts.
 
     Args:
-        seed: any integer.
-        parts: integer arrays or scalars that broadcast against each other.
+        seed: the key, any integer.
+        parts: integer arrays or scalars, broadcast against each other.
 
     Returns:
         uint64 of the broadcast shape, uniform over 64 bits.
@@ -33,7 +33,7 @@ def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
 
 
 def _finish(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         value = value + np.uint64(_GAMMA)
         value = (value ^ (value >> np.uint64(30))) * _MIX_1
         value = (value ^ (value >> np.uint64(27))) * _MIX_2

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
-from safetensors.numpy import load_file, save_file
 
 from specdec.sources.contexts import NO_TOKEN
 from specdec.sources.discounts import discounts
@@ -69,7 +66,7 @@ class KatzModel:
     def __init__(
         self, *, order: int, vocab_size: int, keys: Sequence[IntArray], counts: Sequence[IntArray]
     ) -> None:
-        """Derives probabilities from counts; use ``from_tokens`` or ``load``.
+        """Derives probabilities from counts; use ``from_tokens``.
 
         Args:
             order: n >= 1.
@@ -148,35 +145,6 @@ class KatzModel:
                 pair.token_samples(), order=3, vocab_size=pair.vocab_size, separator=0
             )
         return _COUNTED[pair]
-
-    def save(self, path: str | Path) -> None:
-        """Writes the counts as safetensors (``keys_m`` int64, ``counts_m`` int32 per order m)."""
-        arrays: dict[str, npt.NDArray] = {"vocab_size": np.array([self.vocab_size], np.int64)}
-        for m, (keys, counts) in enumerate(zip(self._keys, self._counts, strict=True), start=1):
-            arrays[f"keys_{m}"] = keys
-            arrays[f"counts_{m}"] = counts.astype(np.int32)
-        save_file(arrays, str(path))
-
-    @classmethod
-    def load(cls, path: str | Path) -> KatzModel:
-        """Reads what ``save`` wrote.
-
-        Raises:
-            ValueError: where the file is not such a model.
-        """
-        arrays = load_file(str(path))
-        order = sum(name.startswith("keys_") for name in arrays)
-        if "vocab_size" not in arrays or not order:
-            raise ValueError(
-                f"{path} is not a saved n-gram model (found {sorted(arrays)}); write one with"
-                " KatzModel.save or count it with KatzModel.from_tokens"
-            )
-        return cls(
-            order=order,
-            vocab_size=int(arrays["vocab_size"][0]),
-            keys=[arrays[f"keys_{m}"] for m in range(1, order + 1)],
-            counts=[arrays[f"counts_{m}"].astype(np.int64) for m in range(1, order + 1)],
-        )
 
     def _derive(self) -> None:
         """Discounted probabilities and back-off weights, shortest contexts first."""

@@ -37,12 +37,7 @@ class ThompsonChain(Stateless):
     serial = True
 
     @validated
-    def __init__(
-        self,
-        *,
-        max_gamma: DraftCount = 10,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, *, max_gamma: DraftCount = 10, seed: int = 0) -> None:
         """Sets the bounds.
 
         Args:

@@ -46,13 +46,7 @@ class PipelineBestFirst(Stateless):
     serial = False
 
     @validated
-    def __init__(
-        self,
-        *,
-        width: DraftCount,
-        children: Count,
-        draft_passes: Count = 2,
-    ) -> None:
+    def __init__(self, *, width: DraftCount, children: Count, draft_passes: Count = 2) -> None:
         """Sets the budgets of a step.
 
         Args:

@@ -1,4 +1,4 @@
-"""A draft sped up by a cheaper source (Staged Speculative Decoding, 3.2), to any depth.
+"""A draft accelerated by a cheaper source (Staged Speculative Decoding, 3.2), to any depth.
 
 Shape letters: W nodes, K candidates, V vocabulary.
 """
@@ -24,22 +24,24 @@ if TYPE_CHECKING:
 
 _DEFAULT_CHILDREN = 16
 
+_Selection = list[tuple[ScratchRequest, IntArray]]
+"""(request, int64[W_r] scratch slots) per request."""
+
 
 class StagedSource:
-    """Answers as its draft would, in fewer passes of it.
+    """Returns the same candidates as its draft, in fewer passes of the draft.
 
-    When the draft must run for some nodes, the cheaper source first guesses which nodes will be
-    asked for next, below them; the draft computes the guesses in the same pass, in a scratch tree.
-    When the policy then makes a node of the draft's candidates that had been guessed, its answer is
-    there. Every answer is the draft's own, so the real tree is the one the draft alone would have
-    built (with a draft that has ``guess_draw``, up to the agreement it has measured so far, on
-    which the scores depend).
+    When the draft must run, the cheaper source first guesses which nodes below the expanded ones
+    will be expanded next; the draft computes these guesses in the same pass, in a scratch tree.
+    If the policy later creates a guessed node, its candidates are already known. All candidates are
+    the draft's own, so the real tree equals the tree of the draft alone (with a draft that has
+    ``guess_draw``, up to the measured agreement, on which the scores depend).
 
     The cheaper source may be staged itself: 20B, 1B, 50M, n-gram (the paper's future work 2).
 
     Attributes:
-        cheap: the cheaper source, to be asked about nodes of the real trees.
-        counters: sums over both sources; ``by_level`` has the draft's levels first.
+        cheap: the cheaper source, for nodes of the real trees.
+        counters: sums over both sources; ``by_level`` lists the draft's levels first.
     """
 
     @validated
@@ -53,21 +55,21 @@ class StagedSource:
         guess_rows: Count = 5,
         max_children: Count | None = None,
     ) -> None:
-        """Wraps two sources, which must not be used otherwise.
+        """Wraps two sources, which must not be used elsewhere.
 
         Args:
-            draft: whose answers are given.
-            cheap: guesses what they will be.
-            guess_width: guesses under each node at most.
-            guess_depth: levels of guesses under the nodes that the draft must run for.
-            guess_rows: guesses per pass and request at most; the most probable ones are taken.
-            max_children: candidates that the draft is asked for from the start, so that a later
-                call for more of them finds them; by default 16, or 1 where candidates are sampled.
-                A call for more than ever before makes what is computed count as unknown.
+            draft: source of the candidates.
+            cheap: source of the guesses.
+            guess_width: maximum number of guesses below each node. Default: 2.
+            guess_depth: levels of guesses below the nodes that the draft must run for. Default: 3.
+            guess_rows: maximum number of guesses per pass and request, the most probable ones.
+                Default: 5.
+            max_children: number of candidates requested from the draft, so that later calls for
+                more than the first one's ``k`` need no new pass. Default: 16, or 1 if candidates
+                are sampled. A call for more discards what is computed.
 
         Raises:
-            ValueError: for sizes below 1, vocabularies that differ, or a source that has to be
-                asked about nodes of the real trees.
+            ValueError: for different vocabularies, or a source that needs nodes of the real trees.
         """
         if (
             None not in (draft.vocab_size, cheap.vocab_size)
@@ -82,14 +84,14 @@ class StagedSource:
         self.needs = joined_needs([draft.needs, cheap.needs])
         if self.needs.real_nodes:
             raise ValueError(
-                "a staged source works in trees of its own, whose nodes no executor knows, so it"
-                " cannot hold one that reads the target's hidden states (source=medusa,"
-                " source=early_exit): use source=mixture"
+                "a staged source expands nodes of scratch trees, which the executor does not have,"
+                " so it cannot contain a source that reads the target's hidden states"
+                " (source=medusa, source=early_exit): use source=mixture"
             )
         self.counters = SourceCounters()
         self._draft = draft
         self._cheap = CachedSource(source=cheap)
-        self.cheap: TokenSource = _RealView(self, self._cheap)
+        self.cheap: TokenSource = _CheapView(self, self._cheap)
         self._width = guess_width
         self._depth = guess_depth
         self._rows = guess_rows
@@ -100,63 +102,61 @@ class StagedSource:
         self._state: DecodeState | None = None
 
     def open(self, request: RequestState) -> None:
-        """Starts a scratch tree for the request, in which both sources work."""
+        """Creates the request's scratch tree, in which both sources work."""
         scratch = ScratchRequest(request)
         self._requests[request.id] = scratch
         for source in (self._draft, self._cheap):
             source.open(cast("RequestState", scratch))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The draft's candidates; runs it only for nodes whose answer is not there yet."""
+        """The draft's candidates; the draft runs only for nodes that are not computed yet."""
         if k > self._k:
             self._k = k
             for scratch in self._requests.values():
                 scratch.tree.expanded[:] = False
-        asked = self._located(nodes)
-        unknown = [(r, slots[~r.tree.expanded[slots]]) for r, slots in asked]
-        unknown = [(r, slots) for r, slots in unknown if len(slots)]
-        if unknown:
+        selected = self._located(nodes)
+        missing = [(r, slots[~r.tree.expanded[slots]]) for r, slots in selected]
+        missing = [(r, slots) for r, slots in missing if len(slots)]
+        if missing:
             scratch_state = self._scratch_state(state)
-            self._run_draft(scratch_state, self._with_guesses(scratch_state, unknown))
+            self._run_draft(scratch_state, self._with_guesses(scratch_state, missing))
             tally(self.counters, (self._draft.counters, self._cheap.counters))
-        return self._answers(asked, k)
+        return self._stored(selected, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Moves the scratch trees on and tells both sources, in scratch ids.
+        """Moves the scratch trees, and commits on both sources in scratch ids.
 
-        ``output`` is passed on as it is: its node ids are those of the real trees.
+        ``output`` is passed unchanged; its node ids are those of the real trees.
         """
-        moved = []
+        scratch_commits = []
         for commit in commits:
             scratch = self._requests.get(commit.request)
-            followed = None if scratch is None else scratch.commit(commit)
-            if followed is not None:
-                moved.append(followed)
+            moved = None if scratch is None else scratch.commit(commit)
+            if moved is not None:
+                scratch_commits.append(moved)
         for source in (self._draft, self._cheap):
-            source.commit(moved, output)
+            source.commit(scratch_commits, output)
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
+        """Drops the request."""
         self._requests.pop(request_id, None)
         for source in (self._draft, self._cheap):
             source.close(request_id)
 
-    def ask_cheap(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """What the cheaper source says about nodes of the real trees."""
-        items = [(r.id, r.tree.ids[slots]) for r, slots in self._located(nodes)]
-        candidates = self._cheap.expand(self._scratch_state(state), Nodes(tuple(items)), k)
+    def expand_cheap(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """The cheaper source's candidates for nodes of the real trees."""
+        candidates = self._cheap.expand(
+            self._scratch_state(state), _scratch_nodes(self._located(nodes)), k
+        )
         tally(self.counters, (self._draft.counters, self._cheap.counters))
         return candidates
 
-    # ------------------------------------------------------------------ the scratch forest
+    # ------------------------------------------------------------------ scratch trees
 
-    def _located(self, nodes: Nodes) -> list[tuple[ScratchRequest, IntArray]]:
-        """(request, int64[W] scratch slots) of real nodes."""
-        found = []
-        for request_id, ids in nodes.items:
-            scratch = self._requests[request_id]
-            found.append((scratch, scratch.slots(ids)))
-        return found
+    def _located(self, nodes: Nodes) -> _Selection:
+        """The scratch slots of real nodes."""
+        requests = [(self._requests[request_id], ids) for request_id, ids in nodes.items]
+        return [(scratch, scratch.slots(ids)) for scratch, ids in requests]
 
     def _scratch_state(self, state: DecodeState) -> DecodeState:
         """The run's state with scratch requests in place of the real ones."""
@@ -166,11 +166,9 @@ class StagedSource:
         self._state.step = state.step
         return self._state
 
-    def _with_guesses(
-        self, state: DecodeState, unknown: list[tuple[ScratchRequest, IntArray]]
-    ) -> list[tuple[ScratchRequest, IntArray]]:
-        """The unknown nodes and the most probable guesses below them, sorted slots per request."""
-        guesses = [_Guesses(request, slots, self._rows) for request, slots in unknown]
+    def _with_guesses(self, state: DecodeState, missing: _Selection) -> _Selection:
+        """The missing nodes and the most probable guesses below them, slots sorted."""
+        guesses = [_Guesses(request, slots, self._rows) for request, slots in missing]
         for _ in range(self._depth):
             growing = [g for g in guesses if g.frontier]
             if not growing:
@@ -182,22 +180,22 @@ class StagedSource:
                 stop = start + len(guess.frontier)
                 guess.grow(candidates, start)
                 start = stop
-        return [(g.request, g.chosen()) for g in guesses]
+        return [(g.request, g.selected()) for g in guesses]
 
-    def _run_draft(self, state: DecodeState, wanted: list[tuple[ScratchRequest, IntArray]]) -> None:
-        nodes = Nodes(tuple((r.id, r.tree.ids[slots]) for r, slots in wanted))
-        candidates = self._draft.expand(state, nodes, self._k)
+    def _run_draft(self, state: DecodeState, selected: _Selection) -> None:
+        """One pass of the draft; stores its candidates in the scratch trees."""
+        candidates = self._draft.expand(state, _scratch_nodes(selected), self._k)
         start = 0
-        for request, slots in wanted:
+        for request, slots in selected:
             stop = start + len(slots)
             request.tree.set_candidates(slots, candidates, slice(start, stop))
             start = stop
 
-    def _answers(self, asked: list[tuple[ScratchRequest, IntArray]], k: int) -> Candidates:
-        """What the scratch trees know about the nodes, at most ``k`` children each."""
+    def _stored(self, selected: _Selection, k: int) -> Candidates:
+        """At most ``k`` candidates of each node from the scratch trees."""
         tokens, logprobs, probs = [], [], []
-        width = min([k, *(r.tree.candidate_tokens.shape[1] for r, _ in asked)])
-        for request, slots in asked:
+        width = min([k, *(r.tree.candidate_tokens.shape[1] for r, _ in selected)])
+        for request, slots in selected:
             tree = request.tree
             tokens.append(tree.candidate_tokens[slots, :width])
             logprobs.append(tree.candidate_logprobs[slots, :width])
@@ -213,32 +211,36 @@ class StagedSource:
         )
 
 
-class _Guesses:
-    """Grows one request's guesses level by level, keeping the most probable of them.
+def _scratch_nodes(selected: _Selection) -> Nodes:
+    return Nodes(tuple((request.id, request.tree.ids[slots]) for request, slots in selected))
 
-    A handful of guesses at a time: plain numbers, since array calls would cost more than a pass of
-    a small draft saves.
+
+class _Guesses:
+    """Grows one request's guesses level by level, and keeps the most probable ones.
+
+    Plain Python numbers: for a few guesses, array calls would cost more than the saved pass of a
+    small draft.
 
     Attributes:
-        request: whose scratch tree.
-        frontier: slots whose children come next.
+        request: the request.
+        frontier: slots below which the next level grows.
     """
 
     def __init__(self, request: ScratchRequest, slots: IntArray, max_rows: int) -> None:
         self.request = request
         self.frontier: list[int] = slots.tolist()
         self._scores = [0.0] * len(slots)
-        self._asked = frozenset(self.frontier)
+        self._expanding = frozenset(self.frontier)
         self._max_rows = max_rows
-        self._kept: list[tuple[float, int]] = []  # (minus the score, slot), best first
+        self._best: list[tuple[float, int]] = []  # (minus the score, slot), best first
 
     def grow(self, candidates: Candidates, start: int) -> None:
-        """Makes nodes of the best candidates of the frontier, rows ``start`` and following.
+        """Creates nodes from the best candidates of the frontier, rows ``start`` and following.
 
-        A candidate that is not among the best of all guesses so far is left out, and with it all
-        that could come below: scores do not rise downwards.
+        A candidate that is not among the best of all guesses so far is dropped with everything
+        below it: a child's score is at most its parent's.
         """
-        ranked = [(score, -1, slot, 0) for score, slot in self._kept]  # ties: the shallower guess
+        ranked = [(score, -1, slot, 0) for score, slot in self._best]  # ties: the shallower guess
         for row, (slot, score) in enumerate(zip(self.frontier, self._scores, strict=True), start):
             count = int(candidates.counts[row])
             logprobs = candidates.logprobs[row, :count].tolist()
@@ -246,47 +248,42 @@ class _Guesses:
             ranked += [(-score - p, slot, t, 1) for p, t in zip(logprobs, tokens, strict=True)]
         ranked.sort(key=_by_score)
         best = ranked[: self._max_rows]
-        fresh = [(score, slot, token) for score, slot, token, is_new in best if is_new]
-        slots = self.request.children([entry[1] for entry in fresh], [entry[2] for entry in fresh])
+        new = [(score, slot, token) for score, slot, token, is_new in best if is_new]
+        slots = self.request.children([entry[1] for entry in new], [entry[2] for entry in new])
         grown = [
             (score, slot)
-            for (score, _, _), slot in zip(fresh, slots, strict=True)
-            if slot not in self._asked  # nodes asked for together, one below the other
+            for (score, _, _), slot in zip(new, slots, strict=True)
+            if slot not in self._expanding  # one expanded node may be below another
         ]
-        self._kept = [(score, slot) for score, _, slot, is_new in best if not is_new] + grown
-        self._kept.sort(key=_by_score)
+        self._best = [(score, slot) for score, _, slot, is_new in best if not is_new] + grown
+        self._best.sort(key=_by_score)
         self.frontier = [slot for _, slot in grown]
         self._scores = [-score for score, _ in grown]
 
-    def chosen(self) -> IntArray:
-        """int64: sorted slots of the nodes asked for and the best guesses, none orphaned."""
-        return np.array(sorted([*self._asked, *(slot for _, slot in self._kept)]))
+    def selected(self) -> IntArray:
+        """int64: sorted slots of the expanded nodes and the best guesses; parents are included."""
+        return np.array(sorted([*self._expanding, *(slot for _, slot in self._best)]))
 
 
 def _by_score(entry: tuple[float, ...]) -> float:
     return entry[0]
 
 
-class _RealView:
-    """The cheaper source seen from outside: asked in real ids, answered in its scratch forest."""
+class _CheapView:
+    """The cheaper source for callers outside: takes real ids, works in the scratch trees."""
 
     def __init__(self, owner: StagedSource, cheap: TokenSource) -> None:
-        self._owner = owner
-        self._cheap = cheap
         self.needs = cheap.needs
         self.vocab_size = cheap.vocab_size
         self.counters = cheap.counters
         self.gives_probs: bool = getattr(cheap, "gives_probs", False)
+        self.expand = owner.expand_cheap
 
     def open(self, request: RequestState) -> None:
-        """Nothing: its owner opens it."""
-
-    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Asks the cheaper source about real nodes."""
-        return self._owner.ask_cheap(state, nodes, k)
+        """No-op: ``StagedSource`` opens the request."""
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Nothing: its owner tells it."""
+        """No-op: ``StagedSource`` commits."""
 
     def close(self, request_id: int) -> None:
-        """Nothing: its owner closes it."""
+        """No-op: ``StagedSource`` closes the request."""

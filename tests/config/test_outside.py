@@ -17,7 +17,6 @@ from specdec.config.job import run_job_of
 from specdec.data import DataReader
 from specdec.errors import UserError
 from specdec.interfaces import Logger, Scheduler
-from specdec.parts import fields
 from specdec.testing import assert_lossless, certify_overrides
 from tests.config.outside import OUTSIDE, Outside, make_folder
 
@@ -150,10 +149,6 @@ def test_each_kind_is_certified(folder: Path, part: Outside) -> None:
         assert_lossless(words, config_dirs=["conf"], checks=checks)
 
 
-@pytest.mark.skipif(
-    not hasattr(fields, "signature_of"),
-    reason="bounds of aliases need annotations that are evaluated, by pydantic",
-)
 def test_an_alias_of_the_author_bounds_the_key(folder: Path, part: Outside) -> None:
     with pytest.raises(UserError, match=part.bad.partition("=")[0]):
         run_job_of([*SMALL, *part.overrides, part.bad], [folder / "conf"])

@@ -76,7 +76,7 @@ class TestRun:
         with alone_in(Path("out")):
             assert main(["run", RANDOM, "output_dir=out"]) == 2
             assert main(["run", "-m", RANDOM, "seed=0,1", "output_dir=out"]) == 2
-        assert capsys.readouterr().err.count("another process is at work there") == 2
+        assert capsys.readouterr().err.count("another process uses it") == 2
         assert engine.runs == []
         assert main(["run", RANDOM, "output_dir=out"]) == 0, "a lock ends with its owner"
 
@@ -220,7 +220,7 @@ class TestCompare:
     def test_other_rows_may_not_use_the_folder(self, engine, capsys) -> None:
         assert main(list(self.WORDS)) == 0
         assert main(["run", RANDOM, "output_dir=out"]) == 2
-        assert "what `specdec compare` has left, not `specdec run`" in capsys.readouterr().err
+        assert "results of `specdec compare`, not of `specdec run`" in capsys.readouterr().err
         assert main([*self.WORDS[:2], "strategies=[ar,staged,mixture]", *self.WORDS[3:]]) == 2
 
 

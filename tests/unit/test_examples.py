@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import subprocess
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.main import main
+from specdec.clocks.build import build_clock
+from specdec.compose.build import RUNTIME
 from specdec.config.job import run_job_of
+from specdec.serving.rules import MakeScheduler
 from tests.config.outside import OUTSIDE
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -59,6 +63,18 @@ def test_the_page_shows_a_class_and_a_yaml_of_each_kind() -> None:
     shown = {name for name, _ in FENCE.findall((DOCS / "adding.md").read_text(encoding="utf-8"))}
     for part in OUTSIDE.values():
         assert {f"{part.module}.py", f"conf/{part.group}/{part.option}.yaml"} <= shown
+
+
+def test_the_page_lists_the_arguments_that_a_run_injects() -> None:
+    rows = re.findall(
+        r"^\| \[(\w[\w ]+)\]\(#.*\| (.*) \|$", (DOCS / "adding.md").read_text("utf-8"), re.MULTILINE
+    )
+    listed = {kind: set(re.findall(r"`(\w+)`", names)) for kind, names in rows}
+    assert listed.keys() == OUTSIDE.keys()
+    assert listed["source"] | listed["policy"] == RUNTIME.keys()
+    assert listed["clock"] == inspect.signature(build_clock).parameters.keys() - {"node"}
+    call = inspect.signature(MakeScheduler.__call__).parameters
+    assert listed["scheduler"] == call.keys() - {"self"}
 
 
 @pytest.mark.slow

@@ -182,9 +182,9 @@ def test_records_are_written_and_read_without_loss(tmp_path) -> None:
     ("damage", "complaint"),
     [
         (lambda a: a.pop("ranks"), "not a record"),
-        (lambda a: a.update(ranks=a["ranks"][1:]), "do not add up"),
+        (lambda a: a.update(ranks=a["ranks"][1:]), "differ in number"),
         (lambda a: a.update(ids=a["ids"] * 0), "occurs twice"),
-        (lambda a: a.update(logprobs=a["logprobs"][:, ::-1]), "falling order"),
+        (lambda a: a.update(logprobs=a["logprobs"][:, ::-1]), "descending order"),
         (lambda a: a.update(logprobs=-a["logprobs"]), "above 0"),
         (lambda a: a.update(num_prompt=a["num_prompt"] * 0), "no prompt"),
         (lambda a: a.update(head=np.array('{"format": "other"}')), "version"),

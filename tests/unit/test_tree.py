@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ LOGPROBS = [0.0, -0.25, -0.5, -0.5, -1.0, -2.0]  # exact in binary, with ties
 
 @dataclass
 class RefNode:
-    """A node that knows its parent object; everything else is found by walking."""
+    """A node with a reference to its parent; everything else is computed by walking."""
 
     id: int
     token: int
@@ -277,6 +278,25 @@ def test_best_subgraph_is_the_best_of_all_connected_ones() -> None:
             chosen = best_nodes(tree, tree.scores, num)
             assert tuple(chosen.tolist()) in connected
             assert sum(tree.scores[chosen]) == pytest.approx(best, rel=0, abs=1e-12)
+
+
+def test_missing_ancestors_are_those_outside_a_cache() -> None:
+    """Against a walk up every path; an ancestor above a cached node counts as cached."""
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        tree = TokenTree(token=0, position=0, root_id=7)
+        for token in range(12):
+            tree.append(rng.integers(0, len(tree), 1), np.array([token]), np.zeros(1))
+        cached = tree.ids[rng.random(len(tree)) < 0.4]
+        slots = rng.permutation(len(tree))[:3]
+        expected = set(slots.tolist())
+        for slot in slots.tolist():
+            for above in tree.path(slot)[-2::-1].tolist():
+                if int(tree.ids[above]) in cached:
+                    break
+                expected.add(above)
+        rows = tree.with_missing_ancestors(slots, partial(np.isin, test_elements=cached))
+        assert rows.tolist() == sorted(expected)
 
 
 def test_draft_probs_follow_their_nodes() -> None:

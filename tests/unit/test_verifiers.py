@@ -75,7 +75,7 @@ def cases(num: int, nodes: int = 14):
         yield rng, state, request, slots, answers
 
 
-def test_every_verifier_keeps_the_protocol_and_states_its_promise():
+def test_every_verifier_implements_the_protocol_and_declares_its_guarantee():
     for cls in ALL:
         assert isinstance(cls(), Verifier)
     promises = [cls().lossless for cls in ALL]
@@ -274,7 +274,7 @@ def test_thresholds_out_of_range_are_refused_by_name(make, value):
 
 
 def test_histories_follow_the_tree_through_commits():
-    """What the answering rank rebuilds from rows and commits is what the controller's tree says."""
+    """Histories rebuilt from rows and commits equal those of the controller's tree."""
     kinds = []
     for seed in range(40):
         rng = np.random.default_rng(seed)

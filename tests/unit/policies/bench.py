@@ -66,7 +66,7 @@ def target_token(context: Context) -> int:
 
 
 class TableSource:
-    """A source that answers from ``children_of`` and records what it is asked.
+    """A source that proposes ``children_of`` and records the expanded nodes.
 
     Attributes:
         calls: per call, {request: contexts asked for}, and ``k`` in ``widths``.

@@ -41,12 +41,12 @@ def settled(truth: FloatArray, *, ahead: int = 1) -> FloatArray:
     return calibration.corrected(SHARES)
 
 
-def test_an_honest_draft_is_believed() -> None:
+def test_a_calibrated_draft_is_not_corrected() -> None:
     assert np.allclose(settled(SHARES), SHARES, rtol=0.12)
 
 
 def test_a_draft_that_underrates_its_last_choices_is_corrected() -> None:
-    """The bins are rank 1, ranks 2 and 3, rank 4; each is off by a factor of its own."""
+    """The bins are rank 1, ranks 2 and 3, rank 4; each has a different error factor."""
     truth = np.array([0.4, 0.3, 0.15, 0.1])
     assert np.allclose(settled(truth), truth, rtol=0.12)
 

@@ -109,7 +109,7 @@ def test_one_source_call_per_round_for_all_requests(name: str) -> None:
     assert calls[0][0] > 0
 
 
-def test_nothing_for_requests_that_wait_for_prefill_or_are_over() -> None:
+def test_requests_in_prefill_or_finished_get_no_nodes() -> None:
     for name, make in POLICIES.items():
         filling, over, live = new_request(1), new_request(2), new_request(3)
         state = new_state(filling, over, live)
@@ -119,7 +119,7 @@ def test_nothing_for_requests_that_wait_for_prefill_or_are_over() -> None:
         assert [request for request, _ in nodes.items] == [3], name
 
 
-def test_no_node_stands_beyond_the_last_token() -> None:
+def test_no_node_is_beyond_the_last_token() -> None:
     """With two tokens left a tree has at most two levels (``CheckedPolicy`` checks positions)."""
     for name, make in POLICIES.items():
         state = new_state(new_request(1, max_new_tokens=2))
@@ -152,7 +152,7 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
         (lambda: Chain(gamma=2.5), ["gamma=2.5", "whole number"]),  # type: ignore[arg-type]
         (lambda: Static(branching=[]), ["policy.branching=[]", "at least one entry"]),
         (lambda: Static(branching="113"), ["branching='113'", "list"]),
-        (lambda: Static(branching=[1, 0]), ["branching=[1, 0]", "whole numbers of at least 1"]),
+        (lambda: Static(branching=[1, 0]), ["branching[1]=0", "whole number of at least 1"]),
         (lambda: FixedWidth(width=0, children=1), ["width=0", "policy=root_only"]),
         (lambda: FixedWidth(width=1, children=-3), ["children=-3"]),
         (
