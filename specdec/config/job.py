@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from specdec.clocks.build import clock_kind
-from specdec.config.checks import check_config, check_logger, uses_draft_model
 from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.lengths import check_prompts
