@@ -237,9 +237,8 @@ class Decoder:
             raise UserError("this pair has no tokenizer: give the prompt as token ids")
         else:
             text = Prompt(prompt_id, prompt, "the prompt", "", prompt)
-            ids = prompt_tokens(
-                request, pair.tokenizer, chat="always" if chat else "never"
-            ).tolist()
+            template = "always" if chat else "never"
+            ids = prompt_tokens(text, pair.tokenizer, chat=template).tolist()
         if not ids:
             raise UserError("the prompt is empty; give at least one token, e.g. a space")
         wrong = [token for token in ids if not 0 <= token < pair.vocab_size]

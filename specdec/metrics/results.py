@@ -71,10 +71,8 @@ class RequestResult:
         counters = dict(values["counters"])
         for name in _HISTOGRAMS:
             counters[name] = Counter({int(k): v for k, v in counters[name].items()})
-        values = {**values, "counters": RequestCounters(**counters)}
-        for name in ("output", "origins", "emitted_s"):
-            values[name] = tuple(values[name])
-        return RequestResult(**values)
+        tuples = {name: tuple(values[name]) for name in ("output", "origins", "emitted_s")}
+        return RequestResult(**{**values, **tuples, "counters": RequestCounters(**counters)})
 
 
 @dataclass(slots=True, kw_only=True)
