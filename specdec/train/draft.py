@@ -15,16 +15,15 @@ from specdec.files import write_bytes
 from specdec.train.distill import DistillationLoss
 from specdec.train.keys import build
 from specdec.train.lm import Pretraining, Report
-from specdec.train.model import save_hf, with_layers
+from specdec.train.model import with_layers
 from specdec.train.parallel import rank_and_size, spawned, wait_for_all
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import (
     Teacher,
-    copy_tokenizer,
     pick_device,
     read_teacher,
-    record_run,
     set_up,
+    train_and_save,
 )
 from specdec.train.resuming import keep_settings, weights_hash
 from specdec.train.samples import (
@@ -44,7 +43,7 @@ def sampling_rules(sampling: dict[str, Any]) -> list[Sampling]:
 
 def docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
     """Signatures and docstrings of training functions, as prompts."""
-    quotes = frozenset(i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text)
+    quotes = [i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text]
     return function_prompts(teacher.streams["function"], docstring_end(quotes), limit, seed)
 
 
@@ -154,12 +153,8 @@ def train_draft(
         },
         report=report,
     )
-    trained = run.run()
-    if rank_and_size()[0] == 0:
-        save_hf(trained, out / "draft")
-        copy_tokenizer(out / "target", out / "draft")
-        extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
-        record_run(run, out / "draft" / "training.json", extra)
+    extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
+    train_and_save(run, out / "draft", tokenizer=out / "target", extra=extra)
 
 
 def sample_ngram(

@@ -238,6 +238,24 @@ def _refuse_other_models(tokenizer: Tokenizer, out: Path) -> None:
             )
 
 
+def train_and_save(
+    run: Pretraining, folder: Path, tokenizer: Path, extra: dict[str, Any] | None = None
+) -> None:
+    """Trains to the end of a run; process 0 writes the model, its tokenizer and training.json.
+
+    Args:
+        run: of a LanguageModel.
+        folder: for the files.
+        tokenizer: folder of the tokenizer.
+        extra: more entries of training.json.
+    """
+    trained = run.run()
+    if rank_and_size()[0] == 0:
+        save_hf(trained, folder)
+        copy_tokenizer(tokenizer, folder)
+        record_run(run, folder / "training.json", extra)
+
+
 def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
     """Writes the record of a finished run (training.json): counts, time, machine, loss curve.
 
@@ -287,7 +305,7 @@ def train_target(
     """
     if spawned(train_target, locals(), num_processes):
         return
-    work, out = Path(work_dir), Path(output_dir)
+    work = Path(work_dir)
     dtype = set_up(num_threads, precision)
     streams, schedule = need_streams(work), RunPlan.of(plan)
     sizes = _shape(shape, schedule, streams)
@@ -301,12 +319,7 @@ def train_target(
         held_out=streams["held_out"],
         report=report,
     )
-    trained = run.run()
-    if rank_and_size()[0] != 0:
-        return
-    save_hf(trained, out / "target")
-    copy_tokenizer(work, out / "target")
-    record_run(run, out / "target" / "training.json")
+    train_and_save(run, Path(output_dir) / "target", tokenizer=work)
 
 
 def _shape(sizes: dict[str, int], schedule: RunPlan, streams: dict[str, np.ndarray]) -> ModelShape:
