@@ -45,11 +45,7 @@ def need(path: Path, recipe: str) -> Path:
 
 
 def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]:
-    """Reads the token streams of a work folder.
-
-    Args:
-        work: the folder.
-        model: folder of a model whose tokenizer must have encoded the streams; None accepts any.
+    """Reads a work folder's token streams, by the tokenizer of a model's folder if one is given.
 
     Raises:
         UserError: they are missing, or another tokenizer encoded them.
@@ -94,7 +90,7 @@ def read_teacher(
     work: Path,
     folder: Path,
     *,
-    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
     device: torch.device,
     compiled: bool = False,
 ) -> Teacher:
@@ -103,9 +99,7 @@ def read_teacher(
     Args:
         work: folder of the token streams.
         folder: of the model; its name is that of the recipe that writes it.
-        compute_dtype: see LanguageModel.
-        device: of the model.
-        compiled: see LanguageModel.
+        dtype, device, compiled: of the LanguageModel; the first one is its compute dtype.
 
     Raises:
         UserError: a file is missing, or model and streams have different tokenizers.
@@ -113,7 +107,7 @@ def read_teacher(
     for name in ("model.safetensors", "tokenizer.json"):
         need(folder / name, folder.name)
     streams = need_streams(work, folder)
-    model = load_hf(folder, compute_dtype=compute_dtype, compiled=compiled).to(device)
+    model = load_hf(folder, compute_dtype=dtype, compiled=compiled).to(device)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Teacher(model=model, tokenizer=tokenizer, streams=streams)
 
@@ -241,13 +235,10 @@ def _refuse_other_models(tokenizer: Tokenizer, out: Path) -> None:
 def train_and_save(
     run: Pretraining, folder: Path, tokenizer: Path, extra: dict[str, Any] | None = None
 ) -> None:
-    """Trains to the end of a run; process 0 writes the model, its tokenizer and training.json.
+    """Trains a LanguageModel to the end of a run and writes it into a folder.
 
-    Args:
-        run: of a LanguageModel.
-        folder: for the files.
-        tokenizer: folder of the tokenizer.
-        extra: more entries of training.json.
+    Process 0 writes; the folder also gets the tokenizer of the folder `tokenizer` and training.json
+    (see record_run).
     """
     trained = run.run()
     if rank_and_size()[0] == 0:
@@ -257,13 +248,7 @@ def train_and_save(
 
 
 def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
-    """Writes the record of a finished run (training.json): counts, time, machine, loss curve.
-
-    Args:
-        run: the run.
-        path: the file.
-        extra: more entries.
-    """
+    """Writes the record of a finished run: counts, time, machine, loss curve, extra entries."""
     curve = run.state.curve
     held_out = [row for row in curve if "held_out" in row]
     thinned = [*curve[:: max(1, len(curve) // 24)], *held_out[:: max(1, len(held_out) // 12)]]

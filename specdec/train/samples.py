@@ -158,7 +158,7 @@ def sample_documents(
         new_tokens: tokens per prompt; a continuation is cut at its own end token.
         batch: sequences per batch.
         seed: of the order of batches and of all draws.
-        minutes: stop after the batch in which this much time has passed; None uses all prompts.
+        minutes: time after which no new batch begins; None uses all prompts.
         keep_prompt: whether a document begins with its prompt.
         mark: applied to the ids of each continuation.
         report: called after each batch.
@@ -195,13 +195,9 @@ def sample_documents(
 def function_prompts(
     tokens: np.ndarray, prompt_length: Callable[[np.ndarray], int], limit: int, seed: int
 ) -> list[np.ndarray]:
-    """Prompts cut from the start of training documents.
+    """At most `limit` prompts cut from the start of a stream's documents, in random order.
 
-    Args:
-        tokens: a stream, documents each preceded by token 0.
-        prompt_length: tokens of the prompt in a document's ids, 0 to skip the document.
-        limit: largest number of prompts.
-        seed: of the choice and the order of documents.
+    ``prompt_length`` returns the length of the prompt in a document's ids, 0 to skip it.
     """
     starts = np.flatnonzero(tokens == 0)
     ends = np.append(starts[1:], len(tokens))

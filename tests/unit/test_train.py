@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 import specdec.assets
 from specdec.train import agreement, cli, corpus, recipes
-from specdec.train.distill import DistillationLoss, divergence
+from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.keys import check_keys
 from specdec.train.lm import Pretraining, held_out_loss, silent
 from specdec.train.model import LanguageModel, ModelShape, grow, load_hf, save_hf
@@ -287,7 +287,7 @@ def test_shipped_draft_is_a_tenth_of_the_target_and_agrees_with_it():
         48,
         0,
     )
-    assert measured.as_record()["outside"][agreement.RANKS.index(8)] > 0.6
+    assert measured["outside"][agreement.RANKS.index(8)] > 0.6
 
 
 @shipped
