@@ -188,8 +188,9 @@ def make_tokenizer(
     report(0.0, "reading source files")
     corpus = build_corpus(packages=packages, gsm8k_mb=gsm8k_mb, copy_threshold=copy_threshold)
     report(0.4, f"{len(corpus.train)} documents; {excluded_sets(corpus)}")
-    used = existing or train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
-    if existing is None:
+    used = existing
+    if used is None:
+        used = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
         _refuse_other_models(used, out)
     report(0.6, "encoding")
     streams = encode_corpus(corpus, used, seed)

@@ -148,11 +148,10 @@ def finish_target(
     device: str,
     report: Report,
 ) -> None:
-    """Reduces repetitions of the target in rounds of sampling and training on the samples.
+    """Reduces the target's repetitions in rounds of sampling and training on the samples.
 
-    Reads output_dir/target and replaces it by weights between the first ones, which are kept in
-    work_dir/finish/start, and those of the last round. The same command resumes after the last
-    complete round. Arguments: conf/train/finish.yaml.
+    Replaces output_dir/target by weights between the first ones (in work_dir/finish/start) and the
+    last round's. Resumes after the last complete round. Arguments: conf/train/finish.yaml.
     """
     if spawned(finish_target, locals(), num_processes):
         return
