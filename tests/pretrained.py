@@ -8,7 +8,13 @@ from typing import Any
 from specdec.pairs import PretrainedPair
 
 
-def pretrained(target: Path, **given: Any) -> PretrainedPair:
-    """A target alone, in float32 on the CPU; further arguments of the pair in ``given``."""
-    alone = {"draft": None, "ngram": None, "dtype": "float32", "device": "cpu", "attention": "auto"}
-    return PretrainedPair(target=str(target), **{**alone, **given})
+def pretrained(target: Path, **overrides: Any) -> PretrainedPair:
+    """A pair without a draft, float32 on the CPU; ``overrides`` are arguments of the pair."""
+    defaults = {
+        "draft": None,
+        "ngram": None,
+        "dtype": "float32",
+        "device": "cpu",
+        "attention": "auto",
+    }
+    return PretrainedPair(target=str(target), **{**defaults, **overrides})

@@ -51,7 +51,7 @@ def check_rows(batch: int, name: str) -> None:
     """
     size = rank_and_size()[1]
     if batch % size:
-        raise UserError(f"{name}={batch} is no multiple of num_processes={size}")
+        raise UserError(f"{name}={batch} must be a multiple of num_processes={size}")
 
 
 def own_rows(*batches_BS: Tensor, device: torch.device) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Sampling from a LanguageModel in batches: data for distillation and for n-gram counts.
 
-A batch mixes several sampling rules and draws from one generator of the CPU, so that a seed gives
-the same samples on every device; transformers' ``generate`` has neither.
+A batch mixes several sampling rules, and all draws come from one generator; transformers'
+``generate`` supports neither.
 
 Shape letters: B sequences, P prompt positions, T generated positions, V vocabulary.
 """
