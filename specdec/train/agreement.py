@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -34,40 +34,28 @@ the tokens after the prompt.
 """
 
 
-@dataclass(slots=True)
-class Agreement:
-    """Counts of target tokens by their rank in another model's distribution.
+def agreement_record(tokens: Sequence[tuple[int, bool]]) -> dict[str, Any]:
+    """Number of tokens, share of them inside loops, and top-k agreement inside and outside.
 
-    A token is inside a loop when it ends an 8-gram already generated.
+    Args:
+        tokens: for each token its rank in the measured model's distribution (0 first) and whether
+            it is inside a loop, that is, ends an 8-gram already generated.
 
-    Attributes:
-        hits_inside, hits_outside: per entry of RANKS, tokens among the model's first k.
-        inside, outside: tokens inside and outside loops.
+    Returns:
+        "tokens", "loop_share", and "outside" and "inside": rates in [0, 1] per k of RANKS.
     """
+    ranks_T, inside_T = np.asarray(tokens, np.int64).reshape(-1, 2).T
+    inside_T = inside_T.astype(bool)
 
-    hits_inside: list[int] = field(default_factory=lambda: [0] * len(RANKS))
-    hits_outside: list[int] = field(default_factory=lambda: [0] * len(RANKS))
-    inside: int = 0
-    outside: int = 0
+    def rates(mask_T: np.ndarray) -> list[float]:
+        return [float((ranks_T[mask_T] < k).sum() / max(1, mask_T.sum())) for k in RANKS]
 
-    def add(self, ranks: Sequence[int], loops: Sequence[bool]) -> None:
-        """Counts one continuation: the rank of each token and whether it is inside a loop."""
-        for rank, loop in zip(ranks, loops, strict=True):
-            hits = self.hits_inside if loop else self.hits_outside
-            for index, limit in enumerate(RANKS):
-                hits[index] += rank < limit
-            self.inside += loop
-            self.outside += not loop
-
-    def as_record(self) -> dict[str, Any]:
-        """Number of tokens, share inside loops, and top-k agreement in [0, 1] per k of RANKS."""
-        tokens = self.inside + self.outside
-        return {
-            "tokens": tokens,
-            "loop_share": self.inside / max(1, tokens),
-            "outside": [hits / max(1, self.outside) for hits in self.hits_outside],
-            "inside": [hits / max(1, self.inside) for hits in self.hits_inside],
-        }
+    return {
+        "tokens": len(tokens),
+        "loop_share": float(inside_T.sum() / max(1, len(tokens))),
+        "outside": rates(~inside_T),
+        "inside": rates(inside_T),
+    }
 
 
 def ranks_of(logits_TV: Tensor, tokens_T: Tensor) -> list[int]:
@@ -93,10 +81,10 @@ def continuations(
     new_tokens: int,
     seed: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields prompts and the target's continuations up to the end token, int64 each.
+    """Yields prompts and the target's continuations of at most `new_tokens`, int64 each.
 
     Prompts are processed in batches of BATCH of nearly equal length; the longer ones of a batch
-    lose their first tokens.
+    lose their first tokens. A continuation ends with its end token.
     """
     generator = torch.Generator().manual_seed(seed)
     for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
@@ -114,25 +102,16 @@ def measure_agreement(
     sampling: Sampling,
     new_tokens: int,
     seed: int,
-) -> list[Agreement]:
-    """Agreement of each measured model with the target's ``continuations``.
-
-    Args:
-        target: the model that continues the prompts.
-        rank_tokens: ranks by the measured models.
-        prompts: int64 token ids each, at least one.
-        sampling: rule of the continuations.
-        new_tokens: largest number of tokens per continuation.
-        seed: of the continuations.
-    """
-    totals: list[Agreement] = []
+) -> list[dict[str, Any]]:
+    """``agreement_record`` of each measured model, on the target's ``continuations`` of prompts."""
+    totals: list[list[tuple[int, bool]]] = []
     for prompt, new in continuations(target, prompts, sampling, new_tokens, seed):
-        all_ranks = rank_tokens(torch.cat((prompt, new)).to(target.device), len(prompt))
-        totals = totals or [Agreement() for _ in all_ranks]
+        by_model = rank_tokens(torch.cat((prompt, new)).to(target.device), len(prompt))
+        totals = totals or [[] for _ in by_model]
         loops = repeated_ngrams(new.tolist()).tolist()
-        for total, ranks in zip(totals, all_ranks, strict=True):
-            total.add(ranks, loops[len(loops) - len(ranks) :])
-    return totals
+        for total, ranks in zip(totals, by_model, strict=True):
+            total += zip(ranks, loops[len(loops) - len(ranks) :], strict=True)
+    return [agreement_record(total) for total in totals]
 
 
 def agreement_by_data(
@@ -146,20 +125,18 @@ def agreement_by_data(
     """Yields one record per measured model for each data set and each rule of SETTINGS.
 
     Args:
-        target: the model that continues the prompts; longer prompts lose their first tokens.
-        rank_tokens: ranks by the measured models.
+        target, rank_tokens, new_tokens, seed: see ``measure_agreement``.
         tokenizer: the target's.
-        prompts: number of prompts by data set; absent data sets are skipped.
-        new_tokens: largest number of tokens per continuation.
-        seed: of the continuations.
+        prompts: number of prompts by data set; absent data sets are skipped. Prompts that leave no
+            room for new_tokens lose their first tokens.
     """
     max_prompt = target.shape.max_positions - new_tokens
     for name, limit in prompts.items():
         ids = [prompt[-max_prompt:] for prompt in prompts_of(name, tokenizer, limit)]
         for rule, sampling in SETTINGS.items() if ids else ():
-            totals = measure_agreement(target, rank_tokens, ids, sampling, new_tokens, seed)
+            records = measure_agreement(target, rank_tokens, ids, sampling, new_tokens, seed)
             about = {"data": name, "prompts": len(ids), "sampling": rule}
-            yield [{**about, **total.as_record()} for total in totals]
+            yield [{**about, **record} for record in records]
 
 
 def check_data_name(name: str) -> None:
@@ -169,12 +146,7 @@ def check_data_name(name: str) -> None:
 
 
 def prompts_of(name: str, tokenizer: Tokenizer, limit: int) -> list[Tensor]:
-    """Token ids of a data set's first prompts; empty if the data set is absent.
-
-    Args:
-        name: one of the library's data sets.
-        tokenizer: the family's.
-        limit: largest number of prompts.
+    """Token ids of a data set's first `limit` prompts; empty if the data set is absent.
 
     Raises:
         UserError: an unknown name.

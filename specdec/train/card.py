@@ -166,7 +166,7 @@ def _measure_agreement(
     out: Path, prompts: dict[str, int], new_tokens: int, seed: int, report: Report
 ) -> list[dict[str, Any]]:
     target, draft = load_hf(out / "target"), load_hf(out / "draft")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (row,) in agreement_by_data(
         target, draft_ranks(draft), _tokenizer(out / "target"), prompts, new_tokens, seed
     ):

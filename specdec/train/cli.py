@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TimeElapsedColumn
 
 from specdec.errors import UserError
 from specdec.train import card, draft, exit_recipe, recipes, unlikelihood
@@ -43,14 +43,8 @@ def run(what: str, cfg: dict[str, Any]) -> int:
         raise UserError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
     recipe = RECIPES[what]
     check_keys(recipe, cfg, injected=("report",))
-    console = Console(stderr=True)
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f}%"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    columns = *Progress.get_default_columns()[:3], TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=1.0)
 
         def report(progress: float, line: str) -> None:

@@ -232,13 +232,12 @@ def _add_files(
     for relative, path in files:
         text = read_source(path)
         reason = "unreadable" if text is None else why_junk(text)
-        if text is not None and reason is None:
-            text = clean_source(text)
-            if not grams.isdisjoint(word_grams(text)):
-                reason = "evaluation n-gram"
-            elif copies.is_copy(text):
-                reason = "near copy"
-        if text is None or reason:
+        text = clean_source(text or "")
+        if reason is None and not grams.isdisjoint(word_grams(text)):
+            reason = "evaluation n-gram"
+        if reason is None and copies.is_copy(text):
+            reason = "near copy"
+        if reason is not None:
             corpus.dropped[reason] += 1
             continue
         corpus.train.append(Document(source, "file", relative, text))
@@ -256,8 +255,8 @@ def _add_gsm8k(corpus: Corpus, data: Path | None, grams: set[int], max_bytes: in
     corpus.licences["gsm8k"] = "MIT"
     size = 0
     for index, (_, row) in enumerate(read_records(path)):
-        answer = re.sub(r"<<[^>]*>>", "", row["answer"])
-        text = f"Question: {row['question'].strip()}\nAnswer: {answer.strip()}\n"
+        answer = re.sub(r"<<[^>]*>>", "", row["answer"]).strip()
+        text = f"Question: {row['question'].strip()}\nAnswer: {answer}\n"
         if not grams.isdisjoint(word_grams(text)):
             corpus.dropped["evaluation n-gram"] += 1
             continue

@@ -1,4 +1,4 @@
-"""The recipes of the draft and of the n-gram samples."""
+"""The draft, distilled from the target, and its n-gram samples: loss and recipes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.numpy import save
+from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_bytes
-from specdec.train.distill import DistillationLoss
 from specdec.train.keys import build
-from specdec.train.lm import Pretraining, Report
-from specdec.train.model import save_hf, with_layers
+from specdec.train.lm import Loss, Pretraining, Report
+from specdec.train.model import LanguageModel, compiled_if, with_layers
 from specdec.train.parallel import rank_and_size, spawned, wait_for_all
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import (
     Teacher,
-    copy_tokenizer,
     pick_device,
     read_teacher,
-    record_run,
     set_up,
+    train_and_save,
 )
 from specdec.train.resuming import keep_settings, weights_hash
 from specdec.train.samples import (
@@ -37,6 +37,52 @@ from specdec.train.samples import (
 from specdec.train.streams import Mixture, load_streams, save_streams
 
 
+def divergence(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
+    """Mean KL(target || draft) in nats per position, from float32 logits."""
+    log_draft, log_target = F.log_softmax(draft_NV, dim=-1), F.log_softmax(target_NV, dim=-1)
+    return F.kl_div(log_draft, log_target, reduction="batchmean", log_target=True)
+
+
+class DistillationLoss(Loss):
+    """KL divergence from a frozen target's distribution to the draft's, on the same inputs.
+
+    Both distributions are taken at one temperature (Hinton et al. 2015, section 2); below 1 it
+    weights the target's likeliest tokens, which decide acceptance, above the tail.
+    """
+
+    def __init__(
+        self, target: LanguageModel, *, text_weight: float = 0.0, temperature: float = 1.0
+    ) -> None:
+        """Freezes the target; the loss is compiled if the target is.
+
+        Args:
+            target: the teacher.
+            text_weight: share, in [0, 1], of the text's cross entropy in the loss.
+            temperature: of both distributions, positive.
+
+        Raises:
+            UserError: text_weight or temperature is out of range.
+        """
+        if not 0.0 <= text_weight <= 1.0:
+            raise UserError(f"text_weight must be in [0, 1], got {text_weight}")
+        if temperature <= 0:
+            raise UserError(f"temperature must be positive, got {temperature}")
+        self.target, self.text_weight = target.requires_grad_(False), text_weight
+        self.temperature = temperature
+        self.divergence = compiled_if(target.compiled, divergence)
+
+    def __call__(self, draft: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Scalar loss in nats per token."""
+        with torch.no_grad():
+            target_logits = self.target(inputs_BS).flatten(0, 1)
+        draft_logits = draft(inputs_BS).flatten(0, 1)
+        loss = self.divergence(draft_logits / self.temperature, target_logits / self.temperature)
+        if self.text_weight:
+            text = F.cross_entropy(draft_logits, targets_BS.flatten())
+            loss = (1.0 - self.text_weight) * loss + self.text_weight * text
+        return loss
+
+
 def sampling_rules(sampling: dict[str, Any]) -> list[Sampling]:
     """Builds the rules of a `sampling` section."""
     return [build(Sampling, rule, "sampling.rules") for rule in sampling["rules"]]
@@ -44,7 +90,7 @@ def sampling_rules(sampling: dict[str, Any]) -> list[Sampling]:
 
 def docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
     """Signatures and docstrings of training functions, as prompts."""
-    quotes = frozenset(i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text)
+    quotes = [i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text]
     return function_prompts(teacher.streams["function"], docstring_end(quotes), limit, seed)
 
 
@@ -131,9 +177,7 @@ def train_draft(
     work, out = Path(work_dir), Path(output_dir)
     dtype, place = set_up(num_threads, precision), pick_device(device)
     schedule = RunPlan.of(distill_plan, "distill_plan")
-    target = read_teacher(
-        work, out / "target", compute_dtype=dtype, device=place, compiled=compiled
-    )
+    target = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
     draft = with_layers(target.model, target_layers).to(place)
     schedule.check(draft.shape)
     loss = DistillationLoss(target.model, text_weight=text_weight, temperature=temperature)
@@ -154,12 +198,8 @@ def train_draft(
         },
         report=report,
     )
-    trained = run.run()
-    if rank_and_size()[0] == 0:
-        save_hf(trained, out / "draft")
-        copy_tokenizer(out / "target", out / "draft")
-        extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
-        record_run(run, out / "draft" / "training.json", extra)
+    extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
+    train_and_save(run, out / "draft", tokenizer=out / "target", extra=extra)
 
 
 def sample_ngram(
@@ -183,7 +223,7 @@ def sample_ngram(
     """
     work, out = Path(work_dir), Path(output_dir)
     dtype = set_up(num_threads, precision)
-    draft = read_teacher(work, out / "draft", compute_dtype=dtype, device=torch.device("cpu"))
+    draft = read_teacher(work, out / "draft", dtype=dtype, device=torch.device("cpu"))
     if draft.model.shape.vocab_size > 32768:
         raise UserError(f"vocabulary of {draft.model.shape.vocab_size} does not fit 16 bits")
     tokens = sample_documents(

@@ -26,7 +26,7 @@ from specdec.train.keys import build
 from specdec.train.lm import Pretraining, Report, silent
 from specdec.train.model import LanguageModel
 from specdec.train.parallel import rank_and_size, spawned
-from specdec.train.plan import RunPlan
+from specdec.train.plan import Phase, RunPlan
 from specdec.train.recipes import pick_device, read_teacher, record_run, set_up
 from specdec.train.resuming import weights_hash
 from specdec.train.streams import Mixture
@@ -77,9 +77,7 @@ def train_exit_heads(
         return
     work, out, place = Path(work_dir), Path(output_dir), pick_device(device)
     dtype, specs = set_up(num_threads, precision), [HeadSpec.of(values) for values in heads]
-    teacher = read_teacher(
-        work, out / "target", compute_dtype=dtype, device=place, compiled=compiled
-    )
+    teacher = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
     target, streams = teacher.model, dict(teacher.streams)
     exit_heads = ExitHeads(target, specs).to(place)
     name = specs[0].name
@@ -93,11 +91,7 @@ def train_exit_heads(
     mixture = Mixture(streams, weights, seed)
     schedule = make_exit_plan(plan, specs, epoch_tokens=mixture.num_tokens)
     if warm_batches:
-        length, batch = schedule.phases[0].length, schedule.phases[0].batch
-        mixture.check(length)
-        warm_start(
-            target, exit_heads, (mixture.batch(batch, length)[0] for _ in range(warm_batches))
-        )
+        _warm_start(target, exit_heads, mixture, schedule.phases[0], warm_batches)
     settings = {"heads": list(exit_heads.heads), "warm_batches": warm_batches, "loss": loss}
     run = Pretraining(
         exit_heads,  # type: ignore[arg-type]
@@ -114,6 +108,14 @@ def train_exit_heads(
         record_run(run, out / "heads" / f"training-{name}.json", {**settings, "weights": weights})
         rows = evaluate_heads(target, exit_heads, teacher.tokenizer, evaluation, seed, report)
         write_json(out / "heads" / f"measured-{name}.json", rows)
+
+
+def _warm_start(
+    target: LanguageModel, heads: ExitHeads, mixture: Mixture, phase: Phase, batches: int
+) -> None:
+    mixture.check(phase.length)
+    inputs = (mixture.batch(phase.batch, phase.length)[0] for _ in range(batches))
+    warm_start(target, heads, inputs)
 
 
 def _check_before_sampling(

@@ -22,7 +22,7 @@ def check_keys(
     """Compares configuration keys with the parameters of a function or class.
 
     Args:
-        function: what the values are passed to.
+        function: the function or class.
         values: the configuration.
         where: prefix of the error message, such as "plan: ".
         injected: parameters that do not come from the configuration.

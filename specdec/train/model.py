@@ -61,28 +61,38 @@ class ModelShape:
             raise UserError(f"num_layers must be at least 1, got {self.num_layers}")
 
 
-EPSILON = 1e-6
 INIT_STD = 0.02
+_CONFIG_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "feed_forward": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+}
+"""transformers' names of ModelShape's fields."""
+_FORMAT = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "eos_token_id": 0,
+}
+"""Entries of config.json that all trained models share."""
 
 
 def llama_config(shape: ModelShape) -> LlamaConfig:
-    """transformers' configuration of these sizes; token 0 begins, ends and pads."""
+    """transformers' configuration for these sizes; token 0 begins, ends and pads."""
     return LlamaConfig(
+        **{key: getattr(shape, name) for name, key in _CONFIG_KEYS.items()},
+        **_FORMAT,
         architectures=["LlamaForCausalLM"],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rms_norm_eps=EPSILON,
         initializer_range=INIT_STD,
         rope_parameters={"rope_theta": shape.rope_theta, "rope_type": "default"},
-        tie_word_embeddings=True,
         bos_token_id=0,
-        eos_token_id=0,
         pad_token_id=0,
         dtype="bfloat16",  # of the saved weights
     )
@@ -230,16 +240,7 @@ def read_shape(folder: Path) -> ModelShape:
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    required = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": EPSILON,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "eos_token_id": 0,
-        "rope_type": "default",
-    }
+    required = {"model_type": "llama", **_FORMAT, "rope_type": "default"}
     defaults = {"tie_word_embeddings": False, "eos_token_id": 2}  # of transformers
     actual = required | defaults | config | {"rope_type": rope.get("rope_type", "default")}
     different = [f"{k}={actual[k]!r}" for k, value in required.items() if actual[k] != value]
@@ -249,17 +250,10 @@ def read_shape(folder: Path) -> ModelShape:
             f" {', '.join(f'{key}={value!r}' for key, value in required.items())}, as"
             " `specdec train target` writes it"
         )
-    return ModelShape(
-        num_layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        feed_forward=config["intermediate_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        rope_theta=rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-    )
+    sizes = {name: config[key] for name, key in _CONFIG_KEYS.items() if config.get(key)}
+    sizes.setdefault("head_dim", sizes["hidden"] // sizes["num_heads"])
+    rope_theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    return ModelShape(**sizes, rope_theta=rope_theta)
 
 
 def load_hf(

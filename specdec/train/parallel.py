@@ -51,7 +51,7 @@ def check_rows(batch: int, name: str) -> None:
     """
     size = rank_and_size()[1]
     if batch % size:
-        raise UserError(f"{name}={batch} is no multiple of num_processes={size}")
+        raise UserError(f"{name}={batch} must be a multiple of num_processes={size}")
 
 
 def own_rows(*batches_BS: Tensor, device: torch.device) -> list[Tensor]:
@@ -101,18 +101,11 @@ def _child(
 def spawned(recipe: Callable[..., None], cfg: dict[str, Any], size: int) -> bool:
     """Runs a recipe in `size` processes, unless size is 1 or this is already one of them.
 
-    On GPUs there is at most one process per GPU, and one where `device` names a single GPU.
-
-    Args:
-        recipe: see run_in_processes.
-        cfg: its arguments; "report" is called if fewer processes run, and is not passed on.
-        size: number of processes.
+    On GPUs there is at most one process per GPU, and one where `device` names a single GPU; then
+    ``cfg["report"]`` is called with the number of processes.
 
     Returns:
         True if the recipe has run, False if the caller must do the work itself.
-
-    Raises:
-        UserError: as a process raised it.
     """
     if size <= 1 or rank_and_size()[1] > 1:
         return False
@@ -129,12 +122,7 @@ def spawned(recipe: Callable[..., None], cfg: dict[str, Any], size: int) -> bool
 
 
 def run_in_processes(recipe: Callable[..., None], cfg: dict[str, Any], size: int) -> None:
-    """Runs a recipe in `size` new processes of one group; process 0 prints progress.
-
-    Args:
-        recipe: a module-level function that takes cfg's entries and `report`.
-        cfg: picklable arguments.
-        size: number of processes, 2 or more.
+    """Runs a module-level recipe in `size` new processes of one group; process 0 prints progress.
 
     Raises:
         UserError: as a process raised it.

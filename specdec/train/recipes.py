@@ -45,11 +45,7 @@ def need(path: Path, recipe: str) -> Path:
 
 
 def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]:
-    """Reads the token streams of a work folder.
-
-    Args:
-        work: the folder.
-        model: folder of a model whose tokenizer must have encoded the streams; None accepts any.
+    """Reads a work folder's token streams, by the tokenizer of a model's folder if one is given.
 
     Raises:
         UserError: they are missing, or another tokenizer encoded them.
@@ -94,7 +90,7 @@ def read_teacher(
     work: Path,
     folder: Path,
     *,
-    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
     device: torch.device,
     compiled: bool = False,
 ) -> Teacher:
@@ -103,9 +99,7 @@ def read_teacher(
     Args:
         work: folder of the token streams.
         folder: of the model; its name is that of the recipe that writes it.
-        compute_dtype: see LanguageModel.
-        device: of the model.
-        compiled: see LanguageModel.
+        dtype, device, compiled: of the LanguageModel; the first one is its compute dtype.
 
     Raises:
         UserError: a file is missing, or model and streams have different tokenizers.
@@ -113,7 +107,7 @@ def read_teacher(
     for name in ("model.safetensors", "tokenizer.json"):
         need(folder / name, folder.name)
     streams = need_streams(work, folder)
-    model = load_hf(folder, compute_dtype=compute_dtype, compiled=compiled).to(device)
+    model = load_hf(folder, compute_dtype=dtype, compiled=compiled).to(device)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Teacher(model=model, tokenizer=tokenizer, streams=streams)
 
@@ -194,8 +188,9 @@ def make_tokenizer(
     report(0.0, "reading source files")
     corpus = build_corpus(packages=packages, gsm8k_mb=gsm8k_mb, copy_threshold=copy_threshold)
     report(0.4, f"{len(corpus.train)} documents; {excluded_sets(corpus)}")
-    used = existing or train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
-    if existing is None:
+    used = existing
+    if used is None:
+        used = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
         _refuse_other_models(used, out)
     report(0.6, "encoding")
     streams = encode_corpus(corpus, used, seed)
@@ -238,14 +233,23 @@ def _refuse_other_models(tokenizer: Tokenizer, out: Path) -> None:
             )
 
 
-def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
-    """Writes the record of a finished run (training.json): counts, time, machine, loss curve.
+def train_and_save(
+    run: Pretraining, folder: Path, tokenizer: Path, extra: dict[str, Any] | None = None
+) -> None:
+    """Trains a LanguageModel to the end of a run and writes it into a folder.
 
-    Args:
-        run: the run.
-        path: the file.
-        extra: more entries.
+    Process 0 writes; the folder also gets the tokenizer of the folder `tokenizer` and training.json
+    (see record_run).
     """
+    trained = run.run()
+    if rank_and_size()[0] == 0:
+        save_hf(trained, folder)
+        copy_tokenizer(tokenizer, folder)
+        record_run(run, folder / "training.json", extra)
+
+
+def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
+    """Writes the record of a finished run: counts, time, machine, loss curve, extra entries."""
     curve = run.state.curve
     held_out = [row for row in curve if "held_out" in row]
     thinned = [*curve[:: max(1, len(curve) // 24)], *held_out[:: max(1, len(held_out) // 12)]]
@@ -287,7 +291,7 @@ def train_target(
     """
     if spawned(train_target, locals(), num_processes):
         return
-    work, out = Path(work_dir), Path(output_dir)
+    work = Path(work_dir)
     dtype = set_up(num_threads, precision)
     streams, schedule = need_streams(work), RunPlan.of(plan)
     sizes = _shape(shape, schedule, streams)
@@ -301,12 +305,7 @@ def train_target(
         held_out=streams["held_out"],
         report=report,
     )
-    trained = run.run()
-    if rank_and_size()[0] != 0:
-        return
-    save_hf(trained, out / "target")
-    copy_tokenizer(work, out / "target")
-    record_run(run, out / "target" / "training.json")
+    train_and_save(run, Path(output_dir) / "target", tokenizer=work)
 
 
 def _shape(sizes: dict[str, int], schedule: RunPlan, streams: dict[str, np.ndarray]) -> ModelShape:

@@ -21,8 +21,7 @@ def weights_hash(model: LanguageModel) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(weights_of(model).items()):
         digest.update(name.encode())
-        raw = weight.cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(memoryview(raw.numpy()))
+        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

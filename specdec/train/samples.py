@@ -1,7 +1,7 @@
 """Sampling from a LanguageModel in batches: data for distillation and for n-gram counts.
 
-A batch mixes several sampling rules and draws from one generator of the CPU, so that a seed gives
-the same samples on every device; transformers' ``generate`` has neither.
+A batch mixes several sampling rules, and all draws come from one generator; transformers'
+``generate`` supports neither.
 
 Shape letters: B sequences, P prompt positions, T generated positions, V vocabulary.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -75,7 +76,7 @@ class _CacheLayer(DynamicLayer):
         start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(values, values)
-            batch, heads, _, width = values.shape
+            batch, heads, _length, width = values.shape
             self.buffers = values.new_empty(2, batch, heads, self.max_length, width)
         self.buffers[0, :, :, start:end] = keys  # autocast leaves keys in float32
         self.buffers[1, :, :, start:end] = values
@@ -157,7 +158,7 @@ def sample_documents(
         new_tokens: tokens per prompt; a continuation is cut at its own end token.
         batch: sequences per batch.
         seed: of the order of batches and of all draws.
-        minutes: stop after the batch in which this much time has passed; None uses all prompts.
+        minutes: time after which no new batch begins; None uses all prompts.
         keep_prompt: whether a document begins with its prompt.
         mark: applied to the ids of each continuation.
         report: called after each batch.
@@ -194,13 +195,9 @@ def sample_documents(
 def function_prompts(
     tokens: np.ndarray, prompt_length: Callable[[np.ndarray], int], limit: int, seed: int
 ) -> list[np.ndarray]:
-    """Prompts cut from the start of training documents.
+    """At most `limit` prompts cut from the start of a stream's documents, in random order.
 
-    Args:
-        tokens: a stream, documents each preceded by token 0.
-        prompt_length: tokens of the prompt in a document's ids, 0 to skip the document.
-        limit: largest number of prompts.
-        seed: of the choice and the order of documents.
+    ``prompt_length`` returns the length of the prompt in a document's ids, 0 to skip it.
     """
     starts = np.flatnonzero(tokens == 0)
     ends = np.append(starts[1:], len(tokens))
@@ -215,32 +212,30 @@ def function_prompts(
     return prompts
 
 
-def docstring_end(quote_ids: frozenset[int], max_tokens: int = 192) -> Callable[[np.ndarray], int]:
-    """Rule for function_prompts: a prompt ends with the second token that holds a triple quote.
+def docstring_end(quote_ids: Sequence[int]) -> Callable[[np.ndarray], int]:
+    """Rule for function_prompts: a prompt ends with the second token of ``quote_ids``.
 
-    Args:
-        quote_ids: ids of tokens with three double quotes in them.
-        max_tokens: longer prompts are skipped.
+    Documents without one among tokens 9 to 192 are skipped.
     """
 
-    def end(document: np.ndarray) -> int:
-        quotes = [i for i, t in enumerate(document[:max_tokens].tolist()) if t in quote_ids][:2]
-        return quotes[1] + 1 if len(quotes) == 2 and quotes[1] >= 8 else 0
+    def prompt_length(document: np.ndarray) -> int:
+        quotes = np.flatnonzero(np.isin(document[:192], quote_ids))[:2]
+        return int(quotes[1]) + 1 if len(quotes) == 2 and quotes[1] >= 8 else 0
 
-    return end
+    return prompt_length
 
 
-def sequence_end(ids: list[int], max_tokens: int = 256) -> Callable[[np.ndarray], int]:
-    """Rule for function_prompts: a prompt ends with the first occurrence of these ids."""
+def sequence_end(ids: Sequence[int]) -> Callable[[np.ndarray], int]:
+    """Rule for function_prompts: a prompt ends with these ids, within the first 256 tokens."""
 
-    def end(document: np.ndarray) -> int:
-        tokens = document[:max_tokens].tolist()
-        for start in range(len(tokens) - len(ids)):
-            if tokens[start : start + len(ids)] == ids:
-                return start + len(ids)
-        return 0
+    def prompt_length(document: np.ndarray) -> int:
+        tokens = document[:-1][:255]
+        if len(tokens) < len(ids):
+            return 0
+        matches = np.flatnonzero((sliding_window_view(tokens, len(ids)) == ids).all(axis=1))
+        return int(matches[0]) + len(ids) if len(matches) else 0
 
-    return end
+    return prompt_length
 
 
 def same_length_batches(prompts: list[np.ndarray], batch: int) -> list[Tensor]:

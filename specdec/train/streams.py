@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,7 @@ def compact(ids: np.ndarray) -> np.ndarray:
 
 
 def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, np.ndarray]:
-    """Encodes a corpus into one shuffled token array per stream, and "held_out" in path order.
-
-    Args:
-        corpus: the documents.
-        tokenizer: the family's.
-        seed: of the order of documents within each stream.
-    """
+    """Encodes a corpus into one token array per stream, in random order, and "held_out"."""
     groups: dict[str, list[str]] = {name: [] for name in STREAMS}
     for document in corpus.train:
         groups[stream_of(document)].append(document.text)
@@ -75,12 +68,6 @@ def load_streams(path: Path) -> dict[str, np.ndarray]:
     """Reads what save_streams wrote."""
     with np.load(path) as archive:
         return {name: archive[name] for name in archive.files}
-
-
-@dataclass(slots=True)
-class _Cursor:
-    epoch: int = 0
-    index: int = 0
 
 
 class Mixture:
@@ -116,7 +103,7 @@ class Mixture:
         self.share = share / share.sum()
         self.seed = seed
         self.draws = 0
-        self.cursors = {name: _Cursor() for name in self.names}
+        self.cursors = dict.fromkeys(self.names, (0, 0))  # epoch, window
         self._orders: dict[tuple[str, int, int], np.ndarray] = {}
         self._starts: dict[tuple[str, int], np.ndarray] = {}
 
@@ -160,11 +147,11 @@ class Mixture:
         rows = []
         for choice in rng.choice(len(self.names), size=size, p=self.share):
             name = self.names[choice]
-            cursor, starts = self.cursors[name], self._windows(name, length)
-            if cursor.index >= len(starts):
-                cursor.epoch, cursor.index = cursor.epoch + 1, 0
-            start = starts[self._order(name, length, cursor.epoch)[cursor.index]]
-            cursor.index += 1
+            starts, (epoch, index) = self._windows(name, length), self.cursors[name]
+            if index >= len(starts):
+                epoch, index = epoch + 1, 0
+            start = starts[self._order(name, length, epoch)[index]]
+            self.cursors[name] = (epoch, index + 1)
             rows.append(self.streams[name][start : start + length + 1].astype(np.int64))
         tokens = torch.from_numpy(np.stack(rows))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -182,10 +169,9 @@ class Mixture:
 
     def state(self) -> dict[str, Any]:
         """Position of the draws, as plain values."""
-        cursors = {name: (c.epoch, c.index) for name, c in self.cursors.items()}
-        return {"draws": self.draws, "cursors": cursors}
+        return {"draws": self.draws, "cursors": dict(self.cursors)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a position that ``state`` returned."""
         self.draws = state["draws"]
-        self.cursors = {name: _Cursor(*pair) for name, pair in state["cursors"].items()}
+        self.cursors = dict(state["cursors"])

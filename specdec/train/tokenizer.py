@@ -50,13 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -> None:
-    """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer.
-
-    Args:
-        tokenizer: the tokenizer.
-        folder: created if absent.
-        max_length: positions of the models that use it.
-    """
+    """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -73,9 +67,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -
 def tokenizer_texts(corpus: Corpus, max_mb: float) -> list[str]:
     """Texts to train a tokenizer on: functions, standard library, questions, then packages' files.
 
-    Args:
-        corpus: only its training part is used.
-        max_mb: about this many megabytes (10**6 characters) of packages' files, evenly spaced.
+    About `max_mb` megabytes (10**6 characters) of packages' files are used, evenly spaced.
     """
     first = [d.text for d in corpus.train if d.kind != "file" or d.source == "stdlib"]
     rest = [d.text for d in corpus.train if d.kind == "file" and d.source != "stdlib"]

@@ -148,19 +148,17 @@ def finish_target(
     device: str,
     report: Report,
 ) -> None:
-    """Reduces repetitions of the target in rounds of sampling and training on the samples.
+    """Reduces the target's repetitions in rounds of sampling and training on the samples.
 
-    Reads output_dir/target and replaces it by weights between the first ones, which are kept in
-    work_dir/finish/start, and those of the last round. The same command resumes after the last
-    complete round. Arguments: conf/train/finish.yaml.
+    Replaces output_dir/target by weights between the first ones (in work_dir/finish/start) and the
+    last round's. Resumes after the last complete round. Arguments: conf/train/finish.yaml.
     """
     if spawned(finish_target, locals(), num_processes):
         return
-    work, out, place = Path(work_dir) / "finish", Path(output_dir), pick_device(device)
+    work, out, place = Path(work_dir), Path(output_dir) / "target", pick_device(device)
     dtype, schedule = set_up(num_threads, precision), RunPlan.of(plan)
-    teacher = read_teacher(
-        Path(work_dir), out / "target", compute_dtype=dtype, device=place, compiled=compiled
-    )
+    teacher = read_teacher(work, out, dtype=dtype, device=place, compiled=compiled)
+    work = work / "finish"
     schedule.check(teacher.model.shape)
     settings = {"ngram": ngram, "sampling": sampling, "weights": weights, "seed": seed}
     settings |= {"unlikelihood": unlikelihood, "plan": plan}
@@ -177,25 +175,25 @@ def finish_target(
                 mark=partial(mark_repeated, vocab_size=model.shape.vocab_size, ngram=ngram),
                 report=report,
             )
-            marked = Mixture({"samples": samples}, {"samples": 1.0}, seed)
             run = Pretraining(
                 model,
                 Mixture(teacher.streams, weights, seed + number),
                 schedule,
                 here,
                 held_out=teacher.streams["held_out"],
-                loss=build(UnlikelihoodLoss, unlikelihood, "unlikelihood", samples=marked),
+                loss=_loss(unlikelihood, samples, seed),
                 report=report,
             )
-            _train_round(run, here, float((samples >= model.shape.vocab_size).mean()))
+            _train_round(run, here, samples)
         folder = here / "model"
     if rank_and_size()[0] == 0:
-        finished = interpolate(load_hf(first), load_hf(folder), blend)
-        rounded = {name: w.bfloat16() for name, w in weights_of(finished).items()}
-        load_weights(finished, rounded)  # as the file holds them
-        _record_hash(work, "written", finished)
-        save_hf(finished, out / "target")
-        _record_rounds(out / "target" / "training.json", work, rounds, blend)
+        _write_finished(interpolate(load_hf(first), load_hf(folder), blend), work, out)
+        _record_rounds(out / "training.json", work, rounds, blend)
+
+
+def _loss(unlikelihood: dict[str, Any], samples: npt.NDArray[Any], seed: int) -> UnlikelihoodLoss:
+    marked = Mixture({"samples": samples}, {"samples": 1.0}, seed)
+    return build(UnlikelihoodLoss, unlikelihood, "unlikelihood", samples=marked)
 
 
 def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any]) -> Path:
@@ -220,6 +218,13 @@ def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any])
     return start
 
 
+def _write_finished(model: LanguageModel, work: Path, folder: Path) -> None:
+    rounded = {name: weight.bfloat16() for name, weight in weights_of(model).items()}
+    load_weights(model, rounded)  # the values of the file
+    _record_hash(work, "written", model)
+    save_hf(model, folder)
+
+
 def _record_hash(work: Path, name: str, model: LanguageModel) -> None:
     """Adds a model's hash to models.json, by which a repeated command recognises it."""
     path = work / "models.json"
@@ -227,8 +232,9 @@ def _record_hash(work: Path, name: str, model: LanguageModel) -> None:
     write_json(path, {**hashes, name: weights_hash(model)})
 
 
-def _train_round(run: Pretraining, folder: Path, repeated_share: float) -> None:
+def _train_round(run: Pretraining, folder: Path, samples: npt.NDArray[Any]) -> None:
     """Trains a round to its end and writes its model; returns when every process is done."""
+    repeated_share = float((samples >= run.model.shape.vocab_size).mean())
     run.report(0.0, f"{repeated_share:.1%} of the samples repeat")
     trained = run.run()
     if rank_and_size()[0] == 0:

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
-from specdec.train import agreement, cli, corpus, recipes
-from specdec.train.distill import DistillationLoss, divergence
+from specdec.train import agreement, card, cli, corpus, recipes
+from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.keys import check_keys
 from specdec.train.lm import Pretraining, held_out_loss, silent
 from specdec.train.model import LanguageModel, ModelShape, grow, load_hf, save_hf
@@ -287,7 +287,7 @@ def test_shipped_draft_is_a_tenth_of_the_target_and_agrees_with_it():
         48,
         0,
     )
-    assert measured.as_record()["outside"][agreement.RANKS.index(8)] > 0.6
+    assert measured["outside"][agreement.RANKS.index(8)] > 0.6
 
 
 @shipped
@@ -298,6 +298,12 @@ def test_shipped_ngram_samples():
     assert tokens.ndim == 1
     assert 0 <= int(tokens.min()) <= int(tokens.max()) < 4096
     assert len(tokens) > 100_000
+
+
+@shipped
+def test_shipped_card_is_what_the_recipe_writes():
+    """README.md is generated: the template and the records give exactly the shipped page."""
+    assert card.render_card(ASSETS) == (ASSETS / "README.md").read_text()
 
 
 @shipped

@@ -1,4 +1,4 @@
-"""Training loops out of the target: what is marked, what the loss does, the recipe in rounds."""
+"""`specdec train finish`: marks of repeated n-grams, the loss, the rounds."""
 
 from __future__ import annotations
 
