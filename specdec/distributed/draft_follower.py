@@ -7,7 +7,6 @@ other ranks thus cache the same entries (for their own heads) and join the pass'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -145,10 +144,6 @@ class DraftSession:
                 self._pass(reader, rows)
             else:
                 self._cache_call(call, reader, rows)
-
-    def report(self) -> dict[str, object]:
-        """The clock's report and the number of rows computed, as plain values."""
-        return {"clock": asdict(self._clock.report()), "rows": self.rows}
 
     def _cache_call(self, call: int, reader: Reader, rows: list[Rows]) -> None:
         number = reader.ints(1)[0]
