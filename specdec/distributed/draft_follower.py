@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from specdec.pairs import ModelPair
 
 
+ROWS_ARGUMENTS = ("prefix_tokens", "node_ids", "node_tokens", "parent_ids", "node_positions")
+"""Arguments of ``TreeCache.rows``, in the order in which they are sent."""
+
+
 class Call(IntEnum):
     """Recorded calls. Each starts with this number and, except ``PASS``, a cache number.
 
@@ -64,7 +68,7 @@ class CallList:
         return number
 
     def rows(self, cache: int, rows: Rows, arrays: Sequence[IntArray]) -> None:
-        """Records ``TreeCache.rows``: its result, and its arguments in order."""
+        """Records ``TreeCache.rows``: its result, and its ``ROWS_ARGUMENTS``."""
         self._rows.append(rows)
         self.add(Call.ROWS, cache)
         for array in arrays:
@@ -155,16 +159,7 @@ class DraftSession:
             return
         cache = self._caches[number]
         if call == Call.ROWS:
-            prefix, ids, tokens, parents, positions = (reader.array() for _ in range(5))
-            rows.append(
-                cache.rows(
-                    prefix_tokens=prefix,
-                    node_ids=ids,
-                    node_tokens=tokens,
-                    parent_ids=parents,
-                    node_positions=positions,
-                )
-            )
+            rows.append(cache.rows(**{name: reader.array() for name in ROWS_ARGUMENTS}))
         elif call == Call.COMMIT:
             cache.commit(reader.commit())
         else:
