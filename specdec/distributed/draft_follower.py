@@ -7,7 +7,6 @@ other ranks thus cache the same entries (for their own heads) and join the pass'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,10 @@ from specdec.types import Commit, IntArray
 
 if TYPE_CHECKING:
     from specdec.pairs import ModelPair
+
+
+ROWS_ARGUMENTS = ("prefix_tokens", "node_ids", "node_tokens", "parent_ids", "node_positions")
+"""Arguments of ``TreeCache.rows``, in the order in which they are sent."""
 
 
 class Call(IntEnum):
@@ -65,7 +68,7 @@ class CallList:
         return number
 
     def rows(self, cache: int, rows: Rows, arrays: Sequence[IntArray]) -> None:
-        """Records ``TreeCache.rows``: its result, and its arguments in order."""
+        """Records ``TreeCache.rows``: its result, and its ``ROWS_ARGUMENTS``."""
         self._rows.append(rows)
         self.add(Call.ROWS, cache)
         for array in arrays:
@@ -146,10 +149,6 @@ class DraftSession:
             else:
                 self._cache_call(call, reader, rows)
 
-    def report(self) -> dict[str, object]:
-        """The clock's report and the number of rows computed, as plain values."""
-        return {"clock": asdict(self._clock.report()), "rows": self.rows}
-
     def _cache_call(self, call: int, reader: Reader, rows: list[Rows]) -> None:
         number = reader.ints(1)[0]
         if call == Call.MAKE:
@@ -160,16 +159,7 @@ class DraftSession:
             return
         cache = self._caches[number]
         if call == Call.ROWS:
-            prefix, ids, tokens, parents, positions = (reader.array() for _ in range(5))
-            rows.append(
-                cache.rows(
-                    prefix_tokens=prefix,
-                    node_ids=ids,
-                    node_tokens=tokens,
-                    parent_ids=parents,
-                    node_positions=positions,
-                )
-            )
+            rows.append(cache.rows(**{name: reader.array() for name in ROWS_ARGUMENTS}))
         elif call == Call.COMMIT:
             cache.commit(reader.commit())
         else:

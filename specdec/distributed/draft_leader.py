@@ -12,7 +12,7 @@ import torch
 
 from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
 from specdec.clocks.meter import Meter
-from specdec.distributed.draft_follower import Call, CallList
+from specdec.distributed.draft_follower import ROWS_ARGUMENTS, Call, CallList
 from specdec.distributed.messages import Kind, pack_message
 from specdec.distributed.plan import DraftPlan
 from specdec.distributed.rank_groups import GroupHandle
@@ -126,24 +126,10 @@ class _RecordingCache:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def rows(
-        self,
-        *,
-        prefix_tokens: IntArray = EMPTY,
-        node_ids: IntArray = EMPTY,
-        node_tokens: IntArray = EMPTY,
-        parent_ids: IntArray = EMPTY,
-        node_positions: IntArray = EMPTY,
-    ) -> Rows:
+    def rows(self, **arguments: IntArray) -> Rows:
         """As ``TreeCache.rows``."""
-        rows = self._inner.rows(
-            prefix_tokens=prefix_tokens,
-            node_ids=node_ids,
-            node_tokens=node_tokens,
-            parent_ids=parent_ids,
-            node_positions=node_positions,
-        )
-        arrays = (prefix_tokens, node_ids, node_tokens, parent_ids, node_positions)
+        rows = self._inner.rows(**arguments)
+        arrays = [arguments.get(name, EMPTY) for name in ROWS_ARGUMENTS]
         self._calls.rows(self._number, rows, arrays)
         return rows
 

@@ -97,9 +97,9 @@ class DistributedExecutor:
         self._plan = plan
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
-        self._first = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
+        self._first_ranks = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
         self._times = StepCharges(clock, plan.devices) if clock.kind is ClockKind.PACED else None
-        self._flow = [0] * (self.latency - 1)  # rows entering stages 2, 3, ... in this step
+        self._next_rows = [0] * (self.latency - 1)  # rows entering stages 2, 3, ... in this step
         self._meter = meter
         self._timeout_s = timeout_s
         self._in_flight = InFlightRows()
@@ -108,18 +108,16 @@ class DistributedExecutor:
         self._step = -1
         self._opens: list[OpenedRequest] = []
         self._closes: list[int] = []
-        self._entered = _NO_TOKENS  # the step's packed entry
+        self._packed_entry = _NO_TOKENS  # the step's packed entry
         self._due: Batch | None = None  # batch that the last rank answers in this step
-        self._last = len(plan.ranks)
-        self._side_output_ranks = {
+        self._last_rank = len(plan.ranks)
+        self._side_parts = {
             rank: part for rank, part in enumerate(plan.ranks, 1) if part.has_side_outputs
         }
-        self._side_output_stages = sorted({part.group for part in self._side_output_ranks.values()})
-        self.hidden_layers = tuple(
-            n for part in self._side_output_ranks.values() for n in part.hidden
-        )
+        self._side_stages = sorted({part.group for part in self._side_parts.values()})
+        self.hidden_layers = tuple(n for part in self._side_parts.values() for n in part.hidden)
         # (stage with side outputs, tick of entry) -> rows computed there, until they are answered
-        self._passed: dict[tuple[int, int], Batch] = {}
+        self._stage_batches: dict[tuple[int, int], Batch] = {}
         # Replies expected in this step -> tick at which each is sent, and its rows
         self._expected: dict[ReplyKey, tuple[int, Batch]] = {}
         self._in_step = False
@@ -157,23 +155,23 @@ class DistributedExecutor:
         self._closes.clear()
         self._opens.clear()
         self._in_flight.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
-        if 1 in self._side_output_stages:
-            self._pass(1, self._tick)
+        if 1 in self._side_stages:
+            self._record_batch(1, self._tick)
         if self.latency == 1:
             self._due = self._in_flight.take(self._tick)
         self._expected = self._expected_replies()
-        self._entered = pack_entry(entry)
+        self._packed_entry = pack_entry(entry)
         if not entry.is_empty:
-            begin = pack_message(Kind.BEGIN, self._session, self._tick, self._entered)
-            self._group.send(begin, self._first)
+            begin = pack_message(Kind.BEGIN, self._session, self._tick, self._packed_entry)
+            self._group.send(begin, self._first_ranks)
         if self._times is not None:
             num_nodes = 0 if self._due is None else self._due.num_nodes
-            self._times.compute([batch.num_tokens, *self._flow], num_nodes)
-            for part in self._side_output_ranks.values():
-                batch_there = self._passed.get((part.group, self._entry(part.group)))
-                if batch_there is not None:
+            self._times.compute([batch.num_tokens, *self._next_rows], num_nodes)
+            for part in self._side_parts.values():
+                stage_batch = self._stage_batches.get((part.group, self._entry_tick(part.group)))
+                if stage_batch is not None:
                     for _ in part.exits:
-                        self._times.exit(part.group - 1, batch_there.num_nodes)
+                        self._times.exit(part.group - 1, stage_batch.num_nodes)
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
@@ -202,18 +200,18 @@ class DistributedExecutor:
         """Sends the commits to every rank, which ends the step."""
         pruned = sum(self._submitted.commit(commit) for commit in commits)
         ending = pack_ending(commits, pruned)
-        end = pack_message(Kind.END, self._session, self._tick, ending, self._entered)
+        end = pack_message(Kind.END, self._session, self._tick, ending, self._packed_entry)
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is needed first
         self._in_flight.commit(self._tick, commits)
-        for stage in self._side_output_stages:
-            self._passed.pop((stage, self._entry(self.latency)), None)
+        for stage in self._side_stages:
+            self._stage_batches.pop((stage, self._entry_tick(self.latency)), None)
             if stage > 1:
-                self._pass(stage, self._tick + 1)
+                self._record_batch(stage, self._tick + 1)
         if self.latency > 1:
             self._due = self._in_flight.take(self._tick + 2 - self.latency)
         if self._times is not None:
-            self._flow = self._rows_in_flight()
-            self._times.end(pruned, self._flow, answered=bool(output.answers))
+            self._next_rows = self._rows_in_flight()
+            self._times.end(pruned, self._next_rows, answered=bool(output.answers))
         self._in_step = False
 
     def close(self, request_id: int) -> None:
@@ -256,15 +254,15 @@ class DistributedExecutor:
         batches = [self._in_flight.alive(tick) for tick in entered]
         return [*(0 if batch is None else batch.num_tokens for batch in batches), due]
 
-    def _entry(self, stage: int) -> int:
+    def _entry_tick(self, stage: int) -> int:
         """Tick at which the batch that ``stage`` computes in this step entered."""
         return self._tick + 1 - stage
 
-    def _pass(self, stage: int, tick: int) -> None:
+    def _record_batch(self, stage: int, tick: int) -> None:
         """Records the batch that a stage computes in step ``tick``."""
         batch = self._in_flight.alive(tick + 1 - stage)
         if batch is not None:
-            self._passed[stage, tick + 1 - stage] = batch
+            self._stage_batches[stage, tick + 1 - stage] = batch
 
     def _expected_replies(self) -> dict[ReplyKey, tuple[int, Batch]]:
         """Replies to wait for in this step -> tick at which each is sent, and its rows.
@@ -272,16 +270,16 @@ class DistributedExecutor:
         Hidden states are collected only when their rows are answered.
         """
         expected: dict[ReplyKey, tuple[int, Batch]] = {}
-        answered = self._entry(self.latency)
-        for rank, part in self._side_output_ranks.items():
-            passing = self._passed.get((part.group, self._entry(part.group)))
-            if part.exits and passing is not None and passing.trees:
-                expected[Kind.EXITS, rank] = self._tick, passing
+        answered = self._entry_tick(self.latency)
+        for rank, part in self._side_parts.items():
+            stage_batch = self._stage_batches.get((part.group, self._entry_tick(part.group)))
+            if part.exits and stage_batch is not None and stage_batch.trees:
+                expected[Kind.EXITS, rank] = self._tick, stage_batch
             if part.hidden and self._due is not None:
                 sent = answered + part.group - 1
-                expected[Kind.HIDDEN, rank] = sent, self._passed[part.group, answered]
+                expected[Kind.HIDDEN, rank] = sent, self._stage_batches[part.group, answered]
         if self._due is not None and self._due.trees:
-            expected[Kind.ANSWERS, self._last] = self._tick, self._due
+            expected[Kind.ANSWERS, self._last_rank] = self._tick, self._due
         return expected
 
     def _read(self, replies: Mapping[ReplyKey, Reply]) -> Output:
@@ -289,13 +287,13 @@ class DistributedExecutor:
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
         batch, captured = Batch(step=self._step), dict[int, torch.Tensor]()
-        answered = self._entry(self.latency)
+        answered = self._entry_tick(self.latency)
         for (kind, rank), reply in replies.items():
             rows, part = self._expected[kind, rank][1], self._plan.ranks[rank - 1]
             if kind is Kind.ANSWERS:
                 answers = read_answers(reply, rows, partial(self._is_open, answered))
             elif kind is Kind.EXITS:
-                is_open = partial(self._is_open, self._entry(part.group))
+                is_open = partial(self._is_open, self._entry_tick(part.group))
                 exits += read_exits(reply, rows, is_open, part.exits)
             else:
                 layers = read_hidden(reply, rows, part.hidden)

@@ -79,8 +79,6 @@ class RankGroup:
         self._sender = Sender(self._group, max_pending=_MAX_PENDING)
         self._failures.start()
 
-    # ------------------------------------------------------------------ sessions
-
     def open_session(self, plan: SessionPlan) -> int:
         """Opens a pipeline session: ranks load their layers; returns the session's number.
 
@@ -127,8 +125,6 @@ class RankGroup:
         for key in keys:
             self._store.delete_key(key)
         return reports
-
-    # ------------------------------------------------------------------ messages
 
     def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
         """Sends one message to several ranks; it must not change afterwards.
@@ -208,8 +204,6 @@ class RankGroup:
                 cause = f"it gave no sign of life for {_LOAD_TIMEOUT_S:g} s"
                 raise self._kill_with(RankFailure(rank=stale[0], cause=cause))
             time.sleep(_LOAD_POLL_S)
-
-    # ------------------------------------------------------------------ shutdown
 
     def close(self) -> None:
         """Stops the ranks, and kills those that do not exit in time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
@@ -50,30 +50,48 @@ class ExitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionPlan:
-    """A pipeline over ranks 1 .. N, as rank 0 sends it to them in JSON.
+class _Plan:
+    """Common part of the plans that rank 0 sends to other ranks in JSON.
+
+    Attributes:
+        model: the ``model`` section of a resolved configuration.
+        clock: the ``clock`` section.
+        threads: torch threads per rank; None keeps the rank's setting.
+        trace: whether ranks record timelines.
+    """
+
+    model: Mapping[str, Any]
+    clock: Mapping[str, Any]
+    threads: int | None = None
+    trace: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of ``to_json``."""
+        return TypeAdapter(cls).validate_python(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlan(_Plan):
+    """A pipeline over ranks 1 .. N.
 
     Attributes:
         ranks: parts of ranks 1 .. N.
         degree: number of ranks that share each layer; rank r receives rows from rank r - degree.
         num_ranks: number of ranks besides rank 0 in the run: N, plus ranks used by the draft only.
-        model: the ``model`` section of a resolved configuration.
-        clock: the ``clock`` section.
         seed: key of the target's draws.
         needs_probs: whether answers include distributions.
-        threads: torch threads per rank; None keeps the rank's setting.
-        trace: whether ranks record timelines.
         num_blocks, block_tokens: size of each rank's paged cache; ``num_blocks`` None: not paged.
         exits: None without early exits.
     """
 
     ranks: tuple[RankPlan, ...]
-    model: Mapping[str, Any]
-    clock: Mapping[str, Any]
     seed: int
     needs_probs: bool
-    threads: int | None = None
-    trace: bool = False
     degree: int = 1
     num_ranks: int = 0
     num_blocks: int | None = None
@@ -104,48 +122,21 @@ class SessionPlan:
         senders = {i for i, part in enumerate(self.ranks, 1) if part.has_side_outputs}
         return senders | {len(self.ranks)}
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> SessionPlan:
-        """Inverse of ``to_json``."""
-        return _SESSION_PLAN.validate_python(values)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPlan:
-    """A draft model shared by rank 0 and others, as rank 0 sends it to them in JSON.
+class DraftPlan(_Plan):
+    """A draft model shared by rank 0 and others.
 
     Attributes:
         peers: rank 0, then the others.
-        model, clock, threads, trace: see ``SessionPlan``.
     """
 
     peers: tuple[int, ...]
-    model: Mapping[str, Any]
-    clock: Mapping[str, Any]
-    threads: int | None = None
-    trace: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:
         """Participating ranks other than rank 0."""
         return self.peers[1:]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> DraftPlan:
-        """Inverse of ``to_json``."""
-        return _DRAFT_PLAN.validate_python(values)
-
-
-_SESSION_PLAN = TypeAdapter(SessionPlan)
-_DRAFT_PLAN = TypeAdapter(DraftPlan)
 
 
 def plan_ranks(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from specdec.errors import UserError
@@ -38,7 +38,7 @@ class RequestRecord:
         return self.strategy, self.repeat, self.result.id
 
 
-class RequestWriter:
+class RequestWriter(AbstractContextManager["RequestWriter"]):
     """Appends lines; removes an incomplete last line left by an earlier process."""
 
     def __init__(self, path: str | Path) -> None:
@@ -77,15 +77,7 @@ class RequestWriter:
         """Closes the file."""
         self._stream.close()
 
-    def __enter__(self) -> RequestWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

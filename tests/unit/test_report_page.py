@@ -1,4 +1,4 @@
-"""Pictures and the page: what they show is what the counts say."""
+"""Pictures and the report page agree with the counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BYTES = [b" caf", b"\xc3", b"\xa9", b" <b>", b"\xe2\x82", b"\xac", b"\n  x"]
 
 
 def decode(tokens: list[int]) -> str:
-    """Byte tokens; like Llama's, the tokenizer drops a leading space of what it is given."""
+    """Decodes byte tokens; like Llama's tokenizer, drops a leading space."""
     text = b"".join(BYTES[t] for t in tokens).decode("utf-8", errors="replace")
     return text.removeprefix(" ")
 
@@ -49,7 +49,7 @@ def colored() -> tuple[object, list[int]]:
 
 
 def test_token_texts_add_up_to_the_text() -> None:
-    """Characters of several tokens, and spaces that a tokenizer drops, are nobody's twice."""
+    """Characters of several tokens and dropped leading spaces are each assigned once."""
     result, ends = colored()
     assert result.text == "caf\u00e9 <b>\u20ac\n  x"
     assert ends[-1] == len(result.text)
@@ -82,7 +82,7 @@ def test_without_texts_tokens_are_numbers() -> None:
     assert pieces(result, None)[0] == Piece("#0 #1 ", 0)
 
 
-def test_the_picture_has_as_much_of_a_colour_as_its_source_has_characters() -> None:
+def test_coloured_areas_are_proportional_to_characters() -> None:
     result, ends = colored()
     names = {-1: "target", 0: "draft model", 1: "prompt lookup"}
     image = matplotlib.image.imread(BytesIO(origins_png(result, ends, names, columns=20)))
@@ -110,8 +110,8 @@ def test_staged_trees_name_both_levels() -> None:
     assert mixture == {-1: "target", 0: "prompt lookup", 1: "draft model"}
 
 
-def test_curves_are_what_the_times_say() -> None:
-    # Three prompts; tokens of one chunk come together. The longest has no half of them beside it.
+def test_curves_agree_with_the_times() -> None:
+    # Tokens of one chunk share a time. Only one of three prompts reaches the fourth token.
     a = make_result([[1], [2, 3]], times=[1.0, 2.0], admitted=0.5)
     b = make_result([[1], [2], [3], [4]], times=[1.0, 3.0, 5.0, 9.0], admitted=0.0)
     c = make_result([[1], [2], [3]], times=[1.0, 3.0, 5.0], admitted=0.0)
@@ -124,7 +124,7 @@ def test_curves_are_what_the_times_say() -> None:
     assert shares([mixed]) == {-1: pytest.approx(1 / 3), 0: pytest.approx(2 / 3)}
 
 
-def test_a_sweeps_page_holds_jobs_against_their_plain_decoding(
+def test_a_sweeps_page_compares_jobs_with_their_baseline(
     sweep: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -170,7 +170,7 @@ def test_names_and_texts_cannot_inject_html(comparison: Path, tmp_path: Path) ->
     assert "<img src=x" not in page
 
 
-def test_bad_words_and_empty_folders_are_refused(tmp_path: Path, capsys) -> None:
+def test_bad_arguments_and_empty_folders_are_refused(tmp_path: Path, capsys) -> None:
     for words in ([], ["a", "b"], ["a", "text=x"], [str(tmp_path / "none")], [str(tmp_path)]):
         assert main(["report", *words]) == BAD_INPUT
         assert "Traceback" not in capsys.readouterr().err
