@@ -98,14 +98,14 @@ class Inputs:
         self._host = np.zeros(8 * num_ints + num_bytes, np.uint8)
         self._device = torch.zeros(len(self._host), dtype=torch.uint8, device=device)
         ints, self.bits = self._device.split([8 * num_ints, num_bytes])
-        self.bits = self.bits.view(num_rows, -1)
+        self.bits = rearrange(self.bits, "(r bytes) -> r bytes", r=num_rows)
         sizes = [num_rows, num_rows, num_rows, 2, num_columns]
         self.tokens, self.positions, self.slots, self.lengths, self.columns = ints.view(
             torch.int64
         ).split(sizes)
         host = self._host[: 8 * num_ints].view(np.int64)
         self._ints = np.split(host, np.cumsum(sizes)[:-1])
-        self._bits = self._host[8 * num_ints :].reshape(num_rows, -1)
+        self._bits = rearrange(self._host[8 * num_ints :], "(r bytes) -> r bytes", r=num_rows)
         self._visible = np.zeros((num_rows, num_columns), np.bool_)
         self.hidden = hidden
 

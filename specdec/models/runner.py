@@ -15,6 +15,7 @@ from weakref import proxy
 
 import numpy as np
 import torch
+from einops import rearrange
 from transformers import PreTrainedModel
 
 from specdec.attention.kv_cache import Rows, TreeCache
@@ -407,4 +408,4 @@ class _Probe:
         self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
         if options.window is not None:
             self.windowed.add(self.cache.layer)
-        return torch.zeros_like(query).transpose(1, 2)
+        return rearrange(torch.zeros_like(query), "b h r d -> b r h d")

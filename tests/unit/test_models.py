@@ -65,11 +65,11 @@ TOKENS = np.arange(3, 12)
 
 def test_inspect_model(saved):
     info = inspect_model(saved / "llama")
-    assert (info.model_type, info.architecture) == ("llama", "LlamaForCausalLM")
+    assert info.model_type == "llama"
     assert (info.num_layers, info.hidden_size, info.vocab_size) == (4, 32, 61)
-    assert (info.max_positions, info.dtype, info.tied) == (256, "F32", False)
-    parameters = random_model("llama", options={"tie_word_embeddings": False}).parameters()
-    assert info.num_bytes == 4 * sum(p.numel() for p in parameters)
+    assert (info.max_positions, info.tied) == (256, False)
+    parameters = random_model("llama", options={"tie_word_embeddings": False}).named_parameters()
+    assert {*info.tensors} == {name for name, _ in parameters}
     assert len({*info.tensors.values()}) > 1
 
 
@@ -96,7 +96,7 @@ def test_missing_path_object():
 
 def test_unknown_hub_id():
     """What looks like an id is looked up, and the message says that it was."""
-    with pytest.raises(UserError, match=r"'no-one/no-model'.*hub did not give it"):
+    with pytest.raises(UserError, match=r"'no-one/no-model'.*hub did not provide it"):
         inspect_model("no-one/no-model")
 
 
@@ -171,7 +171,7 @@ def test_only_pickles(copy):
         ({"model_type": "strange", "auto_map": {"AutoConfig": "x.Y"}}, "trust_remote_code is off"),
         ({"model_type": "strange"}, "not a causal language model"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"model_type": None}, "names no model_type"),
+        ({"model_type": None}, "has no model_type"),
     ],
 )
 def test_unusable_config(copy, change, message):

@@ -80,7 +80,7 @@ def test_refusals_of_the_library_are_passed_on():
         quantize(_model(dtype="float64"), "int8")
     with pytest.raises(UserError, match="multiples of 32, not 24; use int8"):
         quantize(random_model("llama", num_layers=1, hidden_size=24), "int4")
-    with pytest.raises(UserError, match="finds no plain linear maps in model type 'gpt2'"):
+    with pytest.raises(UserError, match="finds no plain linear layers in model type 'gpt2'"):
         quantize(random_model("gpt2", num_layers=1), "int8")
 
 
