@@ -112,18 +112,9 @@ def _triton_kernel() -> Kernel:
     from specdec.attention.triton_kernel import TreeAttention
 
     launch = TreeAttention()
-
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        visibility: Visibility,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        lengths, visible = visibility.lengths, visibility.visible
-        return launch(query, key, value, lengths=lengths, visible=visible, scaling=scaling)
-
-    return attend
+    return lambda query, key, value, seen, scaling: launch(
+        query, key, value, lengths=seen.lengths, visible=seen.visible, scaling=scaling
+    )
 
 
 def dense_attention(

@@ -103,7 +103,6 @@ class Contiguous:
 
     @property
     def capacity(self) -> int:
-        """Slots allocated."""
         return self.tensor.shape[3]
 
     def reserve(self, end: int, used: int) -> None:
@@ -226,7 +225,6 @@ class Paged:
 
     @property
     def capacity(self) -> int:
-        """Slots allocated."""
         return len(self._table) * self._pool.block_tokens
 
     def reserve(self, end: int, used: int) -> None:

@@ -6,8 +6,8 @@ H query heads, G key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -33,7 +33,7 @@ from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
-from specdec.models.captured import Computed, StaticPasses
+from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, own_instance
@@ -47,23 +47,6 @@ _SAMPLE = 8  # tokens on which an untested family is compared with transformers
 _IGNORED = frozenset(
     {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOutput:
-    """Outputs of one pass.
-
-    Attributes:
-        hidden: [sum R, E], after the last layer of the slice and before the final norm: the next
-            stage's input.
-        logits: [A, V] in the order of ``logits_rows``; None if none were requested, or if the
-            slice is not the last.
-        captured: global layer index (from 0) -> [sum R, E] after that layer.
-    """
-
-    hidden: torch.Tensor
-    logits: torch.Tensor | None = None
-    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -182,7 +165,7 @@ class ModelRunner:
                 # The caller waits for the logits anyway; waiting here counts as the model's time.
                 torch.cuda.current_stream(self.device).synchronize()
             self._meter.add(self.name, perf_counter() - start)
-        return RunnerOutput(hidden=output.hidden, logits=output.logits, captured=output.captured)
+        return output
 
     def _run_plain(
         self,
@@ -190,7 +173,7 @@ class ModelRunner:
         hidden: torch.Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
-    ) -> Computed:
+    ) -> RunnerOutput:
         """Runs one packed, uncaptured pass."""
         if len(rows) == 1:
             tokens, positions = rows[0].tokens, rows[0].positions
@@ -216,7 +199,7 @@ class ModelRunner:
         hidden: torch.Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
-    ) -> Computed:
+    ) -> RunnerOutput:
         """Replays one captured pass per request, which computes the logits of all rows."""
         assert self.static is not None, "forward checks this"
         received = None if hidden is None else hidden.to(self.device)
@@ -226,7 +209,7 @@ class ModelRunner:
         if np.array_equal(logits_rows, np.arange(len(output.logits))):
             return output
         index = to_device(logits_rows, self.device)
-        return Computed(output.hidden, output.logits[index], output.captured)
+        return replace(output, logits=output.logits[index])
 
     def _compute(
         self,
@@ -235,7 +218,7 @@ class ModelRunner:
         positions: torch.Tensor,
         wants_logits: bool,
         keep: int | torch.Tensor = 0,
-    ) -> Computed:
+    ) -> RunnerOutput:
         """Calls the model's own forward on int64[R] tokens and positions."""
         inputs = self._inputs(tokens, positions, step.cache)
         with attending(step):
@@ -245,7 +228,8 @@ class ModelRunner:
                 self._model.base_model(**inputs)
                 logits = None
         captured = {layer: step.captured[layer][0] for layer in self._capture_layers}
-        return Computed(step.captured[self.last_layer - 1][0], logits, captured)
+        hidden = step.captured[self.last_layer - 1][0]
+        return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
 
     def _static_passes(self, execution: Execution) -> StaticPasses | None:
         """Returns the captured passes; None if ``execution.graphs`` is off.

@@ -12,7 +12,7 @@ from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import CPU, wire_device
 from specdec.errors import UserError
 from specdec.kernels.graphs import capture
-from specdec.models.captured import Computed
+from specdec.models.captured import RunnerOutput
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
 
@@ -51,8 +51,8 @@ def test_a_capture_breaks_off(what):
             capture(lambda: FORBIDDEN[what](given), None)
 
 
-def _computed(hidden: torch.Tensor) -> Computed:
-    return Computed(hidden, None, {})
+def _computed(hidden: torch.Tensor) -> RunnerOutput:
+    return RunnerOutput(hidden=hidden)
 
 
 def test_a_replay_computes_anew_where_it_was_captured():
@@ -61,7 +61,7 @@ def test_a_replay_computes_anew_where_it_was_captured():
         given = torch.tensor([1.0, 2.0], device="cuda")
         calls = []
 
-        def launch() -> Computed:
+        def launch() -> RunnerOutput:
             calls.append(None)
             made = given * 2
             made += 1
