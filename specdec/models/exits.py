@@ -87,7 +87,7 @@ def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, torch.
     return tensors
 
 
-def own_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
+def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
     """Returns an untrained head: the target's final norm, output matrix and next layer."""
     tensors = {f"norm.{n}": p for n, p in final_norm(target).named_parameters()}
     tensors["output.weight"] = target.get_output_embeddings().weight

@@ -137,7 +137,7 @@ def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
     return heads
 
 
-def own_medusa(num_heads: int) -> list[Weights]:
+def untrained_medusa(num_heads: int) -> list[Weights]:
     """Returns untrained heads: the target's norm and output matrix, a zero block.
 
     They predict the next token again; Medusa starts its training from them.

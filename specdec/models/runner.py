@@ -36,7 +36,7 @@ from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
 from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
-from specdec.models.slicing import layers_name, own_instance
+from specdec.models.slicing import layers_name, slice_model
 from specdec.types import IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
@@ -106,7 +106,7 @@ class ModelRunner:
         self._attention = Attention(attention)
         self.static: StaticPasses | None = None
         self._capture_layers = tuple(capture_layers)
-        self._model = own_instance(
+        self._model = slice_model(
             model,
             first_layer=first_layer,
             last_layer=last_layer,

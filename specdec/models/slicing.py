@@ -75,7 +75,7 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
     return layers
 
 
-def own_instance(
+def slice_model(
     model: PreTrainedModel, *, first_layer: int, last_layer: int, capture_layers: Iterable[int]
 ) -> PreTrainedModel:
     """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.

@@ -18,8 +18,8 @@ from specdec.executors.stage import ModelStage
 from specdec.kernels.graphs import Graphs
 from specdec.models import ModelRunner
 from specdec.models.execution import PLAIN, Execution
-from specdec.models.exits import HeadWeights, final_norm, head_model, own_head
-from specdec.models.medusa import MedusaHeads, Weights, own_medusa
+from specdec.models.exits import HeadWeights, final_norm, head_model, untrained_head
+from specdec.models.medusa import MedusaHeads, Weights, untrained_medusa
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -217,7 +217,7 @@ class HuggingFacePair:
 
     def head_weights(self, layer: int) -> HeadWeights:
         """Weights of the exit after ``layer`` layers: untrained ones, the target's own."""
-        return own_head(self.part(layer, self.num_layers), self._exit[1], layer)
+        return untrained_head(self.part(layer, self.num_layers), self._exit[1], layer)
 
     def exit_bytes(self, *, with_layers: bool) -> int:
         """Bytes of weights that a pass of the exit head reads, with or without those before it."""
@@ -236,7 +236,7 @@ class HuggingFacePair:
 
     def medusa_weights(self, num_heads: int) -> list[Weights]:
         """Their weights: untrained ones."""
-        return own_medusa(num_heads)
+        return untrained_medusa(num_heads)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
         """A model with the weights of (at least) layers ``first`` .. ``last`` of the target."""

@@ -1,6 +1,6 @@
 """Sharding of a model: replaces the linear layers of transformers' modules by one rank's shares.
 
-All other code is transformers' own, on smaller matrices; attention modules derive their number of
+All other code is transformers', on smaller matrices; attention modules derive their number of
 heads from the projections' outputs. Embeddings are replicated, as in transformers' plans: a lookup
 is cheap, and a tied output head is a share of them.
 """
@@ -34,13 +34,13 @@ def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
         UserError: for a family without a plan.
     """
     shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    own = copy.deepcopy(model, shared)
-    full = dict(own.named_parameters(remove_duplicate=False))
-    for name, cut in shard_modules(own, group).items():
+    shard = copy.deepcopy(model, shared)
+    full = dict(shard.named_parameters(remove_duplicate=False))
+    for name, cut in shard_modules(shard, group).items():
         path, _, leaf = name.rpartition(".")
         share = cut.of(full[name], full[name].dtype)
-        setattr(own.get_submodule(path), leaf, nn.Parameter(share, requires_grad=False))
-    return own
+        setattr(shard.get_submodule(path), leaf, nn.Parameter(share, requires_grad=False))
+    return shard
 
 
 def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:

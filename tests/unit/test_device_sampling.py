@@ -11,7 +11,8 @@ import torch
 from specdec.device import DeviceProbs, concatenate, on_host
 from specdec.sampling import on_device
 from specdec.sampling import transform as sampling
-from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
+from specdec.sampling.host import sample_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from tests.unit.test_sampling import KINDS, LARGEST_DRAW, PARAMS, logits_of
 
 

@@ -27,8 +27,9 @@ from specdec.certify.laws import (
 )
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
+from specdec.sampling.host import sample_candidates
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose, keyed_uniforms
-from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Answers, Candidates, Output
 from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection

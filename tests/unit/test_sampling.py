@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.sampling.host import Distribution, inverse_cdf
+from specdec.sampling.host import Distribution, inverse_cdf, sample_candidates
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.processors import repeated_ngrams
 from specdec.sampling.transform import (
@@ -24,7 +24,6 @@ from specdec.sampling.transform import (
     SamplingParams,
     SamplingTransform,
     TargetSampler,
-    sample_candidates,
 )
 
 LARGEST_DRAW = 1.0 - 2.0**-53
