@@ -212,11 +212,7 @@ class StaticPasses:
     def _inputs_of(self, num_rows: int, num_columns: int) -> Inputs:
         key = (num_rows, num_columns)
         if key not in self._inputs:
-            spec, hidden = self._spec, None
-            if self._hidden_size is not None:
-                shape = (1, num_rows, self._hidden_size)
-                hidden = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-            self._inputs[key] = Inputs(num_rows, num_columns, spec.device, hidden)
+            self._inputs[key] = Inputs(num_rows, num_columns, self._spec, self._hidden_size)
         return self._inputs[key]
 
     def _prepare(

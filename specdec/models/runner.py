@@ -18,16 +18,15 @@ import torch
 from einops import rearrange
 from transformers import PreTrainedModel
 
+from specdec.attention.backends import Attention, attention_kernel
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.attention.tree_attention import (
-    Attention,
     AttentionStep,
     ScoreOptions,
     Step,
     StepCache,
     attending,
-    kernel_of,
 )
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
@@ -93,7 +92,7 @@ class ModelRunner:
         """
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
-        _check_slice(first_layer, last_layer, total, capture_layers, attention)
+        _check_slice(first_layer, last_layer, total, capture_layers)
         config = model.config.get_text_config()
         self.name = name
         self.first_layer, self.last_layer = first_layer, last_layer
@@ -103,7 +102,6 @@ class ModelRunner:
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
-        self._attention = Attention(attention)
         self.static: StaticPasses | None = None
         self._capture_layers = tuple(capture_layers)
         self._model = slice_model(
@@ -115,7 +113,8 @@ class ModelRunner:
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self._guard = device_guard(self.device)
-        self._kernel = kernel_of(self._attention, self.device, self.dtype)
+        self._kernel = attention_kernel(attention, self.device, self.dtype)
+        self._attention = Attention(attention)
         self._embedding_dim: int = model.get_input_embeddings().embedding_dim
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
@@ -344,21 +343,17 @@ class ModelRunner:
             )
 
 
-def _check_slice(
-    first: int, last: int, total: int, capture_layers: Sequence[int], attention: str
-) -> None:
-    """Checks the layers and the kind of attention.
+def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int]) -> None:
+    """Checks that the layers exist.
 
     Raises:
-        ValueError: if one does not exist.
+        ValueError: if one does not.
     """
     if not 0 <= first < last <= total:
         raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
     for layer in capture_layers:
         if not first <= layer < last:
             raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
-    if attention not in list(Attention):
-        raise ValueError(f"attention={attention!r}; choose from {[a.value for a in Attention]}")
 
 
 class _Probe:

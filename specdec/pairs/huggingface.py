@@ -53,7 +53,7 @@ class HuggingFacePair:
         Args:
             dtype: float64, float32, bfloat16 or float16.
             device: a torch device, or auto (a GPU where there is one).
-            attention: a value of ``specdec.attention.tree_attention.Attention``, or auto (dense).
+            attention: a value of ``specdec.attention.backends.Attention``, or auto (dense).
             execution: how passes are executed.
             quantization: a value of ``Quantization``, for both models.
             exit_layer: layers before the early exit, PPSD's E; None for no exit.

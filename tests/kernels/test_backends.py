@@ -143,7 +143,7 @@ def test_the_mask_of_seen_is_the_reference():
 
 
 def test_refusals_name_the_remedy(monkeypatch):
-    with pytest.raises(UserError, match=r"model.attention=cutlass is not a kernel; choose triton"):
+    with pytest.raises(UserError, match=r"model.attention=cutlass is unknown; choose dense"):
         attention_kernel("cutlass", CPU, torch.float32)
     monkeypatch.setattr(support, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"triton cannot run here: .*pip install triton"):

@@ -343,7 +343,7 @@ def test_logits_rows_and_meter(saved):
     ],
 )
 def test_impossible_slices(arguments):
-    with pytest.raises(ValueError, match=r"layer|attention='sparse'"):
+    with pytest.raises(ValueError, match=r"layer|attention=sparse"):
         ModelRunner(model=random_model(), name="target", meter=Meter(), **arguments)
 
 
