@@ -7,6 +7,7 @@ slots, M columns of the tree mask.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,22 @@ from specdec.kernels import support
 
 _FLEX_SHAPES = 128  # recompilation limit of FlexAttention: one per number of rows and length
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Attention(StrEnum):
+    """Implementations of attention; all are exact.
+
+    ``DENSE``: one call over all slots with one mask. ``TWO_LEVEL``: the prefix without a mask, the
+    tree with one, merged by their log-sum-exp (PipeDec Alg. 1). ``FLASH``: two levels, the prefix
+    by flash-attn. ``TRITON``: one launch of ``specdec.attention.triton_kernel``. ``FLEX``: torch's
+    FlexAttention.
+    """
+
+    DENSE = "dense"
+    TWO_LEVEL = "two_level"
+    TRITON = "triton"
+    FLASH = "flash"
+    FLEX = "flex"
 
 
 class Visibility:
@@ -90,40 +107,31 @@ Kernel = Callable[
 """
 
 
-def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Returns the kernel of ``model.attention=kind``: "triton", "flash" or "flex".
+def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """Returns the kernel of ``model.attention=kind``; None for ``DENSE`` and ``TWO_LEVEL``.
 
     Raises:
-        UserError: for another kind, or a kernel that cannot run on ``device`` in ``dtype``.
+        UserError: for an unknown kind, or a kernel that cannot run on ``device`` in ``dtype``.
     """
     setting = f"model.attention={kind}"
-    if kind == "triton":
+    if kind not in list(Attention):
+        raise UserError(f"{setting} is unknown; choose {', '.join(Attention)}")
+    if kind == Attention.TRITON:
         support.require(support.triton_problem(device, dtype), setting)
         return _triton_kernel()
-    if kind == "flash":
+    if kind == Attention.FLASH:
         support.require(support.flash_problem(device, dtype), setting)
         return flash_attention
-    if kind == "flex":
-        return _flex_kernel(device.type)
-    raise UserError(f"{setting} is not a kernel; choose triton, flash or flex")
+    return _flex_kernel(device.type) if kind == Attention.FLEX else None
 
 
 def _triton_kernel() -> Kernel:
     from specdec.attention.triton_kernel import TreeAttention
 
     launch = TreeAttention()
-
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        visibility: Visibility,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        lengths, visible = visibility.lengths, visibility.visible
-        return launch(query, key, value, lengths=lengths, visible=visible, scaling=scaling)
-
-    return attend
+    return lambda query, key, value, seen, scaling: launch(
+        query, key, value, lengths=seen.lengths, visible=seen.visible, scaling=scaling
+    )
 
 
 def dense_attention(

@@ -112,7 +112,7 @@ class TreeCache:
     @property
     def storage(self) -> torch.Tensor:
         """[L, 2, G, C, D], keys and values of all slots; a copy if storage is paged."""
-        return self._kv.held(self.capacity)
+        return self._kv.contents(self.capacity)
 
     def view(self, rows: Rows) -> PassView:
         """Write and read access for the pass over ``rows``."""

@@ -76,7 +76,7 @@ class Storage(Protocol):
         """Access for a pass whose rows are the slots ``start`` .. ``end`` - 1."""
         ...
 
-    def held(self, num_slots: int) -> torch.Tensor:
+    def contents(self, num_slots: int) -> torch.Tensor:
         """The first slots, [L, 2, G, n, D]; read-only, because it may be a copy."""
         ...
 
@@ -103,7 +103,6 @@ class Contiguous:
 
     @property
     def capacity(self) -> int:
-        """Slots allocated."""
         return self.tensor.shape[3]
 
     def reserve(self, end: int, used: int) -> None:
@@ -117,7 +116,7 @@ class Contiguous:
         """Reads and writes in place."""
         return _InPlace(self._flat, start, end)
 
-    def held(self, num_slots: int) -> torch.Tensor:
+    def contents(self, num_slots: int) -> torch.Tensor:
         """A view, [L, 2, G, n, D]."""
         return self.tensor[:, :, :, :num_slots]
 
@@ -226,7 +225,6 @@ class Paged:
 
     @property
     def capacity(self) -> int:
-        """Slots allocated."""
         return len(self._table) * self._pool.block_tokens
 
     def reserve(self, end: int, used: int) -> None:
@@ -239,7 +237,7 @@ class Paged:
         """Gathers the slots that the pass reads, once for all layers."""
         return _Gathered(self._pool.rows, self._index(np.arange(end)), start)
 
-    def held(self, num_slots: int) -> torch.Tensor:
+    def contents(self, num_slots: int) -> torch.Tensor:
         """A copy, [L, 2, G, n, D]."""
         index = self._index(np.arange(num_slots))
         rows = self._pool.rows.index_select(3, index)

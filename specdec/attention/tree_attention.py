@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,9 +24,9 @@ from numpy import count_nonzero
 from transformers import AttentionInterface
 
 from specdec.attention.backends import (
+    Attention,
     Kernel,
     Visibility,
-    attention_kernel,
     capped_attention,
     dense_attention,
     two_level_attention,
@@ -43,33 +42,6 @@ OPAQUE = "specdec_opaque"
 """Name of the same function for compiled models; ``torch.compile`` does not trace into it."""
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
-
-
-class Attention(StrEnum):
-    """Implementations of attention; all are exact.
-
-    ``DENSE``: one call over all slots with one mask. ``TWO_LEVEL``: the prefix without a mask, the
-    tree with one, merged by their log-sum-exp (PipeDec Alg. 1). ``FLASH``: two levels, the prefix
-    by flash-attn. ``TRITON``: one launch of ``specdec.attention.triton_kernel``. ``FLEX``: torch's
-    FlexAttention.
-    """
-
-    DENSE = "dense"
-    TWO_LEVEL = "two_level"
-    TRITON = "triton"
-    FLASH = "flash"
-    FLEX = "flex"
-
-
-def kernel_of(kind: Attention, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Returns the kernel of ``kind``; None for ``DENSE`` and ``TWO_LEVEL``.
-
-    Raises:
-        UserError: if it cannot run on ``device`` in ``dtype``.
-    """
-    if kind in (Attention.DENSE, Attention.TWO_LEVEL):
-        return None
-    return attention_kernel(kind, device, dtype)
 
 
 @dataclass(slots=True)

@@ -8,15 +8,15 @@ A graph reads and writes tensors at fixed addresses with fixed shapes, so
 Padding rows repeat the last row and write to a spare slot that no row sees. With
 ``model.graphs=replay`` the same buffers and padding are used without graphs, on any device.
 
-Shape letters: D head size, C slots of an arena, R padded rows, M columns of the mask, E hidden
-size, V vocabulary.
+Shape letters: D head size, C slots of an arena, R (padded) rows, A rows whose logits are computed,
+M columns of the mask, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,27 +38,21 @@ COLUMN_COUNTS = (64, 256, 1024)
 _MAX_REQUESTS = 4  # per captured pass; more run in one packed, uncaptured pass
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Outputs of a pass; those of a captured pass are overwritten by the next replay.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOutput:
+    """Outputs of one pass.
 
     Attributes:
-        hidden: [R, E] after the last layer.
-        logits: [R, V]; None if not computed.
-        captured: global layer index -> [R, E] after that layer.
+        hidden: [sum R, E], after the last layer of the slice and before the final norm: the next
+            stage's input.
+        logits: [A, V], one row per requested row; None if none were requested, or if the slice is
+            not the last.
+        captured: global layer index (from 0) -> [sum R, E] after that layer.
     """
 
     hidden: torch.Tensor
-    logits: torch.Tensor | None
-    captured: dict[int, torch.Tensor]
-
-
-class Compute(Protocol):
-    """The model's forward over a step's rows: int64[R] tokens and positions."""
-
-    def __call__(
-        self, step: StaticStep, tokens: torch.Tensor, positions: torch.Tensor, wants_logits: bool
-    ) -> Computed: ...
+    logits: torch.Tensor | None = None
+    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class StaticStep:
@@ -116,6 +110,10 @@ class StaticStep:
         return output.transpose(1, 2)
 
 
+Compute = Callable[[StaticStep, torch.Tensor, torch.Tensor, bool], RunnerOutput]
+"""The model's forward: (step, tokens int64[R], positions int64[R], whether to compute logits)."""
+
+
 class StaticPasses:
     """Runs passes of few rows over static buffers; see the module.
 
@@ -158,7 +156,7 @@ class StaticPasses:
         self._reads_lengths = reads_lengths
         self._captures = graphs is Graphs.CUDA
         self._inputs: dict[tuple[int, int], Inputs] = {}
-        self._passes: dict[tuple[Any, ...], Callable[[], Computed]] = {}
+        self._passes: dict[tuple[Any, ...], Callable[[], RunnerOutput]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
     @property
@@ -178,7 +176,7 @@ class StaticPasses:
 
     def run(
         self, rows: Sequence[Rows], hidden: torch.Tensor | None, wants_logits: bool
-    ) -> Computed:
+    ) -> RunnerOutput:
         """One replay per request; returns copies of the outputs, without padding.
 
         Args:
@@ -195,7 +193,7 @@ class StaticPasses:
                 start = stop
         return outputs[0] if len(outputs) == 1 else _concatenate(outputs)
 
-    def _replay(self, rows: Rows, hidden: torch.Tensor | None, wants_logits: bool) -> Computed:
+    def _replay(self, rows: Rows, hidden: torch.Tensor | None, wants_logits: bool) -> RunnerOutput:
         num_rows = round_up(len(rows), ROW_COUNTS)
         num_columns = round_up(rows.visible.shape[1], COLUMN_COUNTS)
         arena = self.arenas.of(rows.cache)
@@ -214,19 +212,15 @@ class StaticPasses:
     def _inputs_of(self, num_rows: int, num_columns: int) -> Inputs:
         key = (num_rows, num_columns)
         if key not in self._inputs:
-            spec, hidden = self._spec, None
-            if self._hidden_size is not None:
-                shape = (1, num_rows, self._hidden_size)
-                hidden = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-            self._inputs[key] = Inputs(num_rows, num_columns, spec.device, hidden)
+            self._inputs[key] = Inputs(num_rows, num_columns, self._spec, self._hidden_size)
         return self._inputs[key]
 
     def _prepare(
         self, inputs: Inputs, arena: Arena, context: int, wants_logits: bool
-    ) -> Callable[[], Computed]:
+    ) -> Callable[[], RunnerOutput]:
         compute, first_layer, kernel = self._compute, self._first_layer, self._kernel
 
-        def launch() -> Computed:  # must not refer to ``self``, which refers to it
+        def launch() -> RunnerOutput:  # must not refer to ``self``, which refers to it
             step = StaticStep(
                 inputs=inputs,
                 arena=arena,
@@ -239,19 +233,20 @@ class StaticPasses:
         return capture(launch, self._pool) if self._captures else launch
 
 
-def _cut(computed: Computed, num_rows: int) -> Computed:
+def _cut(output: RunnerOutput, num_rows: int) -> RunnerOutput:
     """Copies of the first rows; the next replay overwrites the static outputs."""
-    return Computed(
-        computed.hidden[:num_rows].clone(),
-        None if computed.logits is None else computed.logits[:num_rows].clone(),
-        {layer: hidden[:num_rows].clone() for layer, hidden in computed.captured.items()},
+    return RunnerOutput(
+        hidden=output.hidden[:num_rows].clone(),
+        logits=None if output.logits is None else output.logits[:num_rows].clone(),
+        captured={layer: hidden[:num_rows].clone() for layer, hidden in output.captured.items()},
     )
 
 
-def _concatenate(parts: list[Computed]) -> Computed:
+def _concatenate(parts: list[RunnerOutput]) -> RunnerOutput:
     logits = [part.logits for part in parts if part.logits is not None]
-    return Computed(
-        torch.cat([part.hidden for part in parts]),
-        torch.cat(logits) if logits else None,
-        {layer: torch.cat([p.captured[layer] for p in parts]) for layer in parts[0].captured},
+    layers = parts[0].captured
+    return RunnerOutput(
+        hidden=torch.cat([part.hidden for part in parts]),
+        logits=torch.cat(logits) if logits else None,
+        captured={layer: torch.cat([p.captured[layer] for p in parts]) for layer in layers},
     )

@@ -91,23 +91,26 @@ class Inputs:
     """
 
     def __init__(
-        self, num_rows: int, num_columns: int, device: torch.device, hidden: torch.Tensor | None
+        self, num_rows: int, num_columns: int, spec: CacheSpec, hidden_size: int | None
     ) -> None:
-        """Allocates the buffers; ``hidden`` as in the class."""
+        """Allocates the buffers; ``hidden_size``: E, None for the first slice."""
         num_ints, num_bytes = 3 * num_rows + 2 + num_columns, num_rows * num_columns // _BITS
         self._host = np.zeros(8 * num_ints + num_bytes, np.uint8)
-        self._device = torch.zeros(len(self._host), dtype=torch.uint8, device=device)
+        self._device = torch.zeros(len(self._host), dtype=torch.uint8, device=spec.device)
         ints, self.bits = self._device.split([8 * num_ints, num_bytes])
-        self.bits = self.bits.view(num_rows, -1)
+        self.bits = rearrange(self.bits, "(r bytes) -> r bytes", r=num_rows)
         sizes = [num_rows, num_rows, num_rows, 2, num_columns]
         self.tokens, self.positions, self.slots, self.lengths, self.columns = ints.view(
             torch.int64
         ).split(sizes)
         host = self._host[: 8 * num_ints].view(np.int64)
         self._ints = np.split(host, np.cumsum(sizes)[:-1])
-        self._bits = self._host[8 * num_ints :].reshape(num_rows, -1)
+        self._bits = rearrange(self._host[8 * num_ints :], "(r bytes) -> r bytes", r=num_rows)
         self._visible = np.zeros((num_rows, num_columns), np.bool_)
-        self.hidden = hidden
+        self.hidden: torch.Tensor | None = None
+        if hidden_size is not None:
+            shape = (1, num_rows, hidden_size)
+            self.hidden = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
     def fill(self, rows: Rows, spare: int, hidden: torch.Tensor | None) -> None:
         """Pads the rows and copies them to the device; ``hidden``: [rows, E] or None."""

@@ -6,8 +6,8 @@ H query heads, G key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -15,27 +15,27 @@ from weakref import proxy
 
 import numpy as np
 import torch
+from einops import rearrange
 from transformers import PreTrainedModel
 
+from specdec.attention.backends import Attention, attention_kernel
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.attention.tree_attention import (
-    Attention,
     AttentionStep,
     ScoreOptions,
     Step,
     StepCache,
     attending,
-    kernel_of,
 )
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
-from specdec.models.captured import Computed, StaticPasses
+from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
-from specdec.models.slicing import layers_name, own_instance
+from specdec.models.slicing import layers_name, slice_model
 from specdec.types import IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
@@ -46,23 +46,6 @@ _SAMPLE = 8  # tokens on which an untested family is compared with transformers
 _IGNORED = frozenset(
     {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOutput:
-    """Outputs of one pass.
-
-    Attributes:
-        hidden: [sum R, E], after the last layer of the slice and before the final norm: the next
-            stage's input.
-        logits: [A, V] in the order of ``logits_rows``; None if none were requested, or if the
-            slice is not the last.
-        captured: global layer index (from 0) -> [sum R, E] after that layer.
-    """
-
-    hidden: torch.Tensor
-    logits: torch.Tensor | None = None
-    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -109,7 +92,7 @@ class ModelRunner:
         """
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
-        _check_slice(first_layer, last_layer, total, capture_layers, attention)
+        _check_slice(first_layer, last_layer, total, capture_layers)
         config = model.config.get_text_config()
         self.name = name
         self.first_layer, self.last_layer = first_layer, last_layer
@@ -119,10 +102,9 @@ class ModelRunner:
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
-        self._attention = Attention(attention)
         self.static: StaticPasses | None = None
         self._capture_layers = tuple(capture_layers)
-        self._model = own_instance(
+        self._model = slice_model(
             model,
             first_layer=first_layer,
             last_layer=last_layer,
@@ -131,7 +113,8 @@ class ModelRunner:
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self._guard = device_guard(self.device)
-        self._kernel = kernel_of(self._attention, self.device, self.dtype)
+        self._kernel = attention_kernel(attention, self.device, self.dtype)
+        self._attention = Attention(attention)
         self._embedding_dim: int = model.get_input_embeddings().embedding_dim
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
@@ -181,7 +164,7 @@ class ModelRunner:
                 # The caller waits for the logits anyway; waiting here counts as the model's time.
                 torch.cuda.current_stream(self.device).synchronize()
             self._meter.add(self.name, perf_counter() - start)
-        return RunnerOutput(hidden=output.hidden, logits=output.logits, captured=output.captured)
+        return output
 
     def _run_plain(
         self,
@@ -189,7 +172,7 @@ class ModelRunner:
         hidden: torch.Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
-    ) -> Computed:
+    ) -> RunnerOutput:
         """Runs one packed, uncaptured pass."""
         if len(rows) == 1:
             tokens, positions = rows[0].tokens, rows[0].positions
@@ -215,7 +198,7 @@ class ModelRunner:
         hidden: torch.Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
-    ) -> Computed:
+    ) -> RunnerOutput:
         """Replays one captured pass per request, which computes the logits of all rows."""
         assert self.static is not None, "forward checks this"
         received = None if hidden is None else hidden.to(self.device)
@@ -225,7 +208,7 @@ class ModelRunner:
         if np.array_equal(logits_rows, np.arange(len(output.logits))):
             return output
         index = to_device(logits_rows, self.device)
-        return Computed(output.hidden, output.logits[index], output.captured)
+        return replace(output, logits=output.logits[index])
 
     def _compute(
         self,
@@ -234,7 +217,7 @@ class ModelRunner:
         positions: torch.Tensor,
         wants_logits: bool,
         keep: int | torch.Tensor = 0,
-    ) -> Computed:
+    ) -> RunnerOutput:
         """Calls the model's own forward on int64[R] tokens and positions."""
         inputs = self._inputs(tokens, positions, step.cache)
         with attending(step):
@@ -244,7 +227,8 @@ class ModelRunner:
                 self._model.base_model(**inputs)
                 logits = None
         captured = {layer: step.captured[layer][0] for layer in self._capture_layers}
-        return Computed(step.captured[self.last_layer - 1][0], logits, captured)
+        hidden = step.captured[self.last_layer - 1][0]
+        return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
 
     def _static_passes(self, execution: Execution) -> StaticPasses | None:
         """Returns the captured passes; None if ``execution.graphs`` is off.
@@ -359,21 +343,17 @@ class ModelRunner:
             )
 
 
-def _check_slice(
-    first: int, last: int, total: int, capture_layers: Sequence[int], attention: str
-) -> None:
-    """Checks the layers and the kind of attention.
+def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int]) -> None:
+    """Checks that the layers exist.
 
     Raises:
-        ValueError: if one does not exist.
+        ValueError: if one does not.
     """
     if not 0 <= first < last <= total:
         raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
     for layer in capture_layers:
         if not first <= layer < last:
             raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
-    if attention not in list(Attention):
-        raise ValueError(f"attention={attention!r}; choose from {[a.value for a in Attention]}")
 
 
 class _Probe:
@@ -407,4 +387,4 @@ class _Probe:
         self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
         if options.window is not None:
             self.windowed.add(self.cache.layer)
-        return torch.zeros_like(query).transpose(1, 2)
+        return rearrange(torch.zeros_like(query), "b h r d -> b r h d")

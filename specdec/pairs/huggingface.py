@@ -63,7 +63,7 @@ class HuggingFacePair:
         Args:
             dtype: float64, float32, bfloat16 or float16.
             device: a torch device, or auto (the GPU if there is one).
-            attention: a value of ``specdec.attention.tree_attention.Attention``, or auto (dense).
+            attention: a value of ``specdec.attention.backends.Attention``, or auto (dense).
             graphs, kernels, compile: see ``specdec.models.execution.Execution``.
             quantization: a value of ``Quantization``, for both models.
             exit_layer: number of layers before the early exit; None for no exit.

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from specdec.device import DeviceProbs, Probs, select_rows
-from specdec.sampling import on_device
+from specdec.sampling import host, on_device
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
-from specdec.sampling.transform import SamplingTransform, sample_candidates
+from specdec.sampling.transform import SamplingTransform
 from specdec.types import Candidates, FloatArray, IntArray
 
 
@@ -22,7 +22,7 @@ def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
     if isinstance(probs, DeviceProbs):
         tokens, logprobs, counts = on_device.sample_candidates(probs, k, uniforms)
     else:
-        tokens, logprobs, counts = sample_candidates(probs, k, uniforms)
+        tokens, logprobs, counts = host.sample_candidates(probs, k, uniforms)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
 
 

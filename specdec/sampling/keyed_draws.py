@@ -4,7 +4,7 @@ The draw for prompt r at position t is a function of (seed, r, t, purpose, index
 rank, in every batch and under every strategy. The generator is Philox4x32-10 (Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3"), vectorised.
 
-Shape letters: n draws, I sibling indices, T positions.
+Shape letters: I sibling indices, T positions.
 """
 
 from __future__ import annotations

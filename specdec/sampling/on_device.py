@@ -151,8 +151,7 @@ def weigh(
         return Weighted(weights, best, everything)
     ordered = logits.topk(vocab_size if width is None else width, dim=1).values
     total = _total(weights)
-    # In descending order, an entry is kept if the mass after the entry before it exceeds the mass
-    # that may be cut.
+    # In descending order, an entry is kept if the mass from it on exceeds the mass that may be cut.
     rest = total - running_sums(_weights(ordered, best, temperature))
     next_is_kept = rest > (1.0 - top_p) * total
     num = (1 + next_is_kept.sum(dim=1, keepdim=True)).clamp(max=ordered.shape[1])

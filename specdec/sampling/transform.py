@@ -27,7 +27,6 @@ from specdec.sampling.host import (
     filter_top_k,
     filter_top_p,
     row_max,
-    sample_candidates,
     stacked,
     weights,
 )
@@ -35,8 +34,6 @@ from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.on_device import Weighted, on_accelerator, weigh
 from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.types import Answers, FloatArray, IntArray
-
-__all__ = ["SamplingParams", "SamplingTransform", "TargetSampler", "sample_candidates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,8 @@ class SamplingParams:
             and top_p then have no effect.
         top_k: keep the k most probable tokens, including all that tie with the k-th; 0 disables it.
         top_p: keep the smallest set of most probable tokens with at least this mass; 1 disables it.
-        no_repeat_ngram: ban tokens that would repeat an n-gram of this size; 0 disables it.
+        no_repeat_ngram: ban tokens that would repeat an n-gram of this size in prompt and output; 0
+            disables it.
         processors: Hugging Face logits processors, applied before the temperature.
 
     Raises:

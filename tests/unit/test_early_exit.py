@@ -20,7 +20,13 @@ from specdec.errors import UserError
 from specdec.executors import ExitFront
 from specdec.executors.layout import StageLayout
 from specdec.metrics.speedup import expected_accepted
-from specdec.models.exits import HeadWeights, final_norm, head_model, own_head, read_head
+from specdec.models.exits import (
+    HeadWeights,
+    final_norm,
+    head_model,
+    read_head,
+    untrained_head,
+)
 from specdec.models.random import random_model
 from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
@@ -302,7 +308,7 @@ class TestHeads:
     def test_a_head_model_shares_and_changes_nothing(self) -> None:
         target = random_model("gpt2", num_layers=4)
         before = {name: p.clone() for name, p in target.named_parameters()}
-        made = head_model(target, own_head(target, "norm", 2))
+        made = head_model(target, untrained_head(target, "norm", 2))
         assert len(list(made.transformer.h)) == 3
         assert final_norm(made) is not final_norm(target)
         for name, parameter in target.named_parameters():

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from specdec.clocks import CONTROLLER, LatencyProfile, SimulatedClock
+from specdec.sampling.host import sample_candidates
 from specdec.sampling.keyed_draws import Purpose
-from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import DraftModelSource
 from specdec.types import NO_NODE, Nodes
 
