@@ -35,7 +35,7 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
         for draft_ms in config["draft_ms"]:
             for devices in config["devices"]:
                 cell = (devices, draft_ms, transfer_ms)
-                best[cell], loops = _speeds(config, lab, draft.words, cell)
+                best[cell], loops = _speeds(config, lab, draft.overrides, cell)
     rows = []
     for (devices, draft_ms, transfer_ms), speeds in best.items():
         fastest = max(speeds, key=lambda name: speeds[name][0])
@@ -68,8 +68,8 @@ def _speeds(
             transfer_ms=0.0 if used == 1 else transfer_ms,
         )
         where = [] if method.get("local") else ["executor=pipeline", f"executor.stages={used}"]
-        words = [*draft, SIMULATED, f"clock.profile={path}", *method["words"], *where]
-        run: Outcome = lab.run(words)
+        overrides = [*draft, SIMULATED, f"clock.profile={path}", *method["words"], *where]
+        run: Outcome = lab.run(overrides)
         speed, loops = 1e3 / run.tbt_ms, run.summary["loop_share"]
         speeds[name] = (speed, speed / (used + method.get("extra", 0)))
     return speeds, loops

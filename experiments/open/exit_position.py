@@ -28,7 +28,7 @@ def transfer_latency(item: Item, lab: Lab) -> Findings:
                 exit_layer,
                 pass_ms=config["pass_ms"],
                 transfer_ms=transfer_ms,
-                words=config["words"],
+                overrides=config["words"],
             )
             speed, plain = 1e3 / made.run.tbt_ms, 1e3 / made.plain.tbt_ms
             per_device = speed / made.stages

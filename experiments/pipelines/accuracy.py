@@ -39,8 +39,8 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
     for draft in drafts(names, item, lab, findings):
         for children in config["children"]:
             for width in config["widths"]:
-                words = [f"policy.width={width}", f"policy.children={children}"]
-                run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+                overrides = [f"policy.width={width}", f"policy.children={children}"]
+                run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
                 cells[width, children] = run
                 s = run.summary
                 table.append((width, children, s["hit_rate"], run.tbt_ms, s["loop_share"]))
@@ -107,7 +107,7 @@ def top_k(item: Item, lab: Lab) -> Findings:
     for draft in drafts(config["drafts"], item, lab, findings):
         record = _record_of(draft)
         if record is None:
-            cumulated = np.cumsum(SyntheticPair(**_law_of(draft.words)).rank_probabilities())
+            cumulated = np.cumsum(SyntheticPair(**_law_of(draft.overrides)).rank_probabilities())
             shares = [float(cumulated[k - 1]) for k in ks]
             table.append((draft.title, "formula", *shares, None, None, None))
         else:
@@ -142,14 +142,14 @@ def top_k(item: Item, lab: Lab) -> Findings:
 
 def _record_of(draft: Draft) -> Record | None:
     """The record that a draft plays; None for a law."""
-    if any(word == "model=synthetic" for word in draft.words):
+    if any(word == "model=synthetic" for word in draft.overrides):
         return None
-    path = next((w.partition("=")[2] for w in draft.words if w.startswith("model.record=")), "")
+    path = next((w.partition("=")[2] for w in draft.overrides if w.startswith("model.record=")), "")
     return read_record(Path(path)) if path else _shipped()
 
 
-def _law_of(words: Sequence[str]) -> dict[str, list[float]]:
-    split = (word.removeprefix("model.").partition("=") for word in words)
+def _law_of(overrides: Sequence[str]) -> dict[str, list[float]]:
+    split = (word.removeprefix("model.").partition("=") for word in overrides)
     return {key: json.loads(value) for key, _, value in split if key in _LAW}
 
 
@@ -160,7 +160,7 @@ def _shipped() -> Record:
         return read_record(path)
 
 
-def quality_words(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
+def quality_overrides(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
     """A synthetic draft of rising quality.
 
     Args:
@@ -182,16 +182,16 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
     ``claim`` (for each static tree).
     """
     findings, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).words[-2:]
+    size = make_draft("law_1b", item, lab).overrides[-2:]
     curves: dict[str, tuple[list[float], list[float]]] = {}
     table = []
     rows = {**config["static"], "dynamic tree": config["dynamic"]}
-    for name, words in rows.items():
+    for name, overrides in rows.items():
         xs, ys = curves.setdefault(name, ([], []))
         is_static = name in config["static"]
         for quality in config["drafts_static" if is_static else "drafts_dynamic"]:
-            draft = quality_words(*quality)
-            run = lab.run([*draft, *size, SIMULATED, *config["common"], *words])
+            draft = quality_overrides(*quality)
+            run = lab.run([*draft, *size, SIMULATED, *config["common"], *overrides])
             s = run.summary
             accuracy = s["accepted_per_pass"] / config["levels"] if is_static else s["hit_rate"]
             xs.append(accuracy)

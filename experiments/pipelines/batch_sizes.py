@@ -36,11 +36,11 @@ def batches(item: Item, lab: Lab) -> Findings:
     curves: dict[str, dict[str, dict[int, Outcome]]] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
         rows = curves.setdefault(draft.title, {})
-        for name, words in config["rows"].items():
-            fixed = any(word.startswith("batch_size=") for word in words)
+        for name, overrides in config["rows"].items():
+            fixed = any(word.startswith("batch_size=") for word in overrides)
             for size in config["batch_sizes"][:1] if fixed else config["batch_sizes"]:
                 run = run_rows(
-                    lab, draft, config["common"], {name: [f"batch_size={size}", *words]}
+                    lab, draft, config["common"], {name: [f"batch_size={size}", *overrides]}
                 )[name]
                 rows.setdefault(name, {})[size] = run
                 s = run.summary

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.pipelines.accuracy import quality_words
+from experiments.pipelines.accuracy import quality_overrides
 from experiments.pipelines.theory import needed_acceptance_length
 from experiments.pipelines.token_times import run_rows
 from experiments.reproduce.drafts import Draft, drafts, make_draft
@@ -36,9 +36,9 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
     dynamic), claims ``hit`` and ``length``.
     """
     findings, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).words[-2:]
+    size = make_draft("law_1b", item, lab).overrides[-2:]
     sweep = [
-        Draft(f"easy {e}", f"synthetic, {e:.0%} easy", f"{e:.0%}", (*quality_words(e), *size))
+        Draft(f"easy {e}", f"synthetic, {e:.0%} easy", f"{e:.0%}", (*quality_overrides(e), *size))
         for e in config["easy"]
     ]
     points = []

@@ -53,15 +53,15 @@ def main() -> None:
     )
     for name, sampling in product(args.strategies, args.samplings):
         chosen = (f"strategy={name}", f"sampling={sampling}")
-        words = (*chosen, *common, f"clock.scale={args.scale}")
-        found = {kind: run(kind, words) for kind in KINDS}
+        overrides = (*chosen, *common, f"clock.scale={args.scale}")
+        found = {kind: run(kind, overrides) for kind in KINDS}
         write_json(args.out / f"{name}-{sampling}.json", found)
         report(f"{name} {sampling}", args.scale, **found)
 
 
-def run(kind: str, words: Sequence[str]) -> dict[str, Any]:
+def run(kind: str, overrides: Sequence[str]) -> dict[str, Any]:
     """One strategy's summary on one clock, with ``outputs``; a few steps before it warm up."""
-    config = run_job_of([f"clock={kind}", f"executor.transport={KINDS[kind]}", *words]).config
+    config = run_job_of([f"clock={kind}", f"executor.transport={KINDS[kind]}", *overrides]).config
     pair, prompts, _ = prepare(config)
     runner = PartsRunner(cfg=config, pair=pair, stop=stop_rules(config, pair))
     results: list[RequestResult] = []

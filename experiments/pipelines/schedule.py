@@ -61,8 +61,8 @@ def algorithm(item: Item, lab: Lab) -> Findings:
     """
     findings, config = Findings(), item.config
     prompts, tokens = item.size["quick" if lab.quick else "full"]
-    words = [*config["compare"], f"data.limit={prompts}", f"max_new_tokens={tokens}"]
-    row = next(r for r in lab.compare(words)["rows"] if r["strategy"] == "specpipe")
+    overrides = [*config["compare"], f"data.limit={prompts}", f"max_new_tokens={tokens}"]
+    row = next(r for r in lab.compare(overrides)["rows"] if r["strategy"] == "specpipe")
     text = f"bundled pair, {row['num_compared']} prompts, {row['num_differing']} differ"
     findings.add("output", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
     rows = []
@@ -111,7 +111,7 @@ def _facts(
 def _traced(
     config: Mapping[str, Any], lab: Lab, draft: Draft
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = lab.traced([*draft.words, "data.limit=1", SIMULATED, *config["common"]])
+    folder = lab.traced([*draft.overrides, "data.limit=1", SIMULATED, *config["common"]])
     names = ("trace.json", "summary.json")
     trace, summary = (json.loads((folder / n).read_text(encoding="utf-8")) for n in names)
     return trace, summary

@@ -23,7 +23,7 @@ class Row:
     """
 
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     beside: int = 0
     between_hit: float = 0.0
     between_miss: float = 0.0
@@ -52,7 +52,7 @@ class Bench:
             row: what to run.
             extra: further overrides, e.g. the sampling.
         """
-        done = self._lab.run(["clock=simulated", *self._common, *row.words, *extra])
+        done = self._lab.run(["clock=simulated", *self._common, *row.overrides, *extra])
         counts = decode_counts(
             done.results,
             done.totals,

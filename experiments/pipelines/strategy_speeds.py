@@ -45,10 +45,10 @@ ROWS = (
     SPECPIPE,
     Row(
         "specpipe 2 levels",
-        (*SPECPIPE.words, "policy.levels_per_step=2", "policy.width=32"),
+        (*SPECPIPE.overrides, "policy.levels_per_step=2", "policy.width=32"),
         beside=2,
     ),
-    Row("specpipe_bf 1 pass", (*BEST_FIRST.words, "policy.draft_passes=1"), beside=1),
+    Row("specpipe_bf 1 pass", (*BEST_FIRST.overrides, "policy.draft_passes=1"), beside=1),
     BEST_FIRST,
 )
 HEAD = f"{'':20} {'steps/token':>11} {'of ar':>6} {'TBT ms':>7} {'implied':>8} {'off':>6}"
@@ -163,7 +163,7 @@ def _table(bench: Bench, rows: Sequence[Row], sampling: str) -> dict[str, dict[s
 
 
 def _say_needed_length(specpipe: dict[str, Any], hidden: dict[str, Any]) -> None:
-    config = run_job_of(["clock=simulated", "model=random", *SPECPIPE.words]).config
+    config = run_job_of(["clock=simulated", "model=random", *SPECPIPE.overrides]).config
     profile = build_profile(config["clock"])
     rows, length = hidden["rows_per_target_pass"], hidden["acceptance_length"]
     needed = needed_acceptance_length(specpipe["tbt_ms_mean"], rows, STAGES, profile)

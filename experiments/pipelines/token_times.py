@@ -75,7 +75,8 @@ def run_rows(
 ) -> dict[str, Outcome]:
     """Every row on one draft; a later override wins."""
     return {
-        name: lab.run([*draft.words, SIMULATED, *common, *words]) for name, words in rows.items()
+        name: lab.run([*draft.overrides, SIMULATED, *common, *overrides])
+        for name, overrides in rows.items()
     }
 
 
@@ -271,8 +272,8 @@ def equations(item: Item, lab: Lab) -> Findings:
 def _equations_row(
     config: Mapping[str, Any], lab: Lab, draft: Draft, stages: int
 ) -> tuple[Any, ...]:
-    words = [*config["row"], f"executor.stages={stages}"]
-    run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+    overrides = [*config["row"], f"executor.stages={stages}"]
+    run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
     s, tokens = run.summary, run.summary["new_tokens"]
     counts = decode_counts(run.results, run.totals)  # without the steps that fill the pipeline
     found = counts.steps / counts.tokens

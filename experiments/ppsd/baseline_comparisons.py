@@ -110,13 +110,13 @@ def cases(item: Item, lab: Lab) -> Findings:
     """Fig. 6 and 7: plain decoding and PPSD write the same text (measured, real models)."""
     findings = Findings()
     prompts, tokens = item.size["quick" if lab.quick else "full"]
-    words = [
+    overrides = [
         "strategies=[ar,ppsd]",
         "data=stdlib",
         f"data.limit={prompts}",
         f"max_new_tokens={tokens}",
     ]
-    rows = {row["strategy"]: row for row in lab.compare(words)["rows"]}
+    rows = {row["strategy"]: row for row in lab.compare(overrides)["rows"]}
     mine = rows["ppsd"]
     findings.add(
         "same",

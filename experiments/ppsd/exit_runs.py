@@ -74,7 +74,7 @@ def exit_run(
     *,
     pass_ms: float,
     transfer_ms: float = 0.0,
-    words: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     head: str | None = None,
     strategy: Sequence[str] = ("strategy=ppsd",),
 ) -> ExitRun:
@@ -94,7 +94,7 @@ def exit_run(
     profile = write_profile(
         lab.folder, target_ms=pass_ms, stages=stages, draft_ms=0.0, transfer_ms=transfer_ms
     )
-    common = _common(item, lab, stages, profile, words)
+    common = _common(item, lab, stages, profile, overrides)
     plain = lab.run(["strategy=ar", "executor=pipeline", *common])
     head = head or ("norm" if exit_layer == _LAYERS // 2 else "transformer")
     chosen = [f"model.exit_layer={exit_layer}", f"model.exit_head={head}"]
@@ -102,12 +102,12 @@ def exit_run(
 
 
 def _common(
-    item: Item, lab: Lab, stages: int, profile: Path | str, words: Sequence[str]
+    item: Item, lab: Lab, stages: int, profile: Path | str, overrides: Sequence[str]
 ) -> list[str]:
     prompts, tokens = item.size["quick" if lab.quick else "full"]
     return [
         *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
-        *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *words),
+        *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *overrides),
     ]
 
 
@@ -124,9 +124,11 @@ def add_runs(
     """
     rows = []
     runs: dict[tuple[str, int], list[ExitRun]] = {}
-    for name, words in config["data"].items():
+    for name, overrides in config["data"].items():
         for kind, layer in config["heads"]:
-            made = exit_run(item, lab, layer, pass_ms=config["pass_ms"], words=words, head=kind)
+            made = exit_run(
+                item, lab, layer, pass_ms=config["pass_ms"], overrides=overrides, head=kind
+            )
             runs.setdefault((kind, layer), []).append(made)
             ratio, low, high = made.speedup
             off = ratio / made.law
@@ -196,7 +198,7 @@ def draft_length_runs(
     rows, gammas = [], [int(gamma) for gamma in config["gammas"]]
     for gamma in gammas:
         strategy = ["strategy=eesd", "executor=early_exit", f"policy.gamma={gamma}"]
-        size = {"pass_ms": config["pass_ms"], "words": config["data"]}
+        size = {"pass_ms": config["pass_ms"], "overrides": config["data"]}
         made = exit_run(item, lab, config["exit_layer"], strategy=strategy, **size)
         ratio, low, high = made.speedup
         overall = float(made.run.summary["acceptance_rate"])
@@ -234,8 +236,8 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
     )
     profiles = {"heads at no cost": free, "heads paid": config["paid"]}
     table = []
-    for (name, words), (label, profile) in product(config["data"].items(), profiles.items()):
-        common = _common(item, lab, _STAGES, profile, words)
+    for (name, overrides), (label, profile) in product(config["data"].items(), profiles.items()):
+        common = _common(item, lab, _STAGES, profile, overrides)
         plain = lab.run(["strategy=ar", "executor=pipeline", *common])
         runs = {row: lab.run([*chosen, *common]) for row, chosen in config["rows"].items()}
         for row, run in runs.items():

@@ -252,8 +252,8 @@ def eesd(bench: Bench, sampling: str, report: Report) -> None:
     rows: list[list[str]] = []
     rates: list[float] = []
     for gamma in GAMMAS:
-        words = ("strategy=eesd", "executor=early_exit", f"executor.stages={STAGES}", EXIT)
-        found = bench.run(Row(f"eesd {gamma}", (*words, f"policy.gamma={gamma}")), *extra)
+        overrides = ("strategy=eesd", "executor=early_exit", f"executor.stages={STAGES}", EXIT)
+        found = bench.run(Row(f"eesd {gamma}", (*overrides, f"policy.gamma={gamma}")), *extra)
         alpha = found["acceptance_rate_verified"]
         rates.append(found["acceptance_rate"])
         report.keep(

@@ -50,8 +50,8 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     for draft in drafts(config["drafts"], item, lab, findings):
         sides = {
             side: {
-                name: lab.run([*draft.words, SIMULATED, *config["common"], *words])
-                for name, words in config[side].items()
+                name: lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+                for name, overrides in config[side].items()
             }
             for side in ("parallel", "serial")
         }
@@ -120,8 +120,8 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
         for key, fixed in (("bs", "w"), ("w", "bs")):
             sizes, found_lengths, runs = config[key], [], {}
             for size in sizes:
-                words = [f"policy.{key}={size}", f"policy.{fixed}={config[f'at_{fixed}']}"]
-                run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+                overrides = [f"policy.{key}={size}", f"policy.{fixed}={config[f'at_{fixed}']}"]
+                run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
                 runs[size] = run
                 found_lengths.append(run.summary["accepted_per_pass"])
                 table.append((draft.title, key, size, found_lengths[-1], run.summary["loop_share"]))
@@ -174,8 +174,8 @@ def choices(item: Item, lab: Lab) -> Findings:
     shown: dict[str, dict[str, float | None]] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
         runs = {
-            name: lab.run([*draft.words, SIMULATED, *config["common"], *words])
-            for name, words in config["rows"].items()
+            name: lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+            for name, overrides in config["rows"].items()
         }
         table += [_row(draft.title, name, run) for name, run in runs.items()]
         shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}

@@ -35,9 +35,9 @@ def lost(item: Item, lab: Lab) -> Findings:
         for d in config["depths"]:
             line = series.setdefault(d, {}).setdefault(draft.short, ([], []))
             for children in config["children"]:
-                words = [*draft.words, SIMULATED, *config["common"], f"policy.d={d}"]
-                words.append(f"policy.children={children}")
-                base, mine = (lab.run([*words, *config[s]]) for s in ("serial", "parallel"))
+                overrides = [*draft.overrides, SIMULATED, *config["common"], f"policy.d={d}"]
+                overrides.append(f"policy.children={children}")
+                base, mine = (lab.run([*overrides, *config[s]]) for s in ("serial", "parallel"))
                 tokens, guesses = (
                     100 * (1.0 - mine.summary[key] / base.summary[key])
                     for key in ("acceptance_length", "accepted_per_pass")

@@ -96,7 +96,7 @@ def table(bench: Bench, title: str, sampling: str) -> tuple[float, float]:
 
 def _row(bench: Bench, row: Row, sampling: str) -> dict[str, Any]:
     found = bench.run(row, sampling)
-    config = run_job_of(["clock=simulated", "model=random", *row.words]).config
+    config = run_job_of(["clock=simulated", "model=random", *row.overrides]).config
     between, found["implied"] = implied_speed(found, config)
     off = found["tokens_per_s"] / found["implied"] - 1.0
     print(

@@ -26,8 +26,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/swiftspec_split"))
     args = parser.parse_args()
     began = time.perf_counter()
-    words = ["profile", "profiling.use=swiftspec_table1", "profiling.devices=8", "data=humaneval"]
-    status = specdec([*words, f"model={args.model}", f"output_dir={args.out}"])
+    overrides = [
+        "profile",
+        "profiling.use=swiftspec_table1",
+        "profiling.devices=8",
+        "data=humaneval",
+    ]
+    status = specdec([*overrides, f"model={args.model}", f"output_dir={args.out}"])
     if status:
         raise SystemExit(status)
     print(f"{time.perf_counter() - began:.0f} s")
