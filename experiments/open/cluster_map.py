@@ -1,7 +1,7 @@
 """Which method for which cluster: devices, draft cost and network latency at equal hits.
 
-The target's pass is split evenly over the stages; a transfer is paid between stages and for each
-answer on its way back. Profiles are written for each cell and say that they are assumptions.
+The target's pass is split evenly over the stages; there is a transfer between stages and one for
+each answer. Each cell has a generated profile, marked as an assumption.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
 def _speeds(
     config: Mapping[str, Any], lab: Lab, draft: Sequence[str], cell: Cell
 ) -> tuple[dict[str, tuple[float, float]], float | None]:
-    """method -> (tokens/s, tokens/s per device) of one cell, and the hits' loop_share."""
+    """(tokens/s, tokens/s per device) by method for one cell, and the loop share of the hits."""
     devices, draft_ms, transfer_ms = cell
     speeds, loops = {}, None
     for name, method in config["methods"].items():

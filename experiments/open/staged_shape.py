@@ -7,8 +7,6 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 
-Cell = tuple[int, float, float]
-
 
 def staged_shape(item: Item, lab: Lab) -> Findings:
     """Traffic of staged decoding over tree shapes and over how much the n-gram model guesses.

@@ -1,8 +1,7 @@
-"""What trees catch: SpecPipe Fig. 7, 10, 14 and PipeDec Fig. 3, 4, 6.
+"""Accuracy of token trees: SpecPipe Fig. 7, 10, 14 and PipeDec Fig. 3, 4, 6.
 
-Accuracy is "the proportion of speculative tree layers containing the ground-truth token": of a
-pipeline fed level by level its hit rate; of a static tree the share of levels that the target
-followed.
+Accuracy is "the proportion of speculative tree layers containing the ground-truth token": for a
+pipeline with one level per step its hit rate, for a static tree the share of accepted levels.
 """
 
 from __future__ import annotations
@@ -75,8 +74,12 @@ def _add_size_measures(
     draft: Draft,
     cells: Mapping[tuple[int, int], Outcome],
 ) -> None:
-    """Saturation: the last doubling gains under 2 points. Collapse: the fewest children lose over 5
-    points at the choice's width. Optimum: the choice is within 3 per cent of the grid's best."""
+    """Adds the three claims.
+
+    ``saturates``: the last doubling gains under 2 points; ``few_children``: the fewest children
+    lose over 5 points at the width of the choice; ``optimum``: the choice is within 3 per cent of
+    the best cell.
+    """
     widths, children = config["widths"], config["children"]
     width, many = config["choice"]
     hit = {key: run.summary["hit_rate"] for key, run in cells.items()}
@@ -141,7 +144,7 @@ def top_k(item: Item, lab: Lab) -> Findings:
 
 
 def _record_of(draft: Draft) -> Record | None:
-    """The record that a draft plays; None for a law."""
+    """The record of a replayed draft; None for a synthetic one."""
     if any(word == "model=synthetic" for word in draft.overrides):
         return None
     path = next((w.partition("=")[2] for w in draft.overrides if w.startswith("model.record=")), "")
@@ -164,9 +167,9 @@ def quality_overrides(easy: float, fair: float | None = None, sure: float = 0.95
     """A synthetic draft of rising quality.
 
     Args:
-        easy: share of the positions it is sure of.
-        fair: share of those between sure and unsure; half of the rest by default.
-        sure: chance that it is right where it is sure.
+        easy: share of easy positions.
+        fair: share of positions of medium difficulty (default: half of the others).
+        sure: probability that it is right at an easy position.
     """
     fair = (1.0 - easy) / 2 if fair is None else fair
     weights = f"[{easy},{fair:.3f},{1.0 - easy - fair:.3f}]"

@@ -26,9 +26,9 @@ _UNITS = {"x": "times", "%": "per cent", "": "value"}
 
 def figure(width: float = 7.5, height: float = 4.2, panels: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure with panels side by side."""
-    made = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    axes = made.subplots(1, panels, squeeze=False)[0]
-    return made, list(axes)
+    fig = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    axes = fig.subplots(1, panels, squeeze=False)[0]
+    return fig, list(axes)
 
 
 def tidy(ax: Axes, *, x: str, y: str, title: str = "") -> None:
@@ -46,14 +46,14 @@ def tidy(ax: Axes, *, x: str, y: str, title: str = "") -> None:
 
 def legend(ax: Axes) -> None:
     """A legend under the panel, below the axis label, in as many columns as fit."""
-    made = ax.figure
+    fig = ax.figure
     names = ax.get_legend_handles_labels()[1]
-    inches = made.get_figure(root=True).get_figwidth() / len(made.axes)
+    inches = fig.get_figure(root=True).get_figwidth() / len(fig.axes)
     longest = max((len(line) for name in names for line in name.split("\n")), default=1)
     columns = max(1, min(len(names), int(inches / (0.55 + 0.062 * longest))))
     lines_of_ticks = 1 + max((t.get_text().count("\n") for t in ax.get_xticklabels()), default=0)
     points = 26.0 + 9.5 * lines_of_ticks
-    under = ax.transAxes + ScaledTranslation(0.0, -points / 72.0, made.dpi_scale_trans)
+    under = ax.transAxes + ScaledTranslation(0.0, -points / 72.0, fig.dpi_scale_trans)
     ax.legend(
         fontsize=7.5,
         frameon=False,

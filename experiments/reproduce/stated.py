@@ -112,37 +112,37 @@ def read_paper(name: str, root: Path = ROOT) -> Paper:
     """
     path = root / name / "stated.yaml"
     with path.open(encoding="utf-8") as stream:
-        found = yaml.safe_load(stream)
-    items = {key: _stated(f"{path.name} {key}", value) for key, value in found["items"].items()}
-    return Paper(name=name, title=found["title"], reference=found["reference"], items=items)
+        values = yaml.safe_load(stream)
+    items = {key: _stated(f"{path.name} {key}", value) for key, value in values["items"].items()}
+    return Paper(name=name, title=values["title"], reference=values["reference"], items=items)
 
 
-def _stated(where: str, found: Mapping[str, Any]) -> Stated:
-    _refuse_unknown(where, found, _ITEM_KEYS)
-    section = str(found["section"])
+def _stated(where: str, values: Mapping[str, Any]) -> Stated:
+    _refuse_unknown(where, values, _ITEM_KEYS)
+    section = str(values["section"])
     claims = {
         key: _claim(f"{where} {key}", key, value, section)
-        for key, value in (found.get("claims") or {}).items()
+        for key, value in (values.get("claims") or {}).items()
     }
-    return Stated(title=found["title"], section=section, claims=claims)
+    return Stated(title=values["title"], section=section, claims=claims)
 
 
-def _claim(where: str, key: str, found: Mapping[str, Any], section: str) -> Claim:
-    _refuse_unknown(where, found, _CLAIM_KEYS)
-    mark = found.get("mark", "original")
+def _claim(where: str, key: str, values: Mapping[str, Any], section: str) -> Claim:
+    _refuse_unknown(where, values, _CLAIM_KEYS)
+    mark = values.get("mark", "original")
     if mark not in MARKS:
         raise UserError(f"{where}: mark={mark} is not one of {', '.join(MARKS)}")
-    low, high, sentence = _value(where, found["stated"])
+    low, high, sentence = _value(where, values["stated"])
     return Claim(
         id=key,
-        text=found["text"],
+        text=values["text"],
         low=low,
         high=high,
         sentence=sentence,
-        unit=str(found.get("unit", "")),
-        section=str(found.get("section", section)),
+        unit=str(values.get("unit", "")),
+        section=str(values.get("section", section)),
         mark=mark,
-        within=float(found.get("within", 0.05)),
+        within=float(values.get("within", 0.05)),
     )
 
 
@@ -155,7 +155,7 @@ def _value(where: str, stated: Any) -> tuple[float | None, float | None, str]:
     return float(ends[0]), float(ends[1]), ""
 
 
-def _refuse_unknown(where: str, found: Mapping[str, Any], known: set[str]) -> None:
-    unknown = set(found) - known
+def _refuse_unknown(where: str, values: Mapping[str, Any], known: set[str]) -> None:
+    unknown = set(values) - known
     if unknown:
         raise UserError(f"{where}: {sorted(unknown)} are no keys; known are {sorted(known)}")

@@ -271,7 +271,7 @@ def _runs(records: Sequence[Any]) -> dict[str, list[Run]]:
     for record in records:
         by.setdefault((record.strategy, record.repeat), []).append(record)
     runs: dict[str, list[Run]] = {}
-    for (name, _), found in by.items():
-        totals = RunTotals.merge([r.totals for r in found if r.totals is not None])
-        runs.setdefault(name, []).append(Run(tuple(r.result for r in found), totals))
+    for (name, _), of_run in by.items():
+        totals = RunTotals.merge([r.totals for r in of_run if r.totals is not None])
+        runs.setdefault(name, []).append(Run(tuple(r.result for r in of_run), totals))
     return runs
