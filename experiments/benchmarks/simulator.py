@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.simulator [--stages 8] [--width 64] [--tokens 2048]
 
-Prints tokens decoded per second of wall time (not the virtual time that is simulated).
+Prints decoded tokens per second of wall time (not of simulated time).
 """
 
 from __future__ import annotations

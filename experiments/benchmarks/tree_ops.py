@@ -2,7 +2,7 @@
 
 Two beams with 16 candidates per node: 21 full levels of width 64 (1361 nodes: 21 stages)
 and 4 of width 8 (about a best-first pass). Prints medians over fresh copies of the tree and the
-limits that the large one must keep; the exit code is 1 where one is exceeded.
+limits for the large one; the exit code is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Operation = Callable[[TokenTree], object]
 
 
 def random_candidates(rng: np.random.Generator, num_nodes: int) -> Candidates:
-    """Candidates with decreasing random log-probabilities, as a draft model gives them."""
+    """Candidates with decreasing random log-probabilities, as of a draft model."""
     shape = (num_nodes, NUM_CANDIDATES)
     return Candidates(
         tokens=rng.integers(0, 4096, shape),
@@ -50,7 +50,7 @@ def grown_tree(*, levels: int, width: int, seed: int = 0) -> TokenTree:
 
 
 def operations(tree: TokenTree, num: int) -> dict[str, Operation]:
-    """What is timed, by name; ``num`` is the level width and the size of selections."""
+    """The timed operations by name; ``num`` is the level width and the size of selections."""
     bottom = bottom_level(tree)
     candidates = random_candidates(np.random.default_rng(1), len(bottom))
     rows = slice(0, len(bottom))
@@ -80,7 +80,7 @@ def median_ms(operation: Operation, tree: TokenTree, repeats: int) -> float:
     times = []
     for _ in range(repeats):
         fresh = copy.deepcopy(tree)
-        fresh.subtree(len(fresh) - 1)  # brings the copy into the cache, where a live tree is
+        fresh.subtree(len(fresh) - 1)  # brings the copy into the CPU cache
         start = perf_counter()
         operation(fresh)
         times.append(perf_counter() - start)

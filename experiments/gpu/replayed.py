@@ -1,8 +1,9 @@
-"""Real passes of models with random weights, while a record says which tokens are accepted.
+"""Real passes of models with random weights, with acceptances from a record.
 
-Random weights accept nothing, and a trained 8B pair is not at hand everywhere. So the target and
-the draft run in full (buffers, passes, sampling of their own logits, copies to the host), and their
-answers are replaced by those of a record (``model=replay``). What that takes is metered apart.
+With random weights no draft token is accepted, and a trained 8B pair is not always available. So
+target and draft run in full (buffers, passes, sampling of their logits, copies to the host), and
+their answers are replaced by those of a record (``model=replay``). The replacement is metered
+separately.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 REPLAY = "replay"
-"""Name under which the replaced answers are metered."""
+"""Name under which the replacement is metered."""
 
 
 class ReplayedShapes:
@@ -49,7 +50,7 @@ class ReplayedShapes:
         attention: str,
         execution: Execution,
     ) -> None:
-        """Takes models of one vocabulary, which must hold the record's made-up tokens."""
+        """Takes models of one vocabulary, at least as large as that of the record."""
         self.record = record
         self.hidden = record.hidden
         self.target, self.draft = target, draft
@@ -93,7 +94,7 @@ class ReplayedShapes:
 
 
 class _Answerer:
-    """Pays for the target's own answers and gives the record's."""
+    """Computes the target's own answers and returns the record's."""
 
     def __init__(self, real: Answerer, replayed: Answerer, pair: ReplayedShapes) -> None:
         self._real, self._replayed, self._pair = real, replayed, pair
@@ -117,12 +118,12 @@ class _Answerer:
 
 
 class ReplayedSource:
-    """Pays for the draft's own candidates and gives the record's."""
+    """Computes the draft's own candidates and returns the record's."""
 
     gives_probs = False
 
     def __init__(self, *, real: DraftModelSource, replayed: SyntheticSource, meter: Meter) -> None:
-        """Wraps both; passes and rows are counted of the real one."""
+        """Wraps both; passes and rows are those of the real one."""
         self._real, self._replayed, self._meter = real, replayed, meter
         self.needs = real.needs
         self.vocab_size = real.vocab_size
@@ -138,13 +139,13 @@ class ReplayedSource:
         self._replayed.open(request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The draft's pass and its best candidates; then the record's."""
+        """Runs the draft's pass and returns the record's candidates."""
         self._real.expand(state, nodes, k)
         with self._meter.model(REPLAY):
             return self._replayed.expand(state, nodes, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Both follow."""
+        """Commits to both."""
         self._real.commit(commits, output)
         with self._meter.model(REPLAY):
             self._replayed.commit(commits, output)

@@ -1,4 +1,4 @@
-"""What the GPU path is to reach, and whether a run of the script did."""
+"""Required figures of the GPU path, and whether a run of ``experiments.gpu.measure`` meets them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.gpu.shapes import LLAMA3_1B, LLAMA3_3B, LLAMA3_8B
 
-Found = Mapping[str, Any]
+Result = Mapping[str, Any]
 BANDWIDTH_SHARES = {LLAMA3_8B.name: 0.70, LLAMA3_3B.name: 0.60, LLAMA3_1B.name: 0.50}
 WIDER_PASSES = {8: 1.05, 32: 1.15}
 ATTENTION_CONTEXTS = (500, 1000, 4000)
@@ -16,39 +16,40 @@ MOST_OVERHEAD = 0.05
 LIMIT_S = 480.0
 
 
-def verdicts(found: Found) -> list[dict[str, Any]]:
-    """A row per bar: what is wanted, what was found, "met", "missed" or "not measured".
+def verdicts(result: Result) -> list[dict[str, Any]]:
+    """A row per requirement: required and measured value, "met", "missed" or "not measured".
 
     Args:
-        found: content of ``gpu.json``; parts of it may be missing. Of a smoke run nothing counts.
+        result: content of ``gpu.json``, possibly incomplete. Those of a smoke run do not count.
     """
     rows = []
-    for bar, sign, wanted, values in _bars(found):
+    for name, sign, required, values in _requirements(result):
         worst = (min if sign == ">=" else max)(values, default=None)
         verdict = "not measured"
         if worst is not None:
-            verdict = "met" if (worst >= wanted if sign == ">=" else worst <= wanted) else "missed"
-        if found.get("smoke"):
+            met = worst >= required if sign == ">=" else worst <= required
+            verdict = "met" if met else "missed"
+        if result.get("smoke"):
             verdict = f"smoke run: does not count ({verdict})"
         rows.append(
-            {"bar": bar, "wanted": f"{sign} {wanted:g}", "found": worst, "verdict": verdict}
+            {"bar": name, "wanted": f"{sign} {required:g}", "found": worst, "verdict": verdict}
         )
     return rows
 
 
-def _bars(found: Found) -> Iterator[tuple[str, str, float, list[float]]]:
-    """(bar, sign, wanted, every value that has to reach it)."""
-    passes, kernels = found.get("passes", []), found.get("kernels", [])
+def _requirements(result: Result) -> Iterator[tuple[str, str, float, list[float]]]:
+    """(name, sign, required value, every measured value that must meet it)."""
+    passes, kernels = result.get("passes", []), result.get("kernels", [])
     context = min((row["context"] for row in passes), default=0)
     for shape, share in BANDWIDTH_SHARES.items():
         of_shape = [r for r in passes if r["shape"] == shape and r["context"] == context]
         ones = [r["bandwidth_share"] for r in of_shape if r["nodes"] == 1]
         yield f"{shape}: share of the copy bandwidth, one-node pass", ">=", share, ones
-        for nodes, most in WIDER_PASSES.items():
+        for nodes, limit in WIDER_PASSES.items():
             wider = [r["over_one_node"] for r in of_shape if r["nodes"] == nodes]
-            yield f"{shape}: {nodes} nodes over one", "<=", most, wider
-    replayed = [r for r in found.get("strategies", []) if r["acceptances"] == "replayed"]
-    yield "llama3-8b: share of the copy bandwidth, `ar`", ">=", 0.70, _ar_share(found, replayed)
+            yield f"{shape}: {nodes} nodes over one", "<=", limit, wider
+    replayed = [r for r in result.get("strategies", []) if r["acceptances"] == "replayed"]
+    yield "llama3-8b: share of the copy bandwidth, `ar`", ">=", 0.70, _ar_share(result, replayed)
     for context in ATTENTION_CONTEXTS:
         rows = [r for r in kernels if r["kernel"] == "tree attention" and r["context"] == context]
         for side, least in (("sdpa, dense mask", 1.5), ("flex_attention", 1.0)):
@@ -66,16 +67,16 @@ def _bars(found: Found) -> Iterator[tuple[str, str, float, list[float]]]:
         MOST_OVERHEAD,
         of_best("overhead_share"),
     )
-    wall_s = found.get("wall_s")
+    wall_s = result.get("wall_s")
     yield "seconds of the script", "<=", LIMIT_S, [] if wall_s is None else [wall_s]
 
 
-def _speedup(row: Found) -> float:
+def _speedup(row: Result) -> float:
     return float(row["speedup"])
 
 
-def _over(rows: Iterable[Found], side: str | None = None) -> list[float]:
-    """The other sides' times over ours."""
+def _over(rows: Iterable[Result], side: str | None = None) -> list[float]:
+    """Times of the alternatives over those of our kernel."""
     return [
         row["over_ours"]
         for row in rows
@@ -84,9 +85,9 @@ def _over(rows: Iterable[Found], side: str | None = None) -> list[float]:
     ]
 
 
-def _ar_share(found: Found, replayed: Iterable[Found]) -> list[float]:
+def _ar_share(result: Result, replayed: Iterable[Result]) -> list[float]:
     """Bytes of weights per second of plain decoding over the copy bandwidth."""
-    rate = found.get("copy_bandwidth_gb_per_s")
+    rate = result.get("copy_bandwidth_gb_per_s")
     weights = LLAMA3_8B.weight_bytes(2)
     return [
         row["tokens_per_s_net"] * weights / (rate * 1e9)

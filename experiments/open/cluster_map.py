@@ -1,7 +1,7 @@
 """Which method for which cluster: devices, draft cost and network latency at equal hits.
 
-The target's pass is split evenly over the stages; a transfer is paid between stages and for each
-answer on its way back. Profiles are written for each cell and say that they are assumptions.
+The target's pass is split evenly over the stages; there is a transfer between stages and one for
+each answer. Each cell has a generated profile, marked as an assumption.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
         for draft_ms in config["draft_ms"]:
             for devices in config["devices"]:
                 cell = (devices, draft_ms, transfer_ms)
-                best[cell], loops = _speeds(config, lab, draft.words, cell)
+                best[cell], loops = _speeds(config, lab, draft.overrides, cell)
     rows = []
     for (devices, draft_ms, transfer_ms), speeds in best.items():
         fastest = max(speeds, key=lambda name: speeds[name][0])
@@ -55,7 +55,7 @@ def cluster_map(item: Item, lab: Lab) -> Findings:
 def _speeds(
     config: Mapping[str, Any], lab: Lab, draft: Sequence[str], cell: Cell
 ) -> tuple[dict[str, tuple[float, float]], float | None]:
-    """method -> (tokens/s, tokens/s per device) of one cell, and the hits' loop_share."""
+    """(tokens/s, tokens/s per device) by method for one cell, and the loop share of the hits."""
     devices, draft_ms, transfer_ms = cell
     speeds, loops = {}, None
     for name, method in config["methods"].items():
@@ -68,8 +68,8 @@ def _speeds(
             transfer_ms=0.0 if used == 1 else transfer_ms,
         )
         where = [] if method.get("local") else ["executor=pipeline", f"executor.stages={used}"]
-        words = [*draft, SIMULATED, f"clock.profile={path}", *method["words"], *where]
-        run: Outcome = lab.run(words)
+        overrides = [*draft, SIMULATED, f"clock.profile={path}", *method["words"], *where]
+        run: Outcome = lab.run(overrides)
         speed, loops = 1e3 / run.tbt_ms, run.summary["loop_share"]
         speeds[name] = (speed, speed / (used + method.get("extra", 0)))
     return speeds, loops

@@ -12,7 +12,7 @@ from experiments.reproduce.lab import Lab
 def transfer_latency(item: Item, lab: Lab) -> Findings:
     """Tokens per second of PPSD over exit positions, for several transfer times.
 
-    Plain decoding on one device is the yardstick, since a pipeline slows it down. Keys:
+    Speed-ups are over plain decoding on one device, since a pipeline slows plain decoding. Keys:
     ``pass_ms``, ``exits``, ``transfer_ms``, ``words``.
     """
     findings, config = Findings(), item.config
@@ -22,20 +22,20 @@ def transfer_latency(item: Item, lab: Lab) -> Findings:
     for transfer_ms in config["transfer_ms"]:
         xs, ys = series.setdefault(f"transfer {transfer_ms} ms", ([], []))
         for exit_layer in config["exits"]:
-            made = exit_run(
+            outcome = exit_run(
                 item,
                 lab,
                 exit_layer,
                 pass_ms=config["pass_ms"],
                 transfer_ms=transfer_ms,
-                words=config["words"],
+                overrides=config["words"],
             )
-            speed, plain = 1e3 / made.run.tbt_ms, 1e3 / made.plain.tbt_ms
-            per_device = speed / made.stages
-            loops = made.run.summary["loop_share"]
-            key = (transfer_ms, made.stages, exit_layer, made.alpha)
+            speed, plain = 1e3 / outcome.run.tbt_ms, 1e3 / outcome.plain.tbt_ms
+            per_device = speed / outcome.stages
+            loops = outcome.run.summary["loop_share"]
+            key = (transfer_ms, outcome.stages, exit_layer, outcome.alpha)
             rows.append((*key, plain, speed, speed / plain, speed / one_device, per_device, loops))
-            xs.append(float(made.stages))
+            xs.append(float(outcome.stages))
             ys.append(speed / one_device)
     columns = (
         *("transfer ms", "stages", "E", "alpha", "PP tokens/s", "PPSD tokens/s", "over PP"),

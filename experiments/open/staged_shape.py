@@ -7,8 +7,6 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 
-Cell = tuple[int, float, float]
-
 
 def staged_shape(item: Item, lab: Lab) -> Findings:
     """Traffic of staged decoding over tree shapes and over how much the n-gram model guesses.
@@ -22,9 +20,9 @@ def staged_shape(item: Item, lab: Lab) -> Findings:
     rows = []
     best: dict[str, dict[str, float | None]] = {}
     for tree, branching in config["trees"].items():
-        for name, words in config["guesses"].items():
+        for name, overrides in config["guesses"].items():
             shape = f"policy.branching={branching}".replace(" ", "")
-            run = lab.run(["strategy=staged", "model=tiny", *size, shape, *words])
+            run = lab.run(["strategy=staged", "model=tiny", *size, shape, *overrides])
             s = run.summary
             scaled = (s["target_passes"] + s["draft_passes"] * config["share"]) / s["new_tokens"]
             passes = s["draft_passes"] / s["target_passes"]

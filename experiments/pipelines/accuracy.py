@@ -1,8 +1,7 @@
-"""What trees catch: SpecPipe Fig. 7, 10, 14 and PipeDec Fig. 3, 4, 6.
+"""Accuracy of token trees: SpecPipe Fig. 7, 10, 14 and PipeDec Fig. 3, 4, 6.
 
-Accuracy is "the proportion of speculative tree layers containing the ground-truth token": of a
-pipeline fed level by level its hit rate; of a static tree the share of levels that the target
-followed.
+Accuracy is "the proportion of speculative tree layers containing the ground-truth token": for a
+pipeline with one level per step its hit rate, for a static tree the share of accepted levels.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
     for draft in drafts(names, item, lab, findings):
         for children in config["children"]:
             for width in config["widths"]:
-                words = [f"policy.width={width}", f"policy.children={children}"]
-                run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+                overrides = [f"policy.width={width}", f"policy.children={children}"]
+                run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
                 cells[width, children] = run
                 s = run.summary
                 table.append((width, children, s["hit_rate"], run.tbt_ms, s["loop_share"]))
@@ -75,8 +74,12 @@ def _add_size_measures(
     draft: Draft,
     cells: Mapping[tuple[int, int], Outcome],
 ) -> None:
-    """Saturation: the last doubling gains under 2 points. Collapse: the fewest children lose over 5
-    points at the choice's width. Optimum: the choice is within 3 per cent of the grid's best."""
+    """Adds the three claims.
+
+    ``saturates``: the last doubling gains under 2 points; ``few_children``: the fewest children
+    lose over 5 points at the width of the choice; ``optimum``: the choice is within 3 per cent of
+    the best cell.
+    """
     widths, children = config["widths"], config["children"]
     width, many = config["choice"]
     hit = {key: run.summary["hit_rate"] for key, run in cells.items()}
@@ -107,7 +110,7 @@ def top_k(item: Item, lab: Lab) -> Findings:
     for draft in drafts(config["drafts"], item, lab, findings):
         record = _record_of(draft)
         if record is None:
-            cumulated = np.cumsum(SyntheticPair(**_law_of(draft.words)).rank_probabilities())
+            cumulated = np.cumsum(SyntheticPair(**_law_of(draft.overrides)).rank_probabilities())
             shares = [float(cumulated[k - 1]) for k in ks]
             table.append((draft.title, "formula", *shares, None, None, None))
         else:
@@ -141,15 +144,15 @@ def top_k(item: Item, lab: Lab) -> Findings:
 
 
 def _record_of(draft: Draft) -> Record | None:
-    """The record that a draft plays; None for a law."""
-    if any(word == "model=synthetic" for word in draft.words):
+    """The record of a replayed draft; None for a synthetic one."""
+    if any(word == "model=synthetic" for word in draft.overrides):
         return None
-    path = next((w.partition("=")[2] for w in draft.words if w.startswith("model.record=")), "")
+    path = next((w.partition("=")[2] for w in draft.overrides if w.startswith("model.record=")), "")
     return read_record(Path(path)) if path else _shipped()
 
 
-def _law_of(words: Sequence[str]) -> dict[str, list[float]]:
-    split = (word.removeprefix("model.").partition("=") for word in words)
+def _law_of(overrides: Sequence[str]) -> dict[str, list[float]]:
+    split = (word.removeprefix("model.").partition("=") for word in overrides)
     return {key: json.loads(value) for key, _, value in split if key in _LAW}
 
 
@@ -160,13 +163,13 @@ def _shipped() -> Record:
         return read_record(path)
 
 
-def quality_words(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
+def quality_overrides(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
     """A synthetic draft of rising quality.
 
     Args:
-        easy: share of the positions it is sure of.
-        fair: share of those between sure and unsure; half of the rest by default.
-        sure: chance that it is right where it is sure.
+        easy: share of easy positions.
+        fair: share of positions of medium difficulty (default: half of the others).
+        sure: probability that it is right at an easy position.
     """
     fair = (1.0 - easy) / 2 if fair is None else fair
     weights = f"[{easy},{fair:.3f},{1.0 - easy - fair:.3f}]"
@@ -182,16 +185,16 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
     ``claim`` (for each static tree).
     """
     findings, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).words[-2:]
+    size = make_draft("law_1b", item, lab).overrides[-2:]
     curves: dict[str, tuple[list[float], list[float]]] = {}
     table = []
     rows = {**config["static"], "dynamic tree": config["dynamic"]}
-    for name, words in rows.items():
+    for name, overrides in rows.items():
         xs, ys = curves.setdefault(name, ([], []))
         is_static = name in config["static"]
         for quality in config["drafts_static" if is_static else "drafts_dynamic"]:
-            draft = quality_words(*quality)
-            run = lab.run([*draft, *size, SIMULATED, *config["common"], *words])
+            draft = quality_overrides(*quality)
+            run = lab.run([*draft, *size, SIMULATED, *config["common"], *overrides])
             s = run.summary
             accuracy = s["accepted_per_pass"] / config["levels"] if is_static else s["hit_rate"]
             xs.append(accuracy)

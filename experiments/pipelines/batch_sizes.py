@@ -20,27 +20,25 @@ from experiments.reproduce.intervals import Interval
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 
-_MIB, _GIB = 2**20, 2**30
-
 
 def batches(item: Item, lab: Lab) -> Findings:
     """Throughput and TBT over batch sizes.
 
     Keys: ``common``, ``drafts``, ``rows`` (name -> overrides), ``batch_sizes``, ``ratios`` (claim
-    -> [metric, row, other row]: the middle over batch sizes from ``from_batch`` on is held against
-    the claim), ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes`` (claim
-    -> [metric, rows that end above, row]), ``batching`` (measured, see ``_batching``).
+    -> [metric, row, other row]: the median over batch sizes from ``from_batch`` on is the figure
+    of the claim), ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes``
+    (claim -> [metric, rows above at the largest size, row]), ``batching`` (see ``_batching``).
     """
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     curves: dict[str, dict[str, dict[int, Outcome]]] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
         rows = curves.setdefault(draft.title, {})
-        for name, words in config["rows"].items():
-            fixed = any(word.startswith("batch_size=") for word in words)
+        for name, overrides in config["rows"].items():
+            fixed = any(word.startswith("batch_size=") for word in overrides)
             for size in config["batch_sizes"][:1] if fixed else config["batch_sizes"]:
                 run = run_rows(
-                    lab, draft, config["common"], {name: [f"batch_size={size}", *words]}
+                    lab, draft, config["common"], {name: [f"batch_size={size}", *overrides]}
                 )[name]
                 rows.setdefault(name, {})[size] = run
                 s = run.summary
@@ -73,7 +71,7 @@ def batches(item: Item, lab: Lab) -> Findings:
 
 
 def _batching(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:
-    """Time outside model calls over time inside, real models on this machine, in one batch.
+    """Time outside model calls over time inside them, with real models in one batch.
 
     Keys: ``claim``, ``words``.
     """
@@ -99,21 +97,21 @@ def _add_batch_measures(
     for claim, ratios in _batch_ratios(config, rows).items():
         later = {size: r for size, r in ratios.items() if size >= config.get("from_batch", 1)}
         size = sorted(later, key=lambda size: later[size])[len(later) // 2]
-        metric, mine, other = config["ratios"][claim]
+        metric, ours, other = config["ratios"][claim]
         ends: Interval = (None, None)
         if metric.startswith("tbt"):
-            _, low, high = speed_ratio(rows[mine][size], rows[other][size])
+            _, low, high = speed_ratio(rows[ours][size], rows[other][size])
             ends = (low, high)
         spread = f"{min(later.values()):.2f} to {max(later.values()):.2f} over batches of"
         where = f"{draft.title}; batch {size}; {spread} {min(later)} to {max(later)}"
         findings.add(claim, later[size], "simulated", where, loops=loops, interval=ends)
-    for claim, (metric, mine, other) in config.get("below", {}).items():
-        worst = max(value(mine, size, metric) / value(other, size, metric) for size in sizes)
+    for claim, (metric, ours, other) in config.get("below", {}).items():
+        worst = max(value(ours, size, metric) / value(other, size, metric) for size in sizes)
         where = f"{draft.title}; at worst {worst:.2f} of it"
         findings.add(claim, worst < 1.0, "simulated", where, loops=loops)
-    for claim, (metric, others, mine) in config.get("overtakes", {}).items():
+    for claim, (metric, others, ours) in config.get("overtakes", {}).items():
         last = sizes[-1]
-        ahead = {name: value(name, last, metric) / value(mine, last, metric) for name in others}
+        ahead = {name: value(name, last, metric) / value(ours, last, metric) for name in others}
         text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ahead.items())
         above = all(r > 1 for r in ahead.values())
         where = f"{draft.title}; batch {last}: {text}"
@@ -123,18 +121,18 @@ def _add_batch_measures(
 def _batch_ratios(
     config: Mapping[str, Any], rows: Mapping[str, Mapping[int, Outcome]]
 ) -> dict[str, dict[int, float]]:
-    """claim -> batch size -> how far one row is ahead of another (of times: the inverse)."""
-    found: dict[str, dict[int, float]] = {}
-    for claim, (metric, mine, other) in config.get("ratios", {}).items():
+    """Ratio of two rows by claim and batch size; inverted for times, so that above 1 is ahead."""
+    all_ratios: dict[str, dict[int, float]] = {}
+    for claim, (metric, ours, other) in config.get("ratios", {}).items():
         for size in config["batch_sizes"]:
-            one, two = (float(rows[name][size].summary[metric]) for name in (mine, other))
+            one, two = (float(rows[name][size].summary[metric]) for name in (ours, other))
             ratio = two / one if metric.startswith("tbt") else one / two
-            found.setdefault(claim, {})[size] = ratio
-    return found
+            all_ratios.setdefault(claim, {})[size] = ratio
+    return all_ratios
 
 
-def _batch_figure(item: Item, found: tuple[str, Mapping[str, Mapping[int, Outcome]]]) -> Any:
-    title, rows = found
+def _batch_figure(item: Item, curve: tuple[str, Mapping[str, Mapping[int, Outcome]]]) -> Any:
+    title, rows = curve
     sizes = item.config["batch_sizes"]
     ratios = _batch_ratios(item.config, rows)
     fig, (left, right, *more) = figure(10.5 + 3.5 * bool(ratios), 4.6, 2 + bool(ratios))

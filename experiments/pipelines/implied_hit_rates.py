@@ -1,4 +1,4 @@
-"""The hit rates and acceptance lengths that the papers' ratios imply, beside those of drafts."""
+"""Hit rates and acceptance lengths implied by the papers' ratios, beside those of drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.pipelines.accuracy import quality_words
+from experiments.pipelines.accuracy import quality_overrides
 from experiments.pipelines.theory import needed_acceptance_length
 from experiments.pipelines.token_times import run_rows
 from experiments.reproduce.drafts import Draft, drafts, make_draft
@@ -36,9 +36,9 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
     dynamic), claims ``hit`` and ``length``.
     """
     findings, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).words[-2:]
+    size = make_draft("law_1b", item, lab).overrides[-2:]
     sweep = [
-        Draft(f"easy {e}", f"synthetic, {e:.0%} easy", f"{e:.0%}", (*quality_words(e), *size))
+        Draft(f"easy {e}", f"synthetic, {e:.0%} easy", f"{e:.0%}", (*quality_overrides(e), *size))
         for e in config["easy"]
     ]
     points = []
@@ -85,14 +85,14 @@ def _had(draft: Draft, dynamic: Outcome, static: Outcome) -> tuple[Any, ...]:
 def _stated_times(config: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """The best cell's own times, then the ends of the ratio ranges over its plain time."""
     plain, static, dynamic = config["best"]
-    found = [("best cell, HumanEval-X", dynamic, static)]
+    pairs = [("best cell, HumanEval-X", dynamic, static)]
     for over_plain in config["over_plain"]:
         for over_static in config["over_static"]:
             ms = plain / over_plain
-            found.append(
+            pairs.append(
                 (f"{over_plain}x over PP, {over_static}x over SpecInfer", ms, ms * over_static)
             )
-    return found
+    return pairs
 
 
 def _pairs_note(best: tuple[Any, ...], swept: Sequence[tuple[Draft, Outcome, Outcome]]) -> str:

@@ -13,8 +13,6 @@ from experiments.reproduce.lab import Lab, Outcome
 from specdec.clocks.build import build_profile
 from specdec.profiling.equations import StepTimes, pipedec_latency, plain_latency
 
-_MIB, _GIB = 2**20, 2**30
-
 
 def latency_formulas(item: Item, lab: Lab) -> Findings:
     """PipeDec 2.4: PP = sum T_c + sum T_t; PipeDec = max(T_draft, C max T_c + max T_t).

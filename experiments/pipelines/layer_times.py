@@ -1,4 +1,4 @@
-"""What a pass costs on this machine over its number of rows (SpecPipe Fig. 9)."""
+"""Time of a pass on this machine over its number of rows (SpecPipe Fig. 9)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CONTEXT = 128
 
 
 def layer_times(item: Item, lab: Lab) -> Findings:
-    """Milliseconds of a stage and of a draft pass over the rows of a pass, the least of repeats.
+    """Milliseconds of a stage and of a draft pass over the rows of a pass, minimum of repeats.
 
-    Other work on the machine only adds to a time, so the least is the nearest to the pass itself.
+    Other load of the machine only increases times, so the minimum is the best estimate.
 
     Keys: ``stages``, ``rows``, ``repeats``, ``flat_rows`` (rows within which time should be flat).
     """

@@ -14,10 +14,10 @@ _MIB, _GIB = 2**20, 2**30
 
 
 def memory(item: Item, lab: Lab) -> Findings:
-    """Memory per device from the model's shape, and what the tree adds (SpecPipe Table 1).
+    """Memory per device from the model's shape, and the additional memory of the tree (Table 1).
 
-    Keys and values of tree nodes lie in the context budget that the totals hold already (4.5), so
-    the tree adds its rows in flight and its mask.
+    The totals include a context budget that contains the keys and values of tree nodes (4.5), so
+    the tree adds only its rows in flight and its mask.
 
     Keys: ``shape`` (hidden, layers, kv_heads, head_dim, ffn, vocab), ``devices``,
     ``context_tokens``, ``runtime_mib``, ``width``, ``levels``.
@@ -59,7 +59,7 @@ def memory(item: Item, lab: Lab) -> Findings:
 
 
 def features(item: Item, lab: Lab) -> Findings:
-    """What SpecPipe's row of Table 2 means here: a run, or a reason, per feature.
+    """SpecPipe's row of Table 2: a run, or a reason, for each feature.
 
     Keys: ``common``, ``draft``, ``batch`` (presets that stand for feature 3).
     """
@@ -68,7 +68,7 @@ def features(item: Item, lab: Lab) -> Findings:
     findings, config = Findings(), item.config
     presets = options("strategy", ())
     for draft in drafts([config["draft"]], item, lab, findings):
-        run = lab.run([*draft.words, SIMULATED, *config["common"]])
+        run = lab.run([*draft.overrides, SIMULATED, *config["common"]])
         step = 1e3 * run.summary["clock_s"] / run.summary["steps"]
         draft_ms = build_profile(run.config["clock"]).ms(Work.DRAFT, 1)
         batch = [name for name in config["batch"] if name in presets]

@@ -1,4 +1,4 @@
-"""Runs of one strategy on the virtual clock, for the scripts that hold them against bars."""
+"""Runs of single strategies on the simulated clock, for scripts that check requirements."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class Row:
     """One strategy.
 
     Attributes:
-        name: as printed.
-        words: overrides of ``specdec run``.
+        name: name in tables.
+        overrides: overrides of ``specdec run``.
         beside, between_hit, between_miss: draft passes, see ``decode_counts``.
     """
 
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     beside: int = 0
     between_hit: float = 0.0
     between_miss: float = 0.0
 
 
 class Bench:
-    """Runs rows one by one; a row that is in its folder with the same models is not run again."""
+    """Runs rows; existing results of the same configuration, models and code are reused."""
 
     def __init__(self, *, common: Sequence[str], out: Path) -> None:
-        """Sets what all rows share.
+        """Sets the common overrides and the folder of the runs.
 
         Args:
             common: overrides of every row.
-            out: keeps the runs.
+            out: folder of the runs.
         """
         self._common = tuple(common)
         self._lab = Lab(folder=out, quick=False)
@@ -45,32 +45,32 @@ class Bench:
     def run(self, row: Row, *extra: str) -> dict[str, Any]:
         """The row's summary, with ``implied_tbt_ms``, ``profile`` and ``outputs`` added.
 
-        Also ``decode_tokens`` and ``decode_answers``, those after each request's first answer, and
-        ``expansions``, where the policy counts its growth rounds.
+        Also ``decode_tokens`` and ``decode_answers``, the tokens and answers after each request's
+        first answer, and ``expansions`` if the policy counts its growth rounds.
 
         Args:
-            row: what to run.
+            row: the strategy.
             extra: further overrides, e.g. the sampling.
         """
-        done = self._lab.run(["clock=simulated", *self._common, *row.words, *extra])
+        outcome = self._lab.run(["clock=simulated", *self._common, *row.overrides, *extra])
         counts = decode_counts(
-            done.results,
-            done.totals,
+            outcome.results,
+            outcome.totals,
             beside=row.beside,
             between_hit=row.between_hit,
             between_miss=row.between_miss,
         )
         return {
-            **done.summary,
-            "loop_share": done.summary["loop_share"] or 0.0,  # None where tokens are made up
-            "implied_tbt_ms": implied_tbt_ms(counts, build_profile(done.config["clock"])),
-            "profile": done.profile,
+            **outcome.summary,
+            "loop_share": outcome.summary["loop_share"] or 0.0,  # None for synthetic tokens
+            "implied_tbt_ms": implied_tbt_ms(counts, build_profile(outcome.config["clock"])),
+            "profile": outcome.profile,
             "decode_tokens": counts.tokens,
             "decode_answers": counts.answers,
-            "outputs": [list(result.output) for result in done.results],
+            "outputs": [list(result.output) for result in outcome.results],
         }
 
 
-def say_bar(text: str, holds: bool, wanted: str) -> None:
-    """Prints whether a bar is met."""
-    print(f"  {'ok  ' if holds else 'MISS'} {text} (bar: {wanted})", flush=True)
+def print_check(text: str, holds: bool, required: str) -> None:
+    """Prints whether a requirement is met."""
+    print(f"  {'ok  ' if holds else 'MISS'} {text} (required: {required})", flush=True)

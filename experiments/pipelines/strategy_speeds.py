@@ -1,4 +1,4 @@
-"""Pipelined strategies on a simulated cluster, held against their bars.
+"""Pipelined strategies on a simulated cluster, checked against required speeds.
 
     python -m experiments.pipelines.strategy_speeds [--parts main pipedec crossing] [--prompts 16]
         [--tokens 128] [--samplings t06 greedy] [--out outputs/pipelines]
@@ -6,7 +6,7 @@
 main: ar, SpecInfer (drafting serial, ahead by rule, hidden), SpecPipe, SpecPipe with two levels
 per step and best first, all at 64 nodes per step, 8 stages, profile specpipe_8x3090, HumanEval.
 pipedec: PipeDec and ar at 7, 14 and 21 stages. crossing: synthetic drafts of rising quality, until
-a SpecInfer whose drafting is hidden overtakes SpecPipe. Rows that are in --out are not run again.
+a SpecInfer with hidden drafting overtakes SpecPipe. Existing runs in --out are reused.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.simulated_runs import Bench, Row, say_bar
-from experiments.pipelines.theory import crossing, needed_acceptance_length, steps_by_equation_2
+from experiments.pipelines.simulated_runs import Bench, Row, print_check
+from experiments.pipelines.theory import crossing, needed_acceptance_length
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of
+from specdec.profiling.equations import eq2_tbt
 
 STAGES = 8
 PROFILE = "clock.profile=specpipe_8x3090"
@@ -45,10 +46,10 @@ ROWS = (
     SPECPIPE,
     Row(
         "specpipe 2 levels",
-        (*SPECPIPE.words, "policy.levels_per_step=2", "policy.width=32"),
+        (*SPECPIPE.overrides, "policy.levels_per_step=2", "policy.width=32"),
         beside=2,
     ),
-    Row("specpipe_bf 1 pass", (*BEST_FIRST.words, "policy.draft_passes=1"), beside=1),
+    Row("specpipe_bf 1 pass", (*BEST_FIRST.overrides, "policy.draft_passes=1"), beside=1),
     BEST_FIRST,
 )
 HEAD = f"{'':20} {'steps/token':>11} {'of ar':>6} {'TBT ms':>7} {'implied':>8} {'off':>6}"
@@ -56,9 +57,9 @@ EASY_SHARES = (0.05, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
 
 
 def main() -> None:
-    """Runs the parts asked for and prints their tables."""
+    """Runs the selected parts and prints their tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = {"main": bars, "pipedec": pipedec, "crossing": overtaking}
+    parts = {"main": main_table, "pipedec": pipedec, "crossing": overtaking}
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
@@ -75,20 +76,22 @@ def main() -> None:
         parts[part](Bench(common=common, out=args.out / part), args.samplings)
 
 
-def bars(bench: Bench, samplings: Sequence[str]) -> None:
-    """The table per sampling and a line per bar."""
+def main_table(bench: Bench, samplings: Sequence[str]) -> None:
+    """A table per sampling and a line per requirement."""
     saved = []
     for sampling in samplings:
-        found = _table(bench, ROWS, f"sampling={sampling}")
-        ar, specpipe, best = (found[name] for name in ("ar", "specpipe", "specpipe_bf"))
+        summaries = _table(bench, ROWS, f"sampling={sampling}")
+        ar, specpipe, best = (summaries[name] for name in ("ar", "specpipe", "specpipe_bf"))
         ratio = _ratio(ar, specpipe)
-        say_bar(f"specpipe over ar in steps per token: {ratio:.2f}x", ratio >= 3.5, "3.5x (t06)")
-        serial, hidden = found[SERIAL.name], found[HIDDEN.name]
+        print_check(
+            f"specpipe over ar in steps per token: {ratio:.2f}x", ratio >= 3.5, "3.5x (t06)"
+        )
+        serial, hidden = summaries[SERIAL.name], summaries[HIDDEN.name]
         faster = specpipe["tbt_ms_mean"] <= serial["tbt_ms_mean"]
-        say_bar("specpipe's TBT against specinfer's, drafting serial", faster, "no slower")
-        _say_needed_length(specpipe, hidden)
+        print_check("specpipe's TBT against specinfer's, drafting serial", faster, "no slower")
+        _print_needed_length(specpipe, hidden)
         saved.append(1.0 - best["steps_per_token"] / specpipe["steps_per_token"])
-        by_law = steps_by_equation_2(specpipe["hit_rate"], STAGES)
+        by_law = eq2_tbt(1.0, STAGES, specpipe["hit_rate"])
         print(
             f"  specpipe's Eq. 2 at its hit rate of {specpipe['hit_rate']:.3f}: {by_law:.2f} steps"
             f" per token, simulated {specpipe['steps_per_token']:.2f};"
@@ -96,13 +99,13 @@ def bars(bench: Bench, samplings: Sequence[str]) -> None:
         )
     mean = sum(saved) / len(saved)
     each = ", ".join(f"{part:.1%}" for part in saved)
-    say_bar(
+    print_check(
         f"specpipe_bf saves {mean:.1%} of specpipe's steps ({each})", mean >= 0.1, "10 % of them"
     )
 
 
 def pipedec(bench: Bench, samplings: Sequence[str]) -> None:
-    """PipeDec at the paper's three depths, each against plain decoding there."""
+    """PipeDec at the paper's three depths, each against plain decoding at that depth."""
     for stages in (7, 14, 21):
         where = ("executor=pipedec", f"executor.stages={stages}", f"clock.profile=pipedec_{stages}")
         rows = (
@@ -111,12 +114,13 @@ def pipedec(bench: Bench, samplings: Sequence[str]) -> None:
         )
         for sampling in samplings:
             print(f"{stages} stages:", end=" ")
-            found = _table(bench, rows, f"sampling={sampling}")
-            print(f"  pipedec over ar in steps per token: {_ratio(*found.values()):.2f}x\n")
+            summaries = _table(bench, rows, f"sampling={sampling}")
+            ratio = _ratio(*summaries.values())
+            print(f"  pipedec over ar in steps per token: {ratio:.2f}x\n")
 
 
 def overtaking(bench: Bench, _: Sequence[str]) -> None:
-    """The hit rate at which SpecInfer, its drafting hidden, overtakes SpecPipe."""
+    """The hit rate at which SpecInfer with hidden drafting overtakes SpecPipe."""
     print("synthetic drafts; easy: share of positions whose first candidate is right to 0.95")
     print(f"{'easy':>6} {'hit rate':>9} {'accept':>9} {'specpipe':>9} {'hidden':>8} {'serial':>8}")
     hits, lead, serial_lead = [], [], []
@@ -134,21 +138,21 @@ def overtaking(bench: Bench, _: Sequence[str]) -> None:
         )
     for name, leads in (("hidden", lead), ("serial", serial_lead)):
         at = crossing(hits, leads)
-        told = "nowhere in this range" if at is None else f"from a hit rate of {at:.3f} on"
-        print(f"  specinfer with its drafting {name} overtakes specpipe {told}")
+        where = "nowhere in this range" if at is None else f"from a hit rate of {at:.3f} on"
+        print(f"  specinfer with its drafting {name} overtakes specpipe {where}")
     print()
 
 
 def _table(bench: Bench, rows: Sequence[Row], sampling: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    summaries: dict[str, dict[str, Any]] = {}
     print(sampling)
     print(f"{HEAD} {'hit':>6} {'accept':>7} {'rows':>6} {'draft/t':>8} {'loops':>6}  tokens")
     worst = 0.0
     for row in rows:
-        found[row.name] = s = bench.run(row, sampling)
+        summaries[row.name] = s = bench.run(row, sampling)
         off = s["tbt_ms_mean"] / s["implied_tbt_ms"] - 1.0
         worst = max(worst, abs(off))
-        plain = next(iter(found.values()))
+        plain = next(iter(summaries.values()))
         same = "as ar" if s["outputs"] == plain["outputs"] else "DIFFER"
         print(
             f"{row.name:20} {s['steps_per_token']:11.3f} {_ratio(plain, s):5.2f}x"
@@ -158,12 +162,12 @@ def _table(bench: Bench, rows: Sequence[Row], sampling: str) -> dict[str, dict[s
             f" {s['loop_share']:6.1%}  {same}",
             flush=True,
         )
-    say_bar(f"TBT against counts and profile: {worst:.1%} off at most", worst <= 0.05, "5 %")
-    return found
+    print_check(f"TBT against counts and profile: {worst:.1%} off at most", worst <= 0.05, "5 %")
+    return summaries
 
 
-def _say_needed_length(specpipe: dict[str, Any], hidden: dict[str, Any]) -> None:
-    config = run_job_of(["clock=simulated", "model=random", *SPECPIPE.words]).config
+def _print_needed_length(specpipe: dict[str, Any], hidden: dict[str, Any]) -> None:
+    config = run_job_of(["clock=simulated", "model=random", *SPECPIPE.overrides]).config
     profile = build_profile(config["clock"])
     rows, length = hidden["rows_per_target_pass"], hidden["acceptance_length"]
     needed = needed_acceptance_length(specpipe["tbt_ms_mean"], rows, STAGES, profile)

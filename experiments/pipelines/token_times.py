@@ -1,6 +1,6 @@
 """Time between tokens of pipelined methods at the papers' scale (SpecPipe Fig. 11, PipeDec Fig. 5).
 
-Every row decodes the same prompts with the same hits on the same stages; only the strategy differs.
+All rows decode the same prompts with the same hits on the same stages with different strategies.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def tbt(item: Item, lab: Lab) -> Findings:
 
     Keys: ``common`` (overrides of all rows), ``rows`` (name -> overrides, the first is plain
     decoding), ``ratios`` (claim -> [slow, fast]), ``values`` (claim -> row), ``chains`` (row ->
-    drafts and overrides: methods that an acceptance trace drives, on prompts of their own),
+    drafts and overrides: methods with hits from an acceptance trace, on other prompts),
     ``chain_ratios`` (claim -> [slow, fast], the slow one a chain; on the drafts of
-    ``chain_against``), ``values_of`` (drafts that ``values`` are given for), ``paper`` (row -> the
+    ``chain_against``), ``values_of`` (drafts of ``values``), ``paper`` (row -> the
     paper's milliseconds, for the picture), ``paced`` (run with ``--paced``).
     """
     findings, config = Findings(), item.config
@@ -73,9 +73,10 @@ def tbt(item: Item, lab: Lab) -> Findings:
 def run_rows(
     lab: Lab, draft: Draft, common: Sequence[str], rows: Mapping[str, Sequence[str]]
 ) -> dict[str, Outcome]:
-    """Every row on one draft; a later override wins."""
+    """Runs every row on one draft; later overrides win."""
     return {
-        name: lab.run([*draft.words, SIMULATED, *common, *words]) for name, words in rows.items()
+        name: lab.run([*draft.overrides, SIMULATED, *common, *overrides])
+        for name, overrides in rows.items()
     }
 
 
@@ -92,7 +93,7 @@ def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[An
 def add_ratio(
     findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome
 ) -> None:
-    """How many times faster one row is than another, with its interval over prompts."""
+    """Adds the speed-up of one row over another, with its interval over prompts."""
     value, low, high = speed_ratio(fast, slow)
     loops = fast.summary["loop_share"]
     findings.add(claim, value, "simulated", draft.title, loops=loops, interval=(low, high))
@@ -112,18 +113,18 @@ def _add_ratios(
 def _chains(
     item: Item, lab: Lab, findings: Findings, table: list[tuple[Any, ...]]
 ) -> dict[str, list[tuple[Draft, Outcome]]]:
-    """Rows that traces drive, each against plain decoding of the same traced prompts."""
-    made: dict[str, list[tuple[Draft, Outcome]]] = {}
+    """Rows with hits from traces, each against plain decoding of the same traced prompts."""
+    chains: dict[str, list[tuple[Draft, Outcome]]] = {}
     plain_words = next(iter(item.config["rows"].values()))
     for name, chain in item.config.get("chains", {}).items():
         for draft in drafts(chain["drafts"], item, lab, findings):
             rows = {"PP": plain_words, name: chain["words"]}
             runs = run_rows(lab, draft, item.config["common"], rows)
             table.append(row_of(draft, name, runs[name], plain=runs["PP"]))
-            made.setdefault(name, []).append((draft, runs[name]))
+            chains.setdefault(name, []).append((draft, runs[name]))
             for claim in chain.get("over_plain", ()):
                 add_ratio(findings, claim, draft, slow=runs["PP"], fast=runs[name])
-    return made
+    return chains
 
 
 def _add_chain_ratios(
@@ -133,7 +134,7 @@ def _add_chain_ratios(
     runs: Mapping[str, Outcome],
     chains: Mapping[str, Sequence[tuple[Draft, Outcome]]],
 ) -> None:
-    """Rows of other prompts and another model: no interval, and the conditions say so."""
+    """Ratios over rows of other prompts and another model, without interval."""
     if draft.name not in config.get("chain_against", [draft.name]):
         return
     for claim, (slow, fast) in config.get("chain_ratios", {}).items():
@@ -158,7 +159,7 @@ def _tbt_figure(
 
 
 def sampling_change(item: Item, lab: Lab) -> Findings:
-    """What sampling costs: TBT at 0.6/0.9/80 against greedy, each over its own tokens.
+    """The change of TBT by sampling: 0.6/0.9/80 against greedy, each over its own tokens.
 
     Keys: ``common``, ``rows``, ``greedy`` (drafts), ``stochastic`` (a draft), ``changes`` (claim ->
     row), ``sentences`` (claim -> row whose increase must be below ``small`` per cent).
@@ -189,7 +190,7 @@ def sampling_change(item: Item, lab: Lab) -> Findings:
 def _add_changes(
     findings: Findings, config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
 ) -> None:
-    """Per cent that sampling adds to a row's TBT, with its interval over prompts."""
+    """Adds the change of a row's TBT by sampling in per cent, with its interval over prompts."""
     sentences = config.get("sentences", {})
     by_name = {draft.name: draft for draft in runs}
     pairs = [(by_name[name], by_name[config["stochastic"]]) for name in config["greedy"]]
@@ -271,17 +272,17 @@ def equations(item: Item, lab: Lab) -> Findings:
 def _equations_row(
     config: Mapping[str, Any], lab: Lab, draft: Draft, stages: int
 ) -> tuple[Any, ...]:
-    words = [*config["row"], f"executor.stages={stages}"]
-    run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+    overrides = [*config["row"], f"executor.stages={stages}"]
+    run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
     s, tokens = run.summary, run.summary["new_tokens"]
     counts = decode_counts(run.results, run.totals)  # without the steps that fill the pipeline
-    found = counts.steps / counts.tokens
+    simulated = counts.steps / counts.tokens
     profile = build_profile(run.config["clock"])
     times = StepTimes.of(profile, width=config["width"], stages=stages)
     ms, steps = eq1_tbt(times.stages, s["hit_rate"]), eq2_tbt(1.0, stages, s["hit_rate"])
     return (
         *(draft.title, stages, s["hit_rate"], s["num_prompts"]),
         *(run.tbt_ms, ms, 100.0 * (ms / run.tbt_ms - 1.0)),
-        *(found, steps, 100.0 * (steps / found - 1.0)),
+        *(simulated, steps, 100.0 * (steps / simulated - 1.0)),
         *(s["flush_steps"] / tokens, s["refill_steps"] / tokens, s["loop_share"]),
     )

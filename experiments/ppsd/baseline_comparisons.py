@@ -70,7 +70,7 @@ def cells_off(cells: Mapping[str, Any], speedups: Mapping[str, Any]) -> list[str
 
 
 def independent(item: Item, lab: Lab) -> Findings:
-    """What the theory of another measurement implies, and one cost per step that explains its wall.
+    """Another group's measurement: implied alpha, and the cost per step that explains its times.
 
     With T a pass and n stages, wall / theory = (T / n) / (T / n + c). Keys: ``rows``: [model,
     temperature, stages, theoretical, wall]; ``pass_ms`` (T of the first model), ``claims``.
@@ -83,8 +83,8 @@ def independent(item: Item, lab: Lab) -> Findings:
         cost = pass_ms / stages * (1 / kept - 1) if model == first else None
         alpha = alpha_of_speedup(theory, 1, stages)
         rows.append((model, temperature, stages, theory, wall, kept, alpha, cost))
-    mine = [row for row in rows if row[0] == first and row[1] == 0]
-    per_step = median(row[7] for row in mine)
+    greedy = [row for row in rows if row[0] == first and row[1] == 0]
+    per_step = median(row[7] for row in greedy)
     where = f"one cost of {per_step:.2f} ms per step beside {pass_ms} ms / stages"
 
     def law(stages: float) -> float:
@@ -100,29 +100,29 @@ def independent(item: Item, lab: Lab) -> Findings:
     xs = [2, 4, 6, 8, 12, 16, 24]
     series = {
         where: (xs, [law(n) for n in xs]),
-        f"{first}, measured by others": ([r[2] for r in mine], [r[5] for r in mine]),
+        f"{first}, measured by others": ([r[2] for r in greedy], [r[5] for r in greedy]),
     }
     findings.figure = line_chart(series, x="stages", y="wall over theory", title=item.stated.title)
     return findings
 
 
 def cases(item: Item, lab: Lab) -> Findings:
-    """Fig. 6 and 7: plain decoding and PPSD write the same text (measured, real models)."""
+    """Fig. 6 and 7: plain decoding and PPSD give the same text (measured, real models)."""
     findings = Findings()
     prompts, tokens = item.size["quick" if lab.quick else "full"]
-    words = [
+    overrides = [
         "strategies=[ar,ppsd]",
         "data=stdlib",
         f"data.limit={prompts}",
         f"max_new_tokens={tokens}",
     ]
-    rows = {row["strategy"]: row for row in lab.compare(words)["rows"]}
-    mine = rows["ppsd"]
+    rows = {row["strategy"]: row for row in lab.compare(overrides)["rows"]}
+    row = rows["ppsd"]
     findings.add(
         "same",
-        bool(mine["lossless"]),
+        bool(row["lossless"]),
         "measured",
-        f"{mine['num_compared']} prompts compared, {mine['num_differing']} differ",
-        loops=mine["loop_share"],
+        f"{row['num_compared']} prompts compared, {row['num_differing']} differ",
+        loops=row["loop_share"],
     )
     return findings

@@ -5,8 +5,8 @@
         [--sampling t06] [--out outputs/ppsd_verified]
 
 One `specdec verify` per line, with its exit status (0: lossless). Each checks greedy output and
-sampled output with --sampling; both models have 24 layers. Over ranks go those that are pipelines.
-Ends with status 0 if all of them did.
+sampled output with --sampling; both models have 24 layers. Only pipelines run over ranks. Returns 0
+if all runs do.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MODELS = {
     "tiny": ("model=tiny",),
 }
 LAYOUTS = ((2, 12), (3, 9), (4, 6), (8, 3), (8, 6))
-"""Stages and the layers before the exit; in the last of them a draft passes two stages."""
+"""Stages and layers before the exit; in the last layout a draft token passes two stages."""
 
 TINY_HEADS = {12: ("model.exit_head=norm",), 9: ("model.exit_heads=null",)}
-"""What ships: a norm head at 12, and none at 9, where the head is untrained."""
+"""The shipped heads: a norm head at 12, and none at 9 (untrained there)."""
 
 LOCAL = ("eesd", "eesd_ts", "eesd_multi")
 SEVERAL = ("eesd_multi", "ppsd_multi")
-"""Their further exits are at layers without a head of the same kind: untrained ones."""
+"""Presets with further exits at layers without a shipped head of the same kind: untrained."""
 
 
 def main() -> int:
@@ -48,8 +48,8 @@ def main() -> int:
     args = parser.parse_args()
     statuses = []
     for transport in args.transports:
-        for words in grid(args.strategies, args.models, transport):
-            statuses.append(verify((*words, f"sampling={args.sampling}"), args.out))
+        for overrides in grid(args.strategies, args.models, transport):
+            statuses.append(verify((*overrides, f"sampling={args.sampling}"), args.out))
     print(f"{statuses.count(0)} of {len(statuses)} certified lossless")
     return int(any(statuses))
 
@@ -57,7 +57,7 @@ def main() -> int:
 def grid(
     strategies: Sequence[str], models: Sequence[str], transport: str
 ) -> Iterator[tuple[str, ...]]:
-    """Words of `specdec verify`, one run after the other."""
+    """Overrides of `specdec verify` for each run."""
     for strategy in strategies:
         if transport == "distributed" and strategy in LOCAL:
             continue
@@ -71,15 +71,15 @@ def grid(
                 yield f"strategy={strategy}", *MODELS[model], *exit_at, *heads, *over
 
 
-def verify(words: Sequence[str], out: Path) -> int:
-    """One certificate, kept in a folder of its own; prints a line and returns the exit status."""
-    folder = out / "-".join(word.rpartition("=")[2] for word in words)
-    began, told = perf_counter(), StringIO()
-    with redirect_stdout(told):
-        status = specdec(["verify", *words, f"output_dir={folder}"])
-    print(f"exit {status}  {perf_counter() - began:5.0f} s  {' '.join(words)}", flush=True)
+def verify(overrides: Sequence[str], out: Path) -> int:
+    """Runs `specdec verify` in its own folder, prints a line and returns the exit status."""
+    folder = out / "-".join(word.rpartition("=")[2] for word in overrides)
+    began, output = perf_counter(), StringIO()
+    with redirect_stdout(output):
+        status = specdec(["verify", *overrides, f"output_dir={folder}"])
+    print(f"exit {status}  {perf_counter() - began:5.0f} s  {' '.join(overrides)}", flush=True)
     if status:
-        print(told.getvalue(), flush=True)
+        print(output.getvalue(), flush=True)
     return status
 
 

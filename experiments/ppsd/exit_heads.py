@@ -44,7 +44,7 @@ def heads(item: Item, lab: Lab) -> Findings:
 
 
 def training(item: Item, lab: Lab) -> Findings:
-    """Table 4 and D.1: the recipe's defaults, and the heads that ship (no training here).
+    """Table 4 and D.1: the recipe's defaults and the shipped heads, without training.
 
     Claims: KIND_VALUE of Table 4 (``norm_batch``). Keys: ``absent``.
     """

@@ -1,7 +1,7 @@
-"""Runs of the early-exit presets on the bundled target, held against PPSD's laws and tables.
+"""Runs of the early-exit presets on the bundled target, for comparison with PPSD's equations.
 
-All are simulated: values of the bundled target, times of an even profile on which transfers and
-exit heads cost nothing, as in Eq. 3 to 7.
+All are simulated: values of the bundled target, times of a profile with equal stages on which
+transfers and exit heads cost nothing, as in Eq. 3 to 7.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ExitRun:
     """An early-exit strategy and plain decoding on one pipeline.
 
     Attributes:
-        exit_layer, stages: where drafts leave, and how many stages.
-        plain, run: the two.
+        exit_layer, stages: layers before the exit, and number of stages.
+        plain, run: outcomes of plain decoding and of the strategy.
     """
 
     exit_layer: int
@@ -42,17 +42,17 @@ class ExitRun:
 
     @property
     def speedup(self) -> tuple[float, float | None, float | None]:
-        """Over plain decoding on the same stages, with its interval."""
+        """Speed-up over plain decoding on the same stages, with its interval."""
         return speed_ratio(self.run, self.plain)
 
     @property
     def alpha(self) -> float:
-        """Accepted over judged draft tokens."""
+        """Accepted over verified draft tokens."""
         return float(self.run.summary["acceptance_rate_verified"])
 
     @property
     def alpha_interval(self) -> Interval:
-        """Of ``alpha``, over prompts."""
+        """Interval of ``alpha`` over prompts."""
         return interval([judged(r.counters, self.run.totals) for r in self.run.results], share)
 
     @property
@@ -63,8 +63,8 @@ class ExitRun:
     @property
     def loops(self) -> float | None:
         """loop_share of the run."""
-        found: float | None = self.run.summary["loop_share"]
-        return found
+        loops: float | None = self.run.summary["loop_share"]
+        return loops
 
 
 def exit_run(
@@ -74,27 +74,27 @@ def exit_run(
     *,
     pass_ms: float,
     transfer_ms: float = 0.0,
-    words: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     head: str | None = None,
     strategy: Sequence[str] = ("strategy=ppsd",),
 ) -> ExitRun:
-    """One strategy on ceil(layers / exit_layer) even stages, and plain decoding there.
+    """Runs a strategy and plain decoding on ceil(layers / exit_layer) equal stages.
 
     Args:
-        item: its size says how many prompts and tokens.
-        lab: where it runs.
-        exit_layer: one that has a head.
-        pass_ms: a whole target pass.
-        transfer_ms: between two stages.
-        words: further overrides of both, e.g. data and sampling.
-        head: its kind; None for a transformer head where there is one.
-        strategy: overrides that choose it.
+        item: has the number of prompts and tokens.
+        lab: runs both.
+        exit_layer: a layer with a head.
+        pass_ms: time of a target pass.
+        transfer_ms: time of a transfer between two stages.
+        overrides: further overrides of both, e.g. data and sampling.
+        head: kind of head (default: transformer if the layer has one).
+        strategy: overrides of the strategy.
     """
     stages = -(-_LAYERS // exit_layer)
     profile = write_profile(
         lab.folder, target_ms=pass_ms, stages=stages, draft_ms=0.0, transfer_ms=transfer_ms
     )
-    common = _common(item, lab, stages, profile, words)
+    common = _common(item, lab, stages, profile, overrides)
     plain = lab.run(["strategy=ar", "executor=pipeline", *common])
     head = head or ("norm" if exit_layer == _LAYERS // 2 else "transformer")
     chosen = [f"model.exit_layer={exit_layer}", f"model.exit_head={head}"]
@@ -102,19 +102,19 @@ def exit_run(
 
 
 def _common(
-    item: Item, lab: Lab, stages: int, profile: Path | str, words: Sequence[str]
+    item: Item, lab: Lab, stages: int, profile: Path | str, overrides: Sequence[str]
 ) -> list[str]:
     prompts, tokens = item.size["quick" if lab.quick else "full"]
     return [
         *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
-        *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *words),
+        *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *overrides),
     ]
 
 
 def add_runs(
     item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]
 ) -> list[tuple[float, float]]:
-    """PPSD on the bundled target: own acceptance, own speed-up, Eq. 6 beside it.
+    """PPSD on the bundled target: acceptance, speed-up, and Eq. 6 beside it.
 
     Returns (Eq. 6, speed-up) of each run.
 
@@ -124,20 +124,22 @@ def add_runs(
     """
     rows = []
     runs: dict[tuple[str, int], list[ExitRun]] = {}
-    for name, words in config["data"].items():
+    for name, overrides in config["data"].items():
         for kind, layer in config["heads"]:
-            made = exit_run(item, lab, layer, pass_ms=config["pass_ms"], words=words, head=kind)
-            runs.setdefault((kind, layer), []).append(made)
-            ratio, low, high = made.speedup
-            off = ratio / made.law
-            law = (ratio, low, high, made.law, off, made.loops)
+            outcome = exit_run(
+                item, lab, layer, pass_ms=config["pass_ms"], overrides=overrides, head=kind
+            )
+            runs.setdefault((kind, layer), []).append(outcome)
+            ratio, low, high = outcome.speedup
+            off = ratio / outcome.law
+            law = (ratio, low, high, outcome.law, off, outcome.loops)
             exit_share = f"{layer}/{_LAYERS}"
-            rows.append((name, kind, exit_share, made.alpha, *made.alpha_interval, *law))
+            rows.append((name, kind, exit_share, outcome.alpha, *outcome.alpha_interval, *law))
             if "claim" in config:
                 text = f"bundled target, {name}, {kind} head, E = {exit_share}: {ratio:.2f}x, Eq. 6"
-                text += f" {made.law:.2f}x"
-                held = abs(off - 1) <= 0.05
-                findings.add(config["claim"], held, "simulated", text, loops=made.loops)
+                text += f" {outcome.law:.2f}x"
+                follows = abs(off - 1) <= 0.05
+                findings.add(config["claim"], follows, "simulated", text, loops=outcome.loops)
     columns = (
         *("data", "head", "E / N", "alpha", "95 % from", "to", "speed-up", "95 % from", "to"),
         *("Eq. 6", "run / law", "loop_share"),
@@ -148,22 +150,22 @@ def add_runs(
         _add_best(findings, claim, runs, *spec)
     if "lower" in config:
         _add_lower(findings, config["lower"], runs)
-    return [(made.law, made.speedup[0]) for same in runs.values() for made in same]
+    return [(outcome.law, outcome.speedup[0]) for same in runs.values() for outcome in same]
 
 
 Runs = Mapping[tuple[str, int], Sequence[ExitRun]]
 
 
-def _add_best(findings: Findings, claim: str, runs: Runs, kind: str, wanted: int) -> None:
+def _add_best(findings: Findings, claim: str, runs: Runs, kind: str, claimed: int) -> None:
     """Whether one exit has the highest mean speed-up of its kind of head."""
     means = {
-        layer: fmean(made.speedup[0] for made in same)
+        layer: fmean(outcome.speedup[0] for outcome in same)
         for (name, layer), same in runs.items()
         if name == kind
     }
     best = max(means, key=lambda layer: means[layer])
     text = "bundled target, " + ", ".join(f"E={e}/24: {m:.2f}x" for e, m in means.items())
-    findings.add(claim, best == wanted, "simulated", text, loops=runs[kind, best][0].loops)
+    findings.add(claim, best == claimed, "simulated", text, loops=runs[kind, best][0].loops)
 
 
 def _add_lower(findings: Findings, claim: str, runs: Runs) -> None:
@@ -173,7 +175,7 @@ def _add_lower(findings: Findings, claim: str, runs: Runs) -> None:
         if kind == "norm" and ("transformer", layer) in runs
     }
     alphas = {
-        layer: tuple(fmean(made.alpha for made in side) for side in sides)
+        layer: tuple(fmean(outcome.alpha for outcome in side) for side in sides)
         for layer, sides in pairs.items()
     }
     text = ", ".join(f"E={e}/24: {a:.2f} against {b:.2f}" for e, (a, b) in alphas.items())
@@ -196,12 +198,14 @@ def draft_length_runs(
     rows, gammas = [], [int(gamma) for gamma in config["gammas"]]
     for gamma in gammas:
         strategy = ["strategy=eesd", "executor=early_exit", f"policy.gamma={gamma}"]
-        size = {"pass_ms": config["pass_ms"], "words": config["data"]}
-        made = exit_run(item, lab, config["exit_layer"], strategy=strategy, **size)
-        ratio, low, high = made.speedup
-        overall = float(made.run.summary["acceptance_rate"])
-        law = eq5_acceptance(made.alpha, gamma)
-        rows.append((gamma, made.alpha, overall, law, ratio, low, high, made.law, made.loops))
+        size = {"pass_ms": config["pass_ms"], "overrides": config["data"]}
+        outcome = exit_run(item, lab, config["exit_layer"], strategy=strategy, **size)
+        ratio, low, high = outcome.speedup
+        overall = float(outcome.run.summary["acceptance_rate"])
+        law = eq5_acceptance(outcome.alpha, gamma)
+        rows.append(
+            (gamma, outcome.alpha, overall, law, ratio, low, high, outcome.law, outcome.loops)
+        )
     columns = (
         *("draft length", "alpha", "overall acceptance", "Eq. 5", "speed-up", "95 % from", "to"),
         *("Eq. 4", "loop_share"),
@@ -225,7 +229,7 @@ def draft_length_runs(
 def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]) -> None:
     """Table 2's methods on the bundled target and its heads: 8 stages for every row (simulated).
 
-    The whole tree of Medusa goes through the pipeline at once. Keys: ``rows`` (name -> overrides),
+    Medusa submits its whole tree to the pipeline at once. Keys: ``rows`` (name -> overrides),
     ``data`` (name -> overrides), ``pass_ms``, ``paid`` (a profile that prices heads and output
     matrices), ``faster`` (claim -> [row, other]).
     """
@@ -234,8 +238,8 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
     )
     profiles = {"heads at no cost": free, "heads paid": config["paid"]}
     table = []
-    for (name, words), (label, profile) in product(config["data"].items(), profiles.items()):
-        common = _common(item, lab, _STAGES, profile, words)
+    for (name, overrides), (label, profile) in product(config["data"].items(), profiles.items()):
+        common = _common(item, lab, _STAGES, profile, overrides)
         plain = lab.run(["strategy=ar", "executor=pipeline", *common])
         runs = {row: lab.run([*chosen, *common]) for row, chosen in config["rows"].items()}
         for row, run in runs.items():
@@ -243,11 +247,11 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
             per_answer = s["new_tokens"] / s["answers"]
             cells = (s["acceptance_rate_verified"], per_answer, *speed_ratio(run, plain))
             table.append((name, label, row, *cells, s["loop_share"]))
-        for claim, (mine, other) in config["faster"].items():
-            ratio, low, high = speed_ratio(runs[mine], runs[other])
+        for claim, (ours, other) in config["faster"].items():
+            ratio, low, high = speed_ratio(runs[ours], runs[other])
             ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
             text = f"bundled target, {name}, {label}: {ratio:.2f}x{ends}"
-            loops = runs[mine].summary["loop_share"]
+            loops = runs[ours].summary["loop_share"]
             findings.add(claim, ratio > 1.0, "simulated", text, loops=loops)
     columns = (
         *("data", "profile", "row", "accepted / judged", "tokens per answer", "speed-up"),

@@ -1,23 +1,23 @@
-"""PPSD and EESD on a simulated cluster of 8 stages, held against PPSD's Eq. 4 and 6.
+"""PPSD and EESD on a simulated cluster of 8 stages, compared with PPSD's Eq. 4 and 6.
 
     python -m experiments.ppsd.exit_speedups [--parts ppsd multi eesd tree]
         [--data humaneval gsm8k xsum] [--prompts 16] [--tokens 128] [--samplings t06 greedy]
         [--out outputs/ppsd] [--results experiments/ppsd/results]
 
-ppsd: `ppsd` against `ar` where all stages cost the same (uniform_30ms), beside Eq. 6 at the run's
-own alpha, and where the exit's stage pays for the exit head and its output layer
+ppsd: `ppsd` against `ar` on equal stages (uniform_30ms), beside Eq. 6 at the run's own alpha, and
+on a profile in which the exit's stage includes the exit head and its output layer
 (ppsd_vicuna7b_exit). multi: an exit chosen per token (`ppsd_multi`, B.3) against each of its exits
 alone. eesd: acceptance and speed-up against draft lengths 1 .. 10 (the paper's Fig.
-1), beside Eq. 4 and 5. tree: `ppsd_tree` against `ppsd` on a profile in which tokens cost
-(specpipe_8x3090). All rows of a part share stages and their times.
+1), beside Eq. 4 and 5. tree: `ppsd_tree` against `ppsd` on a profile in which stages take
+longer for more tokens (specpipe_8x3090). All rows of a part share stages and their times.
 
-Where a step takes as long whatever it computes, all prompts are decoded at a time: a request's
-times are those that it has alone, but for the last round of `eesd`, in which others may still
-draft. On ppsd_vicuna7b_exit that holds for `ppsd`, whose exit stage works in every step; `ar` is
-run alone. Prompts longer than the context lose their first tokens, and are counted.
+If the time of a step does not depend on its work, all prompts are decoded in one batch: a request's
+times are those of a single request, except for the last round of `eesd`, in which others may still
+draft. On ppsd_vicuna7b_exit this holds for `ppsd`, whose exit stage works in every step; `ar` runs
+alone. Prompts longer than the context lose their first tokens, and their number is printed.
 
 Prints tables; writes them, bars.csv and bars_fig1.png to --results, where sections of other calls
-stay. Runs are kept in --out and not done again.
+remain. Runs in --out are reused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ GAMMAS = range(1, 11)
 UNIFORM = "clock.profile=uniform_30ms"
 EXIT_PAID = "clock.profile=ppsd_vicuna7b_exit"
 TOKENS_COST = "clock.profile=specpipe_8x3090"
-BAR = 0.95
+REQUIRED = 0.95
 ORDER, DATA = ("ppsd", "multi", "eesd", "tree"), ("humaneval", "gsm8k", "xsum")
 HEAD = """# PPSD and EESD against Eq. 4-6, simulated
 
@@ -66,7 +66,7 @@ Figure = tuple[str, str, str, str, str, float]
 
 @dataclass(slots=True)
 class Report:
-    """Sections for the terminal and the file alike; figures for the table of all parts.
+    """Collects sections for terminal and file, and figures for the table of all parts.
 
     Attributes:
         sections: part, data set and sampling -> Markdown.
@@ -83,12 +83,12 @@ class Report:
         self.sections[self.where] = ""
         print(f"## {part}: {data}, {sampling}\n", flush=True)
 
-    def keep(self, row: str, **values: float) -> None:
-        """Keeps a row's figures."""
+    def store(self, row: str, **values: float) -> None:
+        """Stores the figures of a row."""
         self.figures += [(*self.where, row, name, value) for name, value in values.items()]
 
     def say(self, line: str) -> None:
-        """Prints and keeps a line."""
+        """Prints and stores a line."""
         print(line, flush=True)
         self.sections[self.where] = f"{self.sections[self.where]}{line}\n".lstrip("\n")
 
@@ -103,7 +103,7 @@ Part = Callable[[Bench, str, Report], None]
 
 
 def main() -> None:
-    """Runs the parts asked for."""
+    """Runs the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts: dict[str, Part] = {"ppsd": ppsd, "multi": multi, "eesd": eesd, "tree": tree}
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
@@ -140,7 +140,7 @@ def _origin() -> str:
 
 
 def write(folder: Path, report: Report) -> None:
-    """bars.md, bars.csv and the figure; what other calls have written there stays."""
+    """Writes bars.md, bars.csv and the figure; sections of other calls remain."""
     folder.mkdir(parents=True, exist_ok=True)
     text, table = folder / "bars.md", folder / "bars.csv"
     sections, figures = _read(text, table)
@@ -148,9 +148,9 @@ def write(folder: Path, report: Report) -> None:
     new = {row[:3] for row in report.figures}
     figures = [row for row in figures if row[:3] not in new] + report.figures
     figures.sort(key=lambda row: _place(*row[:3]))
-    ordered = sorted(sections.items(), key=lambda found: _place(*found[0]))
-    told = [f"## {part}: {data}, {how}\n\n{body.strip()}" for (part, data, how), body in ordered]
-    text.write_text("\n\n".join([HEAD, *told]) + "\n", encoding="utf-8")
+    ordered = sorted(sections.items(), key=lambda entry: _place(*entry[0]))
+    parts = [f"## {part}: {data}, {how}\n\n{body.strip()}" for (part, data, how), body in ordered]
+    text.write_text("\n\n".join([HEAD, *parts]) + "\n", encoding="utf-8")
     with open(table, "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(["part", "data", "sampling", "row", "figure", "value"])
@@ -185,10 +185,10 @@ def draw(path: Path, figures: Sequence[Figure]) -> None:
             series.setdefault(f"{data}, {sampling}", {}).setdefault(name, []).append(value)
     gammas = list(GAMMAS)
     fig, (left, right) = figure(11.0, 4.4, 2)
-    lines(left, {name: (gammas, found["accepted"]) for name, found in series.items()})
-    for found, color in zip(series.values(), COLORS, strict=False):
-        left.plot(gammas, found["eq5"], ls=":", lw=1, color=color)
-    lines(right, {name: (gammas, found["speedup"]) for name, found in series.items()})
+    lines(left, {name: (gammas, values["accepted"]) for name, values in series.items()})
+    for values, color in zip(series.values(), COLORS, strict=False):
+        left.plot(gammas, values["eq5"], ls=":", lw=1, color=color)
+    lines(right, {name: (gammas, values["speedup"]) for name, values in series.items()})
     x = "draft length (tokens)"
     tidy(left, x=x, y="accepted / proposed (simulated)", title="EESD (dotted: Eq. 5)")
     tidy(right, x=x, y="speed-up over plain decoding (times, simulated)", title="E = N/8")
@@ -203,15 +203,18 @@ def ppsd(bench: Bench, sampling: str, report: Report) -> None:
     drawn = f"sampling={sampling}"
     outputs = bench.run(AR, UNIFORM, drawn, TOGETHER)["outputs"]
     for profile in (UNIFORM, EXIT_PAID):
-        one = ("data.limit=1", "max_new_tokens=32")  # a plain token takes as long as any other
+        one = (
+            "data.limit=1",
+            "max_new_tokens=32",
+        )  # all tokens of plain decoding take the same time
         alone, ours = bench.run(AR, profile, drawn, *one), bench.run(PPSD, profile, drawn, TOGETHER)
         measured = speedup(ours, alone)
         ratio = measured / ours["speedup_law"]
-        held = "" if profile != UNIFORM else ("holds" if ratio >= BAR else "MISSED")
+        verdict = "" if profile != UNIFORM else ("holds" if ratio >= REQUIRED else "MISSED")
         alpha = ours["acceptance_rate_verified"]
         name = profile.removeprefix("clock.profile=")
         loops = ours["loop_share"]
-        report.keep(
+        report.store(
             name, alpha=alpha, eq6=ours["speedup_law"], speedup=measured, ratio=ratio, loops=loops
         )
         rows.append(
@@ -221,26 +224,26 @@ def ppsd(bench: Bench, sampling: str, report: Report) -> None:
                 f"{ours['speedup_law']:.3f}",
                 f"{measured:.3f}",
                 f"{ratio:.3f}",
-                held,
+                verdict,
                 f"{100 * loops:.0f} %",
                 same_tokens(ours["outputs"], outputs),
             ]
         )
-    heads = ["profile", "alpha", "Eq. 6", "simulated", "ratio", f"bar {BAR}", "loops"]
+    heads = ["profile", "alpha", "Eq. 6", "simulated", "ratio", f"bar {REQUIRED}", "loops"]
     report.table([*heads, "as ar"], rows)
 
 
 def multi(bench: Bench, sampling: str, report: Report) -> None:
-    """Whether an exit per token beats each exit alone, where a step takes as long anyway."""
+    """An exit per token against each exit alone, with equal times of all steps."""
     extra = (UNIFORM, f"sampling={sampling}", TOGETHER)
     plain, rows = bench.run(AR, *extra), []
     alone = bench.run(AR, UNIFORM, f"sampling={sampling}", "data.limit=1", "max_new_tokens=32")
     for row in (PPSD, LATE, MULTI):
-        found = bench.run(row, *extra)
-        measured, alpha = speedup(found, alone), found["acceptance_rate_verified"]
-        report.keep(row.name, alpha=alpha, speedup=measured, loops=found["loop_share"])
-        same = same_tokens(found["outputs"], plain["outputs"])
-        loops = f"{100 * found['loop_share']:.0f} %"
+        summary = bench.run(row, *extra)
+        measured, alpha = speedup(summary, alone), summary["acceptance_rate_verified"]
+        report.store(row.name, alpha=alpha, speedup=measured, loops=summary["loop_share"])
+        same = same_tokens(summary["outputs"], plain["outputs"])
+        loops = f"{100 * summary['loop_share']:.0f} %"
         rows.append([row.name, f"{alpha:.3f}", f"{measured:.3f}", loops, same])
     report.table(["strategy", "alpha", "simulated", "loops", "as ar"], rows)
 
@@ -252,27 +255,27 @@ def eesd(bench: Bench, sampling: str, report: Report) -> None:
     rows: list[list[str]] = []
     rates: list[float] = []
     for gamma in GAMMAS:
-        words = ("strategy=eesd", "executor=early_exit", f"executor.stages={STAGES}", EXIT)
-        found = bench.run(Row(f"eesd {gamma}", (*words, f"policy.gamma={gamma}")), *extra)
-        alpha = found["acceptance_rate_verified"]
-        rates.append(found["acceptance_rate"])
-        report.keep(
+        overrides = ("strategy=eesd", "executor=early_exit", f"executor.stages={STAGES}", EXIT)
+        summary = bench.run(Row(f"eesd {gamma}", (*overrides, f"policy.gamma={gamma}")), *extra)
+        alpha = summary["acceptance_rate_verified"]
+        rates.append(summary["acceptance_rate"])
+        report.store(
             str(gamma),
             alpha=alpha,
             accepted=rates[-1],
             eq5=eq5_acceptance(alpha, gamma),
-            speedup=speedup(found, plain),
-            eq4=found["speedup_law"],
-            loops=found["loop_share"],
+            speedup=speedup(summary, plain),
+            eq4=summary["speedup_law"],
+            loops=summary["loop_share"],
         )
         rows.append(
             [
                 str(gamma),
                 f"{alpha:.3f}",
-                f"{found['acceptance_rate']:.3f}",
+                f"{summary['acceptance_rate']:.3f}",
                 f"{eq5_acceptance(alpha, gamma):.3f}",
-                f"{speedup(found, plain):.3f}",
-                f"{found['speedup_law']:.3f}",
+                f"{speedup(summary, plain):.3f}",
+                f"{summary['speedup_law']:.3f}",
             ]
         )
     heads = ["gamma", "alpha", "accepted / proposed", "Eq. 5", "simulated", "Eq. 4"]
@@ -282,32 +285,32 @@ def eesd(bench: Bench, sampling: str, report: Report) -> None:
 
 
 def tree(bench: Bench, sampling: str, report: Report) -> None:
-    """Whether a level of candidates is worth its tokens."""
+    """A level of candidates per step against one token per step."""
     extra = (TOKENS_COST, f"sampling={sampling}")
     plain, rows = bench.run(AR, *extra, "data.limit=1", "max_new_tokens=32"), []
     for row in (PPSD, TREE):
-        found = bench.run(row, *extra)
-        report.keep(row.name, hit_rate=found["hit_rate"], speedup=speedup(found, plain))
+        summary = bench.run(row, *extra)
+        report.store(row.name, hit_rate=summary["hit_rate"], speedup=speedup(summary, plain))
         rows.append(
             [
                 row.name,
-                f"{found['hit_rate']:.3f}",
-                f"{found['rows_per_target_pass']:.2f}",
-                f"{found['tbt_ms_mean']:.1f}",
-                f"{speedup(found, plain):.3f}",
+                f"{summary['hit_rate']:.3f}",
+                f"{summary['rows_per_target_pass']:.2f}",
+                f"{summary['tbt_ms_mean']:.1f}",
+                f"{speedup(summary, plain):.3f}",
             ]
         )
     report.table(["strategy", "hit rate", "tokens per step", "TBT ms", "of ar"], rows)
 
 
 def same_tokens(ours: list[list[int]], plain: list[list[int]]) -> str:
-    """Whether two runs gave the same outputs, in whatever order their requests ended."""
+    """Whether two runs gave the same outputs, in any order of the requests."""
     return "yes" if sorted(ours) == sorted(plain) else "NO"
 
 
-def speedup(found: dict[str, Any], plain: dict[str, Any]) -> float:
+def speedup(summary: dict[str, Any], plain: dict[str, Any]) -> float:
     """Ratio of decoding speeds."""
-    return float(plain["tbt_ms_mean"] / found["tbt_ms_mean"])
+    return float(plain["tbt_ms_mean"] / summary["tbt_ms_mean"])
 
 
 if __name__ == "__main__":

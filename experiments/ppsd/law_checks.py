@@ -42,8 +42,8 @@ def cells(item: Item, lab: Lab) -> Findings:
     findings.table("Formula check of every stated cell", _CELL, table)
     ppsd = [cell for cell in table if str(cell[1]).startswith("PPSD")]
     for claim, (model, method, which) in config.get("claims", {}).items():
-        mine = [c for c in ppsd if c[0] == model and c[1] == method and which in ("mean", c[3])]
-        law = float(np.mean([cell[8] for cell in mine]))
+        chosen = [c for c in ppsd if c[0] == model and c[1] == method and which in ("mean", c[3])]
+        law = float(np.mean([cell[8] for cell in chosen]))
         where = f"{'Eq. 6 at AR of ' if which != 'mean' else 'mean of Eq. 6, '}{model}, {method}"
         findings.add(claim, law, "formula", where)
     above = [cell for cell in ppsd if cell[9] > 1.02]
@@ -68,24 +68,24 @@ def cells(item: Item, lab: Lab) -> Findings:
 
 def _cells(row: Sequence[Any], plain: Mapping[str, Sequence[float]]) -> list[tuple[Any, ...]]:
     model, method, layers, exit_layer, gamma, values = row
-    made: list[tuple[Any, ...]] = []
+    cells: list[tuple[Any, ...]] = []
     for name, (rate, speed, ratio), base in zip(SETS, values, plain[model], strict=True):
         if gamma:
             law = eq4_speedup(alpha_of_overall(rate / 100, gamma), gamma, exit_layer, layers)
         else:
             law = eq6_speedup(rate / 100, exit_layer, layers)
         share = f"{exit_layer}/{layers}"
-        made.append(
+        cells.append(
             (model, method, share, name, rate, speed, ratio, speed / base, law, ratio / law)
         )
-    return made
+    return cells
 
 
 Points = Sequence[tuple[float, float]]
 
 
 def _law_figure(item: Item, stated: Mapping[str, Points], runs: Points) -> Any:
-    """Speed-ups against the law's: stated cells by group, and our runs."""
+    """Speed-ups against those of the equation: stated cells by group, and our runs."""
     fig, (ax,) = figure(6.8, 5.0)
     groups = {**stated, "bundled target, run (simulated)": runs}
     for i, (name, points) in enumerate(groups.items()):
@@ -104,8 +104,8 @@ def exits(item: Item, lab: Lab) -> Findings:
     """Tables 3, 6, 7: stated speed-ups over exit positions beside both forms of Eq. 6.
 
     Keys: ``rows``: [model, head, N, E, [per set: AR %, SR]]; ``follows`` (a claim that the cells
-    follow Eq. 6 within ``within`` per cent) and ``sentences`` (claim -> value and text decided by
-    the stated cells themselves).
+    follow Eq. 6 within ``within`` per cent) and ``best`` (claim -> [model, head,
+    exit layer]), ``runs`` (see ``add_runs``).
     """
     findings, config = Findings(), item.config
     table = []
@@ -149,15 +149,15 @@ def _add_best_exit(
     findings: Findings, claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
 ) -> None:
     """Whether one exit position has the highest mean stated speed-up of its model and head."""
-    model, head, wanted = spec
-    mine: dict[int, list[float]] = {}
+    model, head, claimed = spec
+    speedups: dict[int, list[float]] = {}
     for row in table:
         if (row[0], row[1]) == (model, head):
-            mine.setdefault(row[2], []).append(row[6])
-    means = {exit_layer: float(np.mean(values)) for exit_layer, values in mine.items()}
+            speedups.setdefault(row[2], []).append(row[6])
+    means = {exit_layer: float(np.mean(values)) for exit_layer, values in speedups.items()}
     best = max(means, key=lambda key: means[key])
     text = "means " + ", ".join(f"E={e}: {m:.2f}x" for e, m in means.items())
-    findings.add(claim, best == wanted, "formula", text)
+    findings.add(claim, best == claimed, "formula", text)
 
 
 def draft_lengths(item: Item, lab: Lab) -> Findings:
@@ -200,7 +200,7 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
 
 
 def no_verification(item: Item, lab: Lab) -> Findings:
-    """Fig. 3: time of 512 tokens without verification, every draft kept.
+    """Fig. 3: time of 512 tokens without verification, with every draft token accepted.
 
     EESD: tokens / gamma rounds of gamma E + N layers; PPSD: E layers per token. Keys: ``layers``,
     ``exit_layer``, ``tokens``, ``pass_ms``, ``gammas``.
@@ -230,8 +230,10 @@ def no_verification(item: Item, lab: Lab) -> Findings:
 
 
 def equations(item: Item, lab: Lab) -> Findings:
-    """What the text says of Eq. 5 to 7, over a grid. Keys: ``alphas``, ``layers``, ``exits``,
-    ``gammas``."""
+    """Statements of the text about Eq. 5 to 7, over a grid.
+
+    Keys: ``alphas``, ``layers``, ``exits``, ``gammas``.
+    """
     findings, config = Findings(), item.config
     layers = config["layers"]
     at_one = all(abs(eq6_speedup(1.0, e, layers) - layers / e) < 1e-9 for e in config["exits"])
@@ -257,8 +259,10 @@ def equations(item: Item, lab: Lab) -> Findings:
 
 
 def shapes(item: Item, lab: Lab) -> Findings:
-    """Table 5: parameters that its shapes imply. Keys: ``models`` (claim -> [layers, hidden, ffn,
-    key and value size over hidden]), ``vocab``."""
+    """Table 5: number of parameters from the shapes.
+
+    Keys: ``models`` (claim -> [layers, hidden, ffn, key and value size over hidden]), ``vocab``.
+    """
     findings, config = Findings(), item.config
     rows = []
     for claim, (layers, hidden, ffn, kv) in config["models"].items():

@@ -1,7 +1,7 @@
 """Staged speculative decoding (2308.04623): traffic, speed, spread over prompts, tokens by origin.
 
-Everything here runs real models on this machine; the paper's is a 762M target on an RTX 4090. Its
-relative memory traffic is also given with the run's own passes and the paper's sizes of the models.
+All runs use real models on this machine; the paper has a 762M target on an RTX 4090. The relative
+memory traffic is also given for the run's passes with the paper's model sizes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from specdec.report import read_requests
 STRATEGIES = ("ar", "speculative", "staged")
 
 
-def data_words() -> list[str]:
-    """HumanEval where its file is, else function heads of the standard library."""
+def data_overrides() -> list[str]:
+    """HumanEval if there is a data folder, else function heads of the standard library."""
     return ["data=humaneval" if os.environ.get("SPECDEC_DATA") else "data=stdlib"]
 
 
@@ -47,7 +47,7 @@ def compared(item: Item, lab: Lab, sampling: str) -> dict[str, Any]:
     return lab.compare(
         [
             f"strategies=[{','.join(STRATEGIES)}]",
-            *data_words(),
+            *data_overrides(),
             f"data.limit={prompts}",
             f"max_new_tokens={tokens}",
             f"sampling={sampling}",
@@ -97,7 +97,7 @@ def traffic(item: Item, lab: Lab) -> Findings:
                         claim,
                         value,
                         "measured",
-                        f"counts of the bundled pair, {data_words()[0]}; {text} sizes",
+                        f"counts of the bundled pair, {data_overrides()[0]}; {text} sizes",
                         loops=row["loop_share"],
                         interval=_traffic_interval(counts[name], share_of),
                     )
@@ -164,7 +164,7 @@ def speed(item: Item, lab: Lab) -> Findings:
         table += [(label, name, *(row[key] for key in keys)) for name, row in rows.items()]
         shown[label] = {name: row["tokens_per_s"] for name, row in rows.items()}
         over_plain, over_single = config["claims"][label]
-        where = f"this CPU, bundled pair, {data_words()[0]}, {label}"
+        where = f"this CPU, bundled pair, {data_overrides()[0]}, {label}"
         loops = staged["loop_share"]
         ends = staged["speedup_wall_interval"] or (None, None)
         value = staged["speedup_wall"]
@@ -189,7 +189,7 @@ def speed(item: Item, lab: Lab) -> Findings:
 
 
 def overhead(item: Item, lab: Lab) -> Findings:
-    """The share of time outside model calls: ours, and what the paper's two tables imply.
+    """The share of time outside model calls: measured, and implied by the paper's two tables.
 
     Keys: ``samplings``, ``stated`` (label -> list of [plain tokens/s, row's tokens/s, traffic]).
     """
@@ -266,12 +266,12 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
 
 
 def _runs(records: Sequence[Any]) -> dict[str, list[Run]]:
-    """strategy -> one run per repeat."""
+    """The runs of each strategy, one per repeat."""
     by: dict[tuple[str, int], list[Any]] = {}
     for record in records:
         by.setdefault((record.strategy, record.repeat), []).append(record)
     runs: dict[str, list[Run]] = {}
-    for (name, _), found in by.items():
-        totals = RunTotals.merge([r.totals for r in found if r.totals is not None])
-        runs.setdefault(name, []).append(Run(tuple(r.result for r in found), totals))
+    for (name, _), of_run in by.items():
+        totals = RunTotals.merge([r.totals for r in of_run if r.totals is not None])
+        runs.setdefault(name, []).append(Run(tuple(r.result for r in of_run), totals))
     return runs

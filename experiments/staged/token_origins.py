@@ -17,10 +17,11 @@ from specdec.sources.katz import KatzModel
 
 
 def origins(item: Item, lab: Lab) -> Findings:
-    """Fig. 3: a text by which model could have given each token.
+    """Fig. 3: a text coloured by the model that could have given each token.
 
-    A token counts for the n-gram model when it is among its ``guesses`` best after the two tokens
-    before it; else for the draft when the target accepted it from the tree; else for the target.
+    A token counts for the n-gram model if it is among its ``guesses`` best after the two preceding
+    tokens; else for the draft if the target accepted it from the tree; else for the target.
+    Keys: ``sampling``, ``guesses``.
     """
     findings, config = Findings(), item.config
     pair = lab.models()
@@ -49,8 +50,8 @@ def origins(item: Item, lab: Lab) -> Findings:
                 shown.append((text, origin))
     loops = next(r["loop_share"] for r in result["rows"] if r["strategy"] == "staged")
     shares = {
-        kind: {n: c / max(1, sum(found_.values())) for n, c in found_.items()}
-        for kind, found_ in counts.items()
+        kind: {n: c / max(1, sum(of_kind.values())) for n, c in of_kind.items()}
+        for kind, of_kind in counts.items()
     }
     rows = tuple(
         (kind, *(shares[kind][n] for n in names), sum(counts[kind].values()), loops)
@@ -74,7 +75,7 @@ def origins(item: Item, lab: Lab) -> Findings:
 
 
 def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
-    """Text with a coloured ground per token, in a grid of letters."""
+    """Text with a background colour per token, in a grid of letters."""
     colors = {"n-gram": "#bfe3bf", "draft": "#c6d8f0", "target": "#f3c1c1"}
     columns, row, column, widest = 84, 0, 0, 0
     num_lines = sum(1 + len(part) // columns for part in "".join(t for t, _ in shown).split("\n"))

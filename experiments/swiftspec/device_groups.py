@@ -50,8 +50,8 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     for draft in drafts(config["drafts"], item, lab, findings):
         sides = {
             side: {
-                name: lab.run([*draft.words, SIMULATED, *config["common"], *words])
-                for name, words in config[side].items()
+                name: lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+                for name, overrides in config[side].items()
             }
             for side in ("parallel", "serial")
         }
@@ -67,8 +67,8 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
             findings.add(claim, ratio, "simulated", draft.title, loops=share, interval=(low, high))
         if "loss" in config:
             equal = tuple(next(iter(runs.values())) for runs in sides.values())
-            for text, (mine, other) in (("equal depth", equal), ("fastest depths", (best, base))):
-                lost, ends = _lost(mine, other)
+            for text, (ours, other) in (("equal depth", equal), ("fastest depths", (best, base))):
+                lost, ends = _lost(ours, other)
                 where = f"{draft.title}; {text}"
                 findings.add(config["loss"], lost, "simulated", where, loops=share, interval=ends)
     if ratios and "speedup_mean" in config:
@@ -90,11 +90,11 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     return findings
 
 
-def _lost(mine: Outcome, other: Outcome) -> tuple[float, Interval]:
-    """Accepted tokens per pass that one run lacks against another, per cent, with its interval."""
-    kept = mine.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
-    rows = beside(mine.results, other.results, accepted_of)
-    return 100 * (1 - kept), interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
+def _lost(ours: Outcome, other: Outcome) -> tuple[float, Interval]:
+    """Loss of accepted tokens per pass of one run against another in per cent, with interval."""
+    ratio = ours.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
+    rows = beside(ours.results, other.results, accepted_of)
+    return 100 * (1 - ratio), interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
 
 
 def _row(title: str, name: str, run: Outcome) -> tuple[Any, ...]:
@@ -118,14 +118,14 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
     drawn: dict[str, dict[str, tuple[list[float], list[float]]]] = {"bs": {}, "w": {}}
     for draft in drafts(config["drafts"], item, lab, findings):
         for key, fixed in (("bs", "w"), ("w", "bs")):
-            sizes, found_lengths, runs = config[key], [], {}
+            sizes, lengths, runs = config[key], [], {}
             for size in sizes:
-                words = [f"policy.{key}={size}", f"policy.{fixed}={config[f'at_{fixed}']}"]
-                run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+                overrides = [f"policy.{key}={size}", f"policy.{fixed}={config[f'at_{fixed}']}"]
+                run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
                 runs[size] = run
-                found_lengths.append(run.summary["accepted_per_pass"])
-                table.append((draft.title, key, size, found_lengths[-1], run.summary["loop_share"]))
-            drawn[key][draft.short] = (sizes, found_lengths)
+                lengths.append(run.summary["accepted_per_pass"])
+                table.append((draft.title, key, size, lengths[-1], run.summary["loop_share"]))
+            drawn[key][draft.short] = (sizes, lengths)
             _saturation(findings, config, key, runs, draft.title)
     names = (("target's batch size bs (nodes)", "bs"), ("draft's batch size w (leaves)", "w"))
     for ax, (x, key) in zip(axes, names, strict=True):
@@ -144,7 +144,7 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
 def _saturation(
     findings: Findings, config: Any, key: str, runs: Mapping[int, Outcome], title: str
 ) -> None:
-    """Whether the largest size gains little on the stated one; of bs also the stated gain."""
+    """Adds whether the largest size gains little over the stated one; for bs also the gain."""
     claim, knee = config["target" if key == "bs" else "draft"]
     text, value, _ = _gain(runs, knee, max(runs))
     loops, where = runs[knee].summary["loop_share"], f"{title}; {text}: {value:+.1f} %"
@@ -156,7 +156,7 @@ def _saturation(
 
 
 def _gain(runs: Mapping[int, Outcome], low: int, high: int) -> tuple[str, float, Interval]:
-    """Accepted tokens per pass that the larger size gains, per cent, with its interval."""
+    """Gain of accepted tokens per pass by the larger size in per cent, with its interval."""
     less, more = (runs[size].summary["accepted_per_pass"] for size in (low, high))
     rows = beside(runs[high].results, runs[low].results, accepted_of)
     ends = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
@@ -164,7 +164,7 @@ def _gain(runs: Mapping[int, Outcome], low: int, high: int) -> tuple[str, float,
 
 
 def choices(item: Item, lab: Lab) -> Findings:
-    """Speed over one choice (the split of devices, or d): is the paper's choice the best?
+    """Speed over one parameter (the split of devices, or d), and whether the paper's is best.
 
     Keys: ``drafts``, ``common``, ``rows`` (name -> overrides), ``best`` (claim -> rows that may be
     best).
@@ -174,8 +174,8 @@ def choices(item: Item, lab: Lab) -> Findings:
     shown: dict[str, dict[str, float | None]] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
         runs = {
-            name: lab.run([*draft.words, SIMULATED, *config["common"], *words])
-            for name, words in config["rows"].items()
+            name: lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+            for name, overrides in config["rows"].items()
         }
         table += [_row(draft.title, name, run) for name, run in runs.items()]
         shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}

@@ -1,4 +1,4 @@
-"""What drafting beside the target loses, over drafts, depths and children per expanded leaf."""
+"""Tokens lost by drafting beside the target, over drafts, depths and children per leaf."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ def lost(item: Item, lab: Lab) -> Findings:
     """Serial and parallel trees of equal d, bs, w and children.
 
     Keys: ``drafts``, ``common``, ``serial`` and ``parallel`` (overrides), ``depths``, ``children``
-    (per expanded leaf), ``bs``; claims ``loss`` (tokens per pass lost) and ``speedup``, held
-    against means over the drafts, and ``levels`` (with at least ``bs`` children, at most d tokens
+    (per expanded leaf), ``bs``; claims ``loss`` (tokens per pass lost) and ``speedup``, as means
+    over the drafts, and ``levels`` (with at least ``bs`` children, at most d tokens
     per pass beside the target and d + 1 in turns), ``computed``.
     """
     findings, config = Findings(), item.config
     fig, axes = figure(11.0, 4.2, len(config["depths"]))
-    rows, held = [], True
+    rows, bounded = [], True
     sums: dict[tuple[int, int], list[tuple[float, float]]] = {}
     series: dict[int, dict[str, tuple[list[float], list[float]]]] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
         for d in config["depths"]:
             line = series.setdefault(d, {}).setdefault(draft.short, ([], []))
             for children in config["children"]:
-                words = [*draft.words, SIMULATED, *config["common"], f"policy.d={d}"]
-                words.append(f"policy.children={children}")
-                base, mine = (lab.run([*words, *config[s]]) for s in ("serial", "parallel"))
+                overrides = [*draft.overrides, SIMULATED, *config["common"], f"policy.d={d}"]
+                overrides.append(f"policy.children={children}")
+                base, ours = (lab.run([*overrides, *config[s]]) for s in ("serial", "parallel"))
                 tokens, guesses = (
-                    100 * (1.0 - mine.summary[key] / base.summary[key])
+                    100 * (1.0 - ours.summary[key] / base.summary[key])
                     for key in ("acceptance_length", "accepted_per_pass")
                 )
-                lengths = [run.summary["acceptance_length"] for run in (base, mine)]
-                ratio = speed_ratio(mine, base)[0]
-                loops = mine.summary["loop_share"]
+                lengths = [run.summary["acceptance_length"] for run in (base, ours)]
+                ratio = speed_ratio(ours, base)[0]
+                loops = ours.summary["loop_share"]
                 rows.append((draft.title, d, children, *lengths, tokens, guesses, ratio, loops))
                 sums.setdefault((d, children), []).append((tokens, ratio))
                 if children >= config["bs"]:
-                    held = held and lengths[1] <= d and lengths[0] <= d + 1
+                    bounded = bounded and lengths[1] <= d and lengths[0] <= d + 1
                 line[0].append(float(children))
                 line[1].append(tokens)
     for (d, children), values in sums.items():
@@ -57,7 +57,7 @@ def lost(item: Item, lab: Lab) -> Findings:
         findings.add(config["loss"], tokens, "simulated", where)
         findings.add(config["speedup"], ratio, "simulated", where)
     findings.add(
-        config["levels"], held, "simulated", f"all drafts, {config['bs']} children per leaf"
+        config["levels"], bounded, "simulated", f"all drafts, {config['bs']} children per leaf"
     )
     findings.measures += computed(config)
     findings.table("Equal d, bs, w and children (simulated)", _COLUMNS, rows)

@@ -1,17 +1,17 @@
-"""SwiftSpec on simulated device groups, held against its bars and the paper's figures.
+"""Parallel against serial SwiftSpec on simulated device groups, and the paper's figures.
 
     python -m experiments.swiftspec.parallel_against_serial [--data humaneval gsm8k mt_bench]
         [--prompts 8] [--tokens 96] [--samplings greedy] [--out outputs/swiftspec]
 
 Table 6's times: target 10.48 ms on 6 devices and draft 3.25 ms on 2 (`swiftspec`), 10.34 and 3.73
 ms on all 8 (`swiftspec_base`); bs = w = 8. Per data set: the parallel form with d of the times'
-ratio, one more, and until the target is ready; the serial form at several d and w. Every row's
-tokens per second stand beside what its own counts imply:
+ratio, one more, and until the target is ready; the serial form at several d and w. Each row has its
+tokens per second beside those implied by its own counts:
 
     acceptance length / (max(t_target, d t_draft) + g t_draft),   g serial expansions per round,
 
-the acceptance length taken after each request's first answer, where tokens per second begin.
-Rows that are in --out are not run again.
+with the acceptance length after each request's first answer, from which tokens per second are
+counted. Existing runs in --out are reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.simulated_runs import Bench, Row, say_bar
+from experiments.pipelines.simulated_runs import Bench, Row, print_check
 from specdec.clocks import Work
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of
@@ -47,7 +47,7 @@ HEAD = f"{'':18} {'tokens/s':>9} {'implied':>8} {'off':>6} {'accept':>7} {'g':>5
 
 
 def main() -> None:
-    """Runs the rows and prints a table per data set and sampling, then the bars."""
+    """Runs the rows and prints a table per data set and sampling, then the means."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", nargs="+", default=["humaneval", "gsm8k", "mt_bench"])
     parser.add_argument("--prompts", type=int, default=8)
@@ -78,11 +78,13 @@ def table(bench: Bench, title: str, sampling: str) -> tuple[float, float]:
     print(f"\n{title}\n{HEAD}")
     parallel = {key: _row(bench, row, sampling) for key, row in PARALLEL.items()}
     serial = {key: _row(bench, row, sampling) for key, row in SERIAL.items()}
-    found = [*parallel.values(), *serial.values()]
-    worst = max(abs(s["tokens_per_s"] / s["implied"] - 1.0) for s in found)
-    say_bar(f"tokens/s against counts and profile: {worst:.1%} off at most", worst <= 0.05, "5 %")
-    outputs = {str(s["outputs"]) for s in found}
-    say_bar(f"{len(found)} rows gave {len(outputs)} output(s)", len(outputs) == 1, "one")
+    summaries = [*parallel.values(), *serial.values()]
+    worst = max(abs(s["tokens_per_s"] / s["implied"] - 1.0) for s in summaries)
+    print_check(
+        f"tokens/s against counts and profile: {worst:.1%} off at most", worst <= 0.05, "5 %"
+    )
+    outputs = {str(s["outputs"]) for s in summaries}
+    print_check(f"{len(summaries)} rows gave {len(outputs)} output(s)", len(outputs) == 1, "one")
     best = max(parallel.values(), key=_speed)
     base_key = max(serial, key=lambda key: _speed(serial[key]))
     ratio = _speed(best) / _speed(serial[base_key])
@@ -95,37 +97,37 @@ def table(bench: Bench, title: str, sampling: str) -> tuple[float, float]:
 
 
 def _row(bench: Bench, row: Row, sampling: str) -> dict[str, Any]:
-    found = bench.run(row, sampling)
-    config = run_job_of(["clock=simulated", "model=random", *row.words]).config
-    between, found["implied"] = implied_speed(found, config)
-    off = found["tokens_per_s"] / found["implied"] - 1.0
+    summary = bench.run(row, sampling)
+    config = run_job_of(["clock=simulated", "model=random", *row.overrides]).config
+    between, summary["implied"] = implied_speed(summary, config)
+    off = summary["tokens_per_s"] / summary["implied"] - 1.0
     print(
-        f"{row.name:18} {found['tokens_per_s']:9.1f} {found['implied']:8.1f} {off:6.1%}"
-        f" {found['acceptance_length']:7.3f} {between:5.2f} {found['loop_share']:6.1%}",
+        f"{row.name:18} {summary['tokens_per_s']:9.1f} {summary['implied']:8.1f} {off:6.1%}"
+        f" {summary['acceptance_length']:7.3f} {between:5.2f} {summary['loop_share']:6.1%}",
         flush=True,
     )
-    return found
+    return summary
 
 
-def implied_speed(found: dict[str, Any], config: dict[str, Any]) -> tuple[float, float]:
-    """(g, tokens/s) of the bar's formula, from a run's own counts and its profile.
+def implied_speed(summary: dict[str, Any], config: dict[str, Any]) -> tuple[float, float]:
+    """g, and tokens/s by the formula above, from a run's own counts and its profile.
 
     Args:
-        found: the run's summary, with ``expansions`` and the counts of the decode phase.
-        config: of the run.
+        summary: the run's summary, with ``expansions`` and the counts of the decode phase.
+        config: the run's configuration.
     """
     profile, policy = build_profile(config["clock"]), config["policy"]
     target, draft = profile.ms(Work.STAGE, policy["bs"]), profile.ms(Work.DRAFT, policy["w"])
     beside = 0
     if policy["asynchronous"]:  # until_ready: the last expansion ends when the target has
         beside = policy["d"] if isinstance(policy["d"], int) else ceil(target / draft)
-    between = found["expansions"]["between"] / found["target_passes"]
+    between = summary["expansions"]["between"] / summary["target_passes"]
     round_ms = max(target, beside * draft) + between * draft
-    return between, 1e3 * found["decode_tokens"] / found["decode_answers"] / round_ms
+    return between, 1e3 * summary["decode_tokens"] / summary["decode_answers"] / round_ms
 
 
-def _speed(found: dict[str, Any]) -> float:
-    return float(found["tokens_per_s"])
+def _speed(summary: dict[str, Any]) -> float:
+    return float(summary["tokens_per_s"])
 
 
 if __name__ == "__main__":

@@ -357,8 +357,8 @@ SOUND = frozenset({"sound_chain", "sound_rejection", "sound_pipeline"})
 """Controls: no bug, in configurations that the bugs are planted in."""
 
 for _name, _words in {
-    "sound_chain": BUGS["draw_shared_in_batch"].words,
-    "sound_rejection": BUGS["correction_from_target"].words,
-    "sound_pipeline": BUGS["reroot_keeps_sibling"].words,
+    "sound_chain": BUGS["draw_shared_in_batch"].overrides,
+    "sound_rejection": BUGS["correction_from_target"].overrides,
+    "sound_pipeline": BUGS["reroot_keeps_sibling"].overrides,
 }.items():
     BUGS[_name] = Bug(_name, "none", _nothing, _words, False)
