@@ -46,8 +46,7 @@ class RandomPair(HuggingFacePair):
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers: of the target.
-            draft_layers: of the draft, which is the target's first layers.
+            num_layers, draft_layers: of the target and of the draft, the target's first layers.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
