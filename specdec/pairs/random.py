@@ -17,7 +17,7 @@ from specdec.types import IntArray
 
 
 class RandomPair(HuggingFacePair):
-    """Small models with random weights, for tests of equality."""
+    """Small models with random weights and no end tokens, for tests of equality."""
 
     def __init__(
         self,
@@ -97,11 +97,6 @@ class RandomPair(HuggingFacePair):
     def token_samples(self) -> IntArray:
         """Greedy continuations of the draft."""
         return self._samples
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """No tokens: random models would end at random positions."""
-        return frozenset()
 
     def _make(self, num_layers: int, seed: int) -> PreTrainedModel:
         model = random_model(
