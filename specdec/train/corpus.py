@@ -99,7 +99,7 @@ def why_junk(text: str) -> str | None:
 
 
 def held_out_files() -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the standard library's held-out files without junk."""
+    """Yields (relative path, text) of the standard library's held-out files that are not junk."""
     for relative, path in python_files(stdlib_root()):
         text = read_source(path) if is_held_out(relative) else None
         if text is not None and why_junk(text) is None:

@@ -173,7 +173,7 @@ def test_a_draft_of_ones_own_and_its_ngrams(family: list[str]) -> None:
 def test_finish_trains_long_windows_and_recognises_its_model(
     family: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The default plan has long windows: windows of 256 only once raised the loss at later positions."""
+    """The default plan has long windows: 256 alone once raised the loss at later positions."""
     few = ["plan.max_steps=5", "plan.log_every=1", "unlikelihood.length=16", "rounds=1"]
     command = ["train", "finish", *family, *COMMON, *SAMPLING, *few]
     command += ["weights={stdlib: 0.5, function: 0.5}", "sampling.rules=[{temperature: 0.0}]"]

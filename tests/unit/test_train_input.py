@@ -182,7 +182,7 @@ class TestRefusals:
         ],
     )
     def test_models_of_another_format(self, key: str, value: object, tmp_path: Path) -> None:
-        """They were once read without an error; an untied output matrix, for example, was dropped."""
+        """They were once read without an error; an untied output matrix was dropped."""
         save_hf(toy(), tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         load_hf(tmp_path)
@@ -274,9 +274,7 @@ class TestTokenizers:
         monkeypatch.setattr(recipes, "build_corpus", lambda **_: corpus)
         return lambda **words: recipes.make_tokenizer(**self.CONFIG, **words)
 
-    def test_a_new_tokenizer_is_refused_beside_models_of_another(
-        self, made, tmp_path: Path
-    ) -> None:
+    def test_a_new_tokenizer_beside_models_of_another(self, made, tmp_path: Path) -> None:
         """`specdec train tokenizer`, as errors say to run it, once broke the models that ship."""
         other = train_tokenizer(["something else entirely, 12 times"] * 3, 280)
         save_tokenizer(other, tmp_path / "own" / "target", 64)
