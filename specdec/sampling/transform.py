@@ -134,19 +134,19 @@ class SamplingTransform:
         params = self.params
         if not len(logits):
             return np.zeros(0, np.int64)
-        if self._static is not None and not params.greedy and self._static.serves(logits):
-            return self._static.sample(
-                self._processed(logits, histories), uniforms, **self._filters
-            )
-        if not params.greedy and 0 < params.top_k < logits.shape[1] and not on_accelerator(logits):
-            return self.distribution(logits, histories).sample(uniforms)
+        static = None if params.greedy else self._static
+        if static is not None and not static.serves(logits):
+            static = None
         logits = self._processed(logits, histories)
-        if on_accelerator(logits):
-            if params.greedy:
-                return on_device.argmax(logits)
-            return on_device.sample(logits, uniforms, **self._filters)
+        if static is not None:
+            return static.sample(logits, uniforms, **self._filters)
         if params.greedy:
-            return argmax(logits)
+            return on_device.argmax(logits) if on_accelerator(logits) else argmax(logits)
+        if on_accelerator(logits):
+            return on_device.sample(logits, uniforms, **self._filters)
+        if 0 < params.top_k < logits.shape[1]:
+            filtered = filter_top_k(logits, params.temperature, params.top_k, params.top_p)
+            return filtered.sample(uniforms)
         chunks = _chunks(logits, params.temperature, params.top_p)
         tokens = [chunk.sample(uniforms[rows]) for rows, chunk in chunks]
         return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
@@ -325,7 +325,7 @@ class TargetSampler:
         parameters they share one call, and one copy from a device.
 
         Args:
-            requests: one per request.
+            requests: the nodes of each request.
             logits: [sum of A, V], in the same order.
         """
         if len({nodes.request.sampling for nodes in requests}) > 1:
