@@ -1,13 +1,16 @@
-"""What mkdocs cannot know by itself: the order of the pages, and the page of configuration keys."""
+"""Hooks of mkdocs: order of the pages, page of configuration keys, check of shown examples."""
 
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from specdec.config.options import GROUPS, config_dir, first_comment, options
 
@@ -26,30 +29,45 @@ NAV: dict[str, list[str]] = {
     "Looking at results": ["results.md", "metrics.md", "trace.md", "verify.md", "reproduction.md"],
     "Reference": ["configuration.md", "support.md", "api.md", "glossary.md", "limits.md"],
 }
-"""Section -> pages; those that are not there are passed over, others go under "More"."""
+"""Section -> pages, of which missing ones are skipped; pages that are not listed go to "More"."""
 
 CONFIGURATION = "configuration.md"
 ROOTS = ("config", "compare", "profiling")
+_TITLED = re.compile(r'^```\w+ title="([^"]+)"$', re.MULTILINE)
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w.]+): *(?P<value>[^#]*?)(?: +# (?P<about>.*))?$")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Makes the navigation of the pages that are there."""
-    found = {path.name for path in Path(config.docs_dir).glob("*.md")} | {CONFIGURATION}
+    """Builds the navigation from the existing pages."""
+    pages_there = {path.name for path in Path(config.docs_dir).glob("*.md")} | {CONFIGURATION}
     nav: list[dict[str, Any]] = []
     for section, pages in NAV.items():
-        nav.append({section: [page for page in pages if page in found]})
+        nav.append({section: [page for page in pages if page in pages_there]})
     listed = {page for pages in NAV.values() for page in pages}
-    if found - listed:
-        nav.append({"More": sorted(found - listed)})
+    if pages_there - listed:
+        nav.append({"More": sorted(pages_there - listed)})
     config.nav = nav
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the page of configuration keys, made of the YAML files' comments."""
+    """Adds the page of configuration keys, generated from the YAML files' comments."""
     files.append(File.generated(config, CONFIGURATION, content=configuration_page()))
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Checks that every example shown by a page is in its HTML, as it is in docs/examples.
+
+    Raises:
+        PluginError: the code differs from the file or was lost in the conversion.
+    """
+    shown = unescape(re.sub(r"<[^>]*>", "", output))
+    for name in _TITLED.findall(page.markdown or ""):
+        code = (Path(config.docs_dir) / "examples" / name).read_text(encoding="utf-8")
+        if code.strip() not in shown:
+            raise PluginError(f"{page.file.src_uri}: the built page lacks docs/examples/{name}")
+    return output
 
 
 def configuration_page() -> str:
@@ -59,7 +77,7 @@ def configuration_page() -> str:
         "",
         "Every key, with its default and what its YAML says about it. `group=option` chooses a"
         " file, `group.key=value` sets a key of it; `specdec run --cfg ...` prints what a command"
-        " line comes to. Options of your own: [Adding a strategy](adding.md).",
+        " line composes. Options of your own: [Adding a part](adding.md).",
         "",
     ]
     for root in ROOTS:

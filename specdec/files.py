@@ -1,4 +1,4 @@
-"""Result files: written to a temporary name, then renamed, so that no reader sees half of one."""
+"""Atomic writing of result files: to a temporary name, which is then renamed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
-    """Writes a file atomically; folders are made as needed. Returns its path."""
+    """Writes a file atomically, creating parent folders. Returns its path."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid4().hex[:8]}.tmp")
@@ -43,23 +43,21 @@ def write_json(path: str | Path, value: Any) -> Path:
 
 
 def plain(value: Any) -> Any:
-    """Turns a value into what JSON knows: numpy scalars and arrays, enums, paths, sets, tuples.
+    """Converts numpy scalars and arrays, enums, paths, sets and tuples to JSON types.
 
     Raises:
-        ValueError: a number is NaN or infinite: an undefined metric must be None.
-        TypeError: a type that is not known.
+        ValueError: for NaN or an infinite number; undefined metrics must be None.
+        TypeError: for any other type.
     """
-    if value is None or (isinstance(value, bool | str) and not isinstance(value, Enum)):
-        return value
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, np.generic | np.ndarray):
         return plain(value.tolist())
-    if isinstance(value, int):
+    if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{value} cannot be stored; undefined values are None")
+            raise ValueError(f"{value} cannot be stored as JSON; use None for undefined values")
         return value
     if isinstance(value, Mapping):
         return {str(plain(key)): plain(item) for key, item in value.items()}

@@ -1,47 +1,70 @@
-"""The five Protocols that a strategy is put together from, and what each owes the others.
+"""The Protocols of the parts that a run is composed of.
 
-The loop in ``loop.py`` calls nothing else. Implementations compose; they do not inherit from each
-other. Every part is told of a request by ``open`` (before any other call about it) and ``close``
-(after its last), both called by the scheduler, and of every decision by ``commit``.
+The loop in ``loop.py`` calls a token source, a tree policy, a verifier, an executor and a
+scheduler, and nothing else. Implementations compose; they do not inherit from each other. The
+scheduler calls ``open`` on each part before any other call about a request, and ``close`` after the
+last; ``commit`` reports the decisions of every step.
+
+``Clock``, ``DataReader`` and ``Logger`` are the other Protocols that a class outside this library
+may implement; ``specdec.pairs.ModelPair`` is the one of models (docs/adding.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from specdec.clocks.interface import Clock
+from specdec.data.prompt import DataReader
 from specdec.metrics.counters import ExecutorCounters, SourceCounters
 from specdec.types import Batch, Candidates, Commit, Lossless, Needs, Nodes, Output, Verdict
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
+__all__ = [
+    "Clock",
+    "DataReader",
+    "Executor",
+    "Logger",
+    "Scheduler",
+    "TokenSource",
+    "TreePolicy",
+    "Verifier",
+]
+
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """Proposes tokens: draft model, n-gram model, prompt lookup, exit head, mixtures of them.
+    """Proposes tokens: a draft model, an n-gram model, prompt lookup, an exit head, a mixture.
 
-    One whose candidates are sampled and come with ``Candidates.probs`` says so by
-    ``gives_probs = True``; without it, composing with a rejection verifier is refused.
+    Optional attributes (default in parentheses):
+
+    gives_probs (False): candidates are sampled and come with ``Candidates.probs``. Required by
+        rejection verifiers.
+    pass_bytes (bytes of the draft model): bytes of weights that one pass of the source reads.
+    speedup_law(policy, latency) -> SpeedupLaw | None (none): the theoretical speed-up over plain
+        decoding, reported as ``speedup_law``.
     """
 
     needs: Needs
     counters: SourceCounters
     vocab_size: int | None
-    """Size of the vocabulary it proposes from (must be the target's); None where any will do."""
+    """Size of the vocabulary it proposes from, which must be the target's; None: any."""
 
     def open(self, request: RequestState) -> None: ...
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Proposes up to ``k`` children for each node.
 
-        The caller asks once per live node and keeps the answer in the tree
-        (``TokenTree.set_candidates``), so a known node never costs a second forward. Any node of a
-        live tree may be asked for, whether its ancestors were expanded before or not. A source
-        whose cache is behind the committed tokens catches up here and counts it.
+        Called once per live node: the caller keeps the answer in the tree
+        (``TokenTree.set_candidates``), so a known node costs no second forward. The nodes are any
+        nodes of live trees, their ancestors expanded or not. A source whose cache is behind the
+        committed tokens catches up here and counts those rows.
 
         Returns:
-            Candidates with rows in the order of ``nodes``; count 0 where it has nothing (yet).
+            Candidates, rows in the order of ``nodes``; count 0 where there is none (yet).
         """
         ...
 
@@ -54,38 +77,40 @@ class TokenSource(Protocol):
 class TreePolicy(Protocol):
     """Decides which nodes to propose, keep and verify.
 
-    May also have, and is taken to have otherwise the value in brackets:
+    Optional attributes (default in parentheses):
 
-    serial (True): it feeds a request nothing while answers are awaited. One that feeds at every
-        step must say False: turns and ``hit_rate`` go by it.
+    serial (True): the policy feeds a request nothing while answers are awaited. A policy that feeds
+        at every step must set False: turns and ``hit_rate`` depend on it.
     levels_per_step (None): 1 where each batch is one level, so that an answer emits one token.
-    follows_exits (False): it waits for ``Output.exits`` before it goes on below a node (PPSD).
+    follows_exits (False): waits for ``Output.exits`` before it continues below a node (PPSD).
     prepared(request) -> bool (none): whether the request's tree is drafted; see ``serving.Turns``.
+    inner (none): the policy whose tree this one extends.
+    check_source(source) (none): raises ``UserError`` for a source that the policy cannot use.
     """
 
     value_dependent: bool
-    """Whether the choice of a node's children depends on the candidates' values. If so, rejection
-    sampling would be biased, and composing the two is refused."""
+    """Whether the choice of a node's children depends on the candidates' probabilities. This would
+    bias rejection sampling, so the two cannot be composed."""
 
     def open(self, request: RequestState) -> None: ...
 
     def held_nodes(self, latency: int) -> int:
-        """Most nodes of one request that the target holds at a time, its root included.
+        """Largest number of nodes of one request in the target's cache, the root included.
 
-        Submitted and neither retired nor pruned, on an executor of that ``latency``. A paged cache
-        admits requests by it.
+        Counts nodes that were submitted and neither retired nor pruned, on an executor of that
+        ``latency``. Admission to a paged cache depends on it.
         """
         ...
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Chooses nodes to verify now, in topological order per request; may grow the forest.
 
-        Nothing for a request whose root waits for its prefill or whose answers are awaited.
+        Returns no nodes of a request whose root waits for its prefill or whose answers are awaited.
         """
         ...
 
     def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
-        """Draft work while the target is busy; ``ready`` tells whether it has finished."""
+        """Does draft work while the target is busy, until ``ready()`` is true."""
         ...
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None: ...
@@ -95,7 +120,7 @@ class TreePolicy(Protocol):
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs the target: an asynchronous verification service with a latency of so many steps."""
+    """Runs the target: an asynchronous verification service with a latency in steps."""
 
     latency: int
     """A node submitted in step s is answered by the collect of step s + latency - 1."""
@@ -106,7 +131,7 @@ class Executor(Protocol):
     def open(self, request: RequestState) -> None: ...
 
     def submit(self, batch: Batch) -> None:
-        """Hands the batch to the target; does not wait. An empty batch is a step tick."""
+        """Hands the batch to the target without waiting. An empty batch is a step tick."""
         ...
 
     def ready(self) -> bool:
@@ -142,12 +167,46 @@ class Verifier(Protocol):
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """Opens and closes requests on every part and adds prefill chunks to the batches."""
+    """Decides which requests are decoded, and adds prefill chunks to the batches.
+
+    Made for one call of the loop; ``serving.rules.MakeScheduler`` has its constructor's arguments.
+    """
 
     def admit(self, state: DecodeState) -> bool:
-        """Closes finished requests, admits waiting ones; False when nothing is left to do."""
+        """Begins a step: closes finished requests and admits waiting ones.
+
+        Admission sets ``request.admitted_s``, enters the request into ``state.requests`` and calls
+        ``open`` of each part; closing calls ``close`` of each part, removes the request and calls
+        ``on_finish``. Sets ``state.turn``: ids of the requests that this step may feed, None for
+        all. Where no request has arrived yet, ``state.clock.wait_until`` the next arrival.
+
+        Returns:
+            False when no request is left.
+        """
         ...
 
     def merge(self, nodes: Nodes) -> Batch:
-        """The step's batch: the chosen nodes, marked as submitted, and prefill chunks."""
+        """The step's batch: ``nodes``, marked as submitted, and chunks of prompt tokens.
+
+        Prefill covers all prompt tokens but the last. Advances ``request.prefill_sent`` and counts
+        ``state.load``.
+        """
+        ...
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Receives the results of runs and comparisons, besides the run folder (``logger=``).
+
+    Built in the main process after the results are on disk; in a sweep, once per run.
+    """
+
+    def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
+        """Called once per strategy when a run or a comparison is complete.
+
+        Args:
+            config: the strategy's resolved configuration, plain values.
+            row: every metric of docs/metrics.md by name; times in seconds unless the name says ms.
+            folder: the run folder, which has ``requests.jsonl`` and the result files.
+        """
         ...

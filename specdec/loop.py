@@ -1,4 +1,4 @@
-"""The one decode loop. Every strategy is this loop with other parts."""
+"""The decode loop. Every strategy is this loop with different parts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def decode(
     verifier: Verifier,
     executor: Executor,
 ) -> Iterator[list[Commit]]:
-    """Decodes every request of the scheduler, yielding each step's commits as they are decided.
+    """Decodes all requests of the scheduler, and yields the commits of each step.
 
-    A *step* is one turn: one pipeline step, or one target pass where the latency is 1. The caller
-    may cancel requests between steps (``RequestState.cancel``) and must iterate to the end: the
-    parts close a request in the turn after its last.
+    A *step* is one iteration: one pipeline step, or one target pass for an executor of latency 1.
+    The caller may cancel requests between steps (``RequestState.cancel``) and must exhaust the
+    iterator, since the parts close a request in the step after its last.
     """
     while scheduler.admit(state):
         batch = scheduler.merge(policy.select(state, source))

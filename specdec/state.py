@@ -1,7 +1,7 @@
-"""Requests, their trees and the one place where decisions become output.
+"""Requests, their token trees, and the commit of decisions.
 
-``DecodeState.commit`` is the only code that emits tokens: EOS, stop strings and ``max_new_tokens``
-are applied here token by token, also inside an accepted path.
+``DecodeState.commit`` is the only code that emits tokens: it applies EOS, stop strings and
+``max_new_tokens`` token by token, also inside an accepted path.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from specdec.sampling.transform import SamplingParams
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, Nodes, TreeRows, Verdict
 
-_STOP_TAIL_TOKENS = 8  # tokens beyond the stop string's bytes that may be needed to decode its end
+_STOP_TAIL_TOKENS = 8  # decoded in addition to one token per byte of the longest stop string
 
-_MAX_SILENT_STEPS = 10_000  # far beyond any pipeline's latency; a loop must not spin for ever
+_MAX_IDLE_STEPS = 10_000  # far beyond any pipeline's latency; stops an endless loop
 
 TARGET_ORIGIN = -1
-"""Origin of an emitted token that no source proposed (correction, bonus, or a miss)."""
+"""Origin of an emitted token that no source proposed (correction or bonus token, or a miss)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRules:
-    """When a request is complete.
+    """Conditions that complete a request.
 
     Attributes:
-        max_new_tokens: tokens to emit at most, 1 or more.
-        eos_ids: tokens that end the request; they are emitted as the last one.
-        stop_strings: the request ends with the token that completes one of them; none is empty.
-        decode: token ids -> text; needed for ``stop_strings`` only.
+        max_new_tokens: maximum number of emitted tokens, at least 1.
+        eos_ids: tokens that end the request; emitted as its last token. Default: none.
+        stop_strings: the request ends with the token that completes one of them. Default: none.
+        decode: token ids -> text; required with ``stop_strings``.
 
     Raises:
         ValueError: for a limit below 1, an empty stop string, or stop strings without ``decode``.
@@ -51,12 +51,17 @@ class StopRules:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if "" in self.stop_strings:
-            raise ValueError(f"stop_strings={self.stop_strings}: an empty text ends everything")
+            raise ValueError(
+                f"stop_strings={self.stop_strings} contains an empty string; remove it"
+            )
         if self.stop_strings and self.decode is None:
-            raise ValueError(f"stop_strings={self.stop_strings} need decode, to see them in tokens")
+            raise ValueError(
+                f"stop_strings={self.stop_strings} requires decode, a function from token ids to"
+                " text"
+            )
 
     def reason(self, output: Sequence[int]) -> str | None:
-        """Why ``output`` is complete (eos, stop_string, length), or None."""
+        """Why ``output`` is complete ("eos", "stop_string" or "length"); None if it is not."""
         if output[-1] in self.eos_ids:
             return "eos"
         if self.stop_strings and self.decode is not None:
@@ -68,7 +73,17 @@ class StopRules:
 
 
 class RequestState:
-    """One prompt and everything that has been decided about it."""
+    """One prompt, its emitted tokens, its token tree and its counters.
+
+    Attributes:
+        tree: the token tree; its root is the last committed token.
+        output: emitted tokens.
+        output_origins: index of the source that proposed each, ``TARGET_ORIGIN`` for none.
+        emitted_s: time of each, in seconds of the run's clock.
+        finish_reason: why the request is complete; None while it is not.
+        prefill_sent: prompt tokens submitted to the target so far.
+        last_kind: kind of the last commit.
+    """
 
     def __init__(
         self,
@@ -79,21 +94,21 @@ class RequestState:
         sampling: SamplingParams,
         arrival_s: float = 0.0,
     ) -> None:
-        """Starts a request.
+        """Creates the request with a tree that has only the root, the prompt's last token.
 
         Args:
-            request_id: the prompt's id, which keys its randomness (not its arrival order).
-            prompt: int64[T >= 1].
-            stop: when it is complete.
+            request_id: the prompt's id, which keys its random draws (not its arrival order).
+            prompt: int64[T], T >= 1.
+            stop: conditions that complete it.
             sampling: the target's sampling transform.
-            arrival_s: when it arrives, on the run's clock.
+            arrival_s: arrival time in seconds of the run's clock. Default: 0.
 
         Raises:
             ValueError: for an empty prompt.
         """
         if not len(prompt):
             raise ValueError(
-                f"prompt {request_id} has no tokens; give at least one (e.g. the model's BOS token)"
+                f"prompt {request_id} has no tokens; pass at least one (e.g. the model's BOS token)"
             )
         self.id = request_id
         self.num_prompt = len(prompt)
@@ -121,12 +136,12 @@ class RequestState:
 
     @property
     def prefix_len(self) -> int:
-        """Committed tokens before the root = the root's position."""
+        """Number of committed tokens before the root, which is the root's position."""
         return self._num_tokens - 1
 
     @property
     def num_prefill(self) -> int:
-        """Prompt tokens that prefill covers: all but the first root."""
+        """Number of prompt tokens in the prefill: all but the first root."""
         return self.num_prompt - 1
 
     @property
@@ -136,22 +151,22 @@ class RequestState:
 
     @property
     def awaiting(self) -> bool:
-        """Whether submitted nodes of the tree still wait for the target's answer."""
+        """Whether submitted nodes of the tree have no answer of the target yet."""
         tree = self.tree
         return bool(((tree.submitted_at >= 0) & ~tree.answered).any())
 
     @property
     def held_tokens(self) -> int:
-        """Tokens and nodes that the first stage of the target holds: prefix and submitted nodes."""
+        """KV entries on the target's first stage: prefix tokens and submitted nodes."""
         prefix = self.prefill_sent if not self.output else self.prefix_len
         return prefix + int(np.count_nonzero(self.tree.submitted_at >= 0))
 
     def path_tokens(self, slot: int) -> IntArray:
-        """int64[T + depth]: committed tokens and the path of a node, both ends included."""
+        """int64[T + depth]: committed tokens, then the path from below the root to ``slot``."""
         return np.concatenate([self.tokens, self.tree.tokens[self.tree.path(slot)[1:]]])
 
     def emit(self, token: int, origin: int, at_s: float) -> None:
-        """Appends one output token and checks whether the request is complete with it."""
+        """Appends one output token, and sets ``finish_reason`` if it completes the request."""
         self._tokens[self._num_tokens] = token
         self._num_tokens += 1
         self.output.append(token)
@@ -160,19 +175,19 @@ class RequestState:
         self.finish_reason = self.stop.reason(self.output)
 
     def cancel(self) -> None:
-        """Ends the request; the scheduler closes it on every part at the next step."""
+        """Ends the request; the scheduler closes it on every part in the next step."""
         if not self.finished:
             self.finish_reason = "cancelled"
 
 
 @dataclass(slots=True)
 class Load:
-    """How much the requests of a run held at a time; the scheduler counts it once per step.
+    """Concurrency and KV occupancy of a run; the scheduler counts them once per step.
 
     Attributes:
-        request_steps: sum over steps of the requests that were open.
-        kv_token_steps: sum over steps of the committed tokens and submitted nodes of all of them.
-        kv_peak_tokens: the most of these in any step.
+        request_steps: sum over steps of the number of open requests.
+        kv_token_steps: sum over steps of their KV entries (``RequestState.held_tokens``).
+        kv_peak_tokens: maximum of these KV entries over the steps.
     """
 
     request_steps: int = 0
@@ -181,18 +196,20 @@ class Load:
 
     def count(self, requests: Collection[RequestState]) -> None:
         """Counts one step."""
-        held = sum(r.held_tokens for r in requests)
+        num_tokens = sum(r.held_tokens for r in requests)
         self.request_steps += len(requests)
-        self.kv_token_steps += held
-        self.kv_peak_tokens = max(self.kv_peak_tokens, held)
+        self.kv_token_steps += num_tokens
+        self.kv_peak_tokens = max(self.kv_peak_tokens, num_tokens)
 
 
 class DecodeState:
-    """The forest: live requests by id, the step counter, draws, clock and meter of a run.
+    """The live requests of a run with its step counter, keyed draws, clock and meter.
 
     Attributes:
-        turn: ids of the requests that may be fed in this step, None for all; the scheduler's.
-        load: what the requests held.
+        requests: request id -> live request, in order of admission.
+        turn: ids of the requests that may be fed in this step; None: all. Set by the scheduler.
+        load: concurrency and KV occupancy so far.
+        step: index of the current step.
     """
 
     def __init__(self, *, draws: KeyedDraws, clock: Clock, meter: Meter) -> None:
@@ -200,16 +217,17 @@ class DecodeState:
         self.turn: frozenset[int] | None = None
         self.load = Load()
         self.step = 0
-        self._silent_steps = 0
+        self._idle_steps = 0
         self.draws = draws
         self.clock = clock
         self.meter = meter
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Whatever the controller computes in the block is a source's work, of whatever kind.
+        """Attributes all work of the controller inside the block to drafting.
 
-        Layers and heads of the target draft too (early exits, Medusa): kinds of work do not tell.
+        The kind of work alone does not tell: layers and heads of the target also draft (early
+        exits, Medusa).
         """
         self.clock.drafting = self.meter.drafting = True
         try:
@@ -218,31 +236,34 @@ class DecodeState:
             self.clock.drafting = self.meter.drafting = False
 
     def mark_submitted(self, nodes: Nodes) -> None:
-        """Records the submission step of chosen nodes (called by the scheduler)."""
+        """Records the submission step of selected nodes (called by the scheduler)."""
         for request_id, ids in nodes.items:
             request = self.requests[request_id]
             slots = request.tree.slots(ids)
-            assert NO_NODE not in slots, f"nodes {ids} of request {request_id} left the tree"
+            assert NO_NODE not in slots, f"nodes {ids} of request {request_id} are not in the tree"
             request.tree.submitted_at[slots] = self.step
             request.counters.proposed += int((slots > 0).sum())
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
-        """Turns verdicts into output, moves the roots, counts the step, and ends it.
+        """Emits tokens, moves the roots, updates counters and ends the step.
 
         Returns:
-            One commit per verdict; requests without one had no answer in this step.
+            One commit per verdict; a request without a verdict was not answered in this step.
+
+        Raises:
+            RuntimeError: after 10,000 consecutive steps without any verdict or prefill.
         """
         answered = {verdict.request for verdict in verdicts}
         for request in self.requests.values():
             if request.id not in answered:
                 _count_idle(request)
         live = self.requests.values()
-        at_work = bool(verdicts) or any(r.prefill_sent < r.num_prefill for r in live)
-        self._silent_steps = 0 if at_work or not live else self._silent_steps + 1
-        if self._silent_steps > _MAX_SILENT_STEPS:
+        busy = bool(verdicts) or any(r.prefill_sent < r.num_prefill for r in live)
+        self._idle_steps = 0 if busy or not live else self._idle_steps + 1
+        if self._idle_steps > _MAX_IDLE_STEPS:
             raise RuntimeError(
-                f"no answer in {_MAX_SILENT_STEPS} steps: the policy submits nothing for requests"
-                f" {sorted(self.requests)}, or the executor loses what it is given"
+                f"no answer in {_MAX_IDLE_STEPS} steps: the policy submits no nodes of requests"
+                f" {sorted(self.requests)}, or the executor drops submitted nodes"
             )
         now = self.clock.now()
         commits = [self._commit_one(self.requests[v.request], v, now) for v in verdicts]
@@ -252,12 +273,12 @@ class DecodeState:
     def _commit_one(self, request: RequestState, verdict: Verdict, now: float) -> Commit:
         tree = request.tree
         path = tree.slots(verdict.accepted_ids)
-        assert NO_NODE not in path, f"accepted nodes {verdict.accepted_ids} left the tree"
+        assert NO_NODE not in path, f"accepted nodes {verdict.accepted_ids} are not in the tree"
         last = int(path[-1]) if len(path) else 0
         child = tree.child(last, verdict.next_token)
         assert child == NO_NODE or not tree.answered[child], (
-            f"the verifier stopped above node {tree.ids[child]}, which has its answer: as a root it"
-            " would never be answered again"
+            f"the verifier stopped above the answered node {tree.ids[child]}: as a root it would"
+            " never be answered again"
         )
         retired = np.concatenate([[0], path])
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
@@ -320,7 +341,7 @@ def _count_idle(request: RequestState) -> None:
 
 
 def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
-    """Packs chosen nodes as the rows that travel to the target (no prefill)."""
+    """Packs selected nodes as the rows of a target batch, without prefill."""
     trees = []
     for request_id, ids in nodes.items:
         request = state.requests[request_id]

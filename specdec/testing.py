@@ -1,4 +1,4 @@
-"""What `specdec verify` runs, for tests of parts that live elsewhere (docs/verify.md).
+"""The checks of `specdec verify`, for tests of parts outside this library (docs/verify.md).
 
     from specdec.testing import assert_lossless, assert_lossless_parts
 
@@ -14,8 +14,8 @@
             )
         )
 
-The pieces are here too: an independent reference (``Oracle``, ``plain_decode``), cases, the exact
-laws of table models, and what is needed to look into caches while a strategy runs.
+The components are exported too: an independent reference (``Oracle``, ``plain_decode``), cases, the
+exact laws of table models, and observers of caches while a strategy runs.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def assert_lossless(
     Args:
         overrides: as for ``specdec verify``.
         config_dirs: further configuration trees.
-        checks: names of those to run; all where None.
+        checks: names of the checks to run; None for all.
 
     Raises:
-        AssertionError: a check failed; the message has every failed check with its detail.
+        AssertionError: a check failed; the message lists the failed checks with their details.
         UserError: the configuration cannot be composed.
     """
     return _asserted(certify_overrides(overrides, config_dirs=config_dirs, checks=checks))
@@ -99,12 +99,12 @@ def assert_lossless(
 def assert_lossless_parts(
     build: Callable[[Workbench], Parts], *, seed: int = 0, checks: Sequence[str] | None = None
 ) -> Report:
-    """Certifies parts that are put together in Python and returns the report.
+    """Certifies parts composed in Python and returns the report.
 
     Args:
-        build: makes fresh parts on a workbench; called several times, with several pairs.
+        build: makes new parts on a workbench; called several times, with several pairs.
         seed: keys every draw.
-        checks: names of those to run; all that need no configured model where None.
+        checks: names of the checks to run; None for all that need no configured model.
 
     Raises:
         AssertionError: as for ``assert_lossless``.
@@ -115,7 +115,7 @@ def assert_lossless_parts(
 def certify_parts(
     build: Callable[[Workbench], Parts], *, seed: int = 0, checks: Sequence[str] | None = None
 ) -> Report:
-    """The report of ``assert_lossless_parts``, whatever it says."""
+    """As ``assert_lossless_parts``, without raising for a failed check."""
 
     def built(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         return build(Workbench(pair, seed=int(cfg["seed"])))

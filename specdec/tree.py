@@ -1,52 +1,57 @@
-"""One request's token tree: nodes in topological order, candidates beside them.
+"""The token tree of one request: nodes in topological order, with their untaken candidates.
 
-Shape letters: N nodes, W chosen nodes, K candidates per node.
+A node has a stable *id* (increasing, never reused) and a *slot* (its current array index, which
+changes when the tree is rerooted). Interfaces exchange ids; slots are valid within one call. Slot
+order is both id order and topological order, so an id is located by bisection and a subtree by
+pointer jumping. No N x N ancestor matrix is stored (SpecPipe 3.2.1 stores one; at 1344 nodes each
+commit would compact 1.8 MB); ``ancestor_mask`` builds its rows on demand.
 
-A node is named by a stable *id* (growing, never reused) and stands in a *slot* (its index now;
-slots change when the tree is rerooted). Ids cross interfaces, slots stay inside one call. Slot
-order is id order and topological order at once, so an id is found by bisection and a subtree by
-pointer jumping: no N x N ancestor matrix is kept (SpecPipe 3.2.1 keeps one; at 1344 nodes it would
-cost 1.8 MB to compact per commit), the matrix of any rows is built when asked for.
+*Candidates* are children that a source proposed and no policy has turned into nodes yet. They are
+stored with their parent, so taking one later costs no draft forward.
 
-Candidates are children that a source proposed but no policy has taken yet. They stay beside their
-parent, so that expanding a known node costs no forward, and a node is made only of what is taken.
+Shape letters: N nodes, W selected nodes, K candidates per node, C children, D depth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from specdec.device import Probs
-from specdec.sampling.top_stable import top_set, top_stable
+from specdec.sampling.top_stable import top_stable
 from specdec.types import NO_NODE, BoolArray, Candidates, FloatArray, IntArray
 
-_FRESH = 64  # capacity of a new tree
+_CAPACITY = 64  # nodes that a new tree has room for
 
 
 class TokenTree:
-    """Tokens proposed after a root, the last verified token (slot 0).
+    """Proposed continuations of a root, the last committed token (slot 0).
 
-    The arrays below are views of the live part, valid until the next call that changes the tree.
-    Scores are cumulative: ``score = score(parent) + logprob``, 0 at the root of the moment.
+    The array properties are views, valid until the next call that changes the tree. Scores are
+    cumulative: ``score = score(parent) + logprob``, with 0 at the current root.
+
+    Attributes:
+        draft_probs: node id -> float64[V], the distribution that the node's candidates were sampled
+            from; only for sources that sample.
     """
 
     def __init__(self, *, token: int, position: int, root_id: int = 0) -> None:
-        """Starts with a root only.
+        """Creates a tree with only a root.
 
         Args:
             token: token of the root.
-            position: its absolute position in the sequence (= committed tokens before it).
-            root_id: its id; all later nodes get larger ones.
+            position: its absolute position, which is the number of committed tokens before it.
+            root_id: its id; later nodes get larger ones. Default: 0.
         """
-        self._ints = np.zeros((6, _FRESH), np.int64)
-        self._floats = np.zeros((2, _FRESH))
-        self._flags = np.zeros((2, _FRESH), np.bool_)
-        self._cand_tokens = np.zeros((_FRESH, 0), np.int64)
-        self._cand_logprobs = np.zeros((_FRESH, 0))
-        self._cand_origins = np.zeros((_FRESH, 0), np.int64)
+        self._ints = np.zeros((6, _CAPACITY), np.int64)
+        self._floats = np.zeros((2, _CAPACITY))
+        self._flags = np.zeros((2, _CAPACITY), np.bool_)
+        self._cand_tokens = np.zeros((_CAPACITY, 0), np.int64)
+        self._cand_logprobs = np.zeros((_CAPACITY, 0))
+        self._cand_origins = np.zeros((_CAPACITY, 0), np.int64)
         self._mixed = False  # whether any candidate had an origin; until then the table is all 0
         self.draft_probs: dict[int, Probs] = {}
-        """Node id -> float64[V] that its candidates were sampled from, where needed."""
         self._next_id = root_id
         self._size = 0
         self.reset(token=token, position=position)
@@ -78,12 +83,12 @@ class TokenTree:
 
     @property
     def submitted_at(self) -> IntArray:
-        """int64[N], step of submission to the target, -1 before."""
+        """int64[N], step of submission to the target; -1 if not submitted."""
         return self._ints[4, : self._size]
 
     @property
     def origins(self) -> IntArray:
-        """int64[N], which source proposed the node (``Candidates.origins``)."""
+        """int64[N], index of the source that proposed the node (``Candidates.origins``)."""
         return self._ints[5, : self._size]
 
     @property
@@ -93,17 +98,17 @@ class TokenTree:
 
     @property
     def scores(self) -> FloatArray:
-        """float64[N], sum of ``logprobs`` from the root (0) down."""
+        """float64[N], sum of ``logprobs`` along the path from the root."""
         return self._floats[1, : self._size]
 
     @property
     def expanded(self) -> BoolArray:
-        """bool[N], whether a source has answered for the node."""
+        """bool[N], whether the source has proposed candidates for the node."""
         return self._flags[0, : self._size]
 
     @property
     def answered(self) -> BoolArray:
-        """bool[N], whether the target has answered for the node."""
+        """bool[N], whether the target has answered the node."""
         return self._flags[1, : self._size]
 
     @property
@@ -118,7 +123,7 @@ class TokenTree:
 
     @property
     def candidate_logprobs(self) -> FloatArray:
-        """float64[N, K], -inf where there is no candidate or it was taken."""
+        """float64[N, K], -inf where there is no candidate or it became a node."""
         return self._cand_logprobs[: self._size]
 
     @property
@@ -126,10 +131,10 @@ class TokenTree:
         """Id of the root."""
         return int(self._ints[0, 0])
 
-    # ------------------------------------------------------------------ growing
+    # ------------------------------------------------------------------ growth
 
     def reset(self, *, token: int, position: int) -> int:
-        """Discards everything and starts again from a fresh root; returns its id."""
+        """Discards all nodes and creates a new root; returns its id."""
         self._size = 0
         self.draft_probs.clear()
         self._claim(1)
@@ -147,16 +152,16 @@ class TokenTree:
         logprobs: FloatArray,
         origins: IntArray | None = None,
     ) -> IntArray:
-        """Adds W nodes (layer appending, SpecPipe 3.2.1; any depth is allowed).
+        """Adds W nodes of any depth (layer appending, SpecPipe 3.2.1).
 
         Args:
-            parents: int64[W], slots of nodes that are in the tree already.
-            tokens: int64[W]; the caller sees to it that siblings differ.
+            parents: int64[W], slots of existing nodes.
+            tokens: int64[W]; siblings must differ (not checked).
             logprobs: float64[W].
-            origins: int64[W], 0 where omitted.
+            origins: int64[W]. Default: 0 for all.
 
         Returns:
-            int64[W], their slots.
+            int64[W], slots of the new nodes.
         """
         num = len(tokens)
         start = self._size
@@ -178,13 +183,13 @@ class TokenTree:
         return slots
 
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
-        """Stores a source's answer for W nodes and marks them expanded.
+        """Stores the candidates of W nodes and marks the nodes as expanded.
 
         Args:
             slots: int64[W].
-            candidates: the source's packed answer.
-            rows: the W rows of it that belong to these nodes. A row of count 0 leaves its node
-                unexpanded: the source may have an answer later.
+            candidates: packed candidates of the source.
+            rows: their W rows for these nodes. A row of count 0 leaves its node unexpanded, since
+                the source may have a proposal later.
         """
         tokens, logprobs = candidates.tokens[rows], candidates.logprobs[rows]
         counts = candidates.counts[rows]
@@ -208,35 +213,38 @@ class TokenTree:
                 self.draft_probs[node_id] = row
 
     def take(self, slots: IntArray, columns: IntArray) -> IntArray:
-        """Makes nodes of candidates; returns their slots, int64[W], in the given order.
+        """Turns candidates into nodes.
 
         Args:
             slots: int64[W], parents.
-            columns: int64[W], which candidate of each; none may have been taken before.
+            columns: int64[W], candidate column of each parent; not taken before.
+
+        Returns:
+            int64[W], slots of the new nodes, in the given order.
         """
         flat = slots * self._cand_tokens.shape[1] + columns
-        waiting = self._cand_logprobs.reshape(-1)  # views: the tables are contiguous
-        logprobs = waiting.take(flat)
-        waiting[flat] = -np.inf
+        untaken = self._cand_logprobs.reshape(-1)  # views: the tables are contiguous
+        logprobs = untaken.take(flat)
+        untaken[flat] = -np.inf
         tokens = self._cand_tokens.reshape(-1).take(flat)
         origins = self._cand_origins.reshape(-1).take(flat) if self._mixed else None
         return self.append(slots, tokens, logprobs, origins)
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ queries
 
     def slots(self, ids: IntArray) -> IntArray:
-        """int64[W], slots of live ids; ``NO_NODE`` for an id that is not in the tree."""
+        """int64[W], slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
         live = self.ids
         at = np.minimum(live.searchsorted(ids), self._size - 1)
         return np.where(live.take(at) == ids, at, NO_NODE)
 
     def child(self, slot: int, token: int) -> int:
-        """Slot of the child of ``slot`` that carries ``token``, or ``NO_NODE``."""
-        found = np.flatnonzero((self.parents == slot) & (self.tokens == token))
-        return int(found[0]) if len(found) else NO_NODE
+        """Slot of the child of ``slot`` with ``token``, or ``NO_NODE``."""
+        matches = np.flatnonzero((self.parents == slot) & (self.tokens == token))
+        return int(matches[0]) if len(matches) else NO_NODE
 
     def children(self, slot: int) -> IntArray:
-        """int64[C], slots of the children, in the order in which they were made."""
+        """int64[C], slots of the children in order of creation."""
         return np.flatnonzero(self.parents == slot)
 
     def path(self, slot: int) -> IntArray:
@@ -248,7 +256,7 @@ class TokenTree:
         return np.array(path[::-1])
 
     def subtree(self, slot: int) -> BoolArray:
-        """bool[N]: the nodes at or under ``slot``."""
+        """bool[N]: ``slot`` and its descendants."""
         if slot == 0:
             return np.ones(self._size, np.bool_)
         inside = np.zeros(self._size, np.bool_)
@@ -260,28 +268,53 @@ class TokenTree:
         return inside
 
     def ancestor_mask(self, rows: IntArray) -> BoolArray:
-        """bool[W, N]: entry (i, j) says that slot j is row i's node or an ancestor of it.
+        """bool[W, N]: whether slot j is row i's node or one of its ancestors.
 
-        The tree mask of SpecPipe 3.2.1, for any rows: it need not be square (SwiftSpec 3.1).
+        Args:
+            rows: int64[W], slots; any subset, so the mask need not be square (SwiftSpec 3.1). With
+                all slots it is the tree mask of SpecPipe 3.2.1.
         """
         mask = np.zeros((len(rows), self._size), np.bool_)
         if not len(rows):
             return mask
         flat = mask.reshape(-1)
         line = np.arange(0, flat.size, self._size)
-        above = np.maximum(self.parents, 0)  # short paths wait at the root, which all rows see
-        here = rows
+        above = np.maximum(self.parents, 0)  # short paths stay at the root, which all rows see
+        current = rows
         for _ in range(int(self._ints[3].take(rows).max() - self._ints[3, 0])):
-            flat[line + here] = True
-            here = above.take(here)
+            flat[line + current] = True
+            current = above.take(current)
         flat[line] = True
         return mask
 
+    def with_missing_ancestors(
+        self, slots: IntArray, has: Callable[[IntArray], BoolArray]
+    ) -> IntArray:
+        """int64[M], sorted: ``slots`` and all their ancestors that a cache does not have.
+
+        Args:
+            slots: int64[W]; returned unchanged if sorted and no ancestor is missing.
+            has: node ids int64[n] -> bool[n], whether the cache has them.
+        """
+        rows = level = slots
+        while len(level):
+            above = self.parents[level]
+            above = above[above != NO_NODE]
+            above = above[~has(self.ids[above])] if len(above) else above
+            if not len(above):
+                break
+            level = np.setdiff1d(above, rows)
+            rows = np.concatenate([level, rows])
+        if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
+            rows = np.unique(rows)
+        return rows
+
     def best_candidates(self, num: int) -> tuple[IntArray, IntArray, FloatArray]:
-        """The ``num`` most probable untaken candidates of the whole tree.
+        """The ``num`` candidates of the whole tree with the highest score.
 
         Returns:
-            (parent slots, candidate columns, scores), best first, ties in slot order.
+            (parent slots int64, candidate columns int64, scores float64), at most ``num`` each,
+            best first, ties in slot order.
         """
         flat = (self.candidate_logprobs + self.scores[:, None]).ravel()
         best = top_stable(flat, num)
@@ -292,29 +325,12 @@ class TokenTree:
         slots, columns = np.divmod(best, max(self._cand_tokens.shape[1], 1))
         return slots, columns, scores
 
-    def best_unsubmitted(self, num: int) -> IntArray:
-        """int64[<= num]: the most probable nodes not yet submitted, as slots in slot order.
-
-        Never a node without its parent: scores do not rise downwards and ties fall in slot order.
-        """
-        waiting = np.flatnonzero(self.submitted_at < 0)
-        if len(waiting) <= num:
-            return waiting
-        return waiting[top_set(self.scores.take(waiting), num)]
-
-    def best_subgraph(self, num: int) -> IntArray:
-        """int64[<= num]: slots of the most probable connected subgraph that holds the root.
-
-        SwiftSpec Alg. 1: since scores do not rise downwards, the ``num`` best nodes are connected.
-        """
-        return top_set(self.scores, num)
-
-    # ------------------------------------------------------------------ moving the root
+    # ------------------------------------------------------------------ rerooting
 
     def reroot(self, slot: int) -> None:
-        """Keeps the subtree of ``slot`` and makes it the root (to-subtree pruning, SpecPipe 3.2.1).
+        """Makes ``slot`` the root and drops all nodes outside its subtree (SpecPipe 3.2.1).
 
-        Scores become relative to the new root; ids, candidates and submission steps stay.
+        Scores become relative to the new root; ids, candidates and submission steps do not change.
         """
         if slot == 0:
             return
@@ -339,7 +355,7 @@ class TokenTree:
     # ------------------------------------------------------------------ storage
 
     def _claim(self, num: int) -> None:
-        """Makes room for ``num`` more nodes and counts them in."""
+        """Adds ``num`` uninitialised nodes, growing the arrays if needed."""
         need = self._size + num
         capacity = self._ints.shape[1]
         if need > capacity:
@@ -353,7 +369,7 @@ class TokenTree:
         self._size = need
 
     def _widen(self, num: int) -> None:
-        """Makes room for ``num`` candidates per node."""
+        """Grows the candidate tables to ``num`` columns."""
         extra = num - self._cand_tokens.shape[1]
         if extra > 0:
             pad = ((0, 0), (0, extra))

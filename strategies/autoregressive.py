@@ -1,25 +1,22 @@
-"""Plain decoding: one token per target pass, or per N steps of a pipeline (plain PP)."""
+"""Plain decoding: one token per target pass, or per N steps of a pipeline (plain PP).
+
+The baseline of every table (preset ``ar``). On a pipeline as many groups of requests as stages are
+in flight.
+
+    parts = autoregressive.build(bench, stages=4)
+"""
 
 from __future__ import annotations
 
+from specdec.compose.presets import build_preset, on_pipeline
 from specdec.compose.workbench import Parts, Workbench
-from specdec.policies import RootOnly
-from specdec.serving import Feeding, ServingRules
-from specdec.sources import NullSource
-from specdec.verifiers import MatchVerifier
 
 
 def build(bench: Workbench, *, stages: int | None = None) -> Parts:
-    """The baseline of every table.
+    """Plain decoding.
 
     Args:
         bench: models, clock and seed.
-        stages: of a pipeline; None for one device.
+        stages: stages of a pipeline; one device if omitted.
     """
-    return bench.parts(
-        source=NullSource(),
-        policy=RootOnly(),
-        verifier=MatchVerifier(),
-        stages=stages,
-        serving=ServingRules(feeding=Feeding.MICRO_BATCHES),
-    )
+    return build_preset("ar", bench, on_pipeline(stages))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.sources import MultiExitSource
 from specdec.state import DecodeState
 from specdec.types import BoolArray, Nodes
+from strategies.multi_exit import MultiExitSource
 
 
 def going_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Fills with whether each node that is asked at the first exit goes on to the next."""
     found: list[bool] = []
-    right = MultiExitSource._goes_on
+    right = MultiExitSource._prefers_later
 
     def goes_on(self: MultiExitSource, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
         mask = right(self, state, nodes, at)
         found.extend(mask.tolist() if at == 0 else [])
         return mask
 
-    monkeypatch.setattr(MultiExitSource, "_goes_on", goes_on)
+    monkeypatch.setattr(MultiExitSource, "_prefers_later", goes_on)
     return found

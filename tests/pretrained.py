@@ -10,5 +10,4 @@ from specdec.pairs import PretrainedPair
 
 def pretrained(target: Path, **given: Any) -> PretrainedPair:
     """A target alone, in float32 on the CPU; further arguments of the pair in ``given``."""
-    alone = {"draft": None, "ngram": None, "dtype": "float32", "device": "cpu", "attention": "auto"}
-    return PretrainedPair(target=str(target), **{**alone, **given})
+    return PretrainedPair(target=str(target), **{"device": "cpu", **given})

@@ -1,4 +1,4 @@
-"""A policy of one's own: a chain that ends where the draft is no longer sure."""
+"""A policy outside the library: a chain that ends when the draft is no longer sure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from specdec.interfaces import TokenSource
 from specdec.parts.fields import Count, Share, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     Stateless,
     expand,
     last_position,
@@ -37,7 +37,7 @@ class Careful(Stateless):
         self.min_prob = min_prob
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Grows the chain of every request that waits for no answer, and submits all of it."""
+        """Grows the chain of every request that awaits no answer, and submits all of it."""
         requests = ready_requests(state, serial=True)
         growing = requests
         while growing:
@@ -47,14 +47,14 @@ class Careful(Stateless):
     def _one_more(
         self, state: DecodeState, source: TokenSource, requests: list[RequestState]
     ) -> list[RequestState]:
-        """One draft token for each request; returns those whose chain may go on."""
+        """One draft token for each request; returns the requests whose chain may continue."""
         ends = [
             (request, np.array([len(request.tree) - 1]))  # the last node of a chain
             for request in requests
             if len(request.tree) <= self.gamma
             and request.tree.positions[-1] < last_position(request)
         ]
-        # Candidates are kept in the tree: a node is asked for once, however often it survives.
+        # The tree keeps candidates: a node is expanded once, however many steps it survives.
         expand(state, source, [(r, end) for r, end in ends if not r.tree.expanded[end[0]]], 1)
         longer = []
         for request, end in ends:

@@ -1,4 +1,4 @@
-"""A source of one's own: after a token comes what came after it the last time."""
+"""A source outside the library: proposes the token that followed last time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output
 
 
 class Echo:
-    """Remembers, per request, which token followed each token last; proposes that."""
+    """Stores, per request, the last follower of each token, and proposes it."""
 
-    needs = Needs()  # nothing of the other parts
-    gives_probs = False  # its candidates are not sampled, so rejection verifiers refuse it
+    needs = Needs()  # nothing from the other parts
+    gives_probs = False  # candidates are not sampled: not for rejection verifiers
     vocab_size: int | None = None  # any vocabulary
 
     @validated
@@ -24,7 +24,7 @@ class Echo:
         """Takes the keys of its YAML.
 
         Args:
-            trust: probability that it claims for its proposals.
+            trust: draft probability of its proposals.
         """
         self.counters = SourceCounters()  # no model passes to count
         self._logprob = math.log(trust)
@@ -37,27 +37,27 @@ class Echo:
         self._followers[request.id] = dict(pairwise(request.tokens.tolist()))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """One candidate for each node whose token was seen before; count 0 for the others."""
-        found = Candidates.empty(len(nodes), k)
+        """One candidate for each node whose token has a follower; count 0 for the others."""
+        candidates = Candidates.empty(len(nodes), k)
         row = 0
         for request_id, ids in nodes.items:
             tree, followers = self._requests[request_id].tree, self._followers[request_id]
             for token in tree.tokens[tree.slots(ids)].tolist():
                 if token in followers:
-                    found.tokens[row, 0] = followers[token]
-                    found.logprobs[row, 0] = self._logprob
-                    found.counts[row] = 1
+                    candidates.tokens[row, 0] = followers[token]
+                    candidates.logprobs[row, 0] = self._logprob
+                    candidates.counts[row] = 1
                 row += 1
-        return found
+        return candidates
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Reads what was decided: the old root, the accepted tokens, and the token after them."""
+        """Reads the decided tokens: the old root, the accepted tokens and the next one."""
         for commit in commits:
             if commit.kind is not CommitKind.NONE and commit.request in self._followers:
                 decided = [*commit.retired_tokens.tolist(), commit.next_token]
                 self._followers[commit.request].update(pairwise(decided))
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
+        """Releases the request's state."""
         self._requests.pop(request_id, None)
         self._followers.pop(request_id, None)

@@ -1,15 +1,15 @@
-"""A policy of one's own in Python: compare it with a fixed chain, then certify it.
+"""A policy outside the library, from Python: compared with a fixed chain, then certified.
 
-Run it as a script, or cell by cell in an editor that knows the marks. The policy itself is in
-careful.py beside this file; conf/ has the YAML with which the command line finds it.
+Run it as a script, or cell by cell in an editor with cell marks. The policy is in careful.py beside
+this file; conf/ has its YAML for the command line.
 """
 
-# %% The bundled models, and two strategies that differ in nothing but the policy
+# %% The bundled models, and two strategies that differ only in the policy
 import numpy as np
 from careful import Careful
 
 from specdec.compose.workbench import Parts, Workbench
-from specdec.pairs import build_pair
+from specdec.pairs import PretrainedPair
 from specdec.policies import Chain
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
@@ -17,17 +17,7 @@ from specdec.state import RequestState, StopRules
 from specdec.testing import assert_lossless_parts
 from specdec.verifiers import MatchVerifier
 
-pair = build_pair(
-    {
-        "kind": "pretrained",
-        "target": "bundled:target",
-        "draft": "bundled:draft",
-        "ngram": None,
-        "dtype": "float32",
-        "device": "auto",
-        "attention": "auto",
-    }
-)
+pair = PretrainedPair(target="bundled:target", draft="bundled:draft")
 bench = Workbench(pair, seed=0)
 
 

@@ -1,11 +1,11 @@
-"""A source of one's own, alone and under a tree policy, through the configuration tree.
+"""A source outside the library, from Python, through the configuration tree.
 
-The source is in echo.py beside this file, its YAML in conf/source/. On the command line the same is
+The source is in echo.py beside this file, its YAML in conf/source/. The same on the command line:
 
     specdec run --config-dir conf source=echo policy=chain data=stdlib
 """
 
-# %% A decoder finds the YAML through config_dirs; everything else is the command line's
+# %% A decoder takes the overrides of the command line, and the tree in config_dirs
 from pathlib import Path
 
 import specdec
@@ -20,11 +20,11 @@ for overrides in (
     ["source=echo", "policy=chain", "policy.gamma=6"],
 ):
     with specdec.Decoder([*overrides, "max_new_tokens=48"], config_dirs=[tree]) as decoder:
-        found = decoder.generate(prompt)
-    accepted = found.metrics["acceptance_length"]
+        generation = decoder.generate(prompt)
+    accepted = generation.metrics["acceptance_length"]
     print(f"{accepted:.2f} tokens per target pass with {' '.join(overrides)}")
 
-# %% Certify it: every check that `specdec verify` runs, or some of them
+# %% Certify it: all checks of `specdec verify`, or some of them
 report = assert_lossless(
     ["source=echo", "policy=chain", "model=random"],
     config_dirs=[tree],

@@ -1,4 +1,4 @@
-"""Reading a trace: where a pipeline lost its steps, and how busy each rank was."""
+"""Reading a trace: hits and misses of a pipeline, and how busy each rank was."""
 
 # %% A traced run on a simulated cluster: eight stages, SpecPipe's testbed
 import json
@@ -19,7 +19,7 @@ status = main(
 )
 assert status == 0
 
-# %% trees.json: what every step decided
+# %% trees.json: the decisions of every step
 trees = json.loads((folder / "trees.json").read_text())
 steps = [step for request in trees["requests"] for step in request["steps"]]
 kinds = Counter(step["commit"]["kind"] for step in steps if step["commit"])
@@ -27,7 +27,7 @@ fed = [len(step["submitted"]) for step in steps]
 print(f"{len(steps)} steps: {kinds['hit']} hits, {kinds['miss']} misses")
 print(f"{sum(fed)} nodes fed, {max(fed)} at most in one step")
 
-# %% trace.json: what every rank did when (the format of ui.perfetto.dev)
+# %% trace.json: the spans of every rank (the format of ui.perfetto.dev)
 events = json.loads((folder / "trace.json").read_text())["traceEvents"]
 names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
 busy: dict[int, float] = defaultdict(float)

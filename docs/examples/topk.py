@@ -1,4 +1,4 @@
-"""A verifier of one's own: a draft token may stand if it is among the target's k best. Lossy."""
+"""A verifier outside the library: accepts tokens among the target's k best. Lossy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answe
 class TopK:
     """Follows the most probable child that is among the target's ``k`` most probable tokens."""
 
-    needs = Needs(target_probs=True)  # the distributions come with the answers
-    lossless = Lossless.LOSSY  # what it promises: tables and `specdec verify` say so
+    needs = Needs(target_probs=True)  # answers carry the target's distributions
+    lossless = Lossless.LOSSY  # printed in tables and by `specdec verify`
 
     @validated
     def __init__(self, *, k: Count) -> None:
         """Takes the keys of its YAML.
 
         Args:
-            k: tokens of the target that count as right; 1 is plain greedy decoding.
+            k: number of the target's tokens that are accepted; 1 is plain greedy decoding.
         """
         self.k = k
 
@@ -35,7 +35,7 @@ class TopK:
         ]
 
     def _rule(self, answered: RootAnswered, slot: int) -> Choice:
-        """At one answered node: which child is followed, or which token comes after it."""
+        """At one answered node: the child to follow, or the token after the node."""
         tree = answered.request.tree
         children = tree.children(slot)
         probs = answered.probs(slot)  # float64[V], after temperature and filters

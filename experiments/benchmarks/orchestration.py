@@ -1,11 +1,11 @@
-"""What a step over real ranks costs beside the stages' work: null models, stages that only sleep.
+"""Overhead of a step over real ranks, with null models and stages that only sleep.
 
     python -m experiments.benchmarks.orchestration [--stages 8] [--width 64] [--sleep-ms 20]
 
-Each stage takes ``--sleep-ms`` by a paced clock and computes nothing; one row per node travels from
-rank to rank. What a step takes beyond that is orchestration on the critical path: the policy's
-choice, messages, waking up processes, verdicts, commits. Prints the mean and the median per step,
-and the CPU time of all ranks per step, which other programs on the machine disturb less.
+Each stage takes ``--sleep-ms`` by a paced clock and computes nothing; a row per node is sent from
+rank to rank. The remaining time of a step is orchestration on the critical path: the policy's
+selection, messages, waking up processes, verification, commits. Prints its mean and median per
+step, and the CPU time of all ranks per step, which depends less on other load of the machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def build(stages: int, width: int, sleep_ms: float) -> Parts:
     pair, meter = build_pair(MODEL), Meter()
     bench = Workbench(pair, clock=build_clock(clock, meter), meter=meter)
     return bench.parts(
-        source=SyntheticSource(pair=pair.synthetic()),
+        source=SyntheticSource(pair=pair.hidden),
         policy=FixedWidth(width=width, children=16, levels_per_step=1),
         verifier=MatchVerifier(),
         stages=stages,
@@ -79,7 +79,7 @@ def cpu_s(executor: DistributedExecutor) -> list[float]:
 
 
 def decode(parts: Parts, num_tokens: int) -> tuple[int, list[float]]:
-    """Decodes one prompt; steps, and milliseconds of those in a full pipeline."""
+    """Decodes one prompt; returns the number of steps and the ms of those in a full pipeline."""
     request = RequestState(
         request_id=0,
         prompt=np.arange(1, 17),
@@ -97,7 +97,7 @@ def decode(parts: Parts, num_tokens: int) -> tuple[int, list[float]]:
 
 
 def report(steps_ms: list[float], cpu_ms: list[float], late: int, args: argparse.Namespace) -> None:
-    """Prints the figures."""
+    """Prints the results."""
     over = np.array(steps_ms) - args.sleep_ms
     print(
         f"{args.stages + 1} ranks, width {args.width}, stages sleep {args.sleep_ms:g} ms:"

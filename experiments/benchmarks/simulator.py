@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.simulator [--stages 8] [--width 64] [--tokens 2048]
 
-Prints tokens decoded per second of wall time (not the virtual time that is simulated).
+Prints decoded tokens per second of wall time (not of simulated time).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(stages: int, width: int, num_tokens: int) -> float:
     pair = build_pair({"kind": "synthetic"})
     bench = Workbench(pair, clock=SimulatedClock(PROFILE))
     parts = bench.parts(
-        source=SyntheticSource(pair=pair.synthetic()),
+        source=SyntheticSource(pair=pair.hidden),
         policy=FixedWidth(width=width, children=16, levels_per_step=1),
         verifier=MatchVerifier(),
         stages=stages,

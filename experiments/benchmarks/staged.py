@@ -1,4 +1,4 @@
-"""What staging saves: draft passes and time, with the same trees (Staged, 3.2).
+"""Draft passes and time that staging saves, with the same trees (Staged, 3.2).
 
     python -m experiments.benchmarks.staged [overrides of `specdec run`]
 
@@ -35,8 +35,8 @@ TREES = {
 }
 
 
-class Watched:
-    """A policy that remembers the tokens and parents of everything it submitted."""
+class RecordedPolicy:
+    """A policy that records the tokens and parents of all submitted nodes."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
@@ -46,7 +46,7 @@ class Watched:
         return getattr(self._policy, name)
 
     def select(self, state: Any, source: Any) -> Nodes:
-        """The policy's own choice, noted down."""
+        """Records and returns the policy's selection."""
         nodes: Nodes = self._policy.select(state, source)
         for request_id, ids in nodes.items:
             tree = state.requests[request_id].tree
@@ -93,12 +93,12 @@ def compare(
 
 
 def trees_of(runner: PartsRunner, prompts: Sequence[TokenPrompt]) -> list[tuple[Any, ...]]:
-    """Every tree that one run submitted (this run also warms up)."""
-    watched = Watched(runner.parts.policy)
-    object.__setattr__(runner.parts, "policy", watched)
+    """Every submitted tree of one run (which also warms up)."""
+    recorded = RecordedPolicy(runner.parts.policy)
+    object.__setattr__(runner.parts, "policy", recorded)
     runner.run(prompts, lambda _: None)
-    object.__setattr__(runner.parts, "policy", watched._policy)
-    return watched.trees
+    object.__setattr__(runner.parts, "policy", recorded._policy)
+    return recorded.trees
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What the GPU path is worth: passes, kernels and whole strategies on one device."""
+"""Measurements on one GPU: passes, kernels and whole strategies."""

@@ -1,4 +1,4 @@
-"""Each kernel against its alternatives, both captured, on operands that no cache still holds."""
+"""Each kernel against its alternatives, captured alike, on operands outside the GPU's cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from experiments.gpu.shapes import Shape
 from experiments.gpu.timing import Bench, timed
-from specdec.attention.backends import Seen, attention_kernel
+from specdec.attention.backends import Visibility, attention_kernel
 from specdec.kernels import reference, support
 
 _EPS = 1e-5
@@ -27,7 +27,7 @@ def attention_rows(bench: Bench, shape: Shape, *, context: int, nodes: int) -> l
     query = torch.randn(1, shape.heads, nodes, shape.head_dim, **options)
     stored = torch.randn(copies, 2, 1, shape.kv_heads, slots, shape.head_dim, **options)
     visible = torch.ones(nodes, nodes, dtype=torch.uint8, device=bench.device).tril()
-    seen = Seen(
+    seen = Visibility(
         lengths=torch.tensor([context, slots], device=bench.device),
         visible=visible,
         num_slots=slots,
@@ -55,11 +55,11 @@ def attention_rows(bench: Bench, shape: Shape, *, context: int, nodes: int) -> l
         )
 
     def kernel(kind: str) -> Callable[[], Call]:
-        def made() -> Call:
+        def make() -> Call:
             attend = attention_kernel(kind, torch.device(bench.device), bench.dtype)
             return lambda i: attend(query, stored[i, 0], stored[i, 1], seen, None)
 
-        return made
+        return make
 
     sides = {
         "triton (ours)": kernel("triton"),
@@ -74,7 +74,7 @@ def attention_rows(bench: Bench, shape: Shape, *, context: int, nodes: int) -> l
 
 
 def swiglu_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any]]:
-    """Gate and up projections, SiLU and product; the norm before them is in nobody's."""
+    """Gate and up projections, SiLU and product, without the norm before them."""
     weight_bytes = 2 * shape.hidden * shape.inner * bench.dtype.itemsize
     copies = bench.copies(weight_bytes)
     hidden, weights = _operands(bench, shape, nodes, copies, 2 * shape.inner)
@@ -159,7 +159,7 @@ def _compared(
     copies: int,
     num_bytes: int,
 ) -> list[dict[str, Any]]:
-    """A row per side; where one cannot run, the reason. All must agree with the first that ran."""
+    """A row per alternative: time, difference from the first, or the reason if it cannot run."""
     rows: list[dict[str, Any]] = []
     expected = None
     for name, make in sides.items():
@@ -168,12 +168,12 @@ def _compared(
         try:
             call = make()
             with torch.inference_mode():
-                found = call(0).flatten().double()
-                expected = found if expected is None else expected
-                row["difference"] = (found - expected).abs().max().item()
+                output = call(0).flatten().double()
+                expected = output if expected is None else expected
+                row["difference"] = (output - expected).abs().max().item()
                 us = timed(bench, lambda call=call: [call(i) for i in range(copies)], calls=copies)
                 row["us"] = us
-        except Exception as error:  # compilers and extensions raise what they like
+        except Exception as error:  # compilers and extensions raise any type
             row["skipped"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     ours = rows[0]["us"]
     for row in rows:

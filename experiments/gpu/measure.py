@@ -4,9 +4,9 @@
 
 Copy bandwidth; latency of a pass against the number of nodes for Llama shapes with random weights;
 each kernel against its alternatives; whole strategies with replayed and with real acceptances.
-Writes gpu.json (every figure, device, versions) and gpu.md, anew after every part, so that what
-was measured stays whatever happens later. ``--smoke`` runs all of it at tiny
-shapes on any machine: it shows that the script works, and its figures mean nothing.
+Writes gpu.json (all figures, device, versions) and gpu.md again after every part, so that a later
+failure loses nothing. ``--smoke`` runs everything at tiny shapes on any machine, as a test of the
+script; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from experiments.gpu.bars import LIMIT_S, verdicts
 from experiments.gpu.kernels import attention_rows, projection_rows, swiglu_rows
 from experiments.gpu.passes import pass_rows
+from experiments.gpu.requirements import LIMIT_S, verdicts
 from experiments.gpu.shapes import FULL, LLAMA3_1B, LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET
 from experiments.gpu.strategies import shape_rows, trained_rows
 from experiments.gpu.timing import Bench, copy_bandwidth
@@ -40,7 +40,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, any machine")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu"))
-    parser.add_argument("--budget-s", type=float, default=450.0, help="begin nothing after that")
+    parser.add_argument(
+        "--budget-s", type=float, default=450.0, help="seconds after which no part starts"
+    )
     parser.add_argument("--attention", default="auto", help="auto: triton on a GPU, else dense")
     parser.add_argument("--kernels", default="torch", help="torch or triton, for whole passes")
     args = parser.parse_args(words)
@@ -58,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     start = perf_counter()
     bench = make_bench(args)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "smoke": args.smoke,
         "note": SMOKE_NOTE if args.smoke else "",
         "device": device_name(bench),
@@ -73,16 +75,17 @@ def _run(args: argparse.Namespace) -> int:
         "copy_bandwidth_gb_per_s": None,
         "problems": [],
     }
-    found["provenance"] = provenance(command=["experiments.gpu.measure"], config=found["settings"])
+    settings = result["settings"]
+    result["provenance"] = provenance(command=["experiments.gpu.measure"], config=settings)
 
     def write() -> None:
-        found["wall_s"] = perf_counter() - start
-        found["bars"] = verdicts(found)
-        write_json(args.out / "gpu.json", found)
-        write_text(args.out / "gpu.md", page(found))
+        result["wall_s"] = perf_counter() - start
+        result["bars"] = verdicts(result)
+        write_json(args.out / "gpu.json", result)
+        write_text(args.out / "gpu.md", page(result))
 
-    measure(bench, found, write, smoke=args.smoke)
-    print(page(found))
+    measure(bench, result, write, smoke=args.smoke)
+    print(page(result))
     return 0
 
 
@@ -102,17 +105,19 @@ def make_bench(args: argparse.Namespace) -> Bench:
     )
 
 
-def measure(bench: Bench, found: dict[str, Any], write: Callable[[], None], *, smoke: bool) -> None:
-    """All sections, into ``found``; a part that fails is noted, and the others go on.
+def measure(
+    bench: Bench, result: dict[str, Any], write: Callable[[], None], *, smoke: bool
+) -> None:
+    """Measures all sections; a failing part is recorded and the others continue.
 
     Args:
-        bench: where and how often.
-        found: gets rows by section, and "problems".
+        bench: device and number of repeats.
+        result: filled with rows by section, and "problems".
         write: called after every part.
         smoke: tiny shapes.
     """
     bandwidth = copy_bandwidth(bench)
-    found["copy_bandwidth_gb_per_s"] = bandwidth / 1e9
+    result["copy_bandwidth_gb_per_s"] = bandwidth / 1e9
     shapes = (SMOKE_TARGET,) if smoke else FULL
     contexts = (16,) if smoke else (500, 1000, 4000)
     stress = (24, 5) if smoke else (16000, 64)
@@ -147,27 +152,27 @@ def measure(bench: Bench, found: dict[str, Any], write: Callable[[], None], *, s
             ),
         ],
     }
-    found |= {name: [] for name in sections}
-    for name in ("passes", "strategies", "kernels"):  # the figures that bars are about come first
+    result |= {name: [] for name in sections}
+    for name in ("passes", "strategies", "kernels"):  # the required figures come first
         for number, part in enumerate(sections[name]):
             start = perf_counter()
-            problem = _part(bench, part, found[name])
+            problem = _part(bench, part, result[name])
             if problem is not None:
-                found["problems"].append(f"{name}[{number}]: {problem}")
+                result["problems"].append(f"{name}[{number}]: {problem}")
             write()
             print(f"{name}[{number}]: {perf_counter() - start:.0f} s", file=sys.stderr)
 
 
 def _part(bench: Bench, part: Callable[[], Rows], rows: Rows) -> str | None:
-    """Adds a part's rows; what went wrong, if anything."""
+    """Adds the rows of a part; returns its problem, if any."""
     if bench.late():
         return "no time left"
     try:
         rows += part()
-    except Exception as error:  # one part must not cost the others
+    except Exception as error:  # the other parts continue
         return f"{type(error).__name__}: {str(error)[:300]}"
     finally:
-        gc.collect()  # models that hold on to each other
+        gc.collect()  # models in reference cycles
         if bench.captured:
             torch.cuda.empty_cache()
     return None
@@ -192,25 +197,25 @@ TABLES = {
 }  # fmt: skip
 
 
-def page(found: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """The tables as Markdown."""
     lines = ["# GPU path", ""]
-    if found["note"]:
-        lines += [f"**{found['note']}**", ""]
-    settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
-    rate = found["copy_bandwidth_gb_per_s"]
+    if result["note"]:
+        lines += [f"**{result['note']}**", ""]
+    settings = ", ".join(f"{key}={value}" for key, value in result["settings"].items())
+    rate = result["copy_bandwidth_gb_per_s"]
     lines += [
-        f"Device: {found['device']}; {settings}.",
+        f"Device: {result['device']}; {settings}.",
         f"Copy bandwidth (read + written): {_cell(rate)} GB/s. Medians after warm-up.",
         "Strategies marked `replayed`: both models run in full with random weights, and a record",
         "says what is accepted; `net` is without what the replay itself takes.",
     ]
     for name, columns in TABLES.items():
         lines += ["", f"## {name}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-        for row in found.get(name, []):
+        for row in result.get(name, []):
             lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
-    if found["problems"]:
-        lines += ["", "## Problems", "", *(f"- {problem}" for problem in found["problems"])]
+    if result["problems"]:
+        lines += ["", "## Problems", "", *(f"- {problem}" for problem in result["problems"])]
     return "\n".join(lines) + "\n"
 
 

@@ -23,11 +23,11 @@ _CHUNK = 512
 def pass_rows(
     bench: Bench, shape: Shape, *, context: int, bandwidth: float
 ) -> list[dict[str, Any]]:
-    """One row per number of nodes: a tree pass, the wait for its logits included.
+    """One row per number of nodes: a tree pass, including the wait for its logits.
 
     Args:
-        bench: where and how often.
-        shape: of the model; weights are random.
+        bench: device and number of repeats.
+        shape: shape of the model, with random weights.
         context: committed tokens before the tree.
         bandwidth: measured, bytes per second.
     """
@@ -45,35 +45,35 @@ def pass_rows(
     for start in range(0, context, _CHUNK):
         rows = cache.rows(prefix_tokens=tokens[start : start + _CHUNK])
         runner.forward([rows], logits_rows=NO_ROWS)
-    found = []
+    results = []
     for nodes in NODE_COUNTS:
         ms = _one(bench, runner, cache, context, nodes)
         itemsize = bench.dtype.itemsize
         read = shape.weight_bytes(itemsize) + shape.cache_bytes(context + nodes, itemsize)
-        found.append(
+        results.append(
             {
                 "shape": shape.name,
                 "context": context,
                 "nodes": nodes,
                 "ms": ms,
-                "over_one_node": ms / found[0]["ms"] if found else 1.0,
+                "over_one_node": ms / results[0]["ms"] if results else 1.0,
                 "bytes": read,
                 "bandwidth_share": read / (ms * 1e-3) / bandwidth,
                 "attention": bench.attention,
                 "graphs": bench.graphs,
             }
         )
-    return found
+    return results
 
 
 def _one(bench: Bench, runner: ModelRunner, cache: Any, context: int, nodes: int) -> float:
-    """Milliseconds of the whole call: buffers filled, pass, and its logits waited for."""
+    """Milliseconds of the whole call: filling buffers, the pass, waiting for its logits."""
     ids = np.arange(nodes)
-    parents = np.maximum(ids // 2, 0) - (ids == 0)  # a binary tree, so the mask is none of a chain
+    parents = np.maximum(ids // 2, 0) - (ids == 0)  # a binary tree
     depths = np.zeros(nodes, np.int64)
     for node in range(1, nodes):
         depths[node] = depths[parents[node]] + 1
-    taken = []
+    seconds = []
     for _ in range(_WARM_UP + bench.repeats):
         rows = cache.rows(
             node_ids=ids,
@@ -84,6 +84,6 @@ def _one(bench: Bench, runner: ModelRunner, cache: Any, context: int, nodes: int
         with torch.inference_mode():
             start = perf_counter()
             runner.forward([rows])
-            taken.append(perf_counter() - start)
+            seconds.append(perf_counter() - start)
         cache.truncate(context)
-    return median(taken[_WARM_UP:]) * 1e3
+    return median(seconds[_WARM_UP:]) * 1e3

@@ -1,8 +1,9 @@
-"""Real passes of models with random weights, while a record says which tokens are accepted.
+"""Real passes of models with random weights, with acceptances from a record.
 
-Random weights accept nothing, and a trained 8B pair is not at hand everywhere. So the target and
-the draft run in full (buffers, passes, sampling of their own logits, copies to the host), and their
-answers are replaced by those of a record (``model=replay``). What that takes is metered apart.
+With random weights no draft token is accepted, and a trained 8B pair is not always available. So
+target and draft run in full (buffers, passes, sampling of their logits, copies to the host), and
+their answers are replaced by those of a record (``model=replay``). The replacement is metered
+separately.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
-from specdec.executors.answering import AnsweredRequest, Answerer, ModelAnswerer
+from specdec.executors.answerer import AnsweredRequest, Answerer, ModelAnswerer
 from specdec.executors.stage import ModelStage, Stage
 from specdec.models import ModelRunner
 from specdec.models.execution import Execution
@@ -25,15 +25,13 @@ from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler
 from specdec.sources import DraftModelSource, SyntheticSource
-from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import HiddenPair
 from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 REPLAY = "replay"
-"""Name under which the replaced answers are metered."""
+"""Name under which the replacement is metered."""
 
 
 class ReplayedShapes:
@@ -52,8 +50,9 @@ class ReplayedShapes:
         attention: str,
         execution: Execution,
     ) -> None:
-        """Takes models of one vocabulary, which must hold the record's made-up tokens."""
+        """Takes models of one vocabulary, at least as large as that of the record."""
         self.record = record
+        self.hidden = record.hidden
         self.target, self.draft = target, draft
         self.vocab_size = int(target.config.vocab_size)
         assert record.vocab_size <= self.vocab_size, "the record's tokens do not fit"
@@ -84,14 +83,6 @@ class ReplayedShapes:
         """The whole draft."""
         return self._runner(self.draft, "draft", meter)
 
-    def katz(self) -> KatzModel:
-        """Refused: a record has no text."""
-        raise UserError("a record has no text to count n-grams from")
-
-    def synthetic(self) -> HiddenPair:
-        """The record's hidden sequences."""
-        return self.record.synthetic()
-
     def _runner(self, model: PreTrainedModel, name: str, meter: Meter) -> ModelRunner:
         return ModelRunner(
             model=model,
@@ -103,7 +94,7 @@ class ReplayedShapes:
 
 
 class _Answerer:
-    """Pays for the target's own answers and gives the record's."""
+    """Computes the target's own answers and returns the record's."""
 
     def __init__(self, real: Answerer, replayed: Answerer, pair: ReplayedShapes) -> None:
         self._real, self._replayed, self._pair = real, replayed, pair
@@ -127,12 +118,12 @@ class _Answerer:
 
 
 class ReplayedSource:
-    """Pays for the draft's own candidates and gives the record's."""
+    """Computes the draft's own candidates and returns the record's."""
 
     gives_probs = False
 
     def __init__(self, *, real: DraftModelSource, replayed: SyntheticSource, meter: Meter) -> None:
-        """Wraps both; passes and rows are counted of the real one."""
+        """Wraps both; passes and rows are those of the real one."""
         self._real, self._replayed, self._meter = real, replayed, meter
         self.needs = real.needs
         self.vocab_size = real.vocab_size
@@ -148,13 +139,13 @@ class ReplayedSource:
         self._replayed.open(request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The draft's pass and its best candidates; then the record's."""
+        """Runs the draft's pass and returns the record's candidates."""
         self._real.expand(state, nodes, k)
         with self._meter.model(REPLAY):
             return self._replayed.expand(state, nodes, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Both follow."""
+        """Commits to both."""
         self._real.commit(commits, output)
         with self._meter.model(REPLAY):
             self._replayed.commit(commits, output)

@@ -1,4 +1,4 @@
-"""Shapes of the Llama models that are timed, with random weights, and the bytes of a pass."""
+"""Shapes of the timed Llama models, with random weights, and the bytes of a pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shape:
     tied: bool
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Bytes of weights that a pass of few rows reads: all but the rows of the embedding."""
+        """Bytes of weights that a pass of few rows reads: all without the embedding."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         norms = 2 * self.hidden
         layer = attention + 3 * self.hidden * self.inner + norms

@@ -25,7 +25,7 @@ from specdec.state import StopRules
 RECORD = "bundled:humaneval"
 REPLAYED = ("ar", "speculative", "specinfer", "best_first")
 TRAINED = ("ar", "speculative", "specinfer", "best_first", "staged", "hf_generate", "hf_assisted")
-_MIN_OUTPUT = 64  # recorded tokens of a prompt that is played
+_MIN_OUTPUT = 64  # recorded tokens of a replayed prompt
 
 
 def shape_rows(
@@ -37,7 +37,7 @@ def shape_rows(
     max_new_tokens: int,
     positions: int = 1024,
 ) -> list[dict[str, Any]]:
-    """Every strategy on a pair of shapes; the rows say that acceptances are replayed."""
+    """Every strategy on a pair of shapes, with replayed acceptances."""
     models = [
         random_llama(shape, device=bench.device, dtype=bench.dtype, positions=positions)
         for shape in (target, draft)
@@ -68,8 +68,8 @@ def shape_rows(
 def trained_rows(
     bench: Bench, *, num_prompts: int, max_new_tokens: int, overrides: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """The bundled pair on its own prompts, in float32: real acceptances, and their loop share."""
-    words = [
+    """The bundled pair on its own prompts, in float32, with real acceptances."""
+    common = [
         "model=tiny",
         f"model.device={bench.device}",
         "data=stdlib",
@@ -77,11 +77,11 @@ def trained_rows(
         f"max_new_tokens={max_new_tokens}",
         *overrides,
     ]
-    words += [f"model.graphs={bench.graphs}"]  # the baselines use the models, not our passes
+    common += [f"model.graphs={bench.graphs}"]  # has no effect on the baselines
     rows: list[dict[str, Any]] = []
-    pair, prompts, _ = prepare(run_job_of(["strategy=ar", *words]).config)
+    pair, prompts, _ = prepare(run_job_of(["strategy=ar", *common]).config)
     for name in TRAINED:
-        cfg = run_job_of([f"strategy={name}", *words]).config
+        cfg = run_job_of([f"strategy={name}", *common]).config
         row = {"pair": "bundled", "acceptances": "real", "strategy": name}
         make = partial(build_runner, cfg, pair, stop_rules(cfg, pair))
         rows.append(row | _measured(bench, make, prompts))
@@ -89,12 +89,12 @@ def trained_rows(
 
 
 def _replayed(name: str, pair: ReplayedShapes, stop: StopRules) -> Runner:
-    """A preset on the pair, its source's candidates replaced."""
+    """A preset on the pair with replaced candidates of its source."""
     cfg = run_job_of([f"strategy={name}", "model=random", "sampling=greedy"]).config
     runner = PartsRunner(cfg=cfg, pair=pair, stop=stop)
     real: Any = runner.parts.source
     if name != "ar":
-        replayed = SyntheticSource(pair=pair.synthetic())
+        replayed = SyntheticSource(pair=pair.hidden)
         source = ReplayedSource(real=real, replayed=replayed, meter=runner.parts.meter)
         runner.parts = replace(runner.parts, source=source)
     return runner
@@ -113,18 +113,20 @@ class _Plain:
     def run(
         self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
     ) -> RunTotals:
-        self._baseline.take_totals()
+        parts = []
         for prompt in prompts:
-            on_finish(self._baseline.generate_one(prompt.id, prompt.tokens))
-        return self._baseline.take_totals()
+            result, totals = self._baseline.generate_one(prompt.id, prompt.tokens)
+            parts.append(totals)
+            on_finish(result)
+        return RunTotals.merge(parts)
 
     def close(self) -> None:
         """Nothing to release."""
 
 
 def _prompts(record: ReplayModels, num: int) -> list[TokenPrompt]:
-    """The first recorded prompts whose recorded outputs are long enough to be timed."""
-    hidden: Any = record.synthetic()
+    """The first recorded prompts with at least ``_MIN_OUTPUT`` recorded output tokens."""
+    hidden: Any = record.hidden
     long = [
         TokenPrompt(i, tokens)
         for i, tokens in record.prompts()
@@ -146,31 +148,31 @@ def _measured(
         totals = runner.run(prompts, results.append)
         replay_s = totals.model_s.get(REPLAY, 0.0)
         runner.close()
-    except Exception as error:  # one strategy must not cost the others
+    except Exception as error:  # the other strategies continue
         return {"skipped": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
-    found = summarise(results, totals)
-    per_s = found["tokens_per_s"]
-    # Figures without what the replay itself takes, which no real run has.
+    summary = summarise(results, totals)
+    per_s = summary["tokens_per_s"]
+    # Figures without the time of the replay itself, which no real run has.
     wall_s = sum(len(r.output) for r in results) / per_s if per_s else None
     gross = wall_s / max(1e-9, wall_s - replay_s) if wall_s else 1.0
-    overhead = found["overhead_share"]
+    overhead = summary["overhead_share"]
     return {
         "skipped": None,
         "tokens_per_s": per_s,
         "tokens_per_s_net": None if not wall_s else per_s * gross,
         "replay_ms": replay_s * 1e3,
-        "target_passes": found["target_passes"],
-        "draft_passes": found["draft_passes"],
-        "acceptance_length": found["acceptance_length"],
+        "target_passes": summary["target_passes"],
+        "draft_passes": summary["draft_passes"],
+        "acceptance_length": summary["acceptance_length"],
         "overhead_share": None if overhead is None else overhead * gross,
-        "relative_memory_traffic": found["relative_memory_traffic"],
-        "loop_share": found["loop_share"],
-        "new_tokens": found["new_tokens"],
+        "relative_memory_traffic": summary["relative_memory_traffic"],
+        "loop_share": summary["loop_share"],
+        "new_tokens": summary["new_tokens"],
     }
 
 
 def _with_speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds ``speedup``, over the ``ar`` row of the same pair; of replayed rows the net figures."""
+    """Adds ``speedup``, over the ``ar`` row of the same pair; net figures of replayed rows."""
     base = next((row.get("tokens_per_s_net") for row in rows if row["strategy"] == "ar"), None)
     for row in rows:
         net = row.get("tokens_per_s_net")

@@ -1,6 +1,6 @@
-"""Medians of operations after warm-up: inside a captured graph on a GPU, called one by one without.
+"""Median times of operations after warm-up: in a captured graph on a GPU, else call by call.
 
-Both sides of every comparison go through ``timed``, so both are captured or neither is.
+All sides of a comparison use ``timed``, so all are captured or none is.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _WARM_UP = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where and how often things are timed.
+    """Settings of the measurements.
 
     Attributes:
         device: "cuda" or "cpu".
         dtype: of weights and activations.
-        repeats: timings, of which the median counts.
-        copy_mib: size of the tensor that the copy bandwidth is measured with.
-        cold_mib: an operation is timed over so many bytes of different operands, so that the
-            second-level cache holds none of them from one use to the next.
-        deadline: perf_counter value after which nothing new is begun.
-        attention, graphs, kernels: how models are run.
+        repeats: number of timings, of which the median is taken.
+        copy_mib: size of the tensor of the bandwidth measurement.
+        cold_mib: size of the different operands over which an operation is timed, so that none is
+            still in the second-level cache.
+        deadline: ``perf_counter`` value after which no measurement starts.
+        attention, graphs, kernels: settings of the models.
     """
 
     device: str
@@ -46,11 +46,11 @@ class Bench:
         return self.device == "cuda"
 
     def late(self) -> bool:
-        """Whether the time that the script may take has gone."""
+        """Whether the deadline has passed."""
         return perf_counter() > self.deadline
 
     def copies(self, num_bytes: int) -> int:
-        """How many sets of operands of ``num_bytes`` make ``cold_mib``; at most 64."""
+        """Number of operand sets of ``num_bytes`` in ``cold_mib``, 1 to 64."""
         return max(1, min(64, (self.cold_mib << 20) // max(1, num_bytes)))
 
 
@@ -69,12 +69,12 @@ def copy_bandwidth(bench: Bench) -> float:
 def _called(bench: Bench, run: Callable[[], object]) -> float:
     for _ in range(_WARM_UP):
         run()
-    found = []
+    times = []
     for _ in range(bench.repeats):
         start = perf_counter()
         run()
-        found.append(perf_counter() - start)
-    return median(found) * 1e6
+        times.append(perf_counter() - start)
+    return median(times) * 1e6
 
 
 def _captured(bench: Bench, run: Callable[[], object]) -> float:
@@ -89,12 +89,12 @@ def _captured(bench: Bench, run: Callable[[], object]) -> float:
         run()
     for _ in range(_WARM_UP):
         graph.replay()
-    found = []
+    times = []
     for _ in range(bench.repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) * 1e3)
-    return median(found)
+        times.append(start.elapsed_time(end) * 1e3)
+    return median(times)

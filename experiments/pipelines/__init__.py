@@ -1,1 +1,1 @@
-"""Pipelined strategies held against their bars and against the papers' formulas."""
+"""Tables, figures and speeds of pipelined strategies, and the papers' formulas for them."""

@@ -1,8 +1,7 @@
-"""What trees catch: SpecPipe Fig. 7, 10, 14 and PipeDec Fig. 3, 4, 6.
+"""Accuracy of token trees: SpecPipe Fig. 7, 10, 14 and PipeDec Fig. 3, 4, 6.
 
-Accuracy is "the proportion of speculative tree layers containing the ground-truth token": of a
-pipeline fed level by level its hit rate; of a static tree the share of levels that the target
-followed.
+Accuracy is "the proportion of speculative tree layers containing the ground-truth token": for a
+pipeline with one level per step its hit rate, for a static tree the share of accepted levels.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.pipelines.tables import SIMULATED, run_rows
+from experiments.pipelines.token_times import SIMULATED, run_rows
 from experiments.reproduce.drafts import Draft, drafts, make_draft
 from experiments.reproduce.drawing import band, doublings, figure, legend, line_chart, lines, tidy
 from experiments.reproduce.findings import Findings
@@ -33,21 +32,21 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``strategy``, ``draft``, ``widths``, ``children``, ``choice`` ([width,
     children]), and the claims ``saturates``, ``few_children``, ``optimum``.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     names = [config["draft"]]
     table, cells = [], {}
-    for draft in drafts(names, item, lab, found):
+    for draft in drafts(names, item, lab, findings):
         for children in config["children"]:
             for width in config["widths"]:
-                words = [f"policy.width={width}", f"policy.children={children}"]
-                run = lab.run([*draft.words, SIMULATED, *config["common"], *words])
+                overrides = [f"policy.width={width}", f"policy.children={children}"]
+                run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
                 cells[width, children] = run
                 s = run.summary
                 table.append((width, children, s["hit_rate"], run.tbt_ms, s["loop_share"]))
-        _add_size_measures(found, config, draft, cells)
+        _add_size_measures(findings, config, draft, cells)
     columns = ("width", "children", "accuracy (hit rate)", "TBT ms", "loop_share")
-    found.table("Tree parameters, simulated", columns, table)
-    made, (left, right) = figure(10.0, 3.9, 2)
+    findings.table("Tree parameters, simulated", columns, table)
+    fig, (left, right) = figure(10.0, 3.9, 2)
     for ax, pick in ((left, "hit_rate"), (right, "tbt_ms_mean")):
         lines(
             ax,
@@ -65,18 +64,22 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
     tidy(left, x="tree width (nodes per level)", y="accuracy (hit rate)")
     tidy(right, x="tree width (nodes per level)", y="time between tokens (ms, simulated)")
     legend(left)
-    found.figure = made
-    return found
+    findings.figure = fig
+    return findings
 
 
 def _add_size_measures(
-    found: Findings,
+    findings: Findings,
     config: Mapping[str, Any],
     draft: Draft,
     cells: Mapping[tuple[int, int], Outcome],
 ) -> None:
-    """Saturation: the last doubling gains under 2 points. Collapse: the fewest children lose over 5
-    points at the choice's width. Optimum: the choice is within 3 per cent of the grid's best."""
+    """Adds the three claims.
+
+    ``saturates``: the last doubling gains under 2 points; ``few_children``: the fewest children
+    lose over 5 points at the width of the choice; ``optimum``: the choice is within 3 per cent of
+    the best cell.
+    """
     widths, children = config["widths"], config["children"]
     width, many = config["choice"]
     hit = {key: run.summary["hit_rate"] for key, run in cells.items()}
@@ -92,7 +95,7 @@ def _add_size_measures(
         "optimum": (excess <= 3.0, f"best is {best[0]}/{best[1]}, the choice {excess:+.1f} %"),
     }
     for claim, (value, text) in facts.items():
-        found.add(claim, bool(value), "simulated", f"{draft.title}: {text}", loops=loops)
+        findings.add(claim, bool(value), "simulated", f"{draft.title}: {text}", loops=loops)
 
 
 def top_k(item: Item, lab: Lab) -> Findings:
@@ -100,14 +103,14 @@ def top_k(item: Item, lab: Lab) -> Findings:
 
     Keys: ``drafts``, ``claims`` (claim -> k), ``times`` (claims that need the paper's hardware).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     ks = (1, 2, 4, 8, 16, 32)
     table: list[tuple[Any, ...]] = []
     series = {}
-    for draft in drafts(config["drafts"], item, lab, found):
+    for draft in drafts(config["drafts"], item, lab, findings):
         record = _record_of(draft)
         if record is None:
-            cumulated = np.cumsum(SyntheticPair(**_law_of(draft.words)).rank_probabilities())
+            cumulated = np.cumsum(SyntheticPair(**_law_of(draft.overrides)).rank_probabilities())
             shares = [float(cumulated[k - 1]) for k in ks]
             table.append((draft.title, "formula", *shares, None, None, None))
         else:
@@ -118,12 +121,12 @@ def top_k(item: Item, lab: Lab) -> Findings:
             for claim, k in config["claims"].items():
                 counts = [(float((r.ranks < k).sum()), r.num_output) for r in record.requests]
                 value, ends = shares[ks.index(k)], interval(counts, share)
-                found.add(claim, value, "measured", draft.title, loops=loops, interval=ends)
+                findings.add(claim, value, "measured", draft.title, loops=loops, interval=ends)
         series[draft.short] = (ks, shares)
     columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share", "prompts", "tokens")
-    found.table("Hit ratio of the draft's k best tokens", columns, table)
-    found.missing += list(config.get("times", ()))
-    made, (ax,) = figure(7.0, 4.2)
+    findings.table("Hit ratio of the draft's k best tokens", columns, table)
+    findings.missing += list(config.get("times", ()))
+    fig, (ax,) = figure(7.0, 4.2)
     lines(ax, series)
     for claim in item.stated.claims.values():
         if claim.id in config["claims"] and claim.low is not None and claim.high is not None:
@@ -136,20 +139,20 @@ def top_k(item: Item, lab: Lab) -> Findings:
         ax, x="k (candidates)", y="share of the target's tokens among them", title=item.stated.title
     )
     legend(ax)
-    found.figure = made
-    return found
+    findings.figure = fig
+    return findings
 
 
 def _record_of(draft: Draft) -> Record | None:
-    """The record that a draft plays; None for a law."""
-    if any(word == "model=synthetic" for word in draft.words):
+    """The record of a replayed draft; None for a synthetic one."""
+    if any(word == "model=synthetic" for word in draft.overrides):
         return None
-    path = next((w.partition("=")[2] for w in draft.words if w.startswith("model.record=")), "")
+    path = next((w.partition("=")[2] for w in draft.overrides if w.startswith("model.record=")), "")
     return read_record(Path(path)) if path else _shipped()
 
 
-def _law_of(words: Sequence[str]) -> dict[str, list[float]]:
-    split = (word.removeprefix("model.").partition("=") for word in words)
+def _law_of(overrides: Sequence[str]) -> dict[str, list[float]]:
+    split = (word.removeprefix("model.").partition("=") for word in overrides)
     return {key: json.loads(value) for key, _, value in split if key in _LAW}
 
 
@@ -160,13 +163,13 @@ def _shipped() -> Record:
         return read_record(path)
 
 
-def quality_words(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
+def quality_overrides(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
     """A synthetic draft of rising quality.
 
     Args:
-        easy: share of the positions it is sure of.
-        fair: share of those between sure and unsure; half of the rest by default.
-        sure: chance that it is right where it is sure.
+        easy: share of easy positions.
+        fair: share of positions of medium difficulty (default: half of the others).
+        sure: probability that it is right at an easy position.
     """
     fair = (1.0 - easy) / 2 if fair is None else fair
     weights = f"[{easy},{fair:.3f},{1.0 - easy - fair:.3f}]"
@@ -181,17 +184,17 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
     static tree), ``drafts_static`` and ``drafts_dynamic`` (see ``quality_words``),
     ``claim`` (for each static tree).
     """
-    found, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).words[-2:]
+    findings, config = Findings(), item.config
+    size = make_draft("law_1b", item, lab).overrides[-2:]
     curves: dict[str, tuple[list[float], list[float]]] = {}
     table = []
     rows = {**config["static"], "dynamic tree": config["dynamic"]}
-    for name, words in rows.items():
+    for name, overrides in rows.items():
         xs, ys = curves.setdefault(name, ([], []))
         is_static = name in config["static"]
         for quality in config["drafts_static" if is_static else "drafts_dynamic"]:
-            draft = quality_words(*quality)
-            run = lab.run([*draft, *size, SIMULATED, *config["common"], *words])
+            draft = quality_overrides(*quality)
+            run = lab.run([*draft, *size, SIMULATED, *config["common"], *overrides])
             s = run.summary
             accuracy = s["accepted_per_pass"] / config["levels"] if is_static else s["hit_rate"]
             xs.append(accuracy)
@@ -202,7 +205,7 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
         *("tree", "sure positions", "fair positions", "right where sure", "accuracy", "TBT ms"),
         *("steps/token", "loop_share"),
     )
-    found.table("Simulated, synthetic drafts", columns, table)
+    findings.table("Simulated, synthetic drafts", columns, table)
     dynamic = curves["dynamic tree"]
     for name in config["static"]:
         shared = _shared_grid(curves[name][0], dynamic[0])
@@ -213,11 +216,11 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
             ratio = ours / other
             where = f"{name}, accuracies {shared[0]:.2f} to {shared[-1]:.2f}: the dynamic tree's"
             where += f" TBT is {ratio.min():.2f} to {ratio.max():.2f} of it"
-        found.add(config["claim"], lower, "simulated", where)
+        findings.add(config["claim"], lower, "simulated", where)
     y, x = "TBT (ms, simulated)", "accuracy (share of levels with the right token)"
     title = "synthetic drafts of rising quality"
-    found.figure = line_chart(curves, x=x, y=y, title=title, size=(7.0, 4.6))
-    return found
+    findings.figure = line_chart(curves, x=x, y=y, title=title, size=(7.0, 4.6))
+    return findings
 
 
 def _shared_grid(*xs: Sequence[float]) -> Any:
@@ -231,10 +234,10 @@ def by_depth(item: Item, lab: Lab) -> Findings:
     Keys: ``drafts``, ``dynamic`` and ``static`` (label -> overrides), ``levels``, claims
     ``higher`` (dynamic above static) and ``with_depth`` (the deepest loses under ``points``).
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     series: dict[str, tuple[list[float], list[float]]] = {}
-    for draft in drafts(config["drafts"], item, lab, found):
+    for draft in drafts(config["drafts"], item, lab, findings):
         dynamic = run_rows(lab, draft, [], config["dynamic"])
         static = run_rows(lab, draft, [], config["static"])
         accuracy = {name: run.summary["hit_rate"] for name, run in dynamic.items()}
@@ -250,11 +253,11 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         lost = 100 * (ends[0] - ends[-1])
         text = f"{min(ends):.2f} at least, static {max(still.values()):.2f}"
         higher = min(ends) > max(still.values())
-        found.add(config["higher"], higher, "simulated", f"{draft.title}: {text}", loops=loops)
+        findings.add(config["higher"], higher, "simulated", f"{draft.title}: {text}", loops=loops)
         text = f"{draft.title}: {lost:.1f} points lost from the shallowest to the deepest"
-        found.add(config["with_depth"], lost < config["points"], "simulated", text, loops=loops)
+        findings.add(config["with_depth"], lost < config["points"], "simulated", text, loops=loops)
     columns = ("draft", "tree", "accuracy", "95 % from", "to", "loop_share")
-    found.table("Accuracy", columns, table)
+    findings.table("Accuracy", columns, table)
     x, y = "pipeline stages", "accuracy (hit rate of the dynamic tree)"
-    found.figure = line_chart(series, x=x, y=y, title=item.stated.title, size=(7.0, 4.0))
-    return found
+    findings.figure = line_chart(series, x=x, y=y, title=item.stated.title, size=(7.0, 4.0))
+    return findings

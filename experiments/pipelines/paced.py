@@ -1,14 +1,13 @@
-"""Pipelines on real ranks and a paced clock, held against the simulator's times.
+"""Pipelines on real ranks with a paced clock, compared with the simulator's times.
 
     python -m experiments.pipelines.paced [--strategies specpipe specinfer ar] [--scale 2]
         [--prompts 4] [--tokens 64] [--samplings t06] [--words WORD ...] [--out outputs/paced]
     python -m experiments.pipelines.paced --strategies ppsd --words clock.profile=ppsd_vicuna7b_exit
 
-Each strategy runs twice on 8 stages and profile specpipe_8x3090 (unless the words of a
-configuration say otherwise): simulated in one process, paced on 9 ranks. Tokens, hits and steps
-must be the same; prints how far the times are apart, and the share of paced work that took longer
-than its time. A row takes its TBT x tokens x scale; nothing else should run on the machine
-meanwhile.
+Each strategy runs twice on 8 stages and profile specpipe_8x3090 (``--words`` has further
+overrides): simulated in one process, paced on 9 ranks. Tokens, hits and steps must be the same;
+prints the difference of the times and the share of overruns. A row takes its TBT x tokens x scale;
+the machine should be idle otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.bars import PIPELINE
+from experiments.pipelines.strategy_speeds import PIPELINE
 from specdec.config.job import run_job_of
 from specdec.metrics import RequestResult, summarise
 from specdec.report import write_json
@@ -29,7 +28,7 @@ from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
 KINDS = {"simulated": "in_process", "paced": "distributed"}
-STEPS = 24  # of the warm-up
+WARM_UP_STEPS = 24
 SAME = ("outputs", "steps", "hit_rate", "target_passes", "target_rows", "draft_passes")
 
 
@@ -53,15 +52,15 @@ def main() -> None:
     )
     for name, sampling in product(args.strategies, args.samplings):
         chosen = (f"strategy={name}", f"sampling={sampling}")
-        words = (*chosen, *common, f"clock.scale={args.scale}")
-        found = {kind: run(kind, words) for kind in KINDS}
-        write_json(args.out / f"{name}-{sampling}.json", found)
-        report(f"{name} {sampling}", args.scale, **found)
+        overrides = (*chosen, *common, f"clock.scale={args.scale}")
+        summaries = {kind: run(kind, overrides) for kind in KINDS}
+        write_json(args.out / f"{name}-{sampling}.json", summaries)
+        report(f"{name} {sampling}", args.scale, **summaries)
 
 
-def run(kind: str, words: Sequence[str]) -> dict[str, Any]:
-    """One strategy's summary on one clock, with ``outputs``; a few steps before it warm up."""
-    config = run_job_of([f"clock={kind}", f"executor.transport={KINDS[kind]}", *words]).config
+def run(kind: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """One strategy's summary on one clock, with ``outputs``, after a warm-up of a few steps."""
+    config = run_job_of([f"clock={kind}", f"executor.transport={KINDS[kind]}", *overrides]).config
     pair, prompts, _ = prepare(config)
     runner = PartsRunner(cfg=config, pair=pair, stop=stop_rules(config, pair))
     results: list[RequestResult] = []
@@ -77,26 +76,28 @@ def run(kind: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def report(name: str, scale: float, simulated: dict[str, Any], paced: dict[str, Any]) -> None:
-    """Prints one strategy's line, and what differs that must not."""
+    """Prints one strategy's line, and the counts that differ although they must be equal."""
     tbt = [summary["tbt_ms_mean"] / scale for summary in (simulated, paced)]
     share, off = paced["overrun_share"], tbt[1] / tbt[0] - 1.0
     holds = abs(off) <= 0.1 and share < 0.02
     different = [key for key in SAME if simulated[key] != paced[key]]
-    told = f"DIFFER in {', '.join(different)}" if different else "same tokens, hits, steps, rows"
+    equality = (
+        f"DIFFER in {', '.join(different)}" if different else "same tokens, hits, steps, rows"
+    )
     print(
         f"{'ok  ' if holds and not different else 'MISS'} {name:16} TBT / scale: simulated"
         f" {tbt[0]:.1f} ms, paced {tbt[1]:.1f} ms ({off:+.1%}; bar: 10 %), overruns {share:.2%}"
-        f" (bar: 2 %), loop_share {paced['loop_share']:.1%}; {told}",
+        f" (bar: 2 %), loop_share {paced['loop_share']:.1%}; {equality}",
         flush=True,
     )
 
 
 def _warm_up(runner: PartsRunner, prompts: Sequence[TokenPrompt]) -> None:
-    """The first steps of one prompt, which is then cancelled."""
+    """Decodes the first steps of one prompt and cancels it."""
     state = runner.parts.new_state()
     with torch.inference_mode():
         for number, _ in enumerate(runner.steps(state, prompts[:1], lambda _: None)):
-            if number == STEPS:
+            if number == WARM_UP_STEPS:
                 for request in state.requests.values():
                     request.cancel()
 

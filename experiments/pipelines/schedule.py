@@ -7,25 +7,25 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from experiments.pipelines.tables import SIMULATED
+from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 
 Event = Mapping[str, Any]
-_ENDS_US = 1e-3  # rounding of written times
+_ROUNDING_US = 1e-3  # of the times in a trace
 
 
 def timeline(item: Item, lab: Lab) -> Findings:
-    """One request's timeline, and where a stage's time goes (SpecPipe Fig. 12).
+    """One request's timeline, and the phases of the stages' time (SpecPipe Fig. 12).
 
     Keys: ``common``, ``draft``, claims ``aligned``, ``flush``, ``compute``, ``prune``.
     """
     from specdec.trace.timeline import timeline_png
 
-    found, config = Findings(), item.config
-    for draft in drafts([config["draft"]], item, lab, found):
+    findings, config = Findings(), item.config
+    for draft in drafts([config["draft"]], item, lab, findings):
         trace, summary = _traced(config, lab, draft)
         spent: dict[str, float] = {}
         prunes = []
@@ -45,12 +45,12 @@ def timeline(item: Item, lab: Lab) -> Findings:
             ("prune", max(prunes, default=0.0), "pinned by the profile"),
         ):
             conditions = f"{draft.title}, one prompt; {text}"
-            found.add(claim, value, "simulated", conditions, loops=loops)
+            findings.add(claim, value, "simulated", conditions, loops=loops)
         rows = tuple((kind, us / 1e3, us / sum(busy.values()), loops) for kind, us in busy.items())
         columns = ("phase", "ms", "share of busy time", "loop_share")
-        found.table("Time of all stages", columns, rows)
-        found.figure = timeline_png(trace, title=f"{item.id}, simulated, {draft.title}")
-    return found
+        findings.table("Time of all stages", columns, rows)
+        findings.figure = timeline_png(trace, title=f"{item.id}, simulated, {draft.title}")
+    return findings
 
 
 def algorithm(item: Item, lab: Lab) -> Findings:
@@ -59,30 +59,30 @@ def algorithm(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``draft``, ``compare`` (overrides of a comparison with plain decoding on real
     models); claims ``output``, ``stages``, ``token``, ``prune``, ``forward``.
     """
-    found, config = Findings(), item.config
+    findings, config = Findings(), item.config
     prompts, tokens = item.size["quick" if lab.quick else "full"]
-    words = [*config["compare"], f"data.limit={prompts}", f"max_new_tokens={tokens}"]
-    row = next(r for r in lab.compare(words)["rows"] if r["strategy"] == "specpipe")
+    overrides = [*config["compare"], f"data.limit={prompts}", f"max_new_tokens={tokens}"]
+    row = next(r for r in lab.compare(overrides)["rows"] if r["strategy"] == "specpipe")
     text = f"bundled pair, {row['num_compared']} prompts, {row['num_differing']} differ"
-    found.add("output", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
+    findings.add("output", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
     rows = []
-    for draft in drafts([config["draft"]], item, lab, found):
+    for draft in drafts([config["draft"]], item, lab, findings):
         trace, summary = _traced(config, lab, draft)
         facts = _facts(_by_step(trace), summary)
-        for claim, (held, of, what) in facts.items():
-            where = f"{draft.title}, one prompt; {held} of {of} {what}"
+        for claim, (count, of, what) in facts.items():
+            where = f"{draft.title}, one prompt; {count} of {of} {what}"
             loops = summary["loop_share"]
-            found.add(claim, held == of > 0, "simulated", where, loops=loops)
-            rows.append((item.stated.claims[claim].text, held, of, what, loops))
+            findings.add(claim, count == of > 0, "simulated", where, loops=loops)
+            rows.append((item.stated.claims[claim].text, count, of, what, loops))
     columns = ("line", "held", "of", "counted", "loop_share")
-    found.table("Algorithm 1 in a trace", columns, rows)
-    return found
+    findings.table("Algorithm 1 in a trace", columns, rows)
+    return findings
 
 
 def _facts(
     steps: Mapping[int, Sequence[Event]], summary: Mapping[str, Any]
 ) -> dict[str, tuple[int, int, str]]:
-    """claim -> (how often it held, of how many, what was counted)."""
+    """(number of cases in which it holds, number of cases, counted cases) of each claim."""
     work = {step: _rows(events, "compute") for step, events in steps.items()}
     pruned = {step: _rows(events, "prune") for step, events in steps.items()}
     last = max(max(rows, default=0) for rows in work.values())
@@ -111,37 +111,37 @@ def _facts(
 def _traced(
     config: Mapping[str, Any], lab: Lab, draft: Draft
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = lab.traced([*draft.words, "data.limit=1", SIMULATED, *config["common"]])
+    folder = lab.traced([*draft.overrides, "data.limit=1", SIMULATED, *config["common"]])
     names = ("trace.json", "summary.json")
     trace, summary = (json.loads((folder / n).read_text(encoding="utf-8")) for n in names)
     return trace, summary
 
 
 def _events(trace: Mapping[str, Any]) -> list[Event]:
-    """What the stages did, the draft left out."""
+    """The events of the stages, without the draft."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     return [event for event in events if event["tid"] > 0]
 
 
 def _by_step(trace: Mapping[str, Any]) -> dict[int, list[Event]]:
-    """step -> events of the stages; steps of the prompt are left out."""
-    found: dict[int, list[Event]] = {}
+    """Events of the stages by step, without prefill."""
+    by_step: dict[int, list[Event]] = {}
     for event in _events(trace):
         if event["cat"] != "wait" and not event["args"].get("prefill"):
-            found.setdefault(event["args"]["step"], []).append(event)
-    return dict(sorted(found.items()))
+            by_step.setdefault(event["args"]["step"], []).append(event)
+    return dict(sorted(by_step.items()))
 
 
 def _rows(events: Sequence[Event], kind: str) -> dict[int, int]:
-    """rank -> rows of its work of one kind."""
+    """Rows of one kind of work by rank."""
     return {e["tid"]: e["args"].get("tokens", 0) for e in events if e["cat"] == kind}
 
 
 def _aligned(steps: Mapping[int, Sequence[Event]]) -> tuple[int, int]:
-    """Steps that begin after the step before has ended on every stage, of how many."""
+    """Number of steps that begin after the previous step has ended on every stage, and of all."""
     spans = [
         (min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events))
         for events in steps.values()
     ]
-    held = sum(start >= end - _ENDS_US for (_, end), (start, _) in pairwise(spans))
-    return held, len(spans) - 1
+    aligned = sum(start >= end - _ROUNDING_US for (_, end), (start, _) in pairwise(spans))
+    return aligned, len(spans) - 1

@@ -1,4 +1,4 @@
-"""What a pipelined run's own counts and a latency profile imply for its time between tokens.
+"""The time between tokens implied by a pipelined run's counts and a latency profile.
 
 Symbols of SpecPipe 3.3.3: N stages, p hit probability, T(w) time of a stage for w tokens.
 """
@@ -21,10 +21,10 @@ class DecodeCounts:
     Attributes:
         tokens: tokens emitted after the first answer.
         answers: answers after the first.
-        steps: those answers and the steps without one, of flushes and partial refills.
+        steps: these answers, and the steps without an answer in flushes and partial refills.
         rows: mean tree nodes per target pass.
-        beside: draft passes that run beside each step.
-        between: draft passes that the target waits for, in all.
+        beside: draft passes beside each step.
+        between: total draft passes for which the target waits.
     """
 
     tokens: int
@@ -43,13 +43,13 @@ def decode_counts(
     between_hit: float = 0.0,
     between_miss: float = 0.0,
 ) -> DecodeCounts:
-    """Takes the counts from a run of one request at a time.
+    """The counts of a run that decodes one request at a time.
 
     Args:
         results, totals: the run.
         beside: draft passes beside each step.
-        between_hit, between_miss: draft passes that the target waits for after an answer whose next
-            token was in the tree, and after one whose was not.
+        between_hit, between_miss: draft passes for which the target waits after a hit and after a
+            miss.
     """
     counters = [result.counters for result in results]
     hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
@@ -71,10 +71,10 @@ def implied_tbt_ms(counts: DecodeCounts, profile: LatencyProfile) -> float:
         (steps (max(T(rows), beside T_draft) + T_transfer) + answers T_prune + between T_draft)
             / tokens
 
-    A step lasts as long as its busiest rank: the first stage, which holds a level before anything
-    is pruned from it, or the draft. T is taken at the mean number of rows; it is linear up to a
-    block of tokens, so that is the mean of T unless passes are larger. Prunes follow the answers;
-    a single node in flight leaves nothing to prune.
+    A step lasts as long as its busiest rank: the first stage, which has a level before any pruning,
+    or the draft. T is evaluated at the mean number of rows; it is linear up to a block of tokens,
+    so this is the mean of T unless passes are larger. Every answer is followed by pruning, except
+    with a single node in flight.
     """
     draft = profile.ms(Work.DRAFT, 1)
     rows = counts.rows
@@ -85,16 +85,8 @@ def implied_tbt_ms(counts: DecodeCounts, profile: LatencyProfile) -> float:
     return total / counts.tokens
 
 
-def steps_by_equation_2(hit_rate: float, num_stages: int) -> float:
-    """SpecPipe's Eq. 2 (reconstructed) in steps per token: 1 + (1 - p)(N - 1).
-
-    It ignores partial refills: the steps in which a kept root is still on its way.
-    """
-    return 1.0 + (1.0 - hit_rate) * (num_stages - 1)
-
-
 def needed_acceptance_length(tbt_ms: float, rows: float, stages: int, p: LatencyProfile) -> float:
-    """Tokens per tree from which a whole-tree method, its drafting hidden, beats ``tbt_ms``.
+    """Tokens per tree above which a whole-tree method with hidden drafting beats ``tbt_ms``.
 
     A tree takes N steps: (N (T(rows) + T_transfer) + T_prune) / tbt_ms.
     """
@@ -103,7 +95,7 @@ def needed_acceptance_length(tbt_ms: float, rows: float, stages: int, p: Latency
 
 
 def crossing(xs: Sequence[float], differences: Sequence[float]) -> float | None:
-    """The x at which a sampled difference changes its sign, by linear interpolation; else None."""
+    """The x at which sampled differences change sign, by linear interpolation; None if nowhere."""
     points = list(zip(xs, differences, strict=True))
     for (x0, d0), (x1, d1) in pairwise(points):
         if d0 == 0.0:

@@ -1,1 +1,1 @@
-"""PPSD's tables and figures: its laws on its own figures, and runs of the preset."""
+"""PPSD's tables and figures: its equations on its own figures, and runs of the presets."""

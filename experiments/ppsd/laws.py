@@ -1,8 +1,8 @@
-"""PPSD's equations (2509.19368) solved for alpha: what acceptance a stated figure implies."""
+"""PPSD's equations (2509.19368) solved for alpha: the acceptance that a figure implies."""
 
 from __future__ import annotations
 
-from specdec.metrics.exit_laws import eq5_acceptance
+from specdec.sources.exit_laws import eq5_acceptance
 
 
 def alpha_of_overall(overall: float, gamma: int) -> float:
@@ -15,5 +15,5 @@ def alpha_of_overall(overall: float, gamma: int) -> float:
 
 
 def alpha_of_speedup(speedup: float, exit_layer: int, num_layers: int) -> float:
-    """The alpha at which Eq. 6 gives a speed-up, E dividing N."""
+    """The alpha at which Eq. 6 gives a speed-up, for E that divides N."""
     return (1.0 - 1.0 / speedup) / (1.0 - exit_layer / num_layers)

@@ -1,7 +1,7 @@
-"""Claims that arithmetic on stated figures decides, written out in an item's config.
+"""Claims that are decided by arithmetic on stated figures, from an item's config.
 
-``computed``: claim -> [expression, what it is]; an expression has numbers, + - * / ** and
-comparisons, min(...) and max(...). ``table`` (title, columns, rows) is printed beside it.
+``computed``: claim -> [expression, description]; an expression has numbers, + - * / **,
+comparisons, min(...) and max(...). ``tables`` (title, columns, rows) are printed beside it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max}
 
 
 def arithmetic(item: Item, lab: Lab) -> Findings:
-    """An item that needs no run."""
-    found = Findings(measures=computed(item.config))
+    """An item without runs. Keys: ``computed``, ``tables``."""
+    findings = Findings(measures=computed(item.config))
     for table in item.config.get("tables", ()):
         rows = tuple(tuple(row) for row in table["rows"])
-        found.table(table["title"], tuple(table["columns"]), rows)
-    return found
+        findings.table(table["title"], tuple(table["columns"]), rows)
+    return findings
 
 
 def computed(config: Mapping[str, Any]) -> list[Measure]:
@@ -52,7 +52,7 @@ def evaluate(text: str) -> float | bool:
     """The value of an expression.
 
     Raises:
-        UserError: it holds anything but arithmetic on numbers.
+        UserError: the expression has anything else than arithmetic on numbers.
     """
     value = _value(ast.parse(text, mode="eval").body, text)
     return value if isinstance(value, bool) else float(value)
@@ -73,4 +73,4 @@ def _value(node: ast.expr, text: str) -> Any:
         function = _FUNCTIONS.get(node.func.id)
         if function is not None and not node.keywords:
             return function(*(_value(a, text) for a in node.args))
-    raise UserError(f"computed: {text!r} is more than arithmetic on numbers")
+    raise UserError(f"computed: {text!r} is not arithmetic on numbers")

@@ -1,4 +1,4 @@
-"""``specdec reproduce``: a paper's table or figure, the paper's values beside ours."""
+"""``specdec reproduce``: a paper's table or figure, with the paper's values beside ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-from experiments.reproduce.findings import MISSING, Findings, of_claim, verdict
+from experiments.reproduce.findings import Findings, of_claim, verdict
 from experiments.reproduce.items import Item, all_items, choose
 from experiments.reproduce.rendering import NONE, value_text
 from experiments.reproduce.results import write_item
@@ -20,24 +20,25 @@ from specdec.report.provenance import provenance
 HELP = """\
 specdec reproduce [--list] [--all] [--quick] [--document] [NAME ...] [output_dir=DIR] [runs_dir=DIR]
 
-Runs what stands behind a paper's table or figure and sets our figures beside the paper's: Markdown,
-CSV, JSON and a PNG each. Measured, paced, simulated and computed figures stand in columns of their
-own. What cannot be reproduced is listed with the reason.
+Runs the experiment of a paper's table or figure and writes the results beside the paper's values:
+Markdown, CSV, JSON and a PNG each. Measured, paced, simulated and computed figures have separate
+columns.
+Claims that cannot be reproduced are listed with the reason.
 
   NAME              a table or figure (specpipe/fig11), or all of a paper (specpipe)
   --all             every one
   --quick           few prompts and tokens; all of them in some minutes on two cores
-  --paced           also the paced column where a table has one: real time, a process per stage;
-                    leave the machine alone meanwhile
+  --paced           also the paced column of tables that have one: real time, a process per stage;
+                    needs an otherwise idle machine
   --list            names, titles and what is missing
   --document        write docs/reproduction.md from the results checked in under experiments/
-  output_dir=DIR    gets <paper>/results/<name>.md, .csv, .json, .png (default outputs/reproduce)
-  runs_dir=DIR      keeps the runs behind the tables; they are not run again as long as models and
-                    code are the same (default outputs/reproduce)
-  record=FILE       a record.npz of your own models (`record=true`, docs/replay.md), which then is
-                    one more draft in every simulated table
+  output_dir=DIR    for <paper>/results/<name>.md, .csv, .json, .png (default outputs/reproduce)
+  runs_dir=DIR      stores the runs of the tables; they are reused while models and code are
+                    unchanged (default outputs/reproduce)
+  record=FILE       a record.npz of your own models (`record=true`, docs/replay.md), used as a
+                    further draft in every simulated table
 
-SPECDEC_DATA names the folder of the data sets; without it the tables that need one say so.
+SPECDEC_DATA names the folder of the data sets; tables that need it report if it is missing.
 
 Examples
   specdec reproduce --list
@@ -50,7 +51,7 @@ _KEYS = {"output_dir": "outputs/reproduce", "runs_dir": "outputs/reproduce", "re
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status: 1 where a table failed."""
+    """Runs the command; returns the exit status: 1 if a table failed."""
     arguments = read_arguments(words, flags=_FLAGS)
     if "--help" in arguments.flags:
         print(HELP, end="")
@@ -83,7 +84,7 @@ def _read_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         elif key in _KEYS and value:
             keys[key] = value
         else:
-            raise UserError(f"{word} is no key of this command: known are {', '.join(_KEYS)}")
+            raise UserError(f"{word}: unknown key; use one of {', '.join(_KEYS)}")
     return names, keys
 
 
@@ -109,7 +110,7 @@ def _run_all(
         own_record=_own_record(keys["record"]),
         say=lambda text: print(f"  run {text}", file=sys.stderr),
     )
-    # Once, at the start: results may be written into the repository, which makes it look changed.
+    # Before any result is written, which may change the repository.
     facts = provenance(command=["specdec", "reproduce", *words], config={})
     began, cpu_began, failed = perf_counter(), process_time(), []
     for number, item in enumerate(chosen, start=1):
@@ -136,12 +137,14 @@ def _own_record(text: str) -> Path | None:
         return None
     path = Path(text).expanduser()
     if path.suffix != ".npz" or not path.is_file():
-        raise UserError(f"record={text} is no record.npz: `specdec run ... record=true` writes one")
+        raise UserError(
+            f"record={text}: not a record.npz; `specdec run ... record=true` writes one"
+        )
     return path
 
 
 def _findings(item: Item, lab: Any) -> tuple[Findings, bool]:
-    """The item's findings, and whether its builder failed (others go on)."""
+    """The item's findings, and whether its builder failed (the others continue)."""
     if not item.builder or item.absent:
         return Findings(missing=[item.status]), False
     try:
@@ -156,9 +159,9 @@ def _findings(item: Item, lab: Any) -> tuple[Findings, bool]:
 def conditions_of(
     item: Item, quick: bool, seconds: tuple[float, float], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Where the figures come from: revision, command, kind of machine, size, time.
+    """Conditions of the figures: revision, command, machine, size, time.
 
-    ``seconds`` are those of the wall and of the CPU, runs that were there already left out.
+    ``seconds`` of wall and CPU time exclude reused runs.
     """
     git, machine = facts["git"], facts["hardware"]
     revision = "unknown"
@@ -177,12 +180,12 @@ def conditions_of(
 
 
 def summary_lines(item: Item, findings: Findings) -> list[str]:
-    """A line per claim and figure, and per missing thing."""
+    """A line per claim and figure, and per missing item."""
     lines = []
     for claim in item.stated.claims.values():
         for measure in of_claim(findings.measures, claim.id) or [None]:
             ours = NONE if measure is None else f"{value_text(claim, measure)} {measure.kind}"
             where = "" if measure is None else f" [{measure.conditions}]"
-            said = MISSING if measure is None else verdict(claim, measure)
-            lines.append(f"{claim.text}: paper {claim.stated}, ours {ours}: {said}{where}")
+            outcome = verdict(claim, measure)
+            lines.append(f"{claim.text}: paper {claim.stated}, ours {ours}: {outcome}{where}")
     return [*lines, *(f"missing: {what}" for what in findings.missing)]

@@ -1,4 +1,4 @@
-"""Whose guesses drive a simulated table: recorded, synthetic or traced (``drafts.yaml``)."""
+"""The origins of hits in simulated tables: recorded, synthetic or traced (``drafts.yaml``)."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class Draft:
     """One origin of hits.
 
     Attributes:
-        name: in ``drafts.yaml``.
-        title: as printed.
-        short: the same in pictures.
-        words: overrides that choose model, prompts and length.
+        name: name in ``drafts.yaml``.
+        title: title in tables.
+        short: title in pictures.
+        overrides: overrides that choose model, prompts and length.
     """
 
     name: str
     title: str
     short: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
 
 
 @cache
 def known_drafts() -> Mapping[str, Mapping[str, Any]]:
     """The content of ``drafts.yaml``."""
     path = Path(__file__).with_name("drafts.yaml")
-    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found
+    content: Mapping[str, Mapping[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
 
 
 def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> Iterator[Draft]:
-    """The drafts of these names, then the user's own record where there is one.
+    """The drafts of these names, then the user's own record if there is one.
 
-    One that cannot be had goes to ``findings.missing``.
+    An unavailable draft is added to ``findings.missing``.
     """
     for name in names:
         try:
@@ -53,39 +53,39 @@ def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> It
         except UserError as error:
             findings.missing.append(f"{known_drafts()[name]['title']}: {error}")
     if lab.own_record is not None:
-        words = ("model=replay", f"model.record={lab.own_record}", *size_words(item, lab))
+        overrides = ("model=replay", f"model.record={lab.own_record}", *size_overrides(item, lab))
         title = f"own record {lab.own_record.name}, replayed"
-        yield Draft(name="own", title=title, short="own record", words=words)
+        yield Draft(name="own", title=title, short="own record", overrides=overrides)
 
 
 def make_draft(name: str, item: Item, lab: Lab) -> Draft:
     """One draft at the item's size; real models are recorded at the first call.
 
     Raises:
-        UserError: it needs data that are not there.
+        UserError: its data are missing.
     """
-    found = known_drafts()[name]
-    size = size_words(item, lab)
-    if "record" in found:
-        path = lab.record([*found["record"], *_record_size(item, lab)])
-        words: tuple[str, ...] = ("model=replay", f"model.record={path}", *size)
-    elif "trace" in found:
-        file, method = found["trace"]
+    spec = known_drafts()[name]
+    size = size_overrides(item, lab)
+    if "record" in spec:
+        path = lab.record([*spec["record"], *_record_size(item, lab)])
+        overrides: tuple[str, ...] = ("model=replay", f"model.record={path}", *size)
+    elif "trace" in spec:
+        file, method = spec["trace"]
         path = _data_folder() / "acceptance_traces" / file
-        words = ("model=replay", f"model.record={path}", f"model.method={method}", *size)
+        overrides = ("model=replay", f"model.record={path}", f"model.method={method}", *size)
     else:
-        words = (*found["words"], *size)
-    return Draft(name=name, title=found["title"], short=found["short"], words=words)
+        overrides = (*spec["words"], *size)
+    return Draft(name=name, title=spec["title"], short=spec["short"], overrides=overrides)
 
 
-def size_words(item: Item, lab: Lab) -> tuple[str, str]:
-    """How many prompts and tokens."""
+def size_overrides(item: Item, lab: Lab) -> tuple[str, str]:
+    """Overrides of the number of prompts and tokens."""
     prompts, tokens = item.size["quick" if lab.quick else "full"]
     return f"data.limit={prompts}", f"max_new_tokens={tokens}"
 
 
 def _record_size(item: Item, lab: Lab) -> tuple[str, str]:
-    """As ``size_words``, at least the size that most items have: they share one record."""
+    """As ``size_overrides``, but at least the default size, so that most items share a record."""
     kind = "quick" if lab.quick else "full"
     prompts, tokens = map(max, zip(item.size[kind], SIZE[kind], strict=True))
     return f"data.limit={prompts}", f"max_new_tokens={tokens}"
@@ -94,5 +94,5 @@ def _record_size(item: Item, lab: Lab) -> tuple[str, str]:
 def _data_folder() -> Path:
     folder = os.environ.get("SPECDEC_DATA")
     if not folder:
-        raise UserError("SPECDEC_DATA does not name the folder of the data sets")
+        raise UserError("SPECDEC_DATA is not set: it names the folder of the data sets")
     return Path(folder)

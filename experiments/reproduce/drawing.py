@@ -1,4 +1,4 @@
-"""Pictures of tables: points and lines with the paper's ranges as bands."""
+"""Pictures: points, lines and bars, with the paper's ranges as bands."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _UNITS = {"x": "times", "%": "per cent", "": "value"}
 
 def figure(width: float = 7.5, height: float = 4.2, panels: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure with panels side by side."""
-    made = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    axes = made.subplots(1, panels, squeeze=False)[0]
-    return made, list(axes)
+    fig = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    axes = fig.subplots(1, panels, squeeze=False)[0]
+    return fig, list(axes)
 
 
 def tidy(ax: Axes, *, x: str, y: str, title: str = "") -> None:
-    """Names the axes (with units), and takes away what nobody reads."""
+    """Labels the axes (with units) and removes the upper and right spines."""
     ax.set_xlabel(x, fontsize=8.5)
     ax.set_ylabel(y, fontsize=8.5)
     if title:
@@ -46,14 +46,14 @@ def tidy(ax: Axes, *, x: str, y: str, title: str = "") -> None:
 
 def legend(ax: Axes) -> None:
     """A legend under the panel, below the axis label, in as many columns as fit."""
-    made = ax.figure
+    fig = ax.figure
     names = ax.get_legend_handles_labels()[1]
-    inches = made.get_figure(root=True).get_figwidth() / len(made.axes)
+    inches = fig.get_figure(root=True).get_figwidth() / len(fig.axes)
     longest = max((len(line) for name in names for line in name.split("\n")), default=1)
     columns = max(1, min(len(names), int(inches / (0.55 + 0.062 * longest))))
     lines_of_ticks = 1 + max((t.get_text().count("\n") for t in ax.get_xticklabels()), default=0)
     points = 26.0 + 9.5 * lines_of_ticks
-    under = ax.transAxes + ScaledTranslation(0.0, -points / 72.0, made.dpi_scale_trans)
+    under = ax.transAxes + ScaledTranslation(0.0, -points / 72.0, fig.dpi_scale_trans)
     ax.legend(
         fontsize=7.5,
         frameon=False,
@@ -66,7 +66,7 @@ def legend(ax: Axes) -> None:
 
 
 def doublings(ax: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis that names its values."""
+    """A logarithmic x axis with a tick for each value."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(list(values), [f"{value:g}" for value in values])
     ax.minorticks_off()
@@ -94,11 +94,11 @@ def bar_chart(
     form: str = "{:.1f}",
 ) -> Figure:
     """A figure of one panel with grouped ``bars``."""
-    made, (ax,) = figure(*size)
+    fig, (ax,) = figure(*size)
     bars(ax, groups, form=form)
     tidy(ax, x=x, y=y, title=title)
     legend(ax)
-    return made
+    return fig
 
 
 def line_chart(
@@ -111,13 +111,13 @@ def line_chart(
     size: tuple[float, float] = (6.8, 4.2),
 ) -> Figure:
     """A figure of one panel with a line per name; ``within``: a band's ends and name."""
-    made, (ax,) = figure(*size)
+    fig, (ax,) = figure(*size)
     lines(ax, series)
     if within is not None:
         band(ax, *within)
     tidy(ax, x=x, y=y, title=title)
     legend(ax)
-    return made
+    return fig
 
 
 def band(ax: Axes, low: float, high: float, label: str, *, vertical: bool = False) -> None:
@@ -133,15 +133,17 @@ def band(ax: Axes, low: float, high: float, label: str, *, vertical: bool = Fals
 def bars(
     ax: Axes, groups: Mapping[str, Mapping[str, float | None]], *, form: str = "{:.1f}"
 ) -> None:
-    """Grouped bars: group -> series -> value; a series that a group lacks takes no room in it."""
+    """Grouped bars: group -> series -> value; a series that a group lacks leaves no gap."""
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
-    found = [{n: v for n, v in values.items() if v is not None} for values in groups.values()]
-    most = max((len(values) for values in found), default=1)
+    groups_of_bars = [
+        {n: v for n, v in values.items() if v is not None} for values in groups.values()
+    ]
+    most = max((len(values) for values in groups_of_bars), default=1)
     width = 0.84 / max(1, most)
-    upright = 90 if most * len(found) > 24 else 0
+    upright = 90 if most * len(groups_of_bars) > 24 else 0
     for i, name in enumerate(names):
         drawn = []
-        for group, values in enumerate(found):
+        for group, values in enumerate(groups_of_bars):
             if name in values:
                 place = list(values).index(name)
                 drawn.append((group + (place - (len(values) - 1) / 2) * width, values[name]))
@@ -162,20 +164,20 @@ def bars(
 
 
 def claims_figure(claims: Mapping[str, Claim], measures: Sequence[Measure], title: str) -> Figure:
-    """Numbers of ours, with their intervals, over the stated ranges: one row per claim."""
+    """Our numbers with their intervals over the stated ranges, one row per claim."""
     numeric = [c for c in claims.values() if c.low is not None]
-    made, (ax,) = figure(8.5, 1.7 + 0.5 * len(numeric) + 0.17 * len({_where(m) for m in measures}))
+    fig, (ax,) = figure(8.5, 1.7 + 0.5 * len(numeric) + 0.17 * len({_where(m) for m in measures}))
     claims_panel(ax, claims, measures)
     ax.set_title(title, fontsize=9)
-    return made
+    return fig
 
 
 def claims_panel(
     ax: Axes, claims: Mapping[str, Claim], measures: Sequence[Measure], unit: str | None = None
 ) -> None:
-    """The panel of ``claims_figure``: claims that are numbers (of one unit) and have our figure."""
-    held = {m.claim for m in measures}
-    numeric = [c for c in claims.values() if c.low is not None and c.id in held]
+    """The panel of ``claims_figure``: numeric claims (of ``unit``) for which we have a figure."""
+    measured = {m.claim for m in measures}
+    numeric = [c for c in claims.values() if c.low is not None and c.id in measured]
     numeric = [c for c in numeric if unit in (None, c.unit)]
     shown = {c.id for c in numeric}
     measures = [m for m in measures if m.claim in shown]
@@ -185,10 +187,10 @@ def claims_panel(
         ax.plot([low, high], [row, row], lw=11, color=_BAND, solid_capstyle="butt", zorder=1)
         if low == high:
             ax.plot([low], [row], marker="|", ms=14, mew=2.2, color="#c9982e", zorder=1)
-        mine = [measure for measure in measures if measure.claim == claim.id]
-        for i, measure in enumerate(mine):
+        points = [measure for measure in measures if measure.claim == claim.id]
+        for i, measure in enumerate(points):
             color = COLORS[conditions.index(_where(measure)) % len(COLORS)]
-            _point(ax, measure, row + (i - (len(mine) - 1) / 2) * 0.7 / len(mine), color)
+            _point(ax, measure, row + (i - (len(points) - 1) / 2) * 0.7 / len(points), color)
     ax.plot([], [], lw=9, color=_BAND, label="the paper's range or value")
     for i, name in enumerate(conditions):
         ax.plot([], [], marker="o", ms=4, lw=0, color=COLORS[i % len(COLORS)], label=fill(name, 70))
@@ -200,7 +202,7 @@ def claims_panel(
 
 
 def _where(measure: Measure) -> str:
-    """What a point is of; the arithmetic behind a formula stays in the table."""
+    """Label of a point: conditions and kind, without the arithmetic of a formula."""
     text = measure.conditions.split(": ")[0] if measure.kind == "formula" else measure.conditions
     return f"{text} ({measure.kind})"
 
@@ -211,10 +213,10 @@ def _point(ax: Axes, measure: Measure, y: float, color: str) -> None:
     ax.plot([float(measure.value)], [y], marker="o", ms=4, lw=0, color=color, zorder=4)
 
 
-def as_png(made: Any) -> bytes:
-    """A figure as PNG; bytes are one already."""
-    if isinstance(made, bytes):
-        return made
+def as_png(picture: Any) -> bytes:
+    """A figure as PNG; bytes are returned unchanged."""
+    if isinstance(picture, bytes):
+        return picture
     stream = BytesIO()
-    FigureCanvasAgg(made).print_png(stream)
+    FigureCanvasAgg(picture).print_png(stream)
     return stream.getvalue()

@@ -1,4 +1,4 @@
-"""What a reproduction found, and the verdict on each claim."""
+"""Results of a reproduction, and the verdict on each claim."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from experiments.reproduce.stated import Claim
 
 KINDS = ("measured", "paced", "simulated", "formula")
-"""Where a figure comes from; the columns of a table, never mixed (DESIGN 6).
+"""Origin of a figure: separate columns of a table, never mixed.
 
 measured: real models on this machine (times of its clock, or counts of its runs); paced: real
-processes held to a profile; simulated: a profile's virtual clock; formula: arithmetic on the
+processes paced by a profile; simulated: a profile's virtual clock; formula: arithmetic on the
 paper's own figures or on a law, no run.
 """
 
@@ -21,15 +21,15 @@ MISSING = "missing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One figure of ours that a claim is held against.
+    """One figure of ours for a claim.
 
     Attributes:
         claim: id of the claim.
-        value: the figure; whether the sentence holds, for a claim that is one.
+        value: the figure; for a claim that is a sentence, whether it holds.
         kind: one of ``KINDS``.
-        conditions: on what, in a few words.
-        low, high: 95 % interval over prompts, None where there is none.
-        loop_share: of the tokens behind it; None where tokens are made up or nothing ran.
+        conditions: models, data and settings.
+        low, high: 95 % interval over prompts; None if there is none.
+        loop_share: loop share of its tokens; None for synthetic tokens and formulas.
     """
 
     claim: str
@@ -46,7 +46,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of values under headings; None is printed as undefined."""
+    """Rows of values under headings; None is printed as "-"."""
 
     title: str
     columns: tuple[str, ...]
@@ -55,14 +55,14 @@ class Table:
 
 @dataclass(slots=True)
 class Findings:
-    """Everything one item's builder hands back.
+    """The return value of an item's builder.
 
     Attributes:
-        measures: held against the claims.
-        tables: printed in order.
+        measures: figures for the claims.
+        tables: tables in order.
         figure: a matplotlib ``Figure``, PNG bytes, or None.
-        notes: sentences under the tables: what would have to be true, what is assumed.
-        missing: what could not be done, and why.
+        notes: sentences under the tables, such as assumptions.
+        missing: parts that could not be run, with the reason.
     """
 
     measures: list[Measure] = field(default_factory=list)
@@ -103,21 +103,21 @@ class Findings:
 def verdict(claim: Claim, measure: Measure | None) -> str:
     """inside, above or below; holds or does not hold for a sentence; missing without a figure.
 
-    A range holds its ends; a single number is met within ``claim.within`` of it. Figures that come
-    from a formula alone say so.
+    A range includes its ends; a single number allows the relative error ``claim.within``. Figures
+    of kind "formula" have the prefix "formula check: ".
     """
     if measure is None:
         return MISSING
     if claim.low is None or claim.high is None:
-        found = "holds" if measure.value else "does not hold"
+        outcome = "holds" if measure.value else "does not hold"
     else:
         low, high = claim.low, claim.high
         if low == high:
             slack = abs(low) * claim.within
             low, high = low - slack, high + slack
         value = float(measure.value)
-        found = "inside" if low <= value <= high else "above" if value > high else "below"
-    return f"formula check: {found}" if measure.kind == "formula" else found
+        outcome = "inside" if low <= value <= high else "above" if value > high else "below"
+    return f"formula check: {outcome}" if measure.kind == "formula" else outcome
 
 
 def ratio_to_stated(claim: Claim, measure: Measure) -> str:
@@ -130,12 +130,12 @@ def ratio_to_stated(claim: Claim, measure: Measure) -> str:
 
 
 def of_claim(measures: Sequence[Measure], claim: str) -> list[Measure]:
-    """The figures that are held against one claim."""
+    """The figures for one claim."""
     return [measure for measure in measures if measure.claim == claim]
 
 
 def to_json(findings: Findings) -> dict[str, Any]:
-    """Plain values of all but the picture."""
+    """Plain values of everything but the picture."""
     return {
         "measures": [
             {name: getattr(m, name) for name in Measure.__dataclass_fields__}
@@ -150,14 +150,14 @@ def to_json(findings: Findings) -> dict[str, Any]:
     }
 
 
-def from_json(found: Mapping[str, Any]) -> Findings:
+def from_json(values: Mapping[str, Any]) -> Findings:
     """The inverse of ``to_json``."""
     return Findings(
-        measures=[Measure(**m) for m in found["measures"]],
+        measures=[Measure(**m) for m in values["measures"]],
         tables=[
             Table(t["title"], tuple(t["columns"]), tuple(tuple(r) for r in t["rows"]))
-            for t in found["tables"]
+            for t in values["tables"]
         ],
-        notes=list(found["notes"]),
-        missing=list(found["missing"]),
+        notes=list(values["notes"]),
+        missing=list(values["missing"]),
     )

@@ -1,4 +1,4 @@
-"""Bootstrap intervals over prompts of figures that are made of sums."""
+"""Bootstrap intervals over prompts for figures computed from sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def interval(
 
     Args:
         rows: counts of each prompt, float[P, K].
-        value: the figure of the sums; it is given float64[K, num_resamples].
+        value: computes the figure from the sums, float64[K, num_resamples].
         num_resamples: bootstrap samples.
     """
     table = np.asarray(list(rows), float)
@@ -31,16 +31,16 @@ def interval(
         return None, None
     picks = np.random.default_rng(0).integers(0, len(table), (num_resamples, len(table)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = value(table[picks].sum(1).T)
-    found = found[np.isfinite(found)]
-    if not len(found):
+        figures = value(table[picks].sum(1).T)
+    figures = figures[np.isfinite(figures)]
+    if not len(figures):
         return None, None
-    low, high = np.quantile(found, [0.025, 0.975])
+    low, high = np.quantile(figures, [0.025, 0.975])
     return float(low), float(high)
 
 
 def share(sums: FloatArray) -> FloatArray:
-    """First over second."""
+    """The ratio of the first to the second sum."""
     return np.asarray(sums[0] / sums[1])
 
 
@@ -65,7 +65,7 @@ def beside(
     right: Sequence[RequestResult],
     counts: Callable[[Sequence[RequestResult]], list[tuple[float, float]]],
 ) -> list[tuple[float, ...]]:
-    """Counts of the prompts that two runs share, side by side: float[P, 4]."""
+    """Counts of the common prompts of two runs, in one row each: float[P, 4]."""
     by = [dict(zip([r.id for r in side], counts(side), strict=True)) for side in (left, right)]
     return [(*by[0][i], *by[1][i]) for i in sorted(by[0].keys() & by[1].keys())]
 

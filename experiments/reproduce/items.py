@@ -1,8 +1,8 @@
-"""The tables and figures there are: a YAML each, ``experiments/<paper>/<item>.yaml``.
+"""The reproducible tables and figures: a YAML each, ``experiments/<paper>/<item>.yaml``.
 
-Keys of a config: ``builder`` (module:function that makes the findings), ``needs`` (presets without
-which there is nothing to run), ``size`` (quick and full: [prompts, tokens]), ``missing`` (why there
-is no builder), and whatever the builder reads.
+Keys of a config: ``builder`` (module:function that returns the findings), ``needs`` (required
+presets), ``size`` (quick and full: [prompts, tokens]), ``missing`` (why there is no builder), and
+the keys of the builder.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from experiments.reproduce.findings import Findings
     from experiments.reproduce.lab import Lab
 
-_NOT_FOR_BUILDERS = ("builder", "needs", "size", "missing")
+_ITEM_KEYS = ("builder", "needs", "size", "missing")
 SIZE = {"quick": (8, 48), "full": (32, 128)}
-"""Prompts and tokens of items that name no size."""
+"""Default number of prompts and tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +34,13 @@ class Item:
     """One table or figure.
 
     Attributes:
-        paper: whose.
-        name: of the item in the paper's folder.
-        stated: what the paper says.
-        config: what the builder reads.
-        builder: "module:function"; "" where nothing can be run.
-        needs: presets that it runs.
-        size: "quick" and "full" -> (prompts, tokens).
+        paper: the paper of the item.
+        name: name of the item in the paper's folder.
+        stated: the paper's claims.
+        config: keys of the builder.
+        builder: "module:function"; empty if there is nothing to run.
+        needs: required presets.
+        size: (prompts, tokens) of "quick" and "full".
         reason: why there is no builder.
     """
 
@@ -55,12 +55,12 @@ class Item:
 
     @property
     def id(self) -> str:
-        """paper/item."""
+        """The id: paper/item."""
         return f"{self.paper.name}/{self.name}"
 
     @property
     def absent(self) -> list[str]:
-        """Presets that it needs and that are not there."""
+        """Required presets that do not exist."""
         known = options("strategy", ())
         return [preset for preset in self.needs if preset not in known]
 
@@ -74,7 +74,7 @@ class Item:
         return "ready"
 
     def build(self, lab: Lab) -> Findings:
-        """Runs what the item needs; its findings end with the config's ``notes`` and ``absent``."""
+        """Runs the builder and appends the config's ``notes`` and ``absent`` to its findings."""
         module, _, function = self.builder.partition(":")
         make: Callable[[Item, Lab], Findings] = getattr(importlib.import_module(module), function)
         findings = make(self, lab)
@@ -84,15 +84,15 @@ class Item:
 
 
 def all_items(root: Path = ROOT) -> dict[str, Item]:
-    """Every table and figure by paper/item."""
-    found = {}
+    """Every table and figure by id."""
+    items = {}
     for name in PAPERS:
         if (root / name / "stated.yaml").is_file():
             paper = read_paper(name, root)
             for key, stated in paper.items.items():
                 item = _item(paper, key, stated, root / name / f"{key}.yaml")
-                found[item.id] = item
-    return found
+                items[item.id] = item
+    return items
 
 
 def choose(names: list[str], items: Mapping[str, Item]) -> list[Item]:
@@ -112,17 +112,17 @@ def choose(names: list[str], items: Mapping[str, Item]) -> list[Item]:
 
 def _item(paper: Paper, name: str, stated: Stated, path: Path) -> Item:
     if not path.is_file():
-        raise UserError(f"{paper.name}/{name} has stated values and no config: write {path.name}")
+        raise UserError(f"{paper.name}/{name} has stated values but no config: write {path.name}")
     with path.open(encoding="utf-8") as stream:
-        found = yaml.safe_load(stream)
-    size = {**SIZE, **found.get("size", {})}
+        values = yaml.safe_load(stream)
+    size = {**SIZE, **values.get("size", {})}
     return Item(
         paper=paper,
         name=name,
         stated=stated,
-        config={k: v for k, v in found.items() if k not in _NOT_FOR_BUILDERS},
-        builder=found.get("builder", ""),
-        needs=tuple(found.get("needs", ())),
+        config={k: v for k, v in values.items() if k not in _ITEM_KEYS},
+        builder=values.get("builder", ""),
+        needs=tuple(values.get("needs", ())),
         size={k: (int(v[0]), int(v[1])) for k, v in size.items()},
-        reason=found.get("missing", ""),
+        reason=values.get("missing", ""),
     )

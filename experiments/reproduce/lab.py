@@ -1,7 +1,7 @@
-"""Runs behind tables and figures: each in a folder of its own, once.
+"""Runs of the tables and figures, cached on disk.
 
-A folder is named by a hash of the resolved configuration, the models' weights and the code. It
-holds config.json, requests.jsonl and summary.json; a run that is there is not run again.
+Each run has a folder named by a hash of the resolved configuration, the models' weights and the
+code. It contains config.json, requests.jsonl and summary.json; an existing run is not repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from specdec.report import RequestWriter, plain, read_requests, write_json
 from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
-_NOT_OF_RUNS = {"cli", "report", "train", "verify", "trace", "profiling"}
+_WITHOUT_EFFECT = {"certify", "cli", "profiling", "report", "trace", "train"}
+"""Packages of ``specdec`` on which no token or time of a run depends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +36,11 @@ class Outcome:
     """One finished run.
 
     Attributes:
-        config: resolved.
-        summary: every metric of DESIGN 7; ``loop_share`` is the record's for replays, None where
-            tokens are made up.
-        results, totals: what the summary is derived from.
-        folder: where it lies.
+        config: resolved configuration.
+        summary: every metric (docs/metrics.md); ``loop_share`` is the record's for replays, None
+            for synthetic tokens.
+        results, totals: the raw counts of the summary.
+        folder: the run folder.
     """
 
     config: Mapping[str, Any]
@@ -60,7 +61,7 @@ class Outcome:
 
 
 class _Silent:
-    """Progress that nobody watches."""
+    """Progress without output."""
 
     def phase(self, label: str, total: int | None) -> None: ...
 
@@ -81,14 +82,14 @@ class Lab:
         own_record: Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Opens a lab.
+        """Sets the folder and the size of all runs.
 
         Args:
-            folder: where run folders are kept between calls.
+            folder: stores the run folders.
             quick: small sizes.
-            paced: also the runs on a paced clock, in real time on processes of their own.
+            paced: also run on a paced clock, in real time over processes.
             own_record: a record.npz of the user's models, a further draft of simulated tables.
-            say: told of each run before it starts.
+            say: called with a line before each run.
         """
         self.folder = folder
         self.quick = quick
@@ -97,19 +98,19 @@ class Lab:
         self._say = say
         self._prepared: dict[str, tuple[ModelPair, list[TokenPrompt]]] = {}
 
-    def run(self, words: Sequence[str]) -> Outcome:
-        """Runs one strategy in this process, prompts one at a time unless they share batches.
+    def run(self, overrides: Sequence[str]) -> Outcome:
+        """Runs one strategy in this process, one prompt at a time unless ``batch_size`` is above 1.
 
         Args:
-            words: overrides of ``specdec run``; a later one wins.
+            overrides: overrides of ``specdec run``; a later one wins.
         """
-        config = run_job_of(_last_wins(words)).config
+        config = run_job_of(_last_wins(overrides)).config
         pair, prompts = self._prepare(config)
         key = {"config": config, "models": _identity(pair), "code": code_hash()}
         folder = self.folder / "runs" / _hash(key)
         path, done = folder / "requests.jsonl", folder / "summary.json"
         if not done.is_file():
-            self._say(" ".join(w for w in words if not w.startswith("model.record=")))
+            self._say(" ".join(w for w in overrides if not w.startswith("model.record=")))
             path.unlink(missing_ok=True)
             write_json(folder / "config.json", key)
             expansions = _decode(config, pair, prompts, path)
@@ -120,54 +121,54 @@ class Lab:
             config=config, summary=summary, results=results, totals=totals, folder=folder
         )
 
-    def compare(self, words: Sequence[str]) -> dict[str, Any]:
-        """``specdec compare``: strategies interleaved on the same prompts, by measured time.
+    def compare(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """Runs ``specdec compare``: strategies interleaved on the same prompts.
 
         Returns:
             The content of ``comparison.json``, with ``folder``.
         """
-        comparison = compose_comparison(_last_wins(words))
+        comparison = compose_comparison(_last_wins(overrides))
         key = {"config": comparison.config, "code": code_hash()}
         folder = self.folder / "compared" / _hash(key)
         path = folder / "comparison.json"
         if not path.is_file():
-            self._say(" ".join(words))
+            self._say(" ".join(overrides))
             (folder / "requests.jsonl").unlink(missing_ok=True)
             configs = [job.config for job in comparison.jobs]
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 compare_jobs(configs, folder, comparison.repeats, _Silent())
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {**found, "folder": folder}
+        comparison_json: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {**comparison_json, "folder": folder}
 
-    def traced(self, words: Sequence[str]) -> Path:
-        """A run folder with trace.json and trees.json."""
-        return self._job([*words, "trace=true"], "traced", "trace.json")
+    def traced(self, overrides: Sequence[str]) -> Path:
+        """Runs with a trace; returns the folder with trace.json and trees.json."""
+        return self._job([*overrides, "trace=true"], "traced", "trace.json")
 
-    def record(self, words: Sequence[str]) -> Path:
+    def record(self, overrides: Sequence[str]) -> Path:
         """Records real models once; returns the path of its record.npz."""
-        words = ["strategy=speculative", "model=tiny", *words, "record=true"]
-        return self._job(words, "records", "record.npz") / "record.npz"
+        overrides = ["strategy=speculative", "model=tiny", *overrides, "record=true"]
+        return self._job(overrides, "records", "record.npz") / "record.npz"
 
     def models(self) -> ModelPair:
         """The bundled pair, loaded."""
         config = run_job_of(["strategy=speculative", "model=tiny", "data=stdlib", "data.limit=1"])
         return self._prepare(config.config)[0]
 
-    def _job(self, words: Sequence[str], kind: str, wanted: str) -> Path:
-        config = run_job_of(_last_wins(words)).config
+    def _job(self, overrides: Sequence[str], kind: str, result_file: str) -> Path:
+        config = run_job_of(_last_wins(overrides)).config
         pair, _ = self._prepare(config)
         key = {"config": config, "models": _identity(pair), "code": code_hash()}
         folder = self.folder / kind / _hash(key)
-        if not (folder / wanted).is_file():
-            self._say(f"{kind}: {' '.join(words)}")
+        if not (folder / result_file).is_file():
+            self._say(f"{kind}: {' '.join(overrides)}")
             (folder / "requests.jsonl").unlink(missing_ok=True)
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 run_job(config, folder, _Silent())
         return folder
 
     def _prepare(self, config: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt]]:
-        wanted = [config["model"], config["data"], config["max_new_tokens"], config["seed"]]
-        key = json.dumps(wanted, sort_keys=True)
+        values = [config[name] for name in ("model", "data", "max_new_tokens", "seed")]
+        key = json.dumps(values, sort_keys=True)
         if key not in self._prepared:
             pair, prompts, _ = prepare(config)
             self._prepared[key] = (pair, prompts)
@@ -178,11 +179,10 @@ def speed_ratio(fast: Outcome, slow: Outcome) -> tuple[float, float | None, floa
     """How many times faster ``fast`` decodes, and the 95 % interval over the prompts of both.
 
     Raises:
-        UserError: the two decoded different tokens or prompts, so no ratio means anything.
+        UserError: the two runs decoded different tokens or prompts, so a ratio is meaningless.
     """
-    mine = {result.id: result.output for result in fast.results}
-    theirs = {result.id: result.output for result in slow.results}
-    if mine != theirs:
+    outputs, others = ({r.id: r.output for r in run.results} for run in (fast, slow))
+    if outputs != others:
         raise UserError("two rows of one table decoded different tokens: no ratio is printed")
     interval = speed_ratio_interval(fast.results, slow.results)
     low, high = interval if interval is not None else (None, None)
@@ -191,11 +191,11 @@ def speed_ratio(fast: Outcome, slow: Outcome) -> tuple[float, float | None, floa
 
 @cache
 def code_hash() -> str:
-    """Of the package's source, without what no run's tokens or times come from."""
+    """Hash of the package's source, without the packages ``_WITHOUT_EFFECT``."""
     root = Path(specdec.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in _NOT_OF_RUNS:
+        if path.relative_to(root).parts[0] not in _WITHOUT_EFFECT:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -207,7 +207,7 @@ def _read(path: Path) -> tuple[tuple[RequestResult, ...], RunTotals]:
 
 
 def _summary(pair: ModelPair, path: Path) -> dict[str, Any]:
-    """The run's metrics; ``loop_share`` is the record's, or None where tokens are made up."""
+    """The run's metrics; ``loop_share`` is the record's for replays, None for synthetic tokens."""
     summary = summarise(*_read(path))
     if isinstance(pair, ReplayModels):
         summary["loop_share"] = pair.about.get("loop_share")
@@ -219,15 +219,15 @@ def _summary(pair: ModelPair, path: Path) -> dict[str, Any]:
 def _decode(
     config: Mapping[str, Any], pair: ModelPair, prompts: Sequence[TokenPrompt], path: Path
 ) -> Any:
-    """Runs and writes down the requests; returns the growth rounds of policies that count them."""
+    """Runs and writes the requests; returns the expansion counts of policies that have them."""
     runner = PartsRunner(cfg=config, pair=pair, stop=stop_rules(config, pair))
     groups = [[p] for p in prompts] if config["batch_size"] == 1 else [list(prompts)]
     try:
         with RequestWriter(path) as writer:
             for group in groups:
-                found: list[RequestResult] = []
-                totals = runner.run(group, found.append)
-                for i, result in enumerate(found):
+                results: list[RequestResult] = []
+                totals = runner.run(group, results.append)
+                for i, result in enumerate(results):
                     writer.write(runner.name, result, totals=totals if i == 0 else None)
     finally:
         runner.close()
@@ -235,7 +235,7 @@ def _decode(
 
 
 def _identity(pair: ModelPair) -> Any:
-    """What tells one training run or record from another; None where nothing is loaded."""
+    """Distinguishes trained models and records; None for synthetic models."""
     if isinstance(pair, ReplayModels):
         return plain(pair.about)
     if not isinstance(pair, HuggingFacePair):
@@ -244,9 +244,9 @@ def _identity(pair: ModelPair) -> Any:
     return [float(sum(p.double().abs().sum() for p in m.parameters())) for m in models if m]
 
 
-def _last_wins(words: Sequence[str]) -> list[str]:
-    """Overrides without those that a later one of the same key replaces."""
-    return list({word.partition("=")[0]: word for word in words}.values())
+def _last_wins(overrides: Sequence[str]) -> list[str]:
+    """The last override of each key."""
+    return list({word.partition("=")[0]: word for word in overrides}.values())
 
 
 def _hash(key: Mapping[str, Any]) -> str:

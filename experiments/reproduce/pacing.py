@@ -1,4 +1,4 @@
-"""The paced column: real processes held to a latency profile, a rank per stage."""
+"""The paced column: real processes paced by a latency profile, a rank per stage."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from specdec.metrics.compare import speed_ratio_interval
 from specdec.report import read_requests
 
 
-def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
+def add_paced(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:
     """Runs ``paced`` of an item's config: strategies interleaved on the same prompts.
 
-    A row whose work overran its profile too often does not count, and is missing.
+    Rows with more than 2 % overruns do not count and are reported as missing.
 
     Args:
-        config: ``words`` (overrides of ``specdec compare``), ``where`` (conditions in words),
+        config: ``words`` (overrides of ``specdec compare``), ``where`` (conditions as text),
             ``ratios`` (claim -> [slow, fast], two strategies), ``follows`` (claim -> a strategy
             whose speed-up over ``ar`` should be within 5 per cent of its law's).
-        lab: where it runs.
-        found: gets a table and measures.
+        lab: runs the comparisons.
+        findings: extended by a table and measures.
     """
     compared = lab.compare(config["words"])
     rows = {row["strategy"]: row for row in compared["rows"]}
@@ -42,24 +42,24 @@ def add_paced(config: Mapping[str, Any], lab: Lab, found: Findings) -> None:
         *(f"over {first['strategy']}", "overrun_share", "hit rate", "accept length"),
         *("tokens as the first row", "loop_share", "prompts", "repeats"),
     )
-    found.table("Paced: a process per stage, real messages", columns, table)
+    findings.table("Paced: a process per stage, real messages", columns, table)
     records = read_requests(compared["folder"] / "requests.jsonl")
-    wanted = {claim: (slow, fast) for claim, (slow, fast) in config.get("ratios", {}).items()}
-    wanted |= {claim: ("ar", fast) for claim, fast in config.get("follows", {}).items()}
-    for claim, (slow, fast) in wanted.items():
+    pairs = {claim: (slow, fast) for claim, (slow, fast) in config.get("ratios", {}).items()}
+    pairs |= {claim: ("ar", fast) for claim, fast in config.get("follows", {}).items()}
+    for claim, (slow, fast) in pairs.items():
         overrun = [name for name in (slow, fast) if not rows[name]["paced_counts"]]
         for name in overrun:
             share = f"{100 * rows[name]['overrun_share']:.1f} %"
-            found.missing.append(f"paced {name}: {share} of its work overran its profile")
+            findings.missing.append(f"paced {name}: {share} of its work overran its profile")
         if overrun:
             continue
-        mine, other = ([r.result for r in records if r.strategy == n] for n in (fast, slow))
-        ends = speed_ratio_interval(mine, other) or (None, None)
+        ours, other = ([r.result for r in records if r.strategy == n] for n in (fast, slow))
+        ends = speed_ratio_interval(ours, other) or (None, None)
         value = rows[slow]["tbt_ms_mean"] / rows[fast]["tbt_ms_mean"]
         loops, text = rows[fast]["loop_share"], f"bundled pair, {config['where']}"
         if claim in config.get("ratios", {}):
-            found.add(claim, value, "paced", text, loops=loops, interval=ends)
+            findings.add(claim, value, "paced", text, loops=loops, interval=ends)
             continue
         law = rows[fast]["speedup_law"]
         text += f": {value:.2f}x, law {law:.2f}x, wall over theory {value / law:.2f}"
-        found.add(claim, abs(value / law - 1.0) <= 0.05, "paced", text, loops=loops)
+        findings.add(claim, abs(value / law - 1.0) <= 0.05, "paced", text, loops=loops)

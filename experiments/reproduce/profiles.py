@@ -1,4 +1,4 @@
-"""Latency profiles that an experiment derives from its own figures."""
+"""Latency profiles of hypothetical clusters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specdec.files import write_json
 def write_profile(
     folder: Path, *, target_ms: float, stages: int, draft_ms: float, transfer_ms: float
 ) -> Path:
-    """A profile of an even pipeline; returns its path.
+    """Writes a profile of a pipeline with equal stages; returns its path.
 
     Args:
-        folder: where it is written.
-        target_ms: a whole target pass of up to 64 tokens; a further block costs an eighth more.
-        stages: the pass is cut into so many.
-        draft_ms: a draft pass.
-        transfer_ms: between two devices.
+        folder: parent of the folder ``profiles``.
+        target_ms: time of a target pass of up to 64 tokens; a further block costs an eighth more.
+        stages: number of stages.
+        draft_ms: time of a draft pass.
+        transfer_ms: time of a transfer between two devices.
     """
 
     def flat(ms: float) -> dict[str, list[float]]:

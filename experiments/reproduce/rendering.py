@@ -44,11 +44,10 @@ def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> s
 
 
 def claim_rows(item: Item, findings: Findings) -> list[list[str]]:
-    """One row per claim and figure of ours; a claim without one is missing."""
+    """One row per claim and figure of ours; a claim without a figure is "missing"."""
     rows = []
     for claim in item.stated.claims.values():
-        found = of_claim(findings.measures, claim.id)
-        for measure in found or [None]:
+        for measure in of_claim(findings.measures, claim.id) or [None]:
             rows.append(_claim_row(claim, measure, item))
     return rows
 

@@ -30,9 +30,9 @@ def write_item(item: Item, findings: Findings, out: Path, conditions: Mapping[st
 
 
 def read_item(item: Item, root: Path = ROOT) -> tuple[Findings, dict[str, Any]] | None:
-    """Findings and conditions of a results folder; None where the item was never run."""
+    """Findings and conditions of a results folder; None if the item has no results."""
     path = root / item.paper.name / "results" / f"{item.name}.json"
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return from_json(found), found["conditions"]
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return from_json(values), values["conditions"]

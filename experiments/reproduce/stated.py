@@ -1,10 +1,10 @@
-"""What the papers state, as data: ``experiments/<paper>/stated.yaml``.
+"""The claims of the papers as data: ``experiments/<paper>/stated.yaml``.
 
-A file has the paper's name and reference and, per table or figure, its claims. A claim has
-``text``, ``stated`` (a number, a pair [least, most], or a sentence that holds or does not),
-``unit``, ``section`` where it differs from the item's, ``within`` (how near a number counts as met)
-and ``mark``: original (in the text at hand), known (general knowledge of the original) or
-reconstructed (follows from the sentences around a gap).
+A file has the paper's name and reference and the claims of each table or figure. A claim has
+``text``, ``stated`` (a number, a pair [min, max], or a sentence), ``unit``, ``section`` if it
+differs from the item's, ``within`` (allowed relative error of a number) and ``mark``: original (in
+the available text), known (general knowledge of the original) or reconstructed (from the sentences
+around a gap).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import yaml
 from specdec.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The folder of the papers' folders."""
+"""Parent of the papers' folders."""
 
 PAPERS = ("specpipe", "pipedec", "ppsd", "swiftspec", "staged", "open")
-"""Folders that hold stated values; ``open`` asks what the papers leave open and states nothing."""
+"""Folders with stated values; ``open`` has questions that the papers leave open."""
 
 MARKS = ("original", "known", "reconstructed", "independent", "open")
-"""Where a stated value comes from; ``independent`` is somebody else's measurement."""
+"""Origin of a stated value; ``independent`` is a measurement of another group."""
 
 _CLAIM_KEYS = {"text", "stated", "unit", "section", "mark", "within"}
 _ITEM_KEYS = {"title", "section", "claims"}
@@ -36,14 +36,14 @@ class Claim:
     """One stated value.
 
     Attributes:
-        id: its name in the item.
-        text: what it is about.
+        id: name in the item.
+        text: description.
         low, high: the stated range, equal for a number; None for a sentence.
-        sentence: what is said to hold; "" for numbers.
-        unit: of the numbers, "" for none.
-        section: of the paper.
+        sentence: the claimed sentence; empty for numbers.
+        unit: unit of the numbers; may be empty.
+        section: section of the paper.
         mark: one of ``MARKS``.
-        within: relative distance at which a single number still counts as met.
+        within: allowed relative error of a single number.
     """
 
     id: str
@@ -79,8 +79,8 @@ class Stated:
     """The claims of one table or figure.
 
     Attributes:
-        title, section: of the item.
-        claims: by id, in the file's order.
+        title, section: title and section of the item.
+        claims: claims by id, in the order of the file.
     """
 
     title: str
@@ -90,12 +90,12 @@ class Stated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
-    """What one paper states.
+    """The claims of one paper.
 
     Attributes:
-        name: the folder's name.
-        title, reference: the method, and where the paper is.
-        items: by name, in the file's order.
+        name: name of the folder.
+        title, reference: the method and the citation.
+        items: tables and figures by name, in the order of the file.
     """
 
     name: str
@@ -108,41 +108,41 @@ def read_paper(name: str, root: Path = ROOT) -> Paper:
     """Reads one paper's stated values.
 
     Raises:
-        UserError: a key that is not known, a value that is neither number, pair nor sentence.
+        UserError: an unknown key, or a value that is neither number, pair nor sentence.
     """
     path = root / name / "stated.yaml"
     with path.open(encoding="utf-8") as stream:
-        found = yaml.safe_load(stream)
-    items = {key: _stated(f"{path.name} {key}", value) for key, value in found["items"].items()}
-    return Paper(name=name, title=found["title"], reference=found["reference"], items=items)
+        values = yaml.safe_load(stream)
+    items = {key: _stated(f"{path.name} {key}", value) for key, value in values["items"].items()}
+    return Paper(name=name, title=values["title"], reference=values["reference"], items=items)
 
 
-def _stated(where: str, found: Mapping[str, Any]) -> Stated:
-    _refuse_unknown(where, found, _ITEM_KEYS)
-    section = str(found["section"])
+def _stated(where: str, values: Mapping[str, Any]) -> Stated:
+    _refuse_unknown(where, values, _ITEM_KEYS)
+    section = str(values["section"])
     claims = {
         key: _claim(f"{where} {key}", key, value, section)
-        for key, value in (found.get("claims") or {}).items()
+        for key, value in (values.get("claims") or {}).items()
     }
-    return Stated(title=found["title"], section=section, claims=claims)
+    return Stated(title=values["title"], section=section, claims=claims)
 
 
-def _claim(where: str, key: str, found: Mapping[str, Any], section: str) -> Claim:
-    _refuse_unknown(where, found, _CLAIM_KEYS)
-    mark = found.get("mark", "original")
+def _claim(where: str, key: str, values: Mapping[str, Any], section: str) -> Claim:
+    _refuse_unknown(where, values, _CLAIM_KEYS)
+    mark = values.get("mark", "original")
     if mark not in MARKS:
-        raise UserError(f"{where}: mark={mark} is none of {', '.join(MARKS)}")
-    low, high, sentence = _value(where, found["stated"])
+        raise UserError(f"{where}: mark={mark} is not one of {', '.join(MARKS)}")
+    low, high, sentence = _value(where, values["stated"])
     return Claim(
         id=key,
-        text=found["text"],
+        text=values["text"],
         low=low,
         high=high,
         sentence=sentence,
-        unit=str(found.get("unit", "")),
-        section=str(found.get("section", section)),
+        unit=str(values.get("unit", "")),
+        section=str(values.get("section", section)),
         mark=mark,
-        within=float(found.get("within", 0.05)),
+        within=float(values.get("within", 0.05)),
     )
 
 
@@ -155,7 +155,7 @@ def _value(where: str, stated: Any) -> tuple[float | None, float | None, str]:
     return float(ends[0]), float(ends[1]), ""
 
 
-def _refuse_unknown(where: str, found: Mapping[str, Any], known: set[str]) -> None:
-    unknown = set(found) - known
+def _refuse_unknown(where: str, values: Mapping[str, Any], known: set[str]) -> None:
+    unknown = set(values) - known
     if unknown:
         raise UserError(f"{where}: {sorted(unknown)} are no keys; known are {sorted(known)}")

@@ -1,1 +1,1 @@
-"""SwiftSpec held against its bars and its own formulas."""
+"""SwiftSpec's tables and figures, compared with the paper and with its formulas."""

@@ -44,8 +44,8 @@ def main() -> None:
     size = [f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}", "threads=1"]
     common = ["strategy=swiftspec", "data=humaneval", f"model={args.model}", *size]
     for name in args.layouts:
-        words = [*common, *LAYOUTS[name], f"clock.scale={args.scale}", "policy.d=ratio"]
-        simulated, paced = (run(kind, words) for kind in KINDS)
+        overrides = [*common, *LAYOUTS[name], f"clock.scale={args.scale}", "policy.d=ratio"]
+        simulated, paced = (run(kind, overrides) for kind in KINDS)
         same = "same tokens" if simulated["outputs"] == paced["outputs"] else "TOKENS DIFFER"
         off = paced["tokens_per_s"] / simulated["tokens_per_s"] - 1.0
         holds = abs(off) <= ALLOWED and paced["overrun_share"] <= 0.02

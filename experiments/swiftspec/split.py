@@ -1,4 +1,4 @@
-"""The search for the split of 8 devices on Table 1's times, held against the paper's Fig. 9.
+"""Searches the best split of 8 devices on Table 1's times, and compares it with Fig. 9.
 
 python -m experiments.swiftspec.split [--model tiny] [--out outputs/swiftspec_split]
 """
@@ -13,27 +13,32 @@ from pathlib import Path
 from specdec.cli.main import main as specdec
 
 PAPER = (4, 4)
-"""Target and draft devices that Fig. 9 finds best for Llama3 70B with a 3B draft."""
+"""The best target and draft devices of Fig. 9 for Llama3 70B with a 3B draft."""
 
 SECTION_5_5_MS = 10.39
-"""What section 5.5 gives for the 70B on 4 devices, where Table 1 has 11.86."""
+"""Time of the 70B on 4 devices by section 5.5; Table 1 has 11.86."""
 
 
 def main() -> None:
-    """Runs the search, then says where it differs from the figure, and why."""
+    """Runs the search and prints the differences from the figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--out", type=Path, default=Path("outputs/swiftspec_split"))
     args = parser.parse_args()
     began = time.perf_counter()
-    words = ["profile", "profiling.use=swiftspec_table1", "profiling.devices=8", "data=humaneval"]
-    status = specdec([*words, f"model={args.model}", f"output_dir={args.out}"])
+    overrides = [
+        "profile",
+        "profiling.use=swiftspec_table1",
+        "profiling.devices=8",
+        "data=humaneval",
+    ]
+    status = specdec([*overrides, f"model={args.model}", f"output_dir={args.out}"])
     if status:
         raise SystemExit(status)
     print(f"{time.perf_counter() - began:.0f} s")
-    found = json.loads((args.out / "profile.json").read_text(encoding="utf-8"))
-    best = found["best"]
-    papers = [s for s in found["splits"] if (s["target"], s["draft"]) == PAPER]
+    result = json.loads((args.out / "profile.json").read_text(encoding="utf-8"))
+    best = result["best"]
+    papers = [s for s in result["splits"] if (s["target"], s["draft"]) == PAPER]
     rival = max(papers, key=lambda split: split["tokens_per_s"])
     ours = f"{best['target']}:{best['draft']}"
     if (best["target"], best["draft"]) == PAPER:

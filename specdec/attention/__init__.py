@@ -1,1 +1,1 @@
-"""Tree attention and the key-value caches that it reads."""
+"""Tree attention: key/value caches, implementations of attention, and their use by transformers."""

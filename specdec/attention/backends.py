@@ -1,30 +1,51 @@
-"""Kinds of attention over a cache, behind one call, for plain passes and for captured ones.
+"""Attention of one request's rows over its cached keys and values: one function per implementation.
 
-Letters: H query heads, G key/value heads, D head size, R rows, C slots given, M columns of the
-mask.
+Shape letters: H query heads, G key/value heads, P = H / G, D head size, R rows of the pass, C cache
+slots, M columns of the tree mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from functools import cache
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.errors import UserError
 from specdec.kernels import support
 
+_FLEX_SHAPES = 128  # recompilation limit of FlexAttention: one per number of rows and length
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-class Seen:
-    """Which slots the rows of a pass see, on the device.
+
+class Attention(StrEnum):
+    """Implementations of attention; all are exact.
+
+    ``DENSE``: one call over all slots with one mask. ``TWO_LEVEL``: the prefix without a mask, the
+    tree with one, merged by their log-sum-exp (PipeDec Alg. 1). ``FLASH``: two levels, the prefix
+    by flash-attn. ``TRITON``: one launch of ``specdec.attention.triton_kernel``. ``FLEX``: torch's
+    FlexAttention.
+    """
+
+    DENSE = "dense"
+    TWO_LEVEL = "two_level"
+    TRITON = "triton"
+    FLASH = "flash"
+    FLEX = "flex"
+
+
+class Visibility:
+    """Which cache slots each row of a pass attends to, as tensors on the device.
 
     Attributes:
-        lengths: int32[2]: every row sees the slots before the first number; no row looks at slots
-            from the second number on.
-        visible: uint8[R, M]: which of the slots from ``lengths[0]`` on each row sees.
+        lengths: int32[2], (first, end): every row sees the slots before ``first``; no row sees
+            slots from ``end`` on.
+        visible: uint8[R, M]: which of the slots from ``first`` on each row sees.
     """
 
     def __init__(
@@ -37,15 +58,16 @@ class Seen:
         positions: torch.Tensor | None = None,
         column_positions: torch.Tensor | None = None,
     ) -> None:
-        """Keeps what masks are made from; a mask is made when it is first asked for.
+        """Stores the inputs; ``mask`` builds and caches masks on first use.
 
         Args:
             lengths: integer [2].
             visible: uint8[R, M].
-            num_slots: C, columns of a mask.
+            num_slots: C, number of columns of a mask.
             dtype: of a mask.
-            positions: int64[R], absolute; needed for windows only, as is the next.
-            column_positions: int64[M], of what the slots from ``lengths[0]`` on hold.
+            positions: int64[R], absolute positions of the rows; needed for sliding windows only.
+            column_positions: int64[M], absolute positions of the entries in the slots from
+                ``first`` on; needed for sliding windows only.
         """
         self.lengths = lengths.to(torch.int32)
         self.visible = visible
@@ -56,7 +78,11 @@ class Seen:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None = None) -> torch.Tensor:
-        """[R, C]: 0 where a row sees a slot, else the lowest number; see ``tree_attention``."""
+        """The additive mask [R, C]: 0 where a row sees a slot, else the dtype's lowest number.
+
+        Args:
+            window: size of the sliding window; None for full attention.
+        """
         if window not in self._masks:
             first, end = self.lengths[0], self.lengths[1]
             slots = torch.arange(self._num_slots, device=self.lengths.device)
@@ -65,55 +91,47 @@ class Seen:
             if window is not None:
                 assert self._positions is not None, "windows need positions"
                 assert self._column_positions is not None, "windows need positions"
-                held = torch.where(slots < first, slots, self._column_positions[columns])
-                seen = seen & (held > self._positions[:, None] - window)
+                slot_positions = torch.where(slots < first, slots, self._column_positions[columns])
+                seen = seen & (slot_positions > self._positions[:, None] - window)
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
             self._masks[window] = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
         return self._masks[window]
 
 
-_FLEX_SHAPES = 128
-_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+Kernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Visibility, float | None], torch.Tensor
+]
+"""(query [1, H, R, D], key [1, G, C, D], value [1, G, C, D], visibility, scaling) -> [1, H, R, D].
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Seen, float | None], torch.Tensor]
-"""(query [1, H, R, D], key [1, G, C, D], value likewise, seen, scaling) -> [1, H, R, D]."""
+``scaling`` multiplies the scores; None means 1 / sqrt(D).
+"""
 
 
-def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel of ``model.attention=kind``.
+def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """Returns the kernel of ``model.attention=kind``; None for ``DENSE`` and ``TWO_LEVEL``.
 
     Raises:
-        UserError: where it cannot run, with the reason and the remedy.
+        UserError: for an unknown kind, or a kernel that cannot run on ``device`` in ``dtype``.
     """
-    asked = f"model.attention={kind}"
-    if kind == "triton":
-        support.require(support.triton_problem(device, dtype), asked)
+    setting = f"model.attention={kind}"
+    if kind not in list(Attention):
+        raise UserError(f"{setting} is unknown; choose {', '.join(Attention)}")
+    if kind == Attention.TRITON:
+        support.require(support.triton_problem(device, dtype), setting)
         return _triton_kernel()
-    if kind == "flash":
-        support.require(support.flash_problem(device, dtype), asked)
+    if kind == Attention.FLASH:
+        support.require(support.flash_problem(device, dtype), setting)
         return flash_attention
-    if kind == "flex":
-        return _flex_kernel(device.type)
-    raise UserError(f"{asked} is no kernel; choose triton, flash or flex")
+    return _flex_kernel(device.type) if kind == Attention.FLEX else None
 
 
 def _triton_kernel() -> Kernel:
     from specdec.attention.triton_kernel import TreeAttention
 
     launch = TreeAttention()
-
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        seen: Seen,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        return launch(
-            query, key, value, lengths=seen.lengths, visible=seen.visible, scaling=scaling
-        )
-
-    return attend
+    return lambda query, key, value, seen, scaling: launch(
+        query, key, value, lengths=seen.lengths, visible=seen.visible, scaling=scaling
+    )
 
 
 def dense_attention(
@@ -123,16 +141,16 @@ def dense_attention(
     mask: torch.Tensor | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """torch's own attention with one mask.
+    """torch's ``scaled_dot_product_attention`` with one mask over all slots.
 
-    On CUDA none of its kernels but cuDNN's takes a mask and fewer key/value heads than query heads,
-    and cuDNN plans anew for every length of the context, which takes longer than many passes. So
-    there all query heads of a key/value head are rows of one head, and cuDNN is left out.
+    On CUDA, only cuDNN supports a mask together with grouped query heads, and cuDNN makes a new
+    execution plan for every context length, which takes longer than many passes. So on CUDA the P
+    query heads of each key/value head are folded into rows of one head, and cuDNN is excluded.
 
     Args:
         query: [1, H, R, D].
         key, value: [1, G, C, D].
-        mask: [R, C], added to the scores, or None.
+        mask: [R, C], added to the scores; None: every row sees every slot.
         scaling: factor of the scores; 1 / sqrt(D) where None.
 
     Returns:
@@ -146,76 +164,117 @@ def dense_attention(
             return scaled_dot_product_attention(
                 query, key, value, mask, scale=scaling, enable_gqa=heads != groups
             )
-        folded = query.unflatten(1, (groups, -1)).flatten(2, 3)
-        found = scaled_dot_product_attention(
-            folded, key, value, mask.repeat(heads // groups, 1), scale=scaling
+        output = scaled_dot_product_attention(
+            rearrange(query, "b (g p) r d -> b g (p r) d", g=groups),
+            key,
+            value,
+            repeat(mask, "r c -> (p r) c", p=heads // groups),
+            scale=scaling,
         )
-        return found.unflatten(2, (-1, rows)).flatten(1, 2)
+        return rearrange(output, "b g (p r) d -> b (g p) r d", r=rows)
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention in elementary operations, for soft-capped scores, which no kernel here supports.
+
+    Args:
+        query, key, value, mask, scaling: as in ``dense_attention``.
+        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2); None: no cap.
+
+    Returns:
+        [1, H, R, D].
+    """
+    scores = _scores(query, key, scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1, dtype=_accumulator(query.dtype)).to(query.dtype)
+    return _weighted_values(weights, value)
+
+
+def two_level_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    split: int,
+) -> torch.Tensor:
+    """Attention over the prefix and over the tree, merged (PipeDec Alg. 1).
+
+    Alg. 1 concatenates the scores of both parts and takes one softmax. Merging the two normalised
+    parts by their log-sum-exp is the same function and needs no mask for the long prefix.
+
+    Args:
+        query, key, value, scaling: as in ``dense_attention``.
+        mask: [R, C]; 0 in the columns before ``split``.
+        split: number of leading slots that every row sees.
+
+    Returns:
+        [1, H, R, D].
+    """
+    prefix = query, key[:, :, :split], value[:, :, :split]
+    tree = query, key[:, :, split:], value[:, :, split:]
+    prefix_output, prefix_lse = _attention_lse(*prefix, None, scaling)
+    tree_output, tree_lse = _attention_lse(*tree, mask[:, split:], scaling)
+    tree_share = torch.sigmoid(tree_lse - prefix_lse).unsqueeze(-1).to(query.dtype)
+    return torch.lerp(prefix_output, tree_output, tree_share)
 
 
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    seen: Seen,
+    visibility: Visibility,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Two levels (PipeDec Alg. 1): flash-attn over the prefix, plain torch over the tree.
+    """Two-level attention (PipeDec Alg. 1): flash-attn over the prefix, torch over the tree.
 
-    flash-attn has no masks, which is why only the prefix is its; it splits the context by itself.
+    flash-attn supports no masks, so it computes the prefix only; it splits the context by itself.
     """
     from flash_attn import flash_attn_with_kvcache
 
-    prefix, prefix_lse = flash_attn_with_kvcache(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        cache_seqlens=seen.lengths[:1],
+    prefix_output, prefix_lse = flash_attn_with_kvcache(
+        rearrange(query, "b h r d -> b r h d"),
+        rearrange(key, "b g c d -> b c g d"),
+        rearrange(value, "b g c d -> b c g d"),
+        cache_seqlens=visibility.lengths[:1],
         softmax_scale=scaling,
         causal=False,
         return_softmax_lse=True,
     )
-    # An empty prefix has no weight, whatever its sums and its infinite log-sum-exp are given as.
-    held = seen.lengths[0] > 0
-    prefix_lse = torch.where(held, prefix_lse, -torch.inf)
-    prefix = torch.where(held, prefix, 0.0)
-    columns = seen.lengths[0] + torch.arange(seen.visible.shape[1], device=key.device)
-    columns = columns.clamp(max=key.shape[2] - 1)
-    keys, values = key.index_select(2, columns), value.index_select(2, columns)
-    tree, tree_lse = masked_lse(query, keys, values, seen, scaling)
-    share = torch.sigmoid(tree_lse - prefix_lse.to(tree_lse.dtype)).unsqueeze(-1)
-    return torch.lerp(prefix.transpose(1, 2), tree, share.to(query.dtype))
-
-
-def masked_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: Seen,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the tree's M columns only: [1, H, R, D] and its log-sum-exp [1, H, R]."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    scores = (grouped @ key.unsqueeze(2).transpose(-1, -2) * scale).float()
-    columns = torch.arange(seen.visible.shape[1], device=key.device)
-    open_ = seen.visible.bool() & (columns < seen.lengths[1] - seen.lengths[0])
-    scores = scores.masked_fill(~open_, torch.finfo(torch.float32).min)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp().to(query.dtype)
-    return (weights @ value.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+    first, end = visibility.lengths[0], visibility.lengths[1]
+    # An empty prefix gets weight 0, whatever flash-attn returns for it.
+    prefix_lse = torch.where(first > 0, prefix_lse, -torch.inf)
+    prefix_output = torch.where(first > 0, prefix_output, 0.0)
+    columns = torch.arange(visibility.visible.shape[1], device=key.device)
+    slots = (first + columns).clamp(max=key.shape[2] - 1)
+    visible = visibility.visible.bool() & (columns < end - first)
+    tree_output, tree_lse = masked_lse(
+        query, key.index_select(2, slots), value.index_select(2, slots), visible, scaling
+    )
+    tree_share = torch.sigmoid(tree_lse - prefix_lse.to(tree_lse.dtype)).unsqueeze(-1)
+    prefix_output = rearrange(prefix_output, "b r h d -> b h r d")
+    return torch.lerp(prefix_output, tree_output, tree_share.to(query.dtype))
 
 
 @cache
 def _flex_kernel(device_type: str) -> Kernel:
-    """torch's FlexAttention, the mask as a change of scores; compiled where that is of use."""
+    """torch's FlexAttention with the mask as a score modification; compiled on CUDA."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Uncompiled it writes out all scores: right everywhere, fast nowhere.
-    call: Any = None
+    run: Any = flex_attention  # uncompiled it materialises all scores: correct, but slow
     if device_type == "cuda":
-        call = torch.compile(flex_attention, dynamic=False)
-        # One code for every number of rows and every context; torch's own limit is 8.
+        run = torch.compile(flex_attention, dynamic=False)
+        # Each number of rows and each context length is compiled; torch's default limit is 8.
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, _FLEX_SHAPES)
 
@@ -223,19 +282,82 @@ def _flex_kernel(device_type: str) -> Kernel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        seen: Seen,
+        visibility: Visibility,
         scaling: float | None,
     ) -> torch.Tensor:
-        mask = seen.mask()
+        mask = visibility.mask()
 
         def masked(score: Any, batch: Any, head: Any, row: Any, slot: Any) -> Any:  # noqa: ARG001
             return score + mask[row, slot]
 
-        run = call or flex_attention
         grouped = query.shape[1] != key.shape[1]
-        found: torch.Tensor = run(
+        output: torch.Tensor = run(
             query, key, value, score_mod=masked, scale=scaling, enable_gqa=grouped
         )
-        return found
+        return output
 
     return attend
+
+
+# ------------------------------------------------------------ attention with its log-sum-exp
+
+
+def masked_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor | None,
+    scaling: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalised attention [1, H, R, D] and its log-sum-exp [1, H, R], on any device.
+
+    Args:
+        query, key, value, scaling: as in ``dense_attention``.
+        visible: bool[R, C]; None: every row sees every slot.
+    """
+    scores = _scores(query, key, scaling).to(_accumulator(query.dtype))
+    if visible is not None:
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().to(query.dtype)
+    return _weighted_values(weights, value), rearrange(lse, "b g p r -> b (g p) r")
+
+
+def _attention_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``masked_lse``, with an additive mask; by torch's fused kernel on the CPU."""
+    if query.device.type != "cpu":
+        return masked_lse(query, key, value, None if mask is None else mask == 0, scaling)
+    num_groups = key.shape[1]
+    per_group = query.shape[1] // num_groups
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rearrange(query, "1 (g p) r d -> g p r d", g=num_groups),
+        repeat(key, "1 g c d -> g p c d", p=per_group),
+        repeat(value, "1 g c d -> g p c d", p=per_group),
+        attn_mask=None if mask is None else mask[None, None],
+        scale=scaling,
+    )
+    return rearrange(output, "g p r d -> 1 (g p) r d"), rearrange(lse, "g p r -> 1 (g p) r")
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Scaled scores [1, G, P, R, C]."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    grouped = rearrange(query, "b (g p) r d -> b g p r d", g=key.shape[1])
+    return grouped @ rearrange(key, "b g c d -> b g 1 d c") * scale
+
+
+def _weighted_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[1, H, R, D]: the values [1, G, C, D], weighted by [1, G, P, R, C]."""
+    output = weights @ rearrange(value, "b g c d -> b g 1 c d")
+    return rearrange(output, "b g p r d -> b (g p) r d")
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type that softmax is computed in: float32 for float16 and bfloat16."""
+    return dtype if dtype == torch.float64 else torch.float32

@@ -1,14 +1,17 @@
-"""One request's keys and values: the prefix region, then the tree region (PipeDec 3.4.2).
+"""The key/value cache of one request: a prefix region, then a tree region (PipeDec 3.4.2).
 
-Letters: L layers, H key/value heads, D head size, C capacity in slots, R rows of one pass (prefix
-rows, then W tree rows), T entries of the tree region.
+Slot ``s < cached_len`` stores the committed token at position ``s``. The entries of the tree region
+follow in any order: an ancestor matrix, not the order of slots, determines what a row sees
+(SwiftSpec 3.2), so a commit may move entries from the end into the slots of dropped ones.
 
-Slot ``s < cached_len`` holds the committed token at position ``s``. The entries of the tree region
-follow in no particular order: which of them a row may see is said by a matrix of ancestors, not by
-where they lie (SwiftSpec 3.2), so a commit may fill the holes of dropped entries from the end.
+Invariant: after each commit the prefix region equals a fresh forward over the first ``cached_len``
+committed tokens, and each entry of the tree region equals a fresh forward over its path.
 
-Invariant: after each commit the prefix region equals a fresh forward over the committed tokens, as
-far as ``cached_len``, and each entry of the tree equals a fresh forward over its path.
+Internally an entry is addressed by its coordinate, slot - origin, so that entries keep their
+coordinates when the border between the regions moves.
+
+Shape letters: L layers, G key/value heads, D head size, C capacity in slots, R rows of one pass
+(prefix rows, then W tree rows), T entries of the tree region.
 """
 
 from __future__ import annotations
@@ -23,26 +26,27 @@ from specdec.attention.kv_storage import CacheSpec, Contiguous, PassView, Storag
 from specdec.types import BoolArray, Commit, CommitKind, IntArray
 
 EMPTY: IntArray = np.zeros(0, np.int64)
-"""No tokens, or no nodes."""
+"""An empty array of tokens or nodes."""
 
 _ABSENT = -1
-_FEW = 8  # up to so many nodes plain numbers are cheaper than arrays
-_FRESH_ENTRIES = 128  # entries that a new cache keeps books of before it grows them
+_FEW = 8  # for at most this many nodes, Python numbers are faster than arrays
+_FRESH_ENTRIES = 128  # size of a new cache's index arrays, which grow as needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of one request in one forward pass, and where they lie in its cache.
+    """The rows of one request in one forward pass, and their slots in its cache.
 
     Attributes:
-        cache: the request's cache; the rows hold its slots ``start .. start + len(self)``.
+        cache: the request's cache; the rows occupy its slots ``start .. start + len(self) - 1``.
         tokens: int64[R], prefix rows first, then tree nodes.
         positions: int64[R], absolute positions.
         node_ids: int64[W], ids of the tree nodes.
         num_prefix: R - W, rows that extend the prefix region.
         start: slot of the first row.
-        first_masked: every row sees every slot before this one ...
-        visible: bool[R, start + R - first_masked] ... and of the slots from there on these.
+        first_masked: every row sees all slots before this one.
+        visible: bool[R, start + R - first_masked]: the slots from ``first_masked`` on that each
+            row sees.
     """
 
     cache: TreeCache
@@ -59,7 +63,7 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """Slots of the cache that are in use once the rows are in it."""
+        """Number of used slots including the rows."""
         return self.start + len(self.tokens)
 
 
@@ -67,36 +71,38 @@ class TreeCache:
     """Keys and values of one request in one runner, for all layers.
 
     Attributes:
-        spec: shape and type of what is stored.
-        cached_len: committed tokens in the prefix region. Rows count from ``rows`` on; their values
-            are there once the runner's ``forward`` has seen them.
+        spec: shape and type of the keys and values.
+        cached_len: committed tokens in the prefix region. ``rows`` already counts the rows that it
+            returns; the runner's ``forward`` writes their keys and values.
     """
 
     def __init__(self, *, spec: CacheSpec, capacity: int, storage: Storage | None = None) -> None:
-        """Allocates room for ``capacity`` slots (more is made when it runs short).
+        """Creates an empty cache.
 
-        ``storage`` says where they lie; in a tensor of the cache's own where omitted.
+        Args:
+            spec: shape and type of the keys and values.
+            capacity: slots to allocate at first; the cache grows as needed.
+            storage: memory of the slots; a new contiguous tensor if None.
 
         Raises:
-            ValueError: for a capacity below 1.
+            ValueError: if ``capacity`` is below 1.
         """
         if capacity < 1:
-            raise ValueError(f"cache capacity {capacity} must be at least 1 token")
+            raise ValueError(f"cache capacity {capacity} must be at least 1 slot")
         self.spec = spec
         self.cached_len = 0
         self._kv = Contiguous(make=spec.empty, capacity=capacity) if storage is None else storage
-        # Entries are kept by coordinate = slot - origin, so that moving the border between the
-        # regions moves nothing: the tree region is the coordinates lo .. hi.
+        # The tree region has the coordinates lo .. hi - 1; coordinate = slot - origin.
         self._origin = self._lo = self._hi = 0
         self._ids = np.zeros(_FRESH_ENTRIES, np.int64)
         self._positions = np.zeros(_FRESH_ENTRIES, np.int64)
         self._ancestors = np.zeros((_FRESH_ENTRIES, _FRESH_ENTRIES), np.bool_)
-        # Coordinate of id i at [i - base]; both ends stay absent, to serve ids out of range.
+        # Coordinate of id i at [i - base]; both ends stay absent, for clipped ids out of range.
         self._table = np.full(_FRESH_ENTRIES, _ABSENT, np.int64)
         self._base = 0
         self._step = -1
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ state
 
     @property
     def capacity(self) -> int:
@@ -105,11 +111,11 @@ class TreeCache:
 
     @property
     def storage(self) -> torch.Tensor:
-        """[L, 2, H, C, D], keys and values of all slots; a copy where they are paged."""
-        return self._kv.held(self.capacity)
+        """[L, 2, G, C, D], keys and values of all slots; a copy if storage is paged."""
+        return self._kv.contents(self.capacity)
 
     def view(self, rows: Rows) -> PassView:
-        """What the pass over ``rows`` writes and reads."""
+        """Write and read access for the pass over ``rows``."""
         return self._kv.view(rows.start, rows.end)
 
     @property
@@ -119,20 +125,20 @@ class TreeCache:
 
     @property
     def node_ids(self) -> IntArray:
-        """int64[T], ids of the entries of the tree region, in slot order."""
+        """int64[T], node ids of the tree region, in slot order."""
         return self._ids[self._lo : self._hi]
 
     @property
     def node_positions(self) -> IntArray:
-        """int64[T], absolute positions of the entries, in slot order."""
+        """int64[T], absolute positions of the tree region's entries, in slot order."""
         return self._positions[self._lo : self._hi]
 
     def has(self, node_ids: IntArray) -> BoolArray:
-        """bool[W]: which of ``node_ids``[W] are entries of the tree region."""
+        """bool[W]: which of ``node_ids``[W] have entries in the tree region."""
         return self._find(node_ids) != _ABSENT
 
     def key_positions(self, end: int) -> IntArray:
-        """int64[end]: the position of what each of the first ``end`` slots holds."""
+        """int64[end]: absolute positions of the entries in the first ``end`` slots."""
         positions = np.arange(end)
         positions[self.cached_len : end] = self.node_positions[: end - self.cached_len]
         return positions
@@ -150,15 +156,15 @@ class TreeCache:
     ) -> Rows:
         """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
 
-        Committed tokens come first, at the positions from ``cached_len`` on; they see what is
-        before them. A node sees the prefix, those ancestors that are entries or earlier rows, and
-        itself; the block need not be square (SwiftSpec 3.1).
+        Committed tokens come first, at the positions from ``cached_len`` on, with causal
+        visibility. A node sees the prefix, its ancestors among the entries and the earlier rows,
+        and itself; the mask need not be square (SwiftSpec 3.1).
 
         Args:
             prefix_tokens: int64[R - W]; only while the tree region is empty.
             node_ids: int64[W], parents before children.
             node_tokens: int64[W].
-            parent_ids: int64[W]; a parent that is no entry must be the last token of the prefix.
+            parent_ids: int64[W]; a parent without an entry must be the last token of the prefix.
             node_positions: int64[W], absolute.
         """
         start = self.cached_len + self.num_nodes
@@ -195,17 +201,17 @@ class TreeCache:
         )
 
     def _append(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
-        """Enters W nodes; returns bool[W, T + W], which entries each of them sees."""
+        """Adds entries for W nodes; returns bool[W, T + W], which entries each node sees."""
         num = len(ids)
         if num <= _FEW:
             return self._append_few(ids, parent_ids, positions)
-        self._claim(ids)
+        self._make_room(ids)
         lo, hi = self._lo, self._hi
         new_hi = hi + num
         coordinates = np.arange(hi, new_hi)
         rank = ids - self._base
         assert count_nonzero(self._table[rank] == _ABSENT) == num, (
-            f"some of nodes {ids} are entries already"
+            f"some of the nodes {ids} have entries already"
         )
         self._table[rank] = coordinates
         self._ids[hi:new_hi] = ids
@@ -227,15 +233,15 @@ class TreeCache:
         block[:] = ancestors[parents, lo:new_hi]
         block[orphans] = False
         ancestors[coordinates, coordinates] = True
-        for row in np.flatnonzero(parents >= hi).tolist():  # whole trees at once: parents first
+        for row in np.flatnonzero(parents >= hi).tolist():  # parents among the new nodes
             block[row] = block[parents[row] - hi]
             block[row, hi - lo + row] = True
         return block
 
     def _append_few(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
-        """``_append`` of a few nodes by plain numbers: some 20 array calls would cost more."""
+        """``_append`` for few nodes with Python numbers, which are faster than 20 array calls."""
         if len(ids):
-            self._claim(ids)
+            self._make_room(ids)
         lo, hi, new_hi = self._lo, self._hi, self._hi + len(ids)
         table, base, last = self._table, self._base, len(self._table) - 1
         ancestors = self._ancestors
@@ -247,7 +253,7 @@ class TreeCache:
             at = above - base
             parent = int(table[at]) if 0 < at < last else _ABSENT
             level = self.cached_len - 1 if parent == _ABSENT else int(self._positions[parent])
-            assert table[node - base] == _ABSENT, f"node {node} is among the entries already"
+            assert table[node - base] == _ABSENT, f"node {node} has an entry already"
             assert position == level + 1, f"node {node} does not continue its parent {above}"
             coordinate = hi + row
             table[node - base] = coordinate
@@ -262,13 +268,12 @@ class TreeCache:
     # ------------------------------------------------------------------ shrinking
 
     def commit(self, commit: Commit) -> None:
-        """Moves retired entries into the prefix, keeps the kept ones and drops the rest.
+        """Moves retired entries into the prefix, keeps the kept entries and drops the others.
 
-        Retired nodes are taken in path order as far as they are entries and continue the prefix;
-        a cache that did not hold them all is behind afterwards (``cached_len`` <
-        ``commit.prefix_len``) and catches up by ``prefix_tokens``. One gather over all layers, of
-        the entries only that do not lie in their place already. A second call for the same step
-        does nothing.
+        Retired nodes are moved in path order as long as they have entries and continue the prefix.
+        If some have none, ``cached_len`` < ``commit.prefix_len`` afterwards, and the missing tokens
+        must be passed as ``prefix_tokens``. One gather over all layers copies only the entries that
+        change slots. A second call for the same step does nothing.
         """
         if commit.kind is CommitKind.NONE or commit.step <= self._step:
             return
@@ -281,13 +286,13 @@ class TreeCache:
         if self.cached_len + len(adopted) >= commit.prefix_len:
             kept = self._lo + np.flatnonzero(commit.keeps(self.node_ids))
         hi = lo + len(kept)
-        # Kept entries inside the new region stay; the others fill its holes.
+        # Kept entries inside the new region keep their slots; the others fill the free slots.
         inside = (kept >= lo) & (kept < hi)
-        leaving = kept[~inside]
-        holes = np.ones(len(kept), np.bool_)
-        holes[kept[inside] - lo] = False
-        sources = np.concatenate([adopted, leaving])
-        targets = np.concatenate([np.arange(self._lo, lo), lo + np.flatnonzero(holes)])
+        outside = kept[~inside]
+        free = np.ones(len(kept), np.bool_)
+        free[kept[inside] - lo] = False
+        sources = np.concatenate([adopted, outside])
+        targets = np.concatenate([np.arange(self._lo, lo), lo + np.flatnonzero(free)])
         moved = sources != targets
         self._table[self.node_ids - self._base] = _ABSENT
         if moved.any():
@@ -301,18 +306,18 @@ class TreeCache:
         self._kv.trim(self.cached_len + self.num_nodes)
 
     def close(self) -> None:
-        """Gives all slots back; the cache must not be used any more."""
+        """Frees all slots; the cache must not be used afterwards."""
         self._kv.trim(0)
 
     def truncate(self, length: int) -> None:
-        """Drops the tree and the part of the prefix beyond ``length`` tokens."""
+        """Drops the tree region and the prefix beyond ``length`` tokens."""
         self._table[self.node_ids - self._base] = _ABSENT
         self.cached_len = min(self.cached_len, length)
         self._clear()
         self._kv.trim(self.cached_len)
 
     def _adoptable(self, commit: Commit) -> IntArray:
-        """int64[M], coordinates of the retired nodes that can extend the prefix."""
+        """int64[M], coordinates of the retired nodes that extend the prefix."""
         adopted: list[int] = []
         position = commit.prefix_len - len(commit.retired_ids)
         for coordinate in self._find(commit.retired_ids).tolist():
@@ -330,25 +335,26 @@ class TreeCache:
         self._positions[targets] = self._positions[sources]
         columns = slice(self._lo, self._hi)
         self._ancestors[targets, columns] = self._ancestors[sources, columns]
-        # Dropped entries are nobody's ancestors, so only the moved columns need to move.
+        # Dropped entries are ancestors of no kept entry, so only the moved columns change.
         live = self._ancestors[lo:hi]
         live[:, targets] = live[:, sources]
 
     def _copy_slots(self, sources: IntArray, targets: IntArray) -> None:
+        """Copies keys and values between slots; tests replace it to plant faults."""
         self._kv.copy(sources, targets)
 
     def _clear(self) -> None:
         self._origin = self.cached_len
         self._lo = self._hi = 0
 
-    # ------------------------------------------------------------------ books
+    # ------------------------------------------------------------------ index
 
     def _find(self, ids: IntArray) -> IntArray:
-        """int64[W], coordinates of ids; ``_ABSENT`` where there is no such entry."""
+        """int64[W], coordinates of ``ids``; ``_ABSENT`` for nodes without an entry."""
         return self._table.take(ids - self._base, mode="clip")
 
-    def _claim(self, ids: IntArray) -> None:
-        """Makes room in the books for new entries with these ids."""
+    def _make_room(self, ids: IntArray) -> None:
+        """Grows the index arrays for new entries with these ids."""
         need, size = self._hi + len(ids), len(self._ids)
         if need > size:
             self._rebase(size if 2 * (need - self._lo) <= size else 2 * need)
@@ -363,7 +369,7 @@ class TreeCache:
         self._table[live - self._base] = np.arange(self._lo, self._hi)
 
     def _rebase(self, size: int) -> None:
-        """Moves the books of the tree region to coordinate 0, in arrays of ``size`` entries."""
+        """Moves the tree region to coordinate 0, in index arrays of ``size`` entries."""
         lo, num = self._lo, self.num_nodes
         ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
         ancestors = np.zeros((size, size), np.bool_)

@@ -1,11 +1,12 @@
-"""Where a cache's keys and values lie: one stretch per request, or blocks of a common pool.
+"""Memory of key/value caches: one tensor per request, or blocks of a shared pool.
 
-Letters: L layers, H key/value heads, D head size, C capacity in slots, n slots in use, R rows.
+A cache addresses slots; its storage maps slots to memory. ``Contiguous`` storage is read in place.
+``Paged`` storage (PagedAttention, Kwon et al. 2023; SpecPipe 4) maps slot ``s`` through a block
+table to row ``table[s // block] * block + s % block`` of a pool that all requests of a stage share,
+and gathers the rows that a pass reads.
 
-A cache counts slots; storage says where they are. Contiguous storage is read in place. Paged
-storage (PagedAttention, Kwon et al. 2023; SpecPipe 4) maps slot ``s`` through a block table to row
-``table[s // block] * block + s % block`` of a pool that all requests of a stage share, and gathers
-what a pass reads.
+Shape letters: L layers, G key/value heads, D head size, C capacity in slots, n slots in use, R rows
+of one pass.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from einops import rearrange
 
 from specdec.device import to_device
 from specdec.types import IntArray
 
-_FIRST_BLOCKS = 64  # of a new pool
+_FIRST_BLOCKS = 64  # that a new pool allocates
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """What the layers of one runner need of a cache.
+    """Shape, type and device of one runner's caches.
 
     Attributes:
-        num_layers: layers of the slice.
-        num_kv_heads: key/value heads of each.
-        head_dim: size of one head.
+        num_layers: L, layers of the slice.
+        num_kv_heads: G, key/value heads per layer.
+        head_dim: D, size of one head.
         dtype, device: of keys and values.
     """
 
@@ -44,21 +47,21 @@ class CacheSpec:
     device: torch.device
 
     def empty(self, num_slots: int) -> torch.Tensor:
-        """[L, 2, H, num_slots, D], not initialised."""
+        """An uninitialised tensor [L, 2, G, num_slots, D]."""
         shape = (self.num_layers, 2, self.num_kv_heads, num_slots, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class PassView(Protocol):
-    """What one pass writes and reads."""
+    """Write and read access to the slots of one pass."""
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """Writes the rows' keys and values, [1, H, R, D] each; returns all, [1, H, n, D] each."""
+        """Writes the rows' keys and values [1, G, R, D]; returns all slots' [1, G, n, D]."""
         ...
 
 
 class Storage(Protocol):
-    """Slots of one request."""
+    """Key/value memory of one request."""
 
     @property
     def capacity(self) -> int:
@@ -66,15 +69,15 @@ class Storage(Protocol):
         ...
 
     def reserve(self, end: int, used: int) -> None:
-        """Makes room for ``end`` slots, keeping the first ``used``."""
+        """Allocates room for ``end`` slots and keeps the contents of the first ``used``."""
         ...
 
     def view(self, start: int, end: int) -> PassView:
-        """For a pass whose rows are the slots ``start`` .. ``end`` - 1."""
+        """Access for a pass whose rows are the slots ``start`` .. ``end`` - 1."""
         ...
 
-    def held(self, num_slots: int) -> torch.Tensor:
-        """[L, 2, H, n, D]: the first slots; not to be written to where storage is paged."""
+    def contents(self, num_slots: int) -> torch.Tensor:
+        """The first slots, [L, 2, G, n, D]; read-only, because it may be a copy."""
         ...
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
@@ -82,29 +85,28 @@ class Storage(Protocol):
         ...
 
     def trim(self, used: int) -> None:
-        """Gives back what lies beyond the first ``used`` slots, where others can use it."""
+        """Frees the memory beyond the first ``used`` slots where other requests can use it."""
         ...
 
 
 class Contiguous:
-    """One tensor of the request's own.
+    """One tensor per request.
 
     Attributes:
-        tensor: [L, 2, H, C, D], keys and values.
+        tensor: [L, 2, G, C, D], keys and values.
     """
 
     def __init__(self, *, make: Callable[[int], torch.Tensor], capacity: int) -> None:
-        """Allocates room for ``capacity`` slots; ``make`` gives tensors of so many."""
+        """Allocates ``capacity`` slots by ``make``: number of slots -> [L, 2, G, slots, D]."""
         self._make = make
         self._allocate(capacity)
 
     @property
     def capacity(self) -> int:
-        """Slots allocated."""
         return self.tensor.shape[3]
 
     def reserve(self, end: int, used: int) -> None:
-        """Makes room for ``end`` slots, keeping the first ``used``."""
+        """Reallocates, at least doubling the capacity, if ``end`` exceeds it."""
         if end > self.capacity:
             old = self.tensor
             self._allocate(max(end, 2 * self.capacity))
@@ -114,12 +116,12 @@ class Contiguous:
         """Reads and writes in place."""
         return _InPlace(self._flat, start, end)
 
-    def held(self, num_slots: int) -> torch.Tensor:
-        """[L, 2, H, n, D], a view."""
+    def contents(self, num_slots: int) -> torch.Tensor:
+        """A view, [L, 2, G, n, D]."""
         return self.tensor[:, :, :, :num_slots]
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """One gather over all layers, then one write per run of neighbouring targets."""
+        """One gather over all layers, then one write per range of adjacent targets."""
         index = to_device(sources, self.tensor.device)
         gathered = self.tensor.index_select(3, index)
         cuts = np.flatnonzero(np.diff(targets) != 1) + 1
@@ -129,14 +131,21 @@ class Contiguous:
             run.copy_(gathered.narrow(3, start, stop - start))
 
     def trim(self, used: int) -> None:
-        """Nothing: nobody else could use it."""
+        """Does nothing: no other request can use the memory."""
 
     def _allocate(self, capacity: int) -> None:
         self.tensor = self._make(capacity)
-        self._flat = self.tensor.flatten(0, 1).unsqueeze(1)  # [2 L, 1, H, C, D]
+        self._flat = layer_views(self.tensor)
+
+
+def layer_views(tensor: torch.Tensor) -> torch.Tensor:
+    """[2 L, 1, G, C, D] from [L, 2, G, C, D]: per layer its keys, then its values; a view."""
+    return rearrange(tensor, "l kv g c d -> (l kv) 1 g c d")
 
 
 class _InPlace:
+    """Reads and writes views of the request's tensor."""
+
     def __init__(self, flat: torch.Tensor, start: int, end: int) -> None:
         self._written = flat.narrow(3, start, end - start).unbind(0)
         self._read = flat.narrow(3, 0, end).unbind(0)
@@ -148,22 +157,23 @@ class _InPlace:
 
 
 class BlockPool:
-    """The blocks that all requests of one stage share.
+    """A pool of blocks shared by all requests of one stage.
 
     Attributes:
-        num_blocks, block_tokens: the budget.
-        rows: [2 L, 1, H, allocated blocks * block_tokens, D]; grows by doubling, up to the budget.
-        peak: most blocks in use at a time so far.
+        num_blocks: maximum number of blocks.
+        block_tokens: slots per block.
+        rows: [2 L, 1, G, allocated blocks * block_tokens, D]; doubles as needed, up to the maximum.
+        peak: largest number of blocks in use at the same time so far.
     """
 
     def __init__(self, *, spec: CacheSpec, num_blocks: int, block_tokens: int) -> None:
-        """Sets the budget; memory is allocated as blocks are first used."""
+        """Sets the maximum; memory is allocated as blocks are first used."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.peak = 0
         self._spec = spec
-        self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end: low numbers first
-        self.rows = self._made(min(num_blocks, _FIRST_BLOCKS))
+        self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: low numbers first
+        self.rows = self._new_rows(min(num_blocks, _FIRST_BLOCKS))
 
     @property
     def num_used(self) -> int:
@@ -174,68 +184,64 @@ class BlockPool:
         """Allocates blocks.
 
         Raises:
-            RuntimeError: there are not so many; admission by blocks rules that out.
+            RuntimeError: too few blocks are free; admission control by blocks prevents this.
         """
         if num > len(self._free):
             raise RuntimeError(
-                f"a request needs {num} more blocks, and {len(self._free)} of {self.num_blocks} are"
-                " free: it holds more than it was admitted for"
+                f"a request needs {num} more blocks, but only {len(self._free)} of"
+                f" {self.num_blocks} are free: it exceeds the number it was admitted with"
             )
-        taken = [self._free.pop() for _ in range(num)]
+        blocks = [self._free.pop() for _ in range(num)]
         self.peak = max(self.peak, self.num_used)
-        self._cover(max(taken, default=-1) + 1)
-        return taken
+        self._grow(max(blocks, default=-1) + 1)
+        return blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Frees blocks."""
         if not blocks:
-            return
+            return  # the common case, once per step
         assert not set(blocks) & set(self._free), f"blocks {blocks} are freed twice"
         self._free.extend(blocks)
 
-    def _cover(self, num: int) -> None:
+    def _grow(self, num: int) -> None:
         """Allocates memory for the first ``num`` blocks."""
-        had = self.rows.shape[3] // self.block_tokens
-        if num > had:
+        allocated = self.rows.shape[3] // self.block_tokens
+        if num > allocated:
             old = self.rows
-            self.rows = self._made(min(self.num_blocks, max(num, 2 * had)))
+            self.rows = self._new_rows(min(self.num_blocks, max(num, 2 * allocated)))
             self.rows[:, :, :, : old.shape[3]] = old
 
-    def _made(self, num: int) -> torch.Tensor:
-        return self._spec.empty(num * self.block_tokens).flatten(0, 1).unsqueeze(1)
-
-    def unflatten(self, rows: torch.Tensor) -> torch.Tensor:
-        """[L, 2, H, n, D] from [2 L, 1, H, n, D]."""
-        return rows.squeeze(1).unflatten(0, (self._spec.num_layers, 2))
+    def _new_rows(self, num: int) -> torch.Tensor:
+        return layer_views(self._spec.empty(num * self.block_tokens))
 
 
 class Paged:
-    """Blocks of a pool, found through the request's block table; they are taken as needed."""
+    """Blocks of a pool, allocated as needed and addressed through the request's block table."""
 
     def __init__(self, *, pool: BlockPool) -> None:
-        """Starts without any block."""
+        """Allocates no blocks yet."""
         self._pool = pool
         self._table: list[int] = []
 
     @property
     def capacity(self) -> int:
-        """Slots allocated."""
         return len(self._table) * self._pool.block_tokens
 
     def reserve(self, end: int, used: int) -> None:
-        """Takes the blocks that ``end`` slots need; nothing moves."""
+        """Allocates the blocks that ``end`` slots need; no data moves."""
         missing = -(-end // self._pool.block_tokens) - len(self._table)
         if missing > 0:
             self._table += self._pool.take(missing)
 
     def view(self, start: int, end: int) -> PassView:
-        """Gathers what the pass reads, once for all layers."""
+        """Gathers the slots that the pass reads, once for all layers."""
         return _Gathered(self._pool.rows, self._index(np.arange(end)), start)
 
-    def held(self, num_slots: int) -> torch.Tensor:
-        """[L, 2, H, n, D], a copy."""
+    def contents(self, num_slots: int) -> torch.Tensor:
+        """A copy, [L, 2, G, n, D]."""
         index = self._index(np.arange(num_slots))
-        return self._pool.unflatten(self._pool.rows.index_select(3, index))
+        rows = self._pool.rows.index_select(3, index)
+        return rearrange(rows, "(l kv) 1 g n d -> l kv g n d", kv=2)
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
         """One gather and one scatter over all layers."""
@@ -243,19 +249,21 @@ class Paged:
         rows.index_copy_(3, self._index(targets), rows.index_select(3, self._index(sources)))
 
     def trim(self, used: int) -> None:
-        """Gives the blocks beyond the first ``used`` slots back to the pool."""
+        """Returns the blocks beyond the first ``used`` slots to the pool."""
         kept = -(-used // self._pool.block_tokens)
         self._pool.give_back(self._table[kept:])
         del self._table[kept:]
 
     def _index(self, slots: IntArray) -> torch.Tensor:
-        """int64[n]: rows of the pool."""
+        """int64[n]: rows of the pool that hold ``slots``."""
         block, offset = np.divmod(slots, self._pool.block_tokens)
         rows = np.array(self._table, np.int64)[block] * self._pool.block_tokens + offset
         return to_device(rows, self._pool.rows.device)
 
 
 class _Gathered:
+    """Writes new rows to the pool and to a gathered copy of the slots; reads the copy."""
+
     def __init__(self, rows: torch.Tensor, index: torch.Tensor, start: int) -> None:
         self._rows = rows.unbind(0)
         self._new = index[start:]

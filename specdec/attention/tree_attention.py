@@ -1,12 +1,13 @@
-"""Tree attention over our own caches, as an attention function that transformers calls.
+"""Tree attention over this library's caches, as an attention function that transformers calls.
 
-Letters: H query heads, G key/value heads, D head size, R rows of one request in this pass, n slots
-of its cache in use.
+A pass packs the rows of one or more requests into one sequence [1, sum R]. All layers but attention
+treat rows alike; attention lets each request's rows attend to their own cache. The attention
+function reads the pass's plan (``AttentionStep``) from a context variable, so that no attribute is
+set on a model. transformers creates no mask for an attention function without a registered mask
+function; masks come from the plan.
 
-A pass packs the rows of one or many requests into one sequence [1, sum R]. All but attention treats
-rows alike; here each request's rows meet their own cache. What this pass needs to know (the plan,
-``AttentionStep``) comes from a context variable, so that nothing is set on a model. transformers
-makes no mask for an attention function that it has no mask function for: ours come from the plan.
+Shape letters: H query heads, G key/value heads, D head size, R rows of one request in this pass, n
+used slots of its cache, E hidden size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from enum import StrEnum
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,14 @@ import torch
 from numpy import count_nonzero
 from transformers import AttentionInterface
 
-from specdec.attention.backends import Kernel, Seen, attention_kernel, dense_attention
+from specdec.attention.backends import (
+    Attention,
+    Kernel,
+    Visibility,
+    capped_attention,
+    dense_attention,
+    two_level_attention,
+)
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import Pair
 from specdec.device import to_device
@@ -31,44 +39,35 @@ IMPLEMENTATION = "specdec"
 """Name under which the attention function is registered with transformers."""
 
 OPAQUE = "specdec_opaque"
-"""The same function for compiled models: ``torch.compile`` calls it as it is, as one operation."""
+"""Name of the same function for compiled models; ``torch.compile`` does not trace into it."""
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 
 
-class Attention(StrEnum):
-    """How scores and values are put together; all are exact.
+@dataclass(slots=True)
+class ScoreOptions:
+    """How a layer computes its scores, as transformers passes it.
 
-    ``DENSE``: one pass over all keys with one mask. ``TWO_LEVEL``: the prefix without a mask, the
-    tree with it, merged by their log-sum-exp (PipeDec Alg. 1, which takes one softmax over both).
-    ``FLASH``: two levels, the prefix by flash-attn. ``TRITON``: one launch of our own kernel.
-    ``FLEX``: torch's FlexAttention.
+    Attributes:
+        scaling: factor of the scores; 1 / sqrt(D) where None.
+        window: keys at least this many positions back are masked; None: no sliding window.
+        softcap: scores s become softcap * tanh(s / softcap); None: no cap.
+        others: further arguments of the family; checked once, when a runner is created.
     """
 
-    DENSE = "dense"
-    TWO_LEVEL = "two_level"
-    TRITON = "triton"
-    FLASH = "flash"
-    FLEX = "flex"
-
-
-def kernel_of(kind: Attention, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """The kernel of a kind of attention that ``specdec.kernels`` has; None for the others.
-
-    Raises:
-        UserError: where it cannot run.
-    """
-    known = kind in (Attention.TRITON, Attention.FLASH, Attention.FLEX)
-    return attention_kernel(kind, device, dtype) if known else None
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    others: dict[str, Any] = field(default_factory=dict)
 
 
 class Step(Protocol):
-    """What the attention function and the runner's hooks need of the pass that they serve.
+    """The plan of one pass, as the attention function and the runner's hooks use it.
 
     Attributes:
-        cache: what the model is given as its cache.
+        cache: passed to the model as its cache.
         captured: global layer index -> hidden states [1, sum R, E], filled by the runner's hooks.
-        hidden: [1, sum R, E], what enters the first layer of a slice that is not the first.
+        hidden: [1, sum R, E], input of the first layer of a slice that is not the first; else None.
     """
 
     cache: StepCache
@@ -76,22 +75,17 @@ class Step(Protocol):
     hidden: torch.Tensor | None
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor: ...
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
+    ) -> torch.Tensor:
+        """Stores the rows' keys and values, then attends; shapes as in ``tree_attention``."""
+        ...
 
 
 _STEP: ContextVar[Step] = ContextVar("specdec_attention_step")
 
 
 def current_step() -> Step:
-    """The plan of the pass that is running."""
+    """Returns the plan of the running pass."""
     return _STEP.get()
 
 
@@ -106,7 +100,7 @@ def attending(step: Step) -> Iterator[None]:
 
 
 def tree_attention(
-    module: torch.nn.Module,  # noqa: ARG001 - the signature is transformers'
+    module: torch.nn.Module,  # noqa: ARG001 - transformers defines the signature
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -115,24 +109,21 @@ def tree_attention(
     dropout: float = 0.0,  # noqa: ARG001
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **options: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, in the form that transformers calls.
+    """Attention of one layer, with the signature that transformers calls.
 
     Args:
-        module, attention_mask, dropout: not used (inference; masks come from the plan).
+        module, attention_mask, dropout: unused (inference only; masks come from the plan).
         query: [1, H, sum R, D].
         key, value: [1, G, sum R, D], of the rows of this pass only.
-        scaling: factor of the scores; 1 / sqrt(D) where None.
-        sliding_window: keys at least so many positions back are not seen.
-        softcap: scores s become softcap * tanh(s / softcap).
-        **options: whatever else the family passes; checked once, when a runner is made.
+        scaling, sliding_window, softcap, **others: see ``ScoreOptions``.
 
     Returns:
-        [1, sum R, H, D], and no attention weights.
+        [1, sum R, H, D], and None instead of attention weights.
     """
-    step = _STEP.get()
-    return step.attend(query, key, value, scaling, sliding_window, softcap, options), None
+    options = ScoreOptions(scaling, sliding_window, softcap, others)
+    return _STEP.get().attend(query, key, value, options), None
 
 
 AttentionInterface.register(IMPLEMENTATION, tree_attention)
@@ -140,9 +131,13 @@ AttentionInterface.register(OPAQUE, torch.compiler.disable(tree_attention))
 
 
 class StepCache:
-    """Stands in for transformers' cache: notes the layer and passes the rows' keys on.
+    """Replaces transformers' cache: records the current layer and returns the rows' keys as given.
 
-    They are written into the requests' caches by ``AttentionStep.attend``.
+    ``AttentionStep.attend`` writes them into the requests' caches.
+
+    Attributes:
+        first_layer: global index of the slice's first layer.
+        layer: index within the slice of the layer that runs; -1 before the first.
     """
 
     is_compileable = False
@@ -154,16 +149,16 @@ class StepCache:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Notes which layer of the slice is at work."""
+        """Records which layer of the slice runs."""
         self.layer = layer_idx - self.first_layer
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are always given explicitly, and no mask is made from this."""
+        """Always 0: positions are passed explicitly, and no mask is derived from the length."""
         return 0
 
 
-class _Part:
+class _RequestPart:
     """One request's share of a pass."""
 
     def __init__(self, rows: Rows, offset: int) -> None:
@@ -171,15 +166,15 @@ class _Part:
         self.columns = slice(offset, offset + len(rows))
         self.store = rows.cache.view(rows).store
         self._masks: dict[int | None, torch.Tensor | None] = {}
-        self._seen: Seen | None = None
+        self._visibility: Visibility | None = None
 
     def mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
-        """[R, n], 0 where a row sees a slot and the lowest number where not; None: sees all."""
+        """The additive mask [R, n] in the type and on the device of ``like``; None: sees all."""
         rows = self.rows
         if window in self._masks:
             return self._masks[window]
         visible = rows.visible
-        if window is not None and self.reaches(window):
+        if window is not None and self.within(window):
             mask = self.mask(None, like)
         elif window is None and count_nonzero(visible) == visible.size:
             mask = None
@@ -194,25 +189,25 @@ class _Part:
         self._masks[window] = mask
         return mask
 
-    def seen(self, like: torch.Tensor) -> Seen:
-        """The same for kernels."""
-        if self._seen is None:
+    def visibility(self, like: torch.Tensor) -> Visibility:
+        """The same for kernels, as bits."""
+        if self._visibility is None:
             rows, device = self.rows, like.device
-            self._seen = Seen(
+            self._visibility = Visibility(
                 lengths=to_device(np.array([rows.first_masked, rows.end]), device),
                 visible=to_device(np.ascontiguousarray(rows.visible, np.uint8), device),
                 num_slots=rows.end,
                 dtype=like.dtype,
             )
-        return self._seen
+        return self._visibility
 
-    def reaches(self, window: int | None) -> bool:
-        """Whether a window of so many positions hides nothing from any row."""
+    def within(self, window: int | None) -> bool:
+        """Whether all positions lie within a window of this size, so that it masks nothing."""
         return window is None or int(self.rows.positions.max()) < window
 
 
 class AttentionStep:
-    """The plan of one pass: which rows meet which cache, and under which masks.
+    """The plan of one uncaptured pass: each request's rows, cache and masks.
 
     Attributes:
         cache, captured, hidden: see ``Step``.
@@ -236,152 +231,37 @@ class AttentionStep:
         offset = 0
         for part in rows:
             if len(part):
-                self._parts.append(_Part(part, offset))
+                self._parts.append(_RequestPart(part, offset))
                 offset += len(part)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        options: dict[str, Any],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
     ) -> torch.Tensor:
-        """Writes the rows' keys and values and attends; see ``tree_attention``."""
+        """See ``Step``."""
+        # Plain views here: this runs once per layer and token, where einops costs microseconds.
         layer = self.cache.layer
         if len(self._parts) == 1:
             part = self._parts[0]
             stored = part.store(layer, key, value)
-            return self._one(part, query, stored, scaling, window, softcap).transpose(1, 2)
+            return self._attend_one(part, query, stored, options).transpose(1, 2)
         outputs = []
         for part in self._parts:
             columns = part.columns
             stored = part.store(layer, key[:, :, columns], value[:, :, columns])
-            outputs.append(self._one(part, query[:, :, columns], stored, scaling, window, softcap))
+            outputs.append(self._attend_one(part, query[:, :, columns], stored, options))
         return torch.cat(outputs, 2).transpose(1, 2)
 
-    def _one(
-        self,
-        part: _Part,
-        query: torch.Tensor,
-        stored: Pair,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
+    def _attend_one(
+        self, part: _RequestPart, query: torch.Tensor, stored: Pair, options: ScoreOptions
     ) -> torch.Tensor:
-        key, value = stored
-        if self._kernel is not None and softcap is None and part.reaches(window):
-            return self._kernel(query, key, value, part.seen(query), scaling)
+        """[1, H, R, D]: one request's rows over its cache, ``stored`` [1, G, n, D] each."""
+        scaling, window, softcap = options.scaling, options.window, options.softcap
+        if self._kernel is not None and softcap is None and part.within(window):
+            return self._kernel(query, *stored, part.visibility(query), scaling)
         mask = part.mask(window, query)
         if softcap is not None:
-            return capped_attention(query, stored, mask, scaling, softcap)
+            return capped_attention(query, *stored, mask, scaling, softcap)
         split = part.rows.first_masked
         if self._two_level and split and mask is not None and part.mask(None, query) is mask:
-            return two_level_attention(query, stored, mask, scaling, split)
-        return dense_attention(query, key, value, mask, scaling)
-
-
-def capped_attention(
-    query: torch.Tensor,
-    stored: Pair,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention written out, for soft-capped scores (Gemma 2) which no fused kernel here offers.
-
-    Args:
-        query: [1, H, R, D].
-        stored: keys and values, [1, G, n, D] each.
-        mask: [R, n] or None.
-        scaling, softcap: see ``tree_attention``.
-
-    Returns:
-        [1, H, R, D].
-    """
-    scores, values = _scores(query, stored, scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(-1, dtype=_accumulator(query.dtype)).to(query.dtype)
-    return (weights @ values).flatten(1, 2)
-
-
-def two_level_attention(
-    query: torch.Tensor,
-    stored: Pair,
-    mask: torch.Tensor,
-    scaling: float | None,
-    split: int,
-) -> torch.Tensor:
-    """Attention over the prefix, then over the tree, merged (PipeDec Alg. 1).
-
-    Alg. 1 concatenates the scores of both parts and takes one softmax; merging normalised parts by
-    their log-sum-exp is the same function, and lets a kernel without masks serve the long prefix.
-
-    Args:
-        query: [1, H, R, D].
-        stored: keys and values, [1, G, n, D] each.
-        mask: [R, n]; 0 in the columns before ``split``.
-        scaling: see ``tree_attention``.
-        split: slots that every row sees.
-
-    Returns:
-        [1, H, R, D].
-    """
-    key, value = stored
-    prefix = key[:, :, :split], value[:, :, :split]
-    tree = key[:, :, split:], value[:, :, split:]
-    first, first_lse = _attention_lse(query, prefix, None, scaling)
-    second, second_lse = _attention_lse(query, tree, mask[:, split:], scaling)
-    share = torch.sigmoid(second_lse - first_lse).unsqueeze(-1).to(query.dtype)
-    return torch.lerp(first, second, share)
-
-
-def _attention_lse(
-    query: torch.Tensor, stored: Pair, mask: torch.Tensor | None, scaling: float | None
-) -> Pair:
-    """Normalised attention [1, H, R, D] and its log-sum-exp [1, H, R]."""
-    if query.device.type == "cpu":
-        key, value = stored
-        groups = key.shape[1]
-        folded = query[0].unflatten(0, (groups, -1))  # [G, H / G, R, D]
-        shape = (groups, folded.shape[1], *key.shape[2:])
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            folded,
-            key[0].unsqueeze(1).expand(shape),
-            value[0].unsqueeze(1).expand(shape),
-            attn_mask=None if mask is None else mask[None, None],
-            scale=scaling,
-        )
-        return out.flatten(0, 1).unsqueeze(0), lse.flatten(0, 1).unsqueeze(0)
-    return _written_lse(query, stored, mask, scaling)
-
-
-def _written_lse(
-    query: torch.Tensor, stored: Pair, mask: torch.Tensor | None, scaling: float | None
-) -> Pair:
-    """``_attention_lse`` written out, for devices without that kernel."""
-    scores, values = _scores(query, stored, scaling)
-    if mask is not None:
-        scores = scores + mask
-    scores = scores.to(_accumulator(query.dtype))
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp().to(query.dtype)
-    return (weights @ values).flatten(1, 2), lse.flatten(1, 2)
-
-
-def _scores(query: torch.Tensor, stored: Pair, scaling: float | None) -> Pair:
-    """Scores [1, G, H / G, R, n] and the values to weigh, [1, G, 1, n, D]."""
-    key, value = stored
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return grouped @ key.unsqueeze(2).transpose(-1, -2) * scale, value.unsqueeze(2)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type in which softmax is taken: float32 for half types."""
-    return dtype if dtype == torch.float64 else torch.float32
+            return two_level_attention(query, *stored, mask, scaling, split)
+        return dense_attention(query, *stored, mask, scaling)

@@ -1,12 +1,13 @@
-"""Tree attention in one launch: prefix and tree, a non-square mask, split over the context.
+"""Tree attention in one Triton launch: prefix and tree, a non-square mask, split over the context.
 
-SwiftSpec 3.3: the keys of one head are split among thread blocks, whose parts are added up without
-another launch. There blocks wait for each other's flags (NCCL's low-latency protocol); here the
-block that finishes last, by an atomic counter, adds up the parts of all. So no block ever waits,
-the order of the sum is fixed, and the counter is back at 0 at the end, as replaying a graph needs.
+As in SwiftSpec 3.3, the keys of one head are split among thread blocks, and their partial results
+are summed without a second launch. SwiftSpec's blocks wait for each other's flags (NCCL's
+low-latency protocol); here the last block to finish, determined by an atomic counter, sums all
+parts. So no block ever waits, the order of summation is fixed, and the counter is 0 again at the
+end, as replaying a CUDA graph requires.
 
-Letters: H query heads, G key/value heads, P = H / G, D head size, R rows, C slots of the cache,
-M columns of the mask, S splits.
+Shape letters: H query heads, G key/value heads, P = H / G, D head size, R rows, C slots of the
+cache, M columns of the mask, S splits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from einops import rearrange
 
-_KEY_BYTES = 16384  # of a block of keys; with its values, and a few times (pipelining)
-_QUERY_BYTES = 8192  # of a block of rows: beside the keys it stays below 99 KiB
+_KEY_BYTES = 16384  # per block of keys; values need as much, and pipelining a few times both
+_QUERY_BYTES = 8192  # per block of rows; with the keys this stays below 99 KiB
 _MAX_BLOCK_KEYS = 64
 _MAX_BLOCK_ROWS = 64
-_MIN_DOT = 16  # smallest side of a product on tensor cores
+_MIN_DOT = 16  # smallest dimension of a product on tensor cores
 _BLOCKS_PER_PROCESSOR = 2
 _INTERPRETED_SPLITS = 4
 _LOG2_E = 1.4426950408889634
@@ -35,7 +37,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
 ):
     # fmt: on
     block, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # A block's rows are the rows of all query heads that share one key/value head.
+    # A block processes the rows of all query heads that share one key/value head.
     lanes = tl.arange(0, BLOCK_ROWS)
     items = block * BLOCK_ROWS + lanes
     rows, heads = items // PER_GROUP, group * PER_GROUP + items % PER_GROUP
@@ -47,7 +49,7 @@ def _tree_attention(  # type: ignore[no-untyped-def]
     first, end = tl.load(lengths).to(tl.int32), tl.load(lengths + 1).to(tl.int32)
     share = tl.cdiv(tl.cdiv(end, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
     start = split * share
-    wide = group.to(tl.int64)  # a million slots of many heads lie beyond 32 bits
+    wide = group.to(tl.int64)  # offsets exceed 32 bits at a million slots
     result, top, total = _scan(
         q, key + wide * key_head, value + wide * value_head, key_slot, value_slot,
         visible + rows * visible_row, inside, first, start, tl.minimum(end, start + share), scale,
@@ -79,10 +81,10 @@ def _scan(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Attention over the slots start .. stop - 1, not yet normalised.
+    """Unnormalised attention over the slots start .. stop - 1.
 
     Returns:
-        sums [BLOCK_ROWS, BLOCK_DIM], the largest exponents (to base 2) and the weights' totals.
+        weighted sums [BLOCK_ROWS, BLOCK_DIM], largest exponents (base 2) and sums of the weights.
     """
     dims = tl.arange(0, BLOCK_DIM)
     within = dims < DIM
@@ -121,14 +123,14 @@ def _merged(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):
     # fmt: on
-    """The parts of all splits added up and normalised, in the order of the splits."""
+    """Sums the partial results in the order of the splits and normalises them."""
     lanes = tl.arange(0, BLOCK_ROWS)
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     result = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
     for split in range(SPLITS):
         part = item * SPLITS + split
-        # Past the first-level cache, which is not kept coherent between processors.
+        # Bypasses the L1 cache, which is not coherent between multiprocessors.
         at_top = tops + part * 2 * BLOCK_ROWS + lanes
         part_top = tl.load(at_top, cache_modifier=".cg")
         part_total = tl.load(at_top + BLOCK_ROWS, cache_modifier=".cg")
@@ -144,16 +146,16 @@ def _merged(  # type: ignore[no-untyped-def]
 
 
 class TreeAttention:
-    """Launches the kernel; holds the scratch memory that the splits of a launch share.
+    """Launches the kernel and owns the scratch memory that the splits of a launch share.
 
-    One object serves one stream: two launches at a time would share counters.
+    Use one object per stream: concurrent launches would share counters.
     """
 
     def __init__(self, *, splits: int | None = None) -> None:
         """Allocates nothing yet.
 
         Args:
-            splits: thread blocks per head; chosen by the number of processors where None.
+            splits: thread blocks per head; None: derived from the number of multiprocessors.
         """
         self._splits = splits
         self._scratch: dict[
@@ -170,21 +172,23 @@ class TreeAttention:
         visible: torch.Tensor,
         scaling: float | None = None,
     ) -> torch.Tensor:
-        """See ``specdec.kernels.reference.tree_attention``; float32, float16 or bfloat16.
+        """Computes ``specdec.kernels.reference.tree_attention``.
+
+        Tensors are float32, float16 or bfloat16; the last dimension of each must be contiguous.
 
         Args:
-            query: [1, H, R, D], last dimension contiguous, as for all.
+            query: [1, H, R, D].
             key, value: [1, G, C, D].
-            lengths: integer [2] on the device: ``first`` and ``end``. They are read by the kernel,
-                so that a captured launch serves every length.
-            visible: uint8 [R, M], rows contiguous.
-            scaling: factor of the scores.
+            lengths: integer [2] on the device, (first, end); read by the kernel, so that a captured
+                launch works for every length.
+            visible: uint8[R, M].
+            scaling: factor of the scores; 1 / sqrt(D) where None.
 
         Returns:
-            [1, H, R, D], the storage in the order R, H, D.
+            [1, H, R, D], a view of memory in the order R, H, D.
 
         Raises:
-            ValueError: for another layout.
+            ValueError: if a last dimension is not contiguous.
         """
         if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (query, key, value, visible)):
             raise ValueError("an operand is not contiguous in its last dimension")
@@ -216,12 +220,12 @@ class TreeAttention:
             BLOCK_KEYS=block_keys,
             SPLITS=splits,
         )
-        return output.transpose(0, 1)[None]
+        return rearrange(output, "r h d -> 1 h r d")
 
     def _parts(
         self, device: torch.device, items: int, splits: int, rows: int, dim: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Partial sums, their maxima and totals, counters at 0: the same for the same sizes."""
+        """Scratch memory per size: partial sums, their maxima and totals, and counters at 0."""
         shape = (device, items, splits, rows, dim)
         if shape not in self._scratch:
             self._scratch[shape] = (
@@ -233,7 +237,7 @@ class TreeAttention:
 
 
 def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
-    """Rows, keys and head size of a block that fits a processor's registers and shared memory."""
+    """Rows, keys and head size of a block, within a multiprocessor's shared memory."""
     block_dim = max(_MIN_DOT, triton.next_power_of_2(dim))
     most_rows = min(_MAX_BLOCK_ROWS, max(_MIN_DOT, _QUERY_BYTES // (block_dim * itemsize)))
     rows = min(most_rows, max(_MIN_DOT, triton.next_power_of_2(num_items)))
@@ -242,13 +246,13 @@ def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _splits(device: torch.device, items: int, most: int) -> int:
-    """Splits that fill the device, but no more than there are blocks of keys.
+    """The number of splits that fills the device, at most ``most``, rounded down to a power of two.
 
-    A power of two: each number is a kernel to compile and scratch memory to keep, and a context
-    that grows token by token comes past all of them.
+    Each number of splits compiles a kernel and keeps scratch memory, so few numbers are used as the
+    context grows.
     """
-    wanted = _INTERPRETED_SPLITS
+    filling = _INTERPRETED_SPLITS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * processors, items)
-    return 1 << (max(1, min(most, wanted)).bit_length() - 1)
+        filling = triton.cdiv(_BLOCKS_PER_PROCESSOR * processors, items)
+    return 1 << (max(1, min(most, filling)).bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Losslessness as a service: checks that certify any configuration, or name what is wrong."""
+"""Checks whether a configuration is lossless: ``specdec verify`` and ``specdec.testing``."""
 
 from specdec.certify.certify import CHECKS, certify
 from specdec.certify.report import Check, Report, print_report, write_report

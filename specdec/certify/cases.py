@@ -1,12 +1,13 @@
-"""The requests that checks decode: prompts, sampling transforms and stop rules, made by rule.
+"""Generated requests for the checks: prompts, sampling transforms and stop rules.
 
-A case's id is its prompt's id, so it keys the draws; ids are unique within a run.
+A case's id is the prompt id that keys its draws; ids are unique within a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -22,14 +23,14 @@ TEMPERATURES_AND_FILTERS: dict[str, SamplingParams] = {
     "t=0.8 top_k=9 top_p=0.9": SamplingParams(temperature=0.8, top_k=9, top_p=0.9),
     "t=0.9 no_repeat_ngram=2": SamplingParams(temperature=0.9, no_repeat_ngram=2),
 }
-"""Sampling transforms that every ``match`` strategy is tried under."""
+"""Sampling transforms of the sampled checks."""
 
 WITH_HISTORY: dict[str, SamplingParams] = {
     "no_repeat_ngram=2": SamplingParams(no_repeat_ngram=2),
     "no_repeat_ngram=1": SamplingParams(no_repeat_ngram=1),
     "repetition penalty": SamplingParams(processors=(RepetitionPenaltyLogitsProcessor(3.0),)),
 }
-"""Greedy transforms that look at the tokens before."""
+"""Greedy transforms that depend on the preceding tokens."""
 
 _LETTERS = 4
 
@@ -39,10 +40,11 @@ class Case:
     """One request of a check.
 
     Attributes:
-        id: the prompt's id.
-        label: how messages name it.
+        id: prompt id, which keys the draws.
+        label: name in messages.
         prompt: token ids.
-        sampling, stop: of the request.
+        sampling: sampling transform.
+        stop: when the output ends.
     """
 
     id: int
@@ -52,7 +54,7 @@ class Case:
     stop: StopRules
 
     def request(self) -> RequestState:
-        """A fresh request of the decode loop."""
+        """A new request of the decode loop."""
         return RequestState(
             request_id=self.id,
             prompt=np.array(self.prompt, np.int64),
@@ -61,15 +63,32 @@ class Case:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The output for a case.
+
+    Attributes:
+        output: token ids.
+        reason: why it ended.
+        accepted: accepted draft tokens, plus the next tokens that were nodes of the tree (hits).
+        misses: answers after which the tree was discarded.
+    """
+
+    output: tuple[int, ...]
+    reason: str | None
+    accepted: int = 0
+    misses: int = 0
+
+
 def letters(tokens: Sequence[int]) -> str:
-    """Text of made-up tokens: two letters each, so that strings cross token boundaries."""
+    """Decodes each token to two letters, so that stop strings can cross token boundaries."""
     return "".join(
         chr(97 + token % _LETTERS) + chr(97 + token // _LETTERS % _LETTERS) for token in tokens
     )
 
 
-def prompt_of(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
-    """A made-up prompt, the same for the same arguments."""
+def random_prompt(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
+    """A prompt drawn from a generator seeded with ``index`` and ``length``."""
     rng = np.random.default_rng([index, length])
     return tuple(rng.integers(1, vocab_size, length).tolist())
 
@@ -77,7 +96,7 @@ def prompt_of(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
 def parity_cases(
     samplings: dict[str, SamplingParams], *, per_sampling: int, vocab_size: int, num_tokens: int
 ) -> list[Case]:
-    """Requests of several lengths under each sampling transform."""
+    """``per_sampling`` requests under each sampling transform, with prompts of 1 to 13 tokens."""
     lengths = (1, 6, 13, 3)
     stop = StopRules(max_new_tokens=num_tokens)
     cases = []
@@ -85,25 +104,23 @@ def parity_cases(
         for i in range(per_sampling):
             index = number * per_sampling + i
             length = lengths[index % len(lengths)]
-            prompt = prompt_of(index, length, vocab_size)
+            prompt = random_prompt(index, length, vocab_size)
             label = f"{name}, prompt of {length} tokens"
             cases.append(Case(11 + 3 * index, label, prompt, params, stop))
     return cases
 
 
 def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
-    """``base`` under every way to end: EOS, stop strings and lengths at each place of its output.
+    """Copies of ``base`` that end early: by EOS, stop string or length, at each output token.
 
     Args:
         base: a greedy case that ends by its length.
-        output: what plain decoding gives for it.
+        output: its tokens under plain decoding.
     """
-    number = 0
+    ids = count(base.id + 1)
 
     def case(label: str, stop: StopRules) -> Case:
-        nonlocal number
-        number += 1
-        return replace(base, id=base.id + number, label=f"{base.label}, {label}", stop=stop)
+        return replace(base, id=next(ids), label=f"{base.label}, {label}", stop=stop)
 
     length = len(output)
     for at in sorted({output.index(token) for token in set(output)}):
@@ -111,8 +128,8 @@ def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
         yield case(f"EOS is output token {at}", stop)
     text = letters(output)
     for at in range(0, length - 2, 2):
-        words = (text[2 * at + 1 : 2 * at + 4],)  # second half, whole token
-        stop = StopRules(max_new_tokens=length, stop_strings=words, decode=letters)
-        yield case(f"stop string {words[0]!r} over the tokens from {at} on", stop)
+        string = text[2 * at + 1 : 2 * at + 4]  # half a token and a whole one
+        stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=letters)
+        yield case(f"stop string {string!r} from output token {at}", stop)
     for limit in range(1, min(length, 7)):
         yield case(f"max_new_tokens={limit}", StopRules(max_new_tokens=limit))

@@ -1,4 +1,4 @@
-"""Runs every check on one configuration."""
+"""Runs the checks on one configuration."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specdec.certify.invariants import cache_invariant, draft_rows, tree_invaria
 from specdec.certify.laws import distribution
 from specdec.certify.numerics import numerics
 from specdec.certify.parity import batch_independence, greedy_parity, sampled_parity, stop_rules
-from specdec.certify.report import Check, Report
+from specdec.certify.report import Check, Report, error_text
 from specdec.certify.subject import Build, Subject, num_ranks
 from specdec.compose.build import compose
-from specdec.distributed.lease import held
+from specdec.distributed.rank_groups import keep_ranks
 
 CHECKS: dict[str, Callable[[Subject], Check]] = {
     "greedy_parity": greedy_parity,
@@ -26,7 +26,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "batch_independence": batch_independence,
     "numerics": numerics,
 }
-"""Name -> check, in the order in which they run."""
+"""Check functions by name, in the order in which they run."""
 
 
 def certify(
@@ -39,33 +39,31 @@ def certify(
     """Certifies a configuration.
 
     Args:
-        cfg: resolved plain configuration, as ``specdec run`` hands it to the engine.
-        build: makes the parts of a configuration on a pair.
-        checks: names of those to run; all where None.
-        on_check: told of each outcome.
+        cfg: resolved plain configuration of ``specdec run``.
+        build: builds the parts of a configuration on a pair (default: ``compose``).
+        checks: names of the checks to run (default: all).
+        on_check: called with each outcome.
 
     Returns:
-        The report. A check during which the strategy raised has failed; its detail names the error.
+        The report. A check in which the strategy raised is failed; its detail names the error.
 
     Raises:
-        UserError: for a configuration that cannot be composed, and for transformers' own
-            strategies.
+        UserError: the configuration cannot be composed, or its strategy is transformers' own
+            decoding.
     """
     start = perf_counter()
-    found = []
-    with held(num_ranks(cfg), threads=cfg.get("threads")):
+    outcomes = []
+    with keep_ranks(num_ranks(cfg), threads=cfg.get("threads")):
         subject = Subject(cfg, build=build)
         for name in CHECKS if checks is None else checks:
-            found.append(run_check(name, subject))
+            outcomes.append(_run_check(name, subject))
             if on_check is not None:
-                on_check(found[-1])
-    return Report(subject.name, subject.claims, tuple(found), perf_counter() - start)
+                on_check(outcomes[-1])
+    return Report(subject.name, subject.claims, tuple(outcomes), perf_counter() - start)
 
 
-def run_check(name: str, subject: Subject) -> Check:
-    """One check, whatever happens in it."""
+def _run_check(name: str, subject: Subject) -> Check:
     try:
         return CHECKS[name](subject)
-    except Exception as error:  # a strategy that breaks down is not lossless, however it does
-        words = " ".join(str(error).split())
-        return Check(name, False, f"broke down: {type(error).__name__}: {words[:300]}")
+    except Exception as error:  # a strategy that raises is not lossless, whatever it raises
+        return Check(name, False, f"raised {error_text(error)}")

@@ -1,4 +1,4 @@
-"""Check (e): caches, trees and the draft's work, looked at after every step."""
+"""Check (e): caches, trees and the rows of the draft, inspected after every step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY, parity_cases
 from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
-from specdec.certify.report import Check, joined_details
+from specdec.certify.report import Check, error_text, joined_details
 from specdec.certify.subject import VOCAB_SIZE, Decoded, Subject, decode_steps
 from specdec.state import RequestState
 from specdec.types import NO_NODE, Commit, CommitKind
 
 TOLERANCE = 1e-6
-"""Largest difference of a float64 cache entry; transformers' norms pass through float32."""
+"""Largest allowed error of a float64 cache entry; transformers' norms compute in float32."""
 
 _NUM_TOKENS = 12
 _BATCH = 2
@@ -26,13 +26,13 @@ _SMALL_CHUNK = 4
 
 @dataclass(slots=True)
 class Observation:
-    """What was seen in one run.
+    """The problems of one observed run.
 
     Attributes:
-        caches, trees, rows: findings, empty where all is as it should be.
-        num_entries, num_nodes: cache entries compared, tree nodes looked at.
-        watch: the raw counts.
-        error: what broke the run down, in words; empty where nothing did.
+        caches, trees, rows: problems by check; empty if there are none.
+        num_entries, num_nodes: number of cache entries compared and of tree nodes inspected.
+        watch: the recorded events.
+        error: the exception that ended the run; empty if there was none.
     """
 
     caches: list[str] = field(default_factory=list)
@@ -45,20 +45,20 @@ class Observation:
 
 
 def cache_invariant(subject: Subject) -> Check:
-    """(e) Prefix and tree of every cache equal a fresh forward, after every step."""
+    """(e) After every step each cache entry equals a fresh forward over its path."""
     seen = observe(subject)
     count = len(seen.watch.shadows)
     if not seen.num_entries and not (seen.error or seen.caches):
-        return Check("cache_invariant", None, "no cache in this process to look at")
+        return Check("cache_invariant", None, "no cache in this process to compare")
     detail = f"{seen.num_entries} entries of {count} caches equal fresh forwards"
-    return _check("cache_invariant", seen.caches, seen, detail)
+    return _check("cache_invariant", seen.caches, seen.error, detail)
 
 
 def tree_invariant(subject: Subject) -> Check:
     """(e) After a commit a tree is the new root's subtree, with the right parents."""
     seen = observe(subject)
     detail = f"{seen.num_nodes} nodes under the right parents after every step"
-    return _check("tree_invariant", seen.trees, seen, detail)
+    return _check("tree_invariant", seen.trees, seen.error, detail)
 
 
 def draft_rows(subject: Subject) -> Check:
@@ -71,29 +71,28 @@ def draft_rows(subject: Subject) -> Check:
     catch_up = sum(s.catch_up_rows for s in drafts)
     kind = "expanded nodes" if all(s.real for s in drafts) else "nodes, guesses included"
     detail = f"{total} rows = {total - catch_up} distinct {kind} + {catch_up} catch-up tokens"
-    return _check("draft_rows", seen.rows, seen, detail)
+    return _check("draft_rows", seen.rows, seen.error, detail)
 
 
-def _check(name: str, findings: list[str], seen: Observation, detail: str) -> Check:
-    if findings:
-        return Check(name, False, joined_details(findings))
-    if seen.error:
-        return Check(name, False, f"broke down: {seen.error}")
+def _check(name: str, problems: list[str], error: str, detail: str) -> Check:
+    if problems:
+        return Check(name, False, joined_details(problems))
+    if error:
+        return Check(name, False, f"raised {error}")
     return Check(name, True, detail)
 
 
 def observe(subject: Subject) -> Observation:
-    """Runs a few requests under observation, once per subject."""
-    known = subject.notes.get("observation")
-    if isinstance(known, Observation):
-        return known
+    """Decodes a few requests under observation, once per subject."""
+    cached = subject.notes.get("observation")
+    if isinstance(cached, Observation):
+        return cached
     seen = Observation()
     subject.notes["observation"] = seen
     try:
         _run(subject, seen)
-    except Exception as error:  # findings up to here stand, and the breakdown is one itself
-        words = " ".join(str(error).split())
-        seen.error = f"{type(error).__name__}: {words[:300]}"
+    except Exception as error:  # keeps the problems of the steps before it
+        seen.error = error_text(error)
     return seen
 
 
@@ -107,13 +106,13 @@ def _run(subject: Subject, seen: Observation) -> None:
     watch = seen.watch
     section = {key: value for key, value in subject.model("mixed").items() if key != "kind"}
     pair = ObservedPair(watch, **section)
-    found: dict[int, Decoded] = {}
+    outputs: dict[int, Decoded] = {}
     with subject.composed(pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
         fresh = {"target": Fresh(pair.target), "draft": Fresh(pair.draft)}
         steps = decode_steps(
-            parts, cases, found, batch_size=_BATCH, prefill_chunk=_SMALL_CHUNK, state=state
+            parts, cases, outputs, batch_size=_BATCH, prefill_chunk=_SMALL_CHUNK, state=state
         )
         for commits in steps:
             seen.trees += [
@@ -134,21 +133,21 @@ def _run(subject: Subject, seen: Observation) -> None:
 
 
 class Fresh:
-    """Keys and values by transformers' own forward over whole sequences."""
+    """Keys and values from transformers' forward over whole sequences."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self._cached: dict[tuple[int, ...], torch.Tensor] = {}
 
     def entries(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """[P, L, 2, H, D]: keys and values of the last token of each path."""
+        """[P, L, 2, H, D]: keys and values of the last token of each of P paths, in L layers."""
         by_length: dict[int, set[tuple[int, ...]]] = {}
         for path in paths:
-            if path not in self._known:
+            if path not in self._cached:
                 by_length.setdefault(len(path), set()).add(path)
         for group in by_length.values():
             self._compute(sorted(group))
-        return torch.stack([self._known[path] for path in paths])
+        return torch.stack([self._cached[path] for path in paths])
 
     def _compute(self, paths: list[tuple[int, ...]]) -> None:
         device = next(self._model.parameters()).device
@@ -158,19 +157,19 @@ class Fresh:
         both = torch.stack([torch.stack([layer.keys, layer.values]) for layer in layers])
         for row, path in enumerate(paths):  # both: [L, 2, P, H, T, D]
             for length in range(len(path), 0, -1):
-                if path[:length] in self._known:
+                if path[:length] in self._cached:
                     break
-                self._known[path[:length]] = both[:, :, row, :, length - 1]
+                self._cached[path[:length]] = both[:, :, row, :, length - 1]
 
 
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:
-    """Where a cache differs from fresh forwards over what it should hold."""
+    """Differences of a cache from fresh forwards over the paths of its entries."""
     cache, request = shadow.cache, shadow.request
     assert request is not None
     where = f"{shadow.runner.name}'s cache of request {request.id}"
     tokens = request.tokens
     if cache.cached_len > request.prefix_len:
-        yield f"{where} has a prefix of {cache.cached_len} tokens, committed are fewer"
+        yield f"{where} has {cache.cached_len} prefix tokens, committed are {request.prefix_len}"
         return
     paths = [tuple(tokens[: at + 1].tolist()) for at in range(cache.cached_len)]
     ids = cache.node_ids
@@ -180,7 +179,7 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
     ):
         path = shadow.path(node_id, cache.cached_len, tokens)
         if shadow.real and slot < 0:
-            yield f"{where} holds node {node_id}, which has left the tree"
+            yield f"{where} has an entry of node {node_id}, which has left the tree"
             return
         if shadow.real and path != tuple(request.path_tokens(slot).tolist()):
             yield f"{where}: node {node_id} was computed on another path than the tree's"
@@ -194,22 +193,22 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
     runner = shadow.runner
     layers = slice(runner.first_layer, runner.first_layer + runner.num_layers)
     expected = fresh.entries(paths)[:, layers].permute(1, 2, 3, 0, 4)
-    held = cache.storage[:, :, :, : len(paths)]
-    if shadow.heads is not None:  # a rank's share, the last of it padding
-        mine = [head for head in shadow.heads if head >= 0]
-        held, expected = held[:, :, : len(mine)], expected[:, :, mine]
-    error = (held - expected).abs().amax(dim=(0, 1, 2, 4))
+    entries = cache.storage[:, :, :, : len(paths)]
+    if shadow.heads is not None:  # a rank's share, with padding at the end
+        heads = [head for head in shadow.heads if head >= 0]
+        entries, expected = entries[:, :, : len(heads)], expected[:, :, heads]
+    error = (entries - expected).abs().amax(dim=(0, 1, 2, 4))
     seen.num_entries += len(paths)
     at = int(error.argmax())
     if not float(error[at]) <= TOLERANCE:
-        what = f"position {at} of the prefix"
+        entry = f"position {at} of the prefix"
         if at >= cache.cached_len:
-            what = f"node {ids[at - cache.cached_len]}"
-        yield f"{where}: {what} differs from a fresh forward by {float(error[at]):.1e}"
+            entry = f"node {ids[at - cache.cached_len]}"
+        yield f"{where}: {entry} differs from a fresh forward by {float(error[at]):.1e}"
 
 
 def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iterator[str]:
-    """What a hit kept or lost against the tree as it was submitted."""
+    """Nodes that a hit kept or dropped wrongly, relative to the submitted tree."""
     if commit.kind is not CommitKind.HIT or commit.root_id not in before:
         return
     below = {commit.root_id}
@@ -220,15 +219,15 @@ def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iter
     where = f"request {commit.request}, step {commit.step}"
     if lost := below - kept:
         yield f"{where}: nodes {sorted(lost)[:3]} under the new root were dropped"
-    if strange := (kept & before.keys()) - below:
-        yield f"{where}: nodes {sorted(strange)[:3]} were kept, which are not under the new root"
+    if stray := (kept & before.keys()) - below:
+        yield f"{where}: nodes {sorted(stray)[:3]} were kept, which are not under the new root"
     token = before[commit.root_id][1]
     if token != commit.next_token:
         yield f"{where}: the new root carries token {token} instead of {commit.next_token}"
 
 
 def _tree_problems(request: RequestState, before: dict[int, tuple[int, int]]) -> Iterator[str]:
-    """What is wrong with a tree in itself, and against what its nodes were."""
+    """Inconsistencies of a tree, in itself and relative to its state ``before``."""
     tree, where = request.tree, f"tree of request {request.id}"
     parents, positions = tree.parents, tree.positions
     if int(tree.tokens[0]) != int(request.tokens[-1]) or int(positions[0]) != request.prefix_len:
@@ -238,7 +237,7 @@ def _tree_problems(request: RequestState, before: dict[int, tuple[int, int]]) ->
     below = np.arange(1, len(tree))
     orphans = below[(parents[1:] < 0) | (parents[1:] >= below)]
     if len(orphans):
-        yield f"{where}: nodes {tree.ids[orphans][:3].tolist()} do not stand under the root"
+        yield f"{where}: nodes {tree.ids[orphans][:3].tolist()} are not under the root"
         return
     if (positions[1:] != positions[parents[1:]] + 1).any():
         yield f"{where}: a node's position is not its parent's plus one"
@@ -251,8 +250,8 @@ def _tree_problems(request: RequestState, before: dict[int, tuple[int, int]]) ->
             yield f"{where}: node {node_id} has changed its parent or token"
 
 
-def _row_problems(watch: Watch, claimed: int) -> Iterator[str]:
-    """Where the draft's rows are not those that had to be computed."""
+def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
+    """Differences of the draft's rows from the expanded nodes and the tokens it lacked."""
     drafts = [s for s in watch.shadows if s.runner.name != "target"]
     if not drafts:
         return
@@ -260,12 +259,12 @@ def _row_problems(watch: Watch, claimed: int) -> Iterator[str]:
         if shadow.repeated:
             yield f"nodes {sorted(set(shadow.repeated))[:3]} were computed more than once"
     rows = sum(sum(watch.passes[name]) for name in {s.runner.name for s in drafts})
-    if rows != claimed:
-        yield f"the source counts {claimed} rows, its model computed {rows}"
-    if watch.sees_questions and all(shadow.real for shadow in drafts):
+    if rows != counted:
+        yield f"the source counts {counted} rows, its model computed {rows}"
+    if watch.records_expansions and all(shadow.real for shadow in drafts):
         nodes = sum(s.node_rows for s in drafts)
         catch_up = sum(s.catch_up_rows for s in drafts)
-        if nodes != len(watch.asked):
-            yield f"{nodes} node rows for {len(watch.asked)} distinct expanded nodes"
+        if nodes != len(watch.expanded):
+            yield f"{nodes} node rows for {len(watch.expanded)} distinct expanded nodes"
         if catch_up != watch.catch_up:
-            yield f"{catch_up} catch-up rows where {watch.catch_up} committed tokens were lacking"
+            yield f"{catch_up} catch-up rows for {watch.catch_up} committed tokens not yet cached"

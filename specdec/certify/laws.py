@@ -1,11 +1,12 @@
-"""Check (d): the law of sampled output against the target's own, by chi-square.
+"""Check (d): the distribution of sampled output against that of the target.
 
-Target and draft are tables (``TablePair``), so the exact law of every pair of neighbouring tokens
-is known; thousands of requests, each with draws of its own, decode side by side through the whole
-composed strategy.
+Target and draft are tables (``TablePair``), so the exact joint distribution ("law") of every pair
+of neighbouring tokens is known. ``NUM_REQUESTS`` requests, each with its own keyed draws, are
+decoded through the whole composed strategy and compared with it by a chi-square test and by total
+variation.
 
-False-alarm rate: 1e-6 per check, shared among its tests. A check is deterministic in the seed; the
-rate says what a failure means.
+False-alarm rate: 1e-6 per check, divided among its tests. A check is deterministic in the seed; the
+rate bounds the share of seeds at which a lossless strategy would fail.
 
 Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law.
 """
@@ -38,7 +39,7 @@ _NUM_TOKENS = 4  # deep enough for the branches of SpecInfer's tree
 _NUM_TOKENS_SHAPES = 3
 _MIN_EXPECTED = 5.0
 
-# With top-k the target excludes tokens that the opposed draft has, and the other way round.
+# Under top-k the target and the opposed draft each exclude tokens that the other keeps.
 TARGET_TABLE = (
     (2.0, 1.0, 0.0, 0.5, -1.0),
     (0.0, 1.5, 1.4, -0.5, 0.7),
@@ -55,7 +56,7 @@ OPPOSED_TABLE = (
     (0.8, 4.0, 0.2, 3.0, 2.0),
     (2.0, 2.0, 1.8, -0.6, 2.4),
 )
-"""Logits of a draft that is sure of other tokens than the target."""
+"""Logits of a draft that prefers other tokens than the target."""
 
 SAMPLINGS = {
     "t=1": SamplingParams(temperature=1.0),
@@ -69,7 +70,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 def chi_square(counts: IntArray, law: FloatArray) -> float:
-    """The p-value of counts[C] under ``law``[C]; 0 where the impossible happened.
+    """The p-value of counts[C] under ``law``[C]; 0 if a cell of probability 0 has counts.
 
     Cells with fewer than 5 expected counts are merged (Cochran's rule).
     """
@@ -78,10 +79,10 @@ def chi_square(counts: IntArray, law: FloatArray) -> float:
         return 0.0
     rare = expected < _MIN_EXPECTED
     merged = np.append(expected[~rare], expected[rare].sum())
-    seen = np.append(counts[~rare], counts[rare].sum())
+    observed = np.append(counts[~rare], counts[rare].sum())
     used = merged > 0.0
-    merged, seen = merged[used], seen[used]
-    statistic = float(((seen - merged) ** 2 / merged).sum())
+    merged, observed = merged[used], observed[used]
+    statistic = float(((observed - merged) ** 2 / merged).sum())
     half = torch.tensor([(len(merged) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1])) if len(merged) > 1 else 1.0
 
@@ -89,10 +90,10 @@ def chi_square(counts: IntArray, law: FloatArray) -> float:
 def total_variation(
     counts: IntArray, law: FloatArray, *, false_alarm: float = FALSE_ALARM
 ) -> tuple[float, float]:
-    """(total variation from ``law``[C], its bound at the false-alarm rate).
+    """Total variation of counts[C] from ``law``[C], and its bound at the false-alarm rate.
 
-    Without a bias its mean is at most sqrt(cells / N) / 2, and by McDiarmid's inequality it exceeds
-    its mean by t with probability at most exp(-2 N t ** 2).
+    For counts drawn from ``law`` its mean is at most sqrt(cells / N) / 2, and by McDiarmid's
+    inequality it exceeds its mean by t with probability at most exp(-2 N t ** 2).
     """
     num = int(counts.sum())
     mean = np.sqrt(np.count_nonzero(law) / num) / 2
@@ -106,7 +107,7 @@ def pair_laws(table: FloatArray, start: int, num_tokens: int) -> Iterator[FloatA
     Args:
         table: float64[V, V], probability of the next token (column) after each (row).
         start: the prompt's last token.
-        num_tokens: of the output.
+        num_tokens: number of output tokens.
     """
     marginal = table[start]
     for _ in range(num_tokens - 1):
@@ -115,31 +116,31 @@ def pair_laws(table: FloatArray, start: int, num_tokens: int) -> Iterator[FloatA
 
 
 def pair_counts(tokens: IntArray, vocab_size: int) -> Iterator[IntArray]:
-    """int64[V * V] per i: how often each pair of tokens i and i + 1 came in ``tokens``[N, T]."""
+    """int64[V * V] per i: the count of each pair of tokens i and i + 1 in ``tokens``[N, T]."""
     for i in range(tokens.shape[1] - 1):
         cells = tokens[:, i] * vocab_size + tokens[:, i + 1]
         yield np.bincount(cells, minlength=vocab_size**2)
 
 
 def distribution(subject: Subject) -> Check:
-    """(d) The law of the output under sampling is that of the target."""
+    """(d) Sampled output has the distribution of the target."""
     if subject.claims is Lossless.TOKEN:
-        return Check("distribution", None, "equal token for token, which is more")
+        return Check("distribution", None, "not needed: lossless token for token")
     shapes: dict[str, dict[str, Any]] = {"as configured": {}}
     if subject.claims is Lossless.DISTRIBUTION and subject.build is compose:
         shapes |= {name: {"policy": policy} for name, policy in _SHAPES.items()}
     biased, worst, farthest, num_tests = [], 1.0, 0.0, 0
-    # Two statistics for each pair of neighbouring tokens share the rate.
+    # Two statistics for each pair of neighbouring tokens divide the rate.
     level = FALSE_ALARM / (2 * len(shapes) * len(SAMPLINGS) * (_NUM_TOKENS - 1))
     for name, changes in shapes.items():
         for label, params in SAMPLINGS.items():
             try:
-                found = list(_tested(subject, params, changes))
+                tests = list(_pair_tests(subject, params, changes))
             except UserError:
                 if not changes:
                     raise
-                continue  # another policy than the configured one need not fit the rest
-            for i, (counts, law) in enumerate(found):
+                continue  # the configured parts refuse this policy
+            for i, (counts, law) in enumerate(tests):
                 num_tests += 1
                 p_value = chi_square(counts, law)
                 distance, bound = total_variation(counts, law, false_alarm=level)
@@ -160,18 +161,18 @@ def distribution(subject: Subject) -> Check:
     return Check("distribution", True, detail)
 
 
-def _tested(
+def _pair_tests(
     subject: Subject, params: SamplingParams, changes: dict[str, Any]
 ) -> Iterator[tuple[IntArray, FloatArray]]:
-    """(counts[V * V], exact law[V * V]) per pair of neighbouring tokens."""
+    """(counts[V * V], exact law[V * V]) of each pair of neighbouring tokens."""
     section = {"kind": "table", "target": TARGET_TABLE, "draft": OPPOSED_TABLE}
     pair = TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE)
     num_tokens = _NUM_TOKENS_SHAPES if changes else _NUM_TOKENS
     stop = StopRules(max_new_tokens=num_tokens)
     cases = [Case(i, "", (0,), params, stop) for i in range(NUM_REQUESTS)]
     with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
-        found = decode_cases(parts, cases, batch_size=_BATCH)
-    tokens = np.array([found[case.id].output for case in cases])
+        outputs = decode_cases(parts, cases, batch_size=_BATCH)
+    tokens = np.array([outputs[case.id].output for case in cases])
     rows = np.array(TARGET_TABLE)
     table = np.stack([reference_probs(row, params) for row in rows])
     laws = pair_laws(table, 0, num_tokens)

@@ -1,9 +1,9 @@
-"""Check (c): the configured models in the configured precision; ties are told from faults.
+"""Check (c): the configured models in the configured precision, with a tolerance for ties.
 
-Batched and single-token passes round differently, so outputs may part where two tokens are equally
-good up to rounding. At the first difference of each prompt the distance to the other choice is
-held against what batching was measured to change: within it the difference is a *tie*, beyond it a
-fault.
+Batched and single-token passes round differently, so outputs may differ where two tokens are
+equally good up to rounding. At the first difference of each prompt, the distance of plain decoding
+from the other token is compared with the measured effect of batching on the logits: up to it the
+difference is a *tie*, beyond it a fault.
 
 Shape letters: V vocabulary, T tokens.
 """
@@ -35,13 +35,13 @@ _MAX_PROMPT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How near plain decoding came to another choice.
+    """How far plain decoding was from choosing another token.
 
     Attributes:
-        kind: top-two gap (in logits), or CDF edge (in probability), which for a token that a
-            filter cut is also a filter boundary.
+        kind: "top-two gap" (in logits) or "CDF edge" (in probability); for a token that a filter
+            removed "filter boundary and CDF edge".
         value: the distance.
-        allowance: what rounding may bridge, in the same unit.
+        allowance: the largest distance that rounding explains, in the same unit.
     """
 
     kind: str
@@ -50,15 +50,15 @@ class Distance:
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding may have decided."""
+        """Whether rounding explains the difference."""
         return self.value <= self.allowance
 
 
 class SingleToken:
-    """A model fed one token at a time, with transformers' own cache: what plain decoding computes.
+    """Logits of plain decoding: one token per pass, with transformers' own cache.
 
     Attributes:
-        rows: per position the logits after it, float64[V].
+        rows: float64[V] logits after each position so far.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -67,7 +67,7 @@ class SingleToken:
         self._cache: Any = None
 
     def __call__(self, tokens: tuple[int, ...]) -> FloatArray:
-        """float64[V] after ``tokens``, which must go on from the call before."""
+        """float64[V]: logits after ``tokens``, which must extend those of the previous call."""
         device = next(self._model.parameters()).device
         with torch.inference_mode():
             for token in tokens[len(self.rows) :]:
@@ -84,7 +84,7 @@ class SingleToken:
 def batching_error(
     model: PreTrainedModel, tokens: tuple[int, ...], rows: list[FloatArray]
 ) -> float:
-    """Largest difference between logits of one pass over all tokens and of single-token passes."""
+    """Largest difference between the logits of one pass over all tokens and of single passes."""
     device = next(model.parameters()).device
     with torch.inference_mode():
         out = model(torch.tensor([list(tokens)], device=device), use_cache=False)
@@ -98,37 +98,37 @@ def distance(
     """How far plain decoding was from choosing ``token``.
 
     Args:
-        logits: float64[V], processors applied.
+        logits: float64[V] after the processors.
         params: temperature and filters.
         draw: the uniform draw.
-        token: what the strategy chose instead.
-        error: how much batching changes a logit.
+        token: the token that the strategy chose.
+        error: the largest change of a logit by batching.
     """
     if params.greedy:
         return Distance("top-two gap", float(logits.max() - logits[token]), 2.0 * error)
     probs = reference_probs(logits, params)
     cdf = probs.cumsum()
     low, high = float(cdf[token] - probs[token]), float(cdf[token])
-    lowest, highest = _reach(logits, params, token, error)
+    lowest, highest = _possible_share(logits, params, token, error)
     kind = "CDF edge" if probs[token] > 0.0 else "filter boundary and CDF edge"
     if draw < low:
         return Distance(kind, low - draw, low - lowest)
     return Distance(kind, max(draw - high, 0.0), highest - high)
 
 
-def _reach(
+def _possible_share(
     logits: FloatArray, params: SamplingParams, token: int, error: float
 ) -> tuple[float, float]:
-    """The lowest and highest place of ``token``'s share of the CDF, for logits within ``error``.
+    """Lowest start and highest end of ``token``'s part of the CDF, for logits within ``error``.
 
-    A token near the edge of a filter may be in or out. One that cannot be in has no place.
+    (inf, -inf) if no such logits let ``token`` pass the filters.
     """
-    certain, possible = _kept(logits, params, error)
+    certain, possible = _filtered(logits, params, error)
     if not possible[token]:
         return np.inf, -np.inf
     least, most = _weights(logits, params, error, certain, possible)
-    lowest = _share(least[:token].sum(), most[token:].sum())
-    highest = _share(most[: token + 1].sum(), least[token + 1 :].sum())
+    lowest = float(_share(least[:token].sum(), most[token:].sum()))
+    highest = float(_share(most[: token + 1].sum(), least[token + 1 :].sum()))
     return lowest, highest
 
 
@@ -139,18 +139,20 @@ def _weights(
     certain: BoolArray,
     possible: BoolArray,
 ) -> tuple[FloatArray, FloatArray]:
-    """(least, most) unnormalised probability of each token, float64[V]; 0 where it is out."""
+    """Least and largest unnormalised probabilities, float64[V]; 0 for a removed token."""
     weights = np.exp((logits - logits.max()) / params.temperature)
     swing = np.exp(min(error / params.temperature, 50.0))
     return np.where(certain, weights / swing, 0.0), np.where(possible, weights * swing, 0.0)
 
 
-def _share(part: float, rest: float) -> float:
-    return float(part / max(part + rest, 1e-300))
+def _share(part: Any, rest: Any) -> Any:
+    return part / np.maximum(part + rest, 1e-300)
 
 
-def _kept(logits: FloatArray, params: SamplingParams, error: float) -> tuple[BoolArray, BoolArray]:
-    """(tokens that the filters keep, that they may keep), bool[V], for logits within ``error``."""
+def _filtered(
+    logits: FloatArray, params: SamplingParams, error: float
+) -> tuple[BoolArray, BoolArray]:
+    """Tokens that the filters certainly and possibly keep, bool[V], for logits within ``error``."""
     certain, possible = np.ones((2, len(logits)), np.bool_)
     if 0 < params.top_k < len(logits):
         kth = np.sort(logits)[-params.top_k]
@@ -161,27 +163,23 @@ def _kept(logits: FloatArray, params: SamplingParams, error: float) -> tuple[Boo
     order = np.argsort(-logits, kind="stable")
     descending = -logits[order]
     least_to, most_to = (np.append(0.0, w[order].cumsum()) for w in (least, most))
-    # Mass before a token: of those that surely stand before it, of those that may.
+    # Number of tokens that certainly and that possibly rank above each token.
     sure = np.searchsorted(descending, -logits - 2.0 * error, side="left")
     maybe = np.searchsorted(descending, -logits + 2.0 * error, side="right")
-    for token in range(len(logits)):
-        lowest = _share(least_to[sure[token]], most_to[-1] - most_to[sure[token]])
-        before = most_to[maybe[token]] - most[token]
-        after = least_to[-1] - least_to[maybe[token]] + least[token]
-        certain[token] = certain[token] and _share(before, after) < params.top_p
-        possible[token] = possible[token] and lowest < params.top_p
-    return certain, possible
+    lowest = _share(least_to[sure], most_to[-1] - most_to[sure])
+    highest = _share(most_to[maybe] - most, least_to[-1] - least_to[maybe] + least)
+    return certain & (highest < params.top_p), possible & (lowest < params.top_p)
 
 
 def numerics(subject: Subject) -> Check:
-    """(c) First divergence per prompt, with its distance against the error of batching."""
+    """(c) Differences from plain decoding on the configured models are ties."""
     kind = subject.cfg["model"]["kind"]
     if kind not in ("pretrained", "random"):
         return Check("numerics", None, f"model={kind} has no logits")
     cfg = _limited(subject.cfg)
     pair, prompts, _ = prepare(cfg)
     assert isinstance(pair, HuggingFacePair)
-    params = subject.sampling if subject.exact_tokens else GREEDY
+    params = subject.sampling if subject.claims is Lossless.TOKEN else GREEDY
     stop = stop_rules(cfg, pair)
     cases = [
         Case(p.id, f"prompt {p.id}", tuple(p.tokens.tolist()[-_MAX_PROMPT_TOKENS:]), params, stop)
@@ -189,7 +187,7 @@ def numerics(subject: Subject) -> Check:
     ]
     parts = subject.build(cfg, pair)
     try:
-        found = decode_cases(
+        outputs = decode_cases(
             parts,
             cases,
             batch_size=subject.batch_size,
@@ -197,41 +195,46 @@ def numerics(subject: Subject) -> Check:
         )
     finally:
         parts.executor.shutdown()
-    outcomes = [_compare(subject, pair.target, case, found[case.id]) for case in cases]
+    comparisons = [_compare(subject, pair.target, case, outputs[case.id]) for case in cases]
     if subject.claims is Lossless.LOSSY:
-        return _lossy(outcomes)
-    error = max(o.error for o in outcomes)
-    ties = [o.text for o in outcomes if o.text and o.tied]
-    faults = [o.text for o in outcomes if o.text and not o.tied]
+        return _lossy(comparisons)
+    error = max(c.error for c in comparisons)
+    ties = [c.text for c in comparisons if c.text and c.tied]
+    faults = [c.text for c in comparisons if c.text and not c.tied]
     measured = f"batched and single-token logits differ by up to {error:.1e}"
     label = f"{cfg['model'].get('dtype')}, {len(cases)} prompts"
     if faults:
         return Check("numerics", False, f"{label}: {joined_details(faults)}; {measured}")
     equal = f"{len(cases) - len(ties)} equal plain decoding"
-    words = f"{len(ties)} ties: {joined_details(ties)}" if ties else "no ties"
-    return Check("numerics", True, f"{label}: {equal}, {words}; {measured}")
+    rest = f"{len(ties)} ties: {joined_details(ties)}" if ties else "no ties"
+    return Check("numerics", True, f"{label}: {equal}, {rest}; {measured}")
 
 
-def _lossy(outcomes: list[_Outcome]) -> Check:
-    """What a lossy verifier changes on the configured models."""
-    texts = [o.text for o in outcomes if o.text]
+def _lossy(comparisons: list[_Comparison]) -> Check:
+    texts = [c.text for c in comparisons if c.text]
     if not texts:
-        detail = f"{len(outcomes)} prompts happen to equal plain decoding"
+        detail = f"{len(comparisons)} prompts happen to equal plain decoding"
         return Check("numerics", None, detail)
-    detail = f"lossy: {len(texts)} of {len(outcomes)} prompts differ; {joined_details(texts)}"
+    detail = f"lossy: {len(texts)} of {len(comparisons)} prompts differ; {joined_details(texts)}"
     return Check("numerics", False, detail)
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    """One prompt's comparison; an empty text where the outputs are equal."""
+class _Comparison:
+    """One prompt's output against plain decoding.
+
+    Attributes:
+        text: describes the first difference; empty if the outputs are equal.
+        tied: whether that difference is a tie.
+        error: largest change of a logit by batching.
+    """
 
     text: str
     tied: bool
     error: float
 
 
-def _compare(subject: Subject, model: PreTrainedModel, case: Case, found: Decoded) -> _Outcome:
+def _compare(subject: Subject, model: PreTrainedModel, case: Case, decoded: Decoded) -> _Comparison:
     single = SingleToken(model)
     expected = plain_decode(
         single,
@@ -243,25 +246,25 @@ def _compare(subject: Subject, model: PreTrainedModel, case: Case, found: Decode
     )
     sequence = (*case.prompt, *expected.output[:-1])
     error = batching_error(model, sequence, single.rows)
-    at = first_difference(found.output, expected.output)
+    at = first_difference(decoded.output, expected.output)
     if at is None:
-        return _Outcome("", True, error)
-    there = f"{case.label}, token {at}"
-    if at >= len(found.output) or at >= len(expected.output):
-        return _Outcome(f"{there}: one output ends", False, error)
+        return _Comparison("", True, error)
+    where = f"{case.label}, token {at}"
+    if at >= len(decoded.output) or at >= len(expected.output):
+        return _Comparison(f"{where}: one output ends", False, error)
     prefix = (*case.prompt, *expected.output[:at])
     logits = processed(single.rows[len(prefix) - 1], case.sampling, prefix)
     draw = target_draw(subject.seed, case.id, len(prefix))
-    nearest = distance(logits, case.sampling, draw, found.output[at], error)
+    nearest = distance(logits, case.sampling, draw, decoded.output[at], error)
     text = (
-        f"{there}: {found.output[at]} instead of {expected.output[at]}, {nearest.kind}"
+        f"{where}: {decoded.output[at]} instead of {expected.output[at]}, {nearest.kind}"
         f" {nearest.value:.1e} ({'a tie' if nearest.is_tie else 'beyond'} {nearest.allowance:.1e})"
     )
-    return _Outcome(text, nearest.is_tie, error)
+    return _Comparison(text, nearest.is_tie, error)
 
 
 def _limited(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as it is, on a few prompts and tokens."""
+    """The configuration with few prompts and tokens."""
     limited = dict(cfg)
     limit = cfg["data"]["limit"]
     limited["data"] = {**cfg["data"], "limit": min(limit or NUM_PROMPTS, NUM_PROMPTS)}

@@ -1,8 +1,8 @@
-"""Looking into a running strategy from outside: what its models computed and what its trees held.
+"""Records what the models of a running strategy compute and what its trees contain.
 
-The pair hands out the models, so it can watch every cache that any part makes of them: a stage's, a
-draft's, a staged level's, also inside parts from elsewhere. What each entry ought to hold is noted
-when its row is computed, by token and parent, and never asked of the cache.
+The pair creates the models, so it can observe every cache made of them, also inside parts from
+other packages: those of stages, drafts and staged levels. The token and the parent of each entry
+are recorded when its row is computed, independently of the cache's own bookkeeping.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nod
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as its row was computed."""
+    """Token, parent and position with which a node's row was computed."""
 
     token: int
     parent: int
@@ -37,17 +37,18 @@ class Node:
 
 @dataclass(slots=True)
 class Shadow:
-    """What is known of one cache without asking it.
+    """The rows computed into one cache.
 
     Attributes:
-        cache, runner: that are watched.
-        request: whose it is; None where that could not be told.
-        nodes: id -> node, of every tree row that was computed into it.
-        repeated: ids that were computed more than once.
-        node_rows, catch_up_rows: rows computed.
-        real: whether all ids so far were those of the request's own tree (a staged source numbers
-            its nodes itself).
-        heads: which key/value heads the cache holds (a rank's share), -1 for padding; None: all.
+        cache: the observed cache.
+        runner: the model that fills it.
+        request: the request it belongs to; None if unknown.
+        nodes: every tree row computed into the cache, by node id.
+        repeated: node ids that were computed more than once.
+        node_rows, catch_up_rows: number of tree rows and of committed tokens computed.
+        real: whether all node ids were those of the request's tree (a staged source has a tree
+            and numbering of its own).
+        heads: key/value heads in the cache (a rank's share), -1 for padding; None: all.
     """
 
     cache: TreeCache
@@ -60,12 +61,14 @@ class Shadow:
     real: bool = True
     heads: tuple[int, ...] | None = None
 
-    def note(self, ids: IntArray, tokens: IntArray, parents: IntArray, places: IntArray) -> None:
+    def record(
+        self, ids: IntArray, tokens: IntArray, parents: IntArray, positions: IntArray
+    ) -> None:
         """Records tree rows that are about to be computed."""
         self.node_rows += len(ids)
         self.real = self.real and self._is_real(ids, tokens)
-        found = zip(ids.tolist(), tokens.tolist(), parents.tolist(), places.tolist(), strict=True)
-        for node_id, token, parent, position in found:
+        columns = (values.tolist() for values in (ids, tokens, parents, positions))
+        for node_id, token, parent, position in zip(*columns, strict=True):
             if node_id in self.nodes:
                 self.repeated.append(node_id)
             self.nodes[node_id] = Node(token, parent, position)
@@ -78,7 +81,7 @@ class Shadow:
         return bool((slots >= 0).all() and (tree.tokens[slots] == tokens).all())
 
     def path(self, node_id: int, cached_len: int, committed: IntArray) -> tuple[int, ...]:
-        """Tokens up to a node: the committed ones in the cache, then its ancestors and itself."""
+        """Tokens up to a node: the committed ones in the cache, its ancestors and its own."""
         chain = []
         while node_id in self.nodes and self.nodes[node_id].position >= cached_len:
             node = self.nodes[node_id]
@@ -88,33 +91,39 @@ class Shadow:
 
 
 class Watch:
-    """Everything that is watched in one run.
+    """The events recorded in one run.
 
     Attributes:
         shadows: one per cache, in order of creation.
-        passes: rows per pass of each model, by its name.
-        asked: (request, node id) that the source was asked about, their ancestors included.
-        sees_questions: whether ``asked`` and ``catch_up`` could be noted.
-        catch_up: committed tokens that the draft lacked whenever it was asked.
-        snapshots: request -> node id -> (parent id, token), as last submitted.
+        passes: rows of each pass, by model name.
+        expanded: (request, node id) of the nodes that the source expanded and of their ancestors.
+        records_expansions: whether ``expanded`` and ``catch_up`` are recorded (a source with
+            fixed slots cannot be observed).
+        catch_up: committed tokens that the draft's cache lacked, summed over the expansions.
+        snapshots: each request's tree when last submitted, see ``snapshot``.
     """
 
     def __init__(self) -> None:
         self.shadows: list[Shadow] = []
         self.passes: dict[str, list[int]] = {}
-        self.asked: set[tuple[int, int]] = set()
-        self.sees_questions = False
+        self.expanded: set[tuple[int, int]] = set()
+        self.records_expansions = False
         self.catch_up = 0
         self.snapshots: dict[int, dict[int, tuple[int, int]]] = {}
         self._cached: dict[int, int] = {}
         self._state: DecodeState | None = None
 
     def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
-        """Watches a model: its passes, and the caches that it makes, of some of its ``heads``."""
+        """Observes the passes of a model and the caches that it creates.
+
+        Args:
+            runner: the model.
+            heads: see ``Shadow``.
+        """
         new_cache, forward = runner.new_cache, runner.forward
         passes = self.passes.setdefault(runner.name, [])
 
-        def watched_cache(capacity: int, *pool: BlockPool) -> TreeCache:
+        def observed_cache(capacity: int, *pool: BlockPool) -> TreeCache:
             cache = new_cache(capacity, *pool)
             self._watch_cache(cache, runner)
             self.shadows[-1].heads = heads
@@ -124,76 +133,64 @@ class Watch:
             passes.append(sum(map(len, rows)))
             return forward(rows, **options)
 
-        runner.__dict__.update(new_cache=watched_cache, forward=counted)
+        runner.__dict__.update(new_cache=observed_cache, forward=counted)
 
     def parts(self, parts: Parts, state: DecodeState) -> None:
-        """Watches what the source is asked and what the executor is given."""
+        """Observes the expansions of the source and the batches of the executor."""
         self._state = state
         expand, submit = parts.source.expand, parts.executor.submit
 
-        def asked(state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-            self._note_asked(state, nodes)
+        def observed_expand(state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+            self._record_expansion(state, nodes)
             return expand(state, nodes, k)
 
-        def submitted(batch: Any) -> None:
+        def observed_submit(batch: Any) -> None:
             for request in state.requests.values():
                 self.snapshots[request.id] = snapshot(request)
             submit(batch)
 
-        _replace(parts.executor, "submit", submitted)
-        self.sees_questions = _replace(parts.source, "expand", asked)
+        _replace(parts.executor, "submit", observed_submit)
+        self.records_expansions = _replace(parts.source, "expand", observed_expand)
 
     def step(self, commits: Sequence[Commit]) -> None:
-        """Follows decisions, to know what the draft's prefix lacks."""
+        """Follows the commits of a step to track how many tokens the draft has cached."""
         for commit in commits:
             if commit.kind is CommitKind.NONE or commit.request not in self._cached:
                 continue
             position = commit.prefix_len - len(commit.retired_ids)
             for node_id in commit.retired_ids.tolist():
-                known = (commit.request, node_id) in self.asked
-                if known and self._cached[commit.request] == position:
+                expanded = (commit.request, node_id) in self.expanded
+                if expanded and self._cached[commit.request] == position:
                     self._cached[commit.request] += 1
                 position += 1
 
-    def _note_asked(self, state: DecodeState, nodes: Nodes) -> None:
+    def _record_expansion(self, state: DecodeState, nodes: Nodes) -> None:
         for request_id, ids in nodes.items:
             request = state.requests[request_id]
             for slot in request.tree.slots(ids).tolist():
                 path = request.tree.ids[request.tree.path(slot)].tolist()
-                self.asked |= {(request_id, node_id) for node_id in path}
+                self.expanded |= {(request_id, node_id) for node_id in path}
             self.catch_up += request.prefix_len - self._cached.get(request_id, 0)
             self._cached[request_id] = request.prefix_len
 
     def _watch_cache(self, cache: TreeCache, runner: ModelRunner) -> None:
-        # Parts make caches when a request is opened, which the scheduler has just admitted.
+        # Parts create caches in `open`, for the request that was admitted last.
         requests = [] if self._state is None else list(self._state.requests.values())
         shadow = Shadow(cache, runner, requests[-1] if requests else None)
         self.shadows.append(shadow)
         rows = cache.rows
 
-        def noted(
-            *,
-            prefix_tokens: IntArray = EMPTY,
-            node_ids: IntArray = EMPTY,
-            node_tokens: IntArray = EMPTY,
-            parent_ids: IntArray = EMPTY,
-            node_positions: IntArray = EMPTY,
-        ) -> Rows:
-            shadow.catch_up_rows += len(prefix_tokens)
-            shadow.note(node_ids, node_tokens, parent_ids, node_positions)
-            return rows(
-                prefix_tokens=prefix_tokens,
-                node_ids=node_ids,
-                node_tokens=node_tokens,
-                parent_ids=parent_ids,
-                node_positions=node_positions,
-            )
+        def recorded(**inputs: IntArray) -> Rows:
+            shadow.catch_up_rows += len(inputs.get("prefix_tokens", EMPTY))
+            names = ("node_ids", "node_tokens", "parent_ids", "node_positions")
+            shadow.record(*(inputs.get(name, EMPTY) for name in names))
+            return rows(**inputs)
 
-        cache.__dict__["rows"] = noted
+        cache.__dict__["rows"] = recorded
 
 
 def _replace(part: object, name: str, function: Callable[..., Any]) -> bool:
-    """Puts ``function`` in the place of a part's method; False where the part has fixed slots."""
+    """Replaces a method of a part by ``function``; False if the part has fixed slots."""
     try:
         setattr(part, name, function)
     except AttributeError:
@@ -202,10 +199,10 @@ def _replace(part: object, name: str, function: Callable[..., Any]) -> bool:
 
 
 class ObservedPair(RandomPair):
-    """A random pair whose models are watched."""
+    """A random pair whose models are observed."""
 
     def __init__(self, watch: Watch, **keys: Any) -> None:
-        """Describes the models as ``RandomPair`` does."""
+        """Takes the arguments of ``RandomPair``."""
         super().__init__(**keys)
         self._watch = watch
 
@@ -217,13 +214,13 @@ class ObservedPair(RandomPair):
         group: Collective | None = None,
         capture_layers: Sequence[int] = (),
     ) -> ModelStage:
-        """A watched slice of the target."""
+        """An observed slice of the target."""
         stage = super().stage(first, last, meter, group, capture_layers)
         self._watch.model(stage.runner)
         return stage
 
     def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """The watched draft."""
+        """The observed draft."""
         runner = super().draft_runner(meter, group)
         self._watch.model(runner, None if group is None else _heads(runner, self.draft, group))
         return runner
@@ -232,7 +229,7 @@ class ObservedPair(RandomPair):
 def _heads(
     runner: ModelRunner, model: PreTrainedModel, group: Collective
 ) -> tuple[int, ...] | None:
-    """The key/value heads of a rank's share; None where its family leaves attention whole."""
+    """Key/value heads of a rank's share, -1 for padding; None if the family's are not split."""
     config = model.config.get_text_config()
     num_heads = int(config.num_attention_heads)
     num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
@@ -243,8 +240,8 @@ def _heads(
 
 
 def snapshot(request: RequestState) -> dict[int, tuple[int, int]]:
-    """Node id -> (parent id, token) of a request's tree."""
+    """(parent id, token) of each node of a request's tree, by node id."""
     tree = request.tree
     parents = np.where(tree.parents == NO_NODE, NO_NODE, tree.ids[tree.parents])
-    found = zip(tree.ids.tolist(), parents.tolist(), tree.tokens.tolist(), strict=True)
-    return {node_id: (parent, token) for node_id, parent, token in found}
+    nodes = zip(parents.tolist(), tree.tokens.tolist(), strict=True)
+    return dict(zip(tree.ids.tolist(), nodes, strict=True))

@@ -1,8 +1,8 @@
-"""The reference that everything is held against: plain decoding, token by token, written anew.
+"""The reference of the checks: plain decoding, implemented independently of the decode loop.
 
-Nothing here is shared with what it judges: logits are transformers' own forward over the whole
-sequence, draws are a second implementation of the keyed generator in plain integers, filters are
-the definitions of top-k and top-p over a sorted row, stop rules look at the whole output.
+Logits come from transformers' forward over the whole sequence, draws from a second implementation
+of the keyed generator on Python integers, top-k and top-p from their definitions on a sorted row,
+and stop rules read the whole output.
 
 Shape letters: V vocabulary, T tokens.
 """
@@ -10,17 +10,18 @@ Shape letters: V vocabulary, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers import NoRepeatNGramLogitsProcessor
 
+from specdec.certify.cases import Decoded
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
 from specdec.types import FloatArray
 
 LogitsOf = Callable[[tuple[int, ...]], FloatArray]
-"""A sequence -> float64[V], the logits of its next token."""
+"""Maps a sequence to float64[V], the logits of its next token."""
 
 _WORD = 0xFFFFFFFF
 
@@ -49,35 +50,29 @@ def target_draw(seed: int, prompt_id: int, position: int) -> float:
 
 
 def processed(logits: FloatArray, params: SamplingParams, history: Sequence[int]) -> FloatArray:
-    """float64[V]: logits after no_repeat_ngram and the other processors."""
-    logits = np.array(logits, np.float64)
-    size = params.no_repeat_ngram
-    if size:
-        tail = tuple(history[len(history) - size + 1 :])
-        for start in range(len(history) - size + 1):
-            gram = tuple(history[start : start + size])
-            if gram[:-1] == tail:
-                logits[gram[-1]] = -np.inf
-    for processor in params.processors:
-        ids = torch.tensor([list(history)])
-        scores = processor(ids, torch.from_numpy(logits)[None].clone())  # type: ignore[arg-type]
-        logits = scores[0].numpy()
-    return logits
+    """float64[V]: logits after no_repeat_ngram and the configured processors."""
+    processors = [*params.processors]
+    if params.no_repeat_ngram:
+        processors.insert(0, NoRepeatNGramLogitsProcessor(params.no_repeat_ngram))
+    ids = torch.tensor([list(history)])
+    scores = torch.from_numpy(np.array(logits, np.float64))[None]
+    for processor in processors:
+        scores = processor(ids, scores.clone())  # type: ignore[arg-type]
+    return scores[0].numpy()
 
 
 def reference_probs(logits: FloatArray, params: SamplingParams) -> FloatArray:
-    """float64[V]: temperature, top-k with all ties of the k-th, top-p; one-hot if greedy.
+    """float64[V]: probabilities after temperature, top-k and top-p; one-hot if greedy.
 
-    Of equal logits at the edge of top-p the lower token ids stay.
+    Top-k keeps all tokens that tie with the k-th. Of equal logits at the top-p boundary, top-p
+    keeps those of lower token id.
 
     Args:
-        logits: float64[V], processors applied.
+        logits: float64[V] after the processors.
         params: temperature and filters.
     """
     if params.temperature == 0.0:
-        probs = np.zeros(len(logits))
-        probs[int(np.flatnonzero(logits == logits.max())[0])] = 1.0
-        return probs
+        return (np.arange(len(logits)) == logits.argmax()).astype(np.float64)
     scaled = logits / params.temperature
     if params.top_k and params.top_k < len(scaled):
         kth = np.sort(scaled)[-params.top_k]
@@ -85,33 +80,22 @@ def reference_probs(logits: FloatArray, params: SamplingParams) -> FloatArray:
     weights = np.exp(scaled - scaled.max())
     probs = weights / weights.sum()
     if params.top_p < 1.0:
-        order = sorted(range(len(probs)), key=lambda token: (-scaled[token], token))
-        mass, kept = 0.0, np.zeros(len(probs), np.bool_)
-        for token in order:
-            if mass >= params.top_p:
-                break
-            kept[token] = True
-            mass += probs[token]
-        probs = np.where(kept, probs, 0.0)
-        probs = probs / probs.sum()
+        order = np.argsort(-scaled, kind="stable")  # of equal logits the lower id first
+        mass_before = np.append(0.0, probs[order].cumsum()[:-1])
+        probs[order[mass_before >= params.top_p]] = 0.0
+        probs /= probs.sum()
     return probs
 
 
 def reference_token(logits: FloatArray, params: SamplingParams, draw: float) -> int:
-    """The token at ``draw`` of the CDF in token-id order; the first best one if greedy."""
+    """The token at ``draw`` of the CDF in token-id order; the lowest id of the best if greedy."""
     probs = reference_probs(logits, params)
-    mass = 0.0
-    last = 0
-    for token in np.flatnonzero(probs).tolist():
-        mass += probs[token]
-        last = token
-        if draw < mass:
-            return int(token)
-    return last
+    last = int(np.flatnonzero(probs)[-1])  # where rounding leaves the CDF below the draw
+    return min(int(probs.cumsum().searchsorted(draw, side="right")), last)
 
 
 def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
-    """Why the output is complete, looking at all of it; None where it is not."""
+    """Why ``output`` is complete; None if it is not."""
     if output[-1] in stop.eos_ids:
         return "eos"
     if stop.stop_strings and stop.decode is not None:
@@ -121,48 +105,31 @@ def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
     return "length" if len(output) >= stop.max_new_tokens else None
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What plain decoding gives.
-
-    Attributes:
-        output: tokens.
-        reason: why it ended.
-    """
-
-    output: tuple[int, ...]
-    reason: str
-
-
 class Oracle:
     """Plain decoding with transformers' own forward, no cache, one token at a time."""
 
     def __init__(self, model: torch.nn.Module, *, seed: int) -> None:
-        """Takes the target model as transformers made it.
-
-        Args:
-            model: a causal language model.
-            seed: of the run, which keys the draws.
+        """Args:
+        model: a causal language model of transformers.
+        seed: seed of the run, which keys the draws.
         """
         self._model = model
         self._seed = seed
-        self._known: dict[tuple[int, ...], FloatArray] = {}
+        self._cached: dict[tuple[int, ...], FloatArray] = {}
 
     def logits(self, tokens: tuple[int, ...]) -> FloatArray:
-        """float64[V] after ``tokens``, by a forward over the whole sequence."""
-        found = self._known.get(tokens)
-        if found is None:
+        """float64[V]: logits after ``tokens``, from a forward over the whole sequence."""
+        if tokens not in self._cached:
             device = next(self._model.parameters()).device
             with torch.inference_mode():
                 out = self._model(torch.tensor([list(tokens)], device=device), use_cache=False)
-            found = out.logits[0, -1].to(torch.float64).cpu().numpy()
-            self._known[tokens] = found
-        return found
+            self._cached[tokens] = out.logits[0, -1].to(torch.float64).cpu().numpy()
+        return self._cached[tokens]
 
     def decode(
         self, *, prompt_id: int, prompt: Sequence[int], sampling: SamplingParams, stop: StopRules
-    ) -> Reference:
-        """Decodes one prompt."""
+    ) -> Decoded:
+        """Decodes one prompt, see ``plain_decode``."""
         return plain_decode(
             self.logits,
             seed=self._seed,
@@ -181,8 +148,8 @@ def plain_decode(
     prompt: Sequence[int],
     sampling: SamplingParams,
     stop: StopRules,
-) -> Reference:
-    """Autoregressive decoding by any source of logits."""
+) -> Decoded:
+    """Decodes one prompt token by token with the logits of ``logits_of``."""
     tokens, output = list(prompt), list[int]()
     while True:
         logits = processed(logits_of(tuple(tokens)), sampling, tokens)
@@ -192,4 +159,4 @@ def plain_decode(
         output.append(token)
         reason = reference_reason(output, stop)
         if reason is not None:
-            return Reference(tuple(output), reason)
+            return Decoded(tuple(output), reason)

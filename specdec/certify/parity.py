@@ -12,7 +12,7 @@ from specdec.certify.cases import (
     Case,
     ending_cases,
     parity_cases,
-    prompt_of,
+    random_prompt,
 )
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import MAX_POSITIONS, VOCAB_SIZE, Decoded, Subject, decode_cases
@@ -26,56 +26,56 @@ _SMALL_CHUNK = 3
 
 
 def greedy_parity(subject: Subject) -> Check:
-    """(a) Greedy output equals plain decoding, with good and perfect drafts, and with ties."""
-    count = _Counted()
+    """(a) Greedy output equals plain decoding, with mixed and perfect drafts and with ties."""
+    comparison = _Comparison()
     for kind in ("mixed", "perfect", "ties"):
         cases = parity_cases(
             {"greedy": GREEDY}, per_sampling=4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
         )
-        count.decode(subject, kind, cases)
-    return count.check("greedy_parity", subject)
+        comparison.decode(subject, kind, cases)
+    return comparison.check("greedy_parity", subject)
 
 
 def sampled_parity(subject: Subject) -> Check:
     """(b) Sampled output equals plain decoding with the same seed under ``match``."""
     if subject.claims is Lossless.DISTRIBUTION:
-        return Check("sampled_parity", None, "promised in distribution only: see distribution")
+        return Check("sampled_parity", None, "lossless in distribution only: see distribution")
     samplings = dict(TEMPERATURES_AND_FILTERS)
     if not subject.sampling.greedy:
         samplings["as configured"] = subject.sampling
-    count = _Counted()
+    comparison = _Comparison()
     for kind in ("mixed", "ties"):
         cases = parity_cases(
             samplings, per_sampling=3, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
         )
-        count.decode(subject, kind, cases)
-    return count.check("sampled_parity", subject)
+        comparison.decode(subject, kind, cases)
+    return comparison.check("sampled_parity", subject)
 
 
 def stop_rules(subject: Subject) -> Check:
-    """(f) EOS, stop strings and limits inside a path; histories; shortest and longest prompts."""
+    """(f) EOS, stop strings and limits inside a path; history; shortest and longest prompts."""
     if subject.claims is Lossless.LOSSY:
-        return Check("stop_rules", None, "a lossy output has no reference to end like")
-    count = _Counted()
+        return Check("stop_rules", None, "a lossy output has no reference")
+    comparison = _Comparison()
     for kind in ("perfect", "mixed"):
-        count.decode(subject, kind, _ending_cases(subject, kind), prefill_chunk=_SMALL_CHUNK)
-    return count.check("stop_rules", subject)
+        comparison.decode(subject, kind, _ending_cases(subject, kind), prefill_chunk=_SMALL_CHUNK)
+    return comparison.check("stop_rules", subject)
 
 
 def _ending_cases(subject: Subject, kind: str) -> list[Case]:
-    """Every way to end one request, and the prompts and processors that are special."""
-    base = Case(1000, kind, prompt_of(3, 4, VOCAB_SIZE), GREEDY, StopRules(max_new_tokens=10))
+    """Every way to end one request, processors with history, extreme prompt lengths."""
+    base = Case(1000, kind, random_prompt(3, 4, VOCAB_SIZE), GREEDY, StopRules(max_new_tokens=10))
     cases = list(ending_cases(base, subject.expected(kind, base).output))
     number = 2000
     for name, params in WITH_HISTORY.items():
         for length in (1, 7):
-            prompt = prompt_of(number, length, VOCAB_SIZE)
+            prompt = random_prompt(number, length, VOCAB_SIZE)
             stop = StopRules(max_new_tokens=NUM_TOKENS)
             cases.append(Case(number, f"{kind}, {name}", prompt, params, stop))
             number += 1
     for limit in (1, 2, 9):
         for length in (1, MAX_POSITIONS - limit):
-            prompt = prompt_of(number, length, VOCAB_SIZE)
+            prompt = random_prompt(number, length, VOCAB_SIZE)
             label = f"{kind}, prompt of {length} and {limit} new of {MAX_POSITIONS} positions"
             cases.append(Case(number, label, prompt, GREEDY, StopRules(max_new_tokens=limit)))
             number += 1
@@ -93,7 +93,7 @@ def batch_independence(subject: Subject) -> Check:
     cases = parity_cases(
         samplings, per_sampling=2, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS - 4
     )
-    # The same prompt twice, under other ids: sharing state between requests must show.
+    # The same prompts under other ids, so that state shared between requests shows.
     cases += [replace(case, id=case.id + 500) for case in cases[:4]]
     alone: dict[int, Decoded] = {}
     differing = []
@@ -102,19 +102,19 @@ def batch_independence(subject: Subject) -> Check:
             alone |= decode_cases(parts, [case])
         for size in (2, 5, len(cases)):
             order = cases if size == 2 else [*cases[size % 4 :], *cases[: size % 4]][::-1]
-            found = decode_cases(parts, order, batch_size=size, prefill_chunk=_SMALL_CHUNK)
+            outputs = decode_cases(parts, order, batch_size=size, prefill_chunk=_SMALL_CHUNK)
             for case in cases:
-                place = _difference(found.get(case.id), alone[case.id].output)
-                if place is not None:
-                    differing.append(f"{case.label} in batches of {size}: {place}")
+                difference = _difference(outputs.get(case.id), alone[case.id].output)
+                if difference is not None:
+                    differing.append(f"{case.label} in batches of {size}: {difference}")
     if differing:
         return Check("batch_independence", False, joined_details(differing))
     detail = f"{len(cases)} requests alone, in batches of 2, 5 and {len(cases)}: equal outputs"
     return Check("batch_independence", True, detail)
 
 
-class _Counted:
-    """Comparisons of one check, over several pairs."""
+class _Comparison:
+    """Outputs of one check compared with plain decoding, over several pairs."""
 
     def __init__(self) -> None:
         self.differing: list[str] = []
@@ -124,29 +124,29 @@ class _Counted:
     def decode(
         self, subject: Subject, kind: str, cases: Sequence[Case], prefill_chunk: int = 512
     ) -> None:
-        """Decodes cases with a pair of that kind and holds them against plain decoding."""
+        """Decodes cases with a kind of pair and compares them with plain decoding."""
         with subject.composed(kind) as parts:
-            found = decode_cases(
+            outputs = decode_cases(
                 parts, cases, batch_size=subject.batch_size, prefill_chunk=prefill_chunk
             )
         for case in cases:
             expected = subject.expected(kind, case)
-            got = found.get(case.id)
+            decoded = outputs.get(case.id)
             self.compared += 1
             self.tokens += len(expected.output)
-            if got is not None:
-                self.accepted += got.accepted
-                self.misses += got.misses
-            place = _difference(got, expected.output)
-            if place is None and got is not None and got.reason != expected.reason:
-                place = f"ended by {got.reason} instead of {expected.reason}"
-            if place is not None:
-                self.differing.append(f"{kind} draft, {case.label}: {place}")
-                at = None if got is None else first_difference(got.output, expected.output)
-                self.positions.append(at or 0)
+            difference = _difference(decoded, expected.output)
+            if decoded is not None:
+                self.accepted += decoded.accepted
+                self.misses += decoded.misses
+                if difference is None and decoded.reason != expected.reason:
+                    difference = f"ended by {decoded.reason} instead of {expected.reason}"
+            if difference is not None:
+                self.differing.append(f"{kind} draft, {case.label}: {difference}")
+                output = () if decoded is None else decoded.output
+                self.positions.append(first_difference(output, expected.output) or 0)
 
     def check(self, name: str, subject: Subject) -> Check:
-        """The outcome."""
+        """The outcome of the check."""
         if not self.differing:
             detail = (
                 f"{self.compared} requests, {self.tokens} tokens equal plain decoding"
@@ -163,13 +163,14 @@ class _Counted:
         return Check(name, False, detail)
 
 
-def _difference(got: Decoded | None, expected: Sequence[int]) -> str | None:
-    """Where an output differs from the expected one, in words; None where it does not."""
-    if got is None:
+def _difference(decoded: Decoded | None, expected: Sequence[int]) -> str | None:
+    """Describes the first difference from the expected output; None if they are equal."""
+    if decoded is None:
         return "the request was lost"
-    at = first_difference(got.output, expected)
+    at = first_difference(decoded.output, expected)
     if at is None:
         return None
-    here = got.output[at] if at < len(got.output) else "the end"
-    there = expected[at] if at < len(expected) else "the end"
-    return f"output token {at} is {here} instead of {there}"
+    actual, correct = (
+        output[at] if at < len(output) else "the end" for output in (decoded.output, expected)
+    )
+    return f"output token {at} is {actual} instead of {correct}"

@@ -1,4 +1,4 @@
-"""What a certificate says: one line per check, printed and stored."""
+"""Outcomes of the checks, as a printed table and as ``verify.json``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from specdec.files import write_json
 from specdec.types import Lossless
 
 RESULT_FILE = "verify.json"
-"""Where a certificate is stored in its folder."""
+"""Name of the result file."""
 
-_WIDTH = 110  # where there is no terminal to ask
+_LABELS = {None: "[dim]-[/]", True: "[green]passed[/]", False: "[bold red]FAILED[/]"}
+_WIDTH = 110  # columns, if the output is not a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,9 @@ class Check:
     """The outcome of one check.
 
     Attributes:
-        name: of the check; see docs/verify.md.
-        passed: None where the check does not apply to this configuration.
-        detail: what was compared, or what differed first.
+        name: name of the check; see docs/verify.md.
+        passed: None if the check does not apply to this configuration.
+        detail: what was compared, or the first differences.
     """
 
     name: str
@@ -41,9 +43,9 @@ class Report:
 
     Attributes:
         strategy: the preset's name.
-        claims: what the verifier promises.
-        checks: in the order in which they ran.
-        seconds: how long they took together.
+        claims: the losslessness that the verifier declares.
+        checks: outcomes in the order in which they ran.
+        seconds: duration of all checks.
     """
 
     strategy: str
@@ -53,7 +55,7 @@ class Report:
 
     @property
     def lossless(self) -> bool:
-        """Whether no check failed and the verifier is lossless at all."""
+        """Whether the verifier is declared lossless and no check failed."""
         return self.claims is not Lossless.LOSSY and not self.failed
 
     @property
@@ -63,7 +65,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line: what may be said about the configuration."""
+        """The conclusion in one line."""
         if self.claims is Lossless.LOSSY:
             return f"{self.strategy} is lossy: its verifier does not keep the target's output"
         if self.failed:
@@ -72,7 +74,7 @@ class Report:
         return f"{self.strategy} is lossless {how}"
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``verify.json`` holds."""
+        """The content of ``verify.json``."""
         return {
             "lossless": self.lossless,
             "strategy": self.strategy,
@@ -92,15 +94,14 @@ def print_report(
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH)
-    words = [f"{key}={value}" for key, value in conditions.items()]
-    console.print(f"specdec verify: {', '.join(words)}", highlight=False, markup=False)
+    settings = ", ".join(f"{key}={value}" for key, value in conditions.items())
+    console.print(f"specdec verify: {settings}", highlight=False, markup=False)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("result", no_wrap=True)
-    table.add_column("what was found")
+    table.add_column("detail")
     for check in report.checks:
-        label, style = _label(check.passed)
-        table.add_row(check.name, f"[{style}]{label}[/{style}]", _plain(check.detail))
+        table.add_row(check.name, _LABELS[check.passed], escape(check.detail))
     console.print(table)
     style = "bold green" if report.lossless else "bold red"
     console.print(f"{report.verdict} ({report.seconds:.0f} s)", style=style, highlight=False)
@@ -112,17 +113,12 @@ def write_report(folder: Path, report: Report, extra: Mapping[str, Any] | None =
 
 
 def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
-    """The first few of many findings, and how many more there are."""
+    """The first ``limit`` details, and the number of the others."""
     shown = "; ".join(details[:limit])
     more = len(details) - limit
     return f"{shown}; and {more} more" if more > 0 else shown
 
 
-def _label(passed: bool | None) -> tuple[str, str]:
-    if passed is None:
-        return "-", "dim"
-    return ("passed", "green") if passed else ("FAILED", "bold red")
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
+def error_text(error: Exception) -> str:
+    """The type and the message of an exception in one line of at most about 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

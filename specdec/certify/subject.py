@@ -1,18 +1,17 @@
-"""What is certified: a configuration, with small exact models in the place of its own."""
+"""The configuration under test, with small float64 models in place of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from specdec.certify.cases import Case
-from specdec.certify.oracle import Oracle, Reference
+from specdec.certify.cases import Case, Decoded
+from specdec.certify.oracle import Oracle
 from specdec.compose.build import compose
 from specdec.compose.workbench import Parts
 from specdec.errors import UserError
@@ -22,51 +21,34 @@ from specdec.models.inspection import CERTIFIED
 from specdec.pairs import ModelPair, RandomPair, build_pair
 from specdec.runs.runners import sampling_params
 from specdec.sampling.transform import SamplingParams
-from specdec.types import Commit, Lossless
+from specdec.types import Commit
 
 Build = Callable[[Mapping[str, Any], ModelPair], Parts]
-"""Configuration and pair -> parts; ``compose`` unless parts are made in Python."""
+"""Builds parts from a configuration and a pair (default: ``compose``)."""
 
 VOCAB_SIZE = 96
 MAX_POSITIONS = 64
-MAX_STAGES = 4  # in one process
-MAX_RANKS = 8  # stages, where they are processes
+MAX_STAGES = 4  # pipeline stages in one process
+MAX_RANKS = 8  # pipeline stages that are processes
 _MIN_LAYERS = 3
 _LOGIT_STEP = 1.0
-_UNSURE, _SURE = 4.0, 8.0  # standard deviations of 3 and 6: sampled tokens are accepted, too
-_NO_FLOAT64 = ("triton", "flash")  # kinds of attention that only ``numerics`` can check
+_MIXED_SCALE, _PERFECT_SCALE = 4.0, 8.0  # logits with standard deviations of 3 and 6
+_NO_FLOAT64 = ("triton", "flash")  # attention backends that only ``numerics`` can check
 _EXITS = (".EarlyExitSource", ".MultiExitSource")
-_STEPS_PER_TOKEN = 64  # more than any strategy takes per token and stage
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """What a strategy gave for a case.
-
-    Attributes:
-        output: tokens.
-        reason: why it ended.
-        accepted: draft tokens accepted on answered paths, and roots found in the tree.
-        misses: answers after which the tree was discarded.
-    """
-
-    output: tuple[int, ...]
-    reason: str | None
-    accepted: int = 0
-    misses: int = 0
+_MIN_STEPS = 64  # of the limit on steps, whatever the number of tokens
 
 
 def refuse(cfg: Mapping[str, Any]) -> None:
-    """Refuses transformers' own strategies.
+    """Refuses strategies that are transformers' own decoding.
 
     Raises:
-        UserError: if ``cfg`` is of one.
+        UserError: ``cfg`` has such a strategy.
     """
     name = cfg["strategy"]["name"]
     if cfg["strategy"]["kind"] != "parts":
         raise UserError(
-            f"strategy={name} is transformers' own decoding, which is not made of this library's"
-            " parts: there is nothing here to certify. Choose another strategy, or compare it with"
+            f"strategy={name} is transformers' own decoding, so there is nothing here to certify:"
+            " choose a strategy of this library's parts, or compare outputs with"
             f" `specdec compare 'strategies=[ar,{name}]'`"
         )
 
@@ -75,25 +57,30 @@ class Subject:
     """A configuration under test.
 
     Attributes:
-        cfg: resolved, as the user gave it.
-        small: the same with a small random float64 pair, and few stages.
-        claims: what its verifier promises.
-        build: makes the parts of a configuration on a pair.
-        notes: what checks found out and share with each other.
+        name: the preset's name.
+        seed: seed of the run, which keys every draw.
+        batch_size: configured number of requests decoded at a time.
+        cfg: the resolved configuration of the user.
+        small: the same with a small random float64 pair and few stages.
+        claims: the losslessness that its verifier declares.
+        build: builds the parts of a configuration on a pair.
+        notes: results that checks share with each other.
     """
 
     def __init__(self, cfg: Mapping[str, Any], *, build: Build = compose) -> None:
-        """Composes the configuration once, to see whether it can be.
+        """Composes the configuration once, so that an invalid one is refused here.
 
         Args:
             cfg: resolved plain configuration of ``specdec run``.
-            build: makes the parts.
+            build: builds the parts.
 
         Raises:
-            UserError: for transformers' own strategies, and whatever ``compose`` refuses.
+            UserError: the strategy is transformers' own decoding, or ``compose`` refuses ``cfg``.
         """
         refuse(cfg)
         self.cfg = cfg
+        self.name = str(cfg["strategy"]["name"])
+        self.seed, self.batch_size = int(cfg["seed"]), int(cfg["batch_size"])
         self.small = _small(cfg)
         self.build = build
         self.notes: dict[str, object] = {}
@@ -102,49 +89,29 @@ class Subject:
         with self.composed("mixed") as parts:
             self.claims = parts.verifier.lossless
 
-    @property
-    def name(self) -> str:
-        """The preset's name."""
-        return str(self.cfg["strategy"]["name"])
-
-    @property
-    def seed(self) -> int:
-        """Keys every draw."""
-        return int(self.cfg["seed"])
-
-    @property
-    def batch_size(self) -> int:
-        """Requests decoded at a time, as configured."""
-        return int(self.cfg["batch_size"])
-
     @cached_property
     def sampling(self) -> SamplingParams:
-        """The configured transform."""
+        """The configured sampling transform."""
         return sampling_params(self.cfg["sampling"])
-
-    @property
-    def exact_tokens(self) -> bool:
-        """Whether sampled output must equal plain decoding token by token."""
-        return self.claims is Lossless.TOKEN
 
     def model(self, kind: str) -> dict[str, Any]:
         """The ``model`` section of a pair.
 
         Args:
-            kind: "mixed", where the draft is right about every second time; "perfect", where it
-                always is, and both are sure of it; "ties", like "mixed" with logits rounded so that
-                equal ones are common.
+            kind: "mixed": the draft agrees with the target about every second time; "perfect": it
+                always agrees, and the distributions are more peaked; "ties": as "mixed", with
+                logits rounded so that equal ones are common.
         """
         layers = int(self.small["model"]["num_layers"])
         section = dict(self.small["model"])
         section["draft_layers"] = layers if kind == "perfect" else layers - 1
-        section["logit_scale"] = _SURE if kind == "perfect" else _UNSURE
+        section["logit_scale"] = _PERFECT_SCALE if kind == "perfect" else _MIXED_SCALE
         if kind == "ties":
             section["logit_step"] = _LOGIT_STEP
         return section
 
     def pair(self, kind: str) -> ModelPair:
-        """The pair itself, made once."""
+        """The pair of a kind (see ``model``), built once."""
         if kind not in self._pairs:
             self._pairs[kind] = build_pair(self.model(kind))
         return self._pairs[kind]
@@ -153,12 +120,12 @@ class Subject:
     def composed(
         self, kind: str = "mixed", *, pair: ModelPair | None = None, **changes: Any
     ) -> Iterator[Parts]:
-        """The strategy on a small pair; shut down afterwards.
+        """Builds the strategy on a small pair, and shuts it down afterwards.
 
         Args:
-            kind: of pair, see ``model``.
-            pair: one to be used instead (which ``changes`` must describe under ``model``).
-            changes: sections of the configuration to replace.
+            kind: kind of the pair, see ``model``.
+            pair: used instead of that pair; ``changes`` must then describe it under ``model``.
+            changes: sections that replace those of the configuration.
         """
         cfg = {**self.small, "model": self.model(kind), **changes}
         parts = self.build(cfg, pair or self.pair(kind))
@@ -168,15 +135,15 @@ class Subject:
             parts.executor.shutdown()
 
     def oracle(self, kind: str) -> Oracle:
-        """Plain decoding with the pair's target."""
+        """The reference decoder on the target of a pair."""
         if kind not in self._oracles:
             pair = self.pair(kind)
             assert isinstance(pair, RandomPair)
             self._oracles[kind] = Oracle(pair.target, seed=self.seed)
         return self._oracles[kind]
 
-    def expected(self, kind: str, case: Case) -> Reference:
-        """What plain decoding gives for a case."""
+    def expected(self, kind: str, case: Case) -> Decoded:
+        """The output of plain decoding for a case."""
         return self.oracle(kind).decode(
             prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
         )
@@ -185,31 +152,32 @@ class Subject:
 def decode_cases(
     parts: Parts, cases: Sequence[Case], *, batch_size: int = 1, prefill_chunk: int = 512
 ) -> dict[int, Decoded]:
-    """Decodes cases with a strategy; case id -> what it gave.
+    """Decodes cases with a strategy and returns the outputs by case id.
 
     Raises:
         AssertionError: the loop takes many more steps than any strategy needs.
     """
-    found: dict[int, Decoded] = {}
-    for _ in decode_steps(parts, cases, found, batch_size=batch_size, prefill_chunk=prefill_chunk):
+    outputs: dict[int, Decoded] = {}
+    steps = decode_steps(parts, cases, outputs, batch_size=batch_size, prefill_chunk=prefill_chunk)
+    for _ in steps:
         pass
-    return found
+    return outputs
 
 
 def decode_steps(
     parts: Parts,
     cases: Sequence[Case],
-    found: dict[int, Decoded],
+    outputs: dict[int, Decoded],
     *,
     batch_size: int = 1,
     prefill_chunk: int = 512,
     state: Any = None,
 ) -> Iterator[list[Commit]]:
-    """``decode_cases`` step by step, for checks between steps; fills ``found``."""
+    """``decode_cases`` as an iterator over steps, for checks between them; fills ``outputs``."""
 
     def finished(request: Any) -> None:
         counters = request.counters
-        found[request.id] = Decoded(
+        outputs[request.id] = Decoded(
             tuple(request.output),
             request.finish_reason,
             counters.accepted + counters.hits,
@@ -218,7 +186,7 @@ def decode_steps(
 
     state = parts.new_state() if state is None else state
     tokens = sum(case.stop.max_new_tokens + len(case.prompt) for case in cases)
-    most = _STEPS_PER_TOKEN + (parts.executor.latency + 2) * tokens
+    limit = _MIN_STEPS + (parts.executor.latency + 2) * tokens
     steps = parts.decode(
         state,
         [case.request() for case in cases],
@@ -227,36 +195,40 @@ def decode_steps(
         on_finish=finished,
     )
     for commits in steps:
-        assert state.step <= most, f"no end after {state.step} steps for {tokens} tokens"
+        assert state.step <= limit, f"no end after {state.step} steps for {tokens} tokens"
         yield commits
 
 
 def num_ranks(cfg: Mapping[str, Any]) -> int:
-    """Ranks beside rank 0 that a configuration is certified on; 0 where all is in one process."""
-    real = _on_ranks(cfg["executor"]) and cfg["clock"]["kind"] != "simulated"
-    return _shrink(_small(cfg)["executor"]) if real else 0
+    """Processes beside rank 0 that the checks need; 0 if one process suffices."""
+    uses_ranks = _on_ranks(cfg["executor"]) and cfg["clock"]["kind"] != "simulated"
+    return _shrink(_small(cfg)["executor"]) if uses_ranks else 0
 
 
 def _family(model: Mapping[str, Any]) -> str:
-    """Architecture of the configured target, where tree attention is certified for it."""
-    found = "llama"
+    """Architecture of the configured target if its tree attention is certified, else "llama"."""
+    family = "llama"
     if model["kind"] == "random":
-        found = str(model.get("family", found))
+        family = str(model.get("family", family))
     elif model["kind"] == "pretrained":
-        found = inspect_model(family_path(str(model["target"]))).model_type
-    return found if found in CERTIFIED else "llama"
+        family = inspect_model(family_path(str(model["target"]))).model_type
+    return family if family in CERTIFIED else "llama"
 
 
 def _on_ranks(executor: Mapping[str, Any]) -> bool:
-    """Whether stages are asked to be processes."""
+    """Whether each stage is a process of its own."""
     return executor.get("transport") == "distributed"
 
 
-def _shrink(executor: dict[str, Any]) -> int:
-    """Leaves a pipeline few stages, ``MAX_RANKS`` at most; returns its devices, 0 for no pipeline.
+def _max_stages(executor: Mapping[str, Any]) -> int:
+    return MAX_RANKS if _on_ranks(executor) else MAX_STAGES
 
-    In one process more of them mean the same code once more; ranks are as many as were asked for.
-    Ranks that share layers are ``MAX_STAGES`` at most.
+
+def _shrink(executor: dict[str, Any]) -> int:
+    """Limits the stages of a pipeline; returns its number of devices, 0 if it is no pipeline.
+
+    The limit is ``MAX_STAGES`` in one process, where further stages run the same code again, and
+    ``MAX_RANKS`` over processes. Tensor-parallel degrees are limited to ``MAX_STAGES``.
     """
     for degree in ("target_degree", "draft_degree"):
         if executor.get(degree):
@@ -264,38 +236,38 @@ def _shrink(executor: dict[str, Any]) -> int:
     stages, groups = executor.get("stages"), executor.get("groups")
     if stages is None:
         return 0
-    most = MAX_RANKS if _on_ranks(executor) else MAX_STAGES
-    executor["stages"] = min(stages, most)
+    limit = _max_stages(executor)
+    executor["stages"] = min(stages, limit)
     if groups is None:
         return int(executor["stages"])
-    executor["groups"] = list(groups[:most])
+    executor["groups"] = list(groups[:limit])
     return int(sum(executor["groups"]))
 
 
 def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration on small exact models."""
+    """The configuration with small float64 models."""
     small = deepcopy(dict(cfg))
     small["trace"] = False
-    if small["clock"]["kind"] == "paced":  # equal in what it decides, but it sleeps
+    if small["clock"]["kind"] == "paced":  # the same decisions, without the sleeping
         small["clock"] = {"kind": "measured"}
-    asked = cfg["model"]
+    model = cfg["model"]
     exits: dict[str, Any] = {}
     if _has_exit(small.get("source")):
-        exits = _shrink_exit(small["executor"], small["source"], asked)
+        exits = _shrink_exit(small["executor"], small["source"], model)
     devices = _shrink(small["executor"])
-    device = str(asked.get("device", "cpu"))
+    device = str(model.get("device", "cpu"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     small["model"] = {
         "kind": "random",
-        "family": _family(asked),
+        "family": _family(model),
         "num_layers": exits.pop("num_layers", max(_MIN_LAYERS, devices)),
         "vocab_size": VOCAB_SIZE,
         "max_positions": MAX_POSITIONS,
         "dtype": "float64",
-        "device": "cpu" if device == "mps" else device,  # which has no float64
-        "attention": asked.get("attention", "auto"),
-        "graphs": asked.get("graphs", "off"),
+        "device": "cpu" if device == "mps" else device,  # mps has no float64
+        "attention": model.get("attention", "auto"),
+        "graphs": model.get("graphs", "off"),
         **exits,
     }
     if small["model"]["attention"] in _NO_FLOAT64:
@@ -304,39 +276,40 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_exit(source: Any, kinds: tuple[str, ...] = _EXITS) -> bool:
-    """Whether an early-exit source is among the parts of a source's section."""
+    """Whether the ``source`` section has a source of one of ``kinds``, at any depth."""
     if isinstance(source, list):
         return any(_has_exit(part, kinds) for part in source)
     if not isinstance(source, Mapping):
         return False
-    found = str(source.get("_target_", "")).endswith(kinds)
-    return found or any(_has_exit(part, kinds) for part in source.values())
+    return str(source.get("_target_", "")).endswith(kinds) or any(
+        _has_exit(part, kinds) for part in source.values()
+    )
 
 
 def _shrink_exit(
     executor: dict[str, Any], source: dict[str, Any], model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Sizes of a small model whose exits lie on the stages as the configured ones do.
+    """Sizes of a small model whose exits lie on the stages as those of the configured model do.
 
-    Two layers per stage, four where there are several exits. An exit is at the end of a stage, or
-    inside one, of the same number as in the configuration, and the last stage is shorter where it
-    is there. Further exits that a small model has no room for are left out of it, but for one.
+    The small model has two layers per stage, or four if there are several exits. Each exit keeps
+    its stage and its place there (at the end, or before it). The last stage is shorter than the
+    others if it is in the configuration. Further exits that would coincide are merged.
     """
     if "stages" not in executor or "exit_layer" not in model:
         return {}
-    layers = int(model["num_layers"]) if "num_layers" in model else _num_layers(model)
+    layers = int(model.get("num_layers") or inspect_model(family_path(model["target"])).num_layers)
     exit_layer = int(model["exit_layer"] or 1)
     fitting = -(-layers // exit_layer)
-    asked = int(executor["stages"] or fitting)
-    stages = max(2, min(asked, MAX_RANKS if _on_ranks(executor) else MAX_STAGES))
-    size = exit_layer if asked == fitting else layers / asked
+    configured = int(executor["stages"] or fitting)
+    stages = max(2, min(configured, _max_stages(executor)))
+    size = exit_layer if configured == fitting else layers / configured
     depth = 4 if _has_exit(source, (".MultiExitSource",)) else 2
     executor["stages"] = stages
-    num_layers = depth * stages - (asked == fitting and layers % exit_layer != 0)
+    num_layers = depth * stages - (configured == fitting and layers % exit_layer != 0)
 
     def small(layer: int, last: int) -> int:
         stage = max(1, min(last, round(layer / size + 0.49)))
-        return depth * stage - (asked != fitting and layer % size != 0)
+        return depth * stage - (configured != fitting and layer % size != 0)
 
     first = small(exit_layer, stages - 1)
     if source.get("further_exits"):
@@ -347,7 +320,3 @@ def _shrink_exit(
         "exit_layer": first,
         "exit_head": str(model.get("exit_head", "norm")),
     }
-
-
-def _num_layers(model: Mapping[str, Any]) -> int:
-    return int(inspect_model(family_path(str(model["target"]))).num_layers)

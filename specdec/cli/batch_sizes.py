@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,6 +142,17 @@ def _execute(composed: Curves, folder: Path) -> None:
                     run_job(composed.record.config, place, progress)
             rows = {size: composed.rows(size) for size in composed.sizes}
             cross = None if composed.cross is None else composed.cross.name
-            curve_jobs(rows, folder, composed.comparison.repeats, progress, cross=cross)
+            repeats, remarks = composed.comparison.repeats, _paper_remarks()
+            curve_jobs(rows, folder, repeats, progress, cross=cross, remarks=remarks)
         print((folder / "comparison.md").read_text(encoding="utf-8"))
     print(f"results in {folder}")
+
+
+def _paper_remarks() -> Callable[..., list[str]] | None:
+    """The paper's own ratios, which the package ``experiments`` has; None if not installed."""
+    try:
+        module = importlib.import_module("experiments.pipelines.batch_ratios")
+    except ModuleNotFoundError:
+        return None
+    remarks: Callable[..., list[str]] = module.remarks
+    return remarks

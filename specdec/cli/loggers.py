@@ -1,12 +1,16 @@
-"""Where results go besides the run folder (``logger=``)."""
+"""Loggers (``logger=``): where results are sent besides the run folder."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from specdec.parts.build import build_part
+
+if TYPE_CHECKING:
+    from specdec.interfaces import Logger
 
 _PICTURES = ("run.png", "comparison.png")
 _HISTOGRAMS = {
@@ -14,35 +18,65 @@ _HISTOGRAMS = {
     "drafted_share_by_position": "position",
     "path_lengths": "tokens_per_answer",
 }
-"""Metric -> what its keys count: each becomes a curve over that."""
+"""Metric -> the axis of its curve, which its keys count."""
+
+
+def build_logger(node: Mapping[str, Any]) -> Logger | None:
+    """Builds the logger of the section ``logger``; None for ``logger=none``.
+
+    Raises:
+        UserError: a class that cannot be imported or refuses its arguments.
+    """
+    if "_target_" in node:
+        from specdec.interfaces import Logger  # torch comes with it
+
+        logger: Logger = build_part(node, {}, "logger", Logger)
+        return logger
+    if node["kind"] == "none":
+        return None
+    return WandbLogger(project=node["project"], mode=node["mode"])
 
 
 def log_results(
     configs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
-    """Sends finished results to the logger that the configurations name.
-
-    One wandb run per row: its configuration; every numeric metric in the summary; curves over
-    prompts, depths and positions; the folder's picture. Runs of one folder are a group, those of a
-    sweep share the sweep's.
+    """Sends finished results to the logger of the first configuration.
 
     Args:
-        configs: one per row.
+        configs: one resolved configuration per row.
         rows: metrics by name, one mapping per strategy.
-        folder: the run folder, where offline logs are kept.
+        folder: the run folder.
     """
-    logger = configs[0]["logger"]
-    if logger["kind"] != "wandb":
-        return
-    wandb = importlib.import_module("wandb")
-    in_sweep = any(folder.parent.glob(".jobs-*"))
-    for config, row in zip(configs, rows, strict=True):
+    logger = build_logger(configs[0]["logger"])
+    if logger is not None:
+        for config, row in zip(configs, rows, strict=True):
+            logger.log(config, row, folder)
+
+
+class WandbLogger:
+    """Weights & Biases: one wandb run per strategy.
+
+    A run has the configuration, every numeric metric in its summary, curves over prompts, depths
+    and positions, and the folder's picture. Runs of one folder are a group; those of a sweep share
+    the sweep's.
+    """
+
+    def __init__(self, *, project: str, mode: str) -> None:
+        """Logs to ``project``; ``mode``: offline, online or disabled (see ``wandb.init``)."""
+        self._project = project
+        self._mode = mode
+
+    def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
+        """Logs one strategy; offline logs are kept in ``folder``."""
+        wandb = importlib.import_module("wandb")
+        in_sweep = any(folder.parent.glob(".jobs-*"))
+        strategy = str(config["strategy"]["name"])
         run = wandb.init(
-            project=logger["project"],
-            mode=logger["mode"],
-            name=folder.name if in_sweep else str(config["strategy"]["name"]),
+            project=self._project,
+            mode=self._mode,
+            name=folder.name if in_sweep else strategy,
             group=folder.parent.name if in_sweep else folder.name,
-            tags=[str(config["strategy"]["name"]), str(config["clock"]["kind"])],
+            tags=[strategy, str(config["clock"]["kind"])],
             config=dict(config),
             dir=str(folder),
             reinit="finish_previous",
@@ -52,7 +86,7 @@ def log_results(
         run.define_metric("prompt/*", step_metric="prompts_done")
         for name, axis in _HISTOGRAMS.items():
             run.define_metric(f"curve/{name}", step_metric=axis)
-        for point in _curves(row, folder, str(config["strategy"]["name"])):
+        for point in _curves(row, folder, strategy):
             run.log(point)
         for name in _PICTURES:
             if (folder / name).is_file():
@@ -62,7 +96,7 @@ def log_results(
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """A row's numeric metrics, and whether it is lossless as 0 or 1; the rest is left out."""
+    """The numeric metrics of a row; ``lossless`` as 0 or 1."""
     return {k: v for k, v in row.items() if isinstance(v, int | float)}
 
 
@@ -76,8 +110,8 @@ def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dic
         if record.strategy != strategy:
             continue
         done += 1
-        found = numbers(prompt_metrics(record.result))
-        yield {"prompts_done": done, **{f"prompt/{k}": v for k, v in found.items()}}
+        metrics = numbers(prompt_metrics(record.result))
+        yield {"prompts_done": done, **{f"prompt/{k}": v for k, v in metrics.items()}}
     for name, axis in _HISTOGRAMS.items():
         for key, value in (row.get(name) or {}).items():
             if value is not None:

@@ -1,4 +1,4 @@
-"""``specdec train``: builds the models that ship with the package, and others like them."""
+"""``specdec train``: trains the models that ship with the package, and others like them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WHAT is one of
 """
 
 _MAPS = ("packages", "weights", "distill_weights", "prompts")
-"""Keys whose values are maps from names (of streams, packages, data sets) to amounts."""
+"""Keys whose values map names (of streams, packages, data sets) to amounts."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     arguments = read_arguments(words, flags=("--cfg",))
     known = options("train")
     if "--help" in arguments.flags or not arguments.overrides:

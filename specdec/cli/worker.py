@@ -39,9 +39,9 @@ def main(words: Sequence[str]) -> int:
     config, folder = _read(Path(words[0])), Path(words[1])
     job = Job(str(config["strategy"]["name"]), config, str(folder))
     # Imported here: torch and transformers take seconds to import.
-    from specdec.distributed.torchrun import run_given
+    from specdec.distributed.torchrun import run_under_launcher
 
-    return run_given(lambda: execute(job, folder), threads=config.get("threads"))
+    return run_under_launcher(lambda: execute(job, folder), threads=config.get("threads"))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Time: one interface for wall clocks, paced ones and virtual ones."""
+"""Time: one interface for measured, paced and simulated clocks."""
 
-from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, Work
+from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, WallClock, Work
 from specdec.clocks.profile import CostCurve, LatencyProfile
 from specdec.clocks.simulated import SimulatedClock
 from specdec.clocks.timeline import ClockReport, DraftTime, Span, Timeline
@@ -19,5 +19,6 @@ __all__ = [
     "SimulatedClock",
     "Span",
     "Timeline",
+    "WallClock",
     "Work",
 ]

@@ -1,22 +1,21 @@
-"""."""
+"""Clocks from configuration: ``clock=`` names a built-in kind or a class outside this library."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.clocks import (
-    CONTROLLER,
-    Clock,
-    ClockKind,
-    CostCurve,
-    LatencyProfile,
-    MeasuredClock,
-    PacedClock,
-    SimulatedClock,
-    Timeline,
-)
+from specdec.clocks.interface import CONTROLLER, Clock, ClockKind
 from specdec.clocks.meter import Meter
+from specdec.clocks.profile import CostCurve, LatencyProfile
+from specdec.clocks.simulated import SimulatedClock
+from specdec.clocks.timeline import Timeline
+from specdec.clocks.wall import MeasuredClock, PacedClock
+from specdec.errors import UserError
+from specdec.parts.build import build_part, locate
+
+_DERIVED = ("kind", "caveat")
+"""Keys that a checked configuration adds to the section of an outside clock."""
 
 
 def build_clock(
@@ -26,14 +25,23 @@ def build_clock(
     rank: int = CONTROLLER,
     timeline: Timeline | None = None,
 ) -> Clock:
-    """Builds one process's clock from ``clock=``.
+    """Builds one process's clock from the section ``clock``.
 
     Args:
-        node: resolved, with the profile's costs.
-        meter: the process's meter, which a wall clock tells of its waits.
-        rank: the rank that this process is.
-        timeline: gets the work of a traced run.
+        node: resolved, with the profile's costs; with ``_target_`` for a clock outside this
+            library, whose constructor may also take ``meter``, ``rank`` and ``timeline``.
+        meter: the process's meter, to which a wall clock declares its waits.
+        rank: rank of this process.
+        timeline: receives the spans of a traced run.
+
+    Raises:
+        UserError: a class that cannot be imported or refuses its arguments.
     """
+    if "_target_" in node:
+        runtime = {"meter": lambda: meter, "rank": lambda: rank, "timeline": lambda: timeline}
+        keys = {key: value for key, value in node.items() if key not in _DERIVED}
+        clock: Clock = build_part(keys, runtime, "clock", Clock)
+        return clock
     kind = ClockKind(node["kind"])
     if kind is ClockKind.MEASURED:
         return MeasuredClock(meter=meter, rank=rank, timeline=timeline)
@@ -43,8 +51,25 @@ def build_clock(
     return PacedClock(profile, scale=scale, meter=meter, rank=rank, timeline=timeline)
 
 
+def clock_kind(node: Mapping[str, Any]) -> ClockKind:
+    """The kind of the clock that a section ``clock`` describes, without building it.
+
+    Raises:
+        UserError: a class outside this library without an attribute ``kind``.
+    """
+    if "_target_" not in node:
+        return ClockKind(node["kind"])
+    kind = getattr(locate(node["_target_"], "clock"), "kind", None)
+    if kind not in list(ClockKind):
+        raise UserError(
+            f"clock._target_={node['_target_']} has kind={kind!r}: set the class attribute kind to"
+            f" one of {', '.join(f'ClockKind.{k.name}' for k in ClockKind)}"
+        )
+    return ClockKind(kind)
+
+
 def build_profile(node: Mapping[str, Any]) -> LatencyProfile:
-    """The latency profile of a clock's node: its ``profile`` (a name), ``costs`` and ``note``."""
+    """The latency profile in a section ``clock``: its keys ``profile``, ``costs`` and ``note``."""
     costs = {
         kind: CostCurve(
             tokens=tuple(curve["tokens"]),

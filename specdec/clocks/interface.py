@@ -1,16 +1,16 @@
-"""What every clock is asked.
+"""The Protocol of clocks.
 
-Ranks are numbered from 0, the controller (which also runs the draft); pipeline stages are 1 .. N. A
-local target shares rank 0 with its draft. Times are seconds; profiles state milliseconds.
+Rank 0 is the controller, which also runs the draft; pipeline stages are ranks 1 to N. A local
+target shares rank 0 with its draft. Times are in seconds; latency profiles are in milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from specdec.clocks.timeline import Timeline
+from specdec.clocks.timeline import ClockReport, Timeline
 
 CONTROLLER = 0
 """Rank of the controller."""
@@ -28,10 +28,11 @@ class Work(StrEnum):
 
 
 class ClockKind(StrEnum):
-    """What a clock's times are.
+    """How a clock obtains its times.
 
-    ``MEASURED``: what the wall clock says on this hardware. ``PACED``: the wall clock, with each
-    piece of work stretched to what a latency profile says. ``SIMULATED``: virtual.
+    ``MEASURED``: wall time on this hardware. ``PACED``: wall time, with each piece of work
+    stretched to its cost in a latency profile. ``SIMULATED``: virtual time; results are labelled
+    simulated.
     """
 
     MEASURED = "measured"
@@ -39,52 +40,60 @@ class ClockKind(StrEnum):
     SIMULATED = "simulated"
 
 
+@runtime_checkable
 class Clock(Protocol):
-    """All time goes through one clock; executors and sources charge it for their work.
+    """Source of all times; executors and token sources charge it for their work.
 
-    Where ranks are processes, each has a clock of its own and charges only itself, in three steps:
-    ``start``, the work, ``charge``. A simulated clock is one object that knows all ranks, and may
-    be charged before the work.
+    Where ranks are processes, each process has its own clock and charges only itself, in three
+    steps: ``start``, the work, ``charge``. A simulated clock is one object that accounts for all
+    ranks, and may be charged before the work.
+
+    Optional attributes (default in parentheses):
+
+    profile (None): ``LatencyProfile``, read by policies that adapt to costs.
+    busy_s (None): rank -> seconds of charged work, for ``bubble_share`` of a simulated clock.
+    drafted (None): ``DraftTime``, for ``draft_hidden_share``.
     """
 
     kind: ClockKind
+    """A class attribute: composition depends on it before a clock is built."""
     timeline: Timeline | None
-    """Where pieces of work are written down; None unless a trace was asked for."""
+    """Receives a span per piece of work; None unless the run is traced."""
     drafting: bool
-    """Whether a source is being asked: what the controller is charged now is draft work."""
+    """Whether a token source is running: work charged to the controller is then draft work."""
 
     def start(self, rank: int) -> None:
-        """The rank begins a piece of work (nothing on a virtual clock).
+        """The rank begins a piece of work (no effect on a virtual clock).
 
-        Without it, work is taken to begin with its first metered model call.
+        Without this call, work begins with its first metered model call.
         """
         ...
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Accounts the work that the rank has just done on ``num_tokens`` rows.
+        """Accounts for work on ``num_tokens`` rows that the rank has just done.
 
-        A charge without a new ``start`` goes on where the last one ended (the head after the
+        A charge without a new ``start`` continues where the last one ended (the head after the
         layers).
         """
         ...
 
     def align(self, rank: int, to: int) -> None:
-        """The rank's next work begins no earlier than ``to`` ends what it has been charged."""
+        """The rank's next work begins no earlier than the end of the work charged to ``to``."""
         ...
 
     def follow(self, rank: int, to: int) -> None:
-        """As ``align``, for work that is part of one schedule with what was charged before.
+        """As ``align``, for work that continues the schedule of what was charged before.
 
-        A paced rank that was woken late does not begin late by it: it has so much less to wait.
+        On a paced clock a late wake-up does not delay the schedule: the rank waits that much less.
         """
         ...
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """Makes the controller wait for the ranks, and them for each other."""
+        """Makes the controller wait for the ranks, and the ranks for each other."""
         ...
 
     def busy(self, rank: int) -> bool:
-        """Whether ``rank`` is still at work from the controller's point of view."""
+        """Whether the work of ``rank`` ends after the controller's present time."""
         ...
 
     def now(self) -> float:
@@ -92,5 +101,14 @@ class Clock(Protocol):
         ...
 
     def wait_until(self, seconds: float) -> None:
-        """Lets time pass on the controller until ``seconds`` (the next arrival)."""
+        """Advances the controller's time to ``seconds`` (the next arrival)."""
+        ...
+
+
+@runtime_checkable
+class WallClock(Clock, Protocol):
+    """A clock of one process; required on the ranks of ``executor.transport=distributed``."""
+
+    def report(self) -> ClockReport:
+        """Cumulative counts of this rank; each span is returned once."""
         ...

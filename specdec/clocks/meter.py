@@ -1,4 +1,4 @@
-"""Where the controller's wall time goes: model calls, declared waits, and the rest (overhead)."""
+"""The controller's wall time, divided into model calls, declared waits and overhead (the rest)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Meter:
     Attributes:
         model_s: seconds by model name ("target", "draft", ...).
         calls: calls by model name.
-        draft_s: those of the seconds in which a source was asked (``DecodeState.drafting``).
+        draft_s: seconds of model calls made while a token source runs (``DecodeState.drafting``).
         wait_s: seconds of declared waits (paced clocks, transport).
-        drafting: whether a source is being asked.
+        drafting: whether a token source is running.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Meter:
         self._began: float | None = None
 
     def reset(self) -> None:
-        """Starts again from zero (holders keep their reference)."""
+        """Sets all sums to zero, in place."""
         self.model_s.clear()
         self.calls.clear()
         self.draft_s = 0.0
@@ -53,7 +53,7 @@ class Meter:
             self.draft_s += seconds
 
     def take_began(self) -> float | None:
-        """When the first model call since the last asking began; None where there was none."""
+        """Start of the first model call since the last ``take_began``; None without a call."""
         began, self._began = self._began, None
         return began
 

@@ -1,4 +1,4 @@
-"""What work costs on a testbed: curves over the number of tokens, and named sets of them."""
+"""Latency profiles: cost curves over the number of tokens, by kind of work."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdec.clocks.interface import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCurve:
-    """Milliseconds against number of tokens: linear between points, extended by whole blocks.
+    """Milliseconds over number of tokens: linear between points, extended by whole blocks.
 
     Attributes:
-        tokens: increasing, from 1 up.
-        ms: cost at each.
-        block_tokens, block_ms: beyond the last point, each further block of so many tokens (begun
-            or full) costs so much more. Without it the last segment's slope goes on.
+        tokens: numbers of tokens, increasing, at least 1.
+        ms: cost at each of them.
+        block_tokens, block_ms: beyond the last point, each further block of ``block_tokens``,
+            partial or full, costs ``block_ms``. 0 extends the slope of the last segment.
     """
 
     tokens: tuple[int, ...]
@@ -35,7 +35,7 @@ class CostCurve:
             )
 
     def __call__(self, num_tokens: int) -> float:
-        """Milliseconds for ``num_tokens``; 0 for none."""
+        """Milliseconds for ``num_tokens``; 0 for no tokens."""
         if num_tokens <= 0:
             return 0.0
         last = self.tokens[-1]
@@ -51,12 +51,12 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyProfile:
-    """What each kind of work costs on a testbed; each figure has its source in the YAML.
+    """Costs of work on a testbed; the YAML states the origin of each figure.
 
     Attributes:
         name: as in ``clock.profile``.
-        costs: kind -> curve; a kind that is absent costs nothing.
-        note: where the figures come from, and which are assumptions.
+        costs: kind of work -> curve; absent kinds cost nothing.
+        note: origin of the figures, and which are assumptions.
     """
 
     name: str
@@ -70,11 +70,11 @@ class LatencyProfile:
 
 
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
-    """The cost curve of a degree; between two of the profile's, linear in the degree.
+    """The cost curve of a parallel degree, interpolated linearly between two given degrees.
 
     Args:
         curves: degree -> curve, all over the same numbers of tokens.
-        degree: within those.
+        degree: between the smallest and the largest degree of ``curves``.
     """
     by_degree = {int(number): curve for number, curve in curves.items()}
     if degree in by_degree:
@@ -87,8 +87,8 @@ def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, 
     def between(a: float, b: float) -> float:
         return a + share * (b - a)
 
-    found = dict(left)
-    found["ms"] = [between(a, b) for a, b in zip(left["ms"], right["ms"], strict=True)]
+    curve = dict(left)
+    curve["ms"] = [between(a, b) for a, b in zip(left["ms"], right["ms"], strict=True)]
     if "block_ms" in left:
-        found["block_ms"] = between(left["block_ms"], right.get("block_ms", 0.0))
-    return found
+        curve["block_ms"] = between(left["block_ms"], right.get("block_ms", 0.0))
+    return curve

@@ -11,14 +11,11 @@ from specdec.clocks.timeline import DraftTime, Timeline
 
 
 class SimulatedClock:
-    """A virtual clock: each rank has its own time, moved on by what the profile charges.
+    """A virtual clock: each rank has its own time, which charged work advances.
 
     Attributes:
-        profile, scale: see ``__init__``.
-        busy_s: rank -> seconds of charged work, for ``bubble_share``.
-        drafting: see ``Clock``.
-        drafted: the controller's draft work, for ``draft_hidden_share``.
-        timeline: every charge, where one was given.
+        profile, scale, timeline: see ``__init__``.
+        busy_s, drafted, drafting: see ``Clock``.
     """
 
     kind = ClockKind.SIMULATED
@@ -30,8 +27,8 @@ class SimulatedClock:
 
         Args:
             profile: costs of work.
-            scale: multiplies every cost.
-            timeline: gets every charge.
+            scale: factor of every cost.
+            timeline: receives a span per charge.
         """
         self.profile = profile
         self.scale = scale
@@ -42,10 +39,10 @@ class SimulatedClock:
         self._time: defaultdict[int, float] = defaultdict(float)
 
     def start(self, rank: int) -> None:
-        """Nothing: the rank's time says when its work begins."""
+        """No effect: work begins at the rank's time."""
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Moves the rank's time on."""
+        """Advances the rank's time by the cost in the profile."""
         cost = self.profile.ms(kind, num_tokens) * 1e-3 * self.scale
         if cost:
             if self.timeline is not None:
@@ -62,11 +59,11 @@ class SimulatedClock:
         self._time[rank] = max(self._time[rank], self._time[to])
 
     def follow(self, rank: int, to: int) -> None:
-        """The same: nothing is ever late here."""
+        """As ``align``: virtual work is never late."""
         self.align(rank, to)
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """All named ranks and the controller go on from the latest of their times."""
+        """Sets the times of the ranks and the controller to the latest of them."""
         latest = max(self._time[CONTROLLER], *(self._time[r] for r in ranks))
         self._time[CONTROLLER] = latest
         for rank in ranks:
@@ -81,5 +78,5 @@ class SimulatedClock:
         return self._time[CONTROLLER]
 
     def wait_until(self, seconds: float) -> None:
-        """Moves the controller's time on."""
+        """Advances the controller's time."""
         self._time[CONTROLLER] = max(self._time[CONTROLLER], seconds)

@@ -1,4 +1,4 @@
-"""Pieces of work, written down for a trace."""
+"""Spans of work for a trace, and what a rank's clock reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_SPANS = 200_000
-"""Spans that a timeline keeps: about 40 MB of trace.json; later ones are only counted."""
+"""Spans kept by a timeline (about 40 MB of trace.json); further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +15,13 @@ class Span:
     """One piece of work of one rank.
 
     Attributes:
-        rank: whose.
+        rank: rank that did the work.
         kind: a value of ``Work``.
-        start_s: when it began, on the clock that wrote it down.
-        seconds: how long it took on that clock.
-        tokens: rows that it was about.
-        step: turn of the loop in which it was done.
-        work_s: seconds of real work in it; 0 on a virtual clock.
+        start_s: start, on the clock that recorded the span.
+        seconds: duration on that clock.
+        tokens: number of rows.
+        step: turn of the loop.
+        work_s: seconds of real work; 0 on a virtual clock.
     """
 
     rank: int
@@ -38,9 +38,9 @@ class Timeline:
     """The spans of one process.
 
     Attributes:
-        step: turn of the loop that new spans belong to; whoever drives the rank sets it.
-        spans: in the order in which they were charged.
-        dropped: spans beyond ``MAX_SPANS``.
+        step: turn of the loop of new spans; set by the code that drives the rank.
+        spans: in the order of their charges.
+        dropped: number of spans beyond ``MAX_SPANS``.
     """
 
     step: int = 0
@@ -56,14 +56,14 @@ class Timeline:
         tokens: int,
         work_s: float = 0.0,
     ) -> None:
-        """Writes a span of the present step down."""
+        """Records a span of the present step; arguments as in ``Span``."""
         if len(self.spans) >= MAX_SPANS:
             self.dropped += 1
         else:
             self.spans.append(Span(rank, kind, start_s, seconds, tokens, self.step, work_s))
 
     def take(self) -> tuple[Span, ...]:
-        """Hands the spans over and forgets them."""
+        """Returns the spans and removes them."""
         spans = tuple(self.spans)
         self.spans.clear()
         return spans
@@ -71,16 +71,16 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockReport:
-    """What one rank's clock has seen so far; plain values, so that it can cross processes.
+    """Cumulative counts of one rank's clock; plain values, which can be sent between processes.
 
     Attributes:
-        rank: whose clock.
-        origin_s: seconds since the epoch at its time 0, to lay timelines side by side.
+        rank: the clock's rank.
+        origin_s: seconds since the epoch at its time 0, to align timelines.
         pieces: priced pieces of work.
-        overruns: those whose real work took longer than the profile says.
+        overruns: pieces whose real work took longer than their price.
         busy_s: seconds of work, paced or real.
-        wait_s: seconds of it that were waited out.
-        spans: those since the last report, where a trace was asked for.
+        wait_s: the part of ``busy_s`` spent waiting for the price to elapse.
+        spans: spans since the last report of a traced run.
         dropped: spans that were only counted.
     """
 
@@ -94,24 +94,24 @@ class ClockReport:
     dropped: int = 0
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> ClockReport:
-        """The inverse of ``dataclasses.asdict``, also after a way through JSON."""
-        return ClockReport(**{**found, "spans": tuple(Span(**s) for s in found["spans"])})
+    def from_json(report: Mapping[str, Any]) -> ClockReport:
+        """The inverse of ``dataclasses.asdict``, also after a conversion to JSON and back."""
+        return ClockReport(**{**report, "spans": tuple(Span(**s) for s in report["spans"])})
 
 
 @dataclass(slots=True)
 class DraftTime:
-    """Draft work of the controller, on a clock that knows when the target's ranks are done.
+    """Draft work of the controller, on a clock with the times of the target's ranks.
 
     Attributes:
-        total_s: seconds of it.
-        hidden_s: those of them in which a rank of the target was at work.
+        total_s: seconds of draft work.
+        hidden_s: the part of it during which a rank of the target was busy.
     """
 
     total_s: float = 0.0
     hidden_s: float = 0.0
 
     def add(self, *, began_s: float, seconds: float, target_done_s: float) -> None:
-        """Counts one piece of draft work; times are on one clock."""
+        """Counts one piece of draft work; all times are on one clock."""
         self.total_s += seconds
         self.hidden_s += min(max(target_done_s - began_s, 0.0), seconds)

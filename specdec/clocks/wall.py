@@ -1,4 +1,4 @@
-"""Wall clocks: time as it passes, and time stretched to what a latency profile says."""
+"""Wall clocks: measured time, and time stretched to the costs of a latency profile."""
 
 from __future__ import annotations
 
@@ -14,108 +14,52 @@ from specdec.clocks.timeline import ClockReport, DraftTime, Timeline
 
 
 class _Stopwatch:
-    """The time of one process, and when the work began that will be charged next."""
+    """Time of one process, and the start of the work that will be charged next."""
 
     def __init__(self, meter: Meter) -> None:
         self.zero, self.origin_s = perf_counter(), time()
         self._meter = meter
-        self._from: float | None = None
-        self._planned = False  # whether that is when it begins, whenever it really did
+        self._start: float | None = None
+        self._planned = False  # whether _start is the schedule's time, whatever the real start
         meter.take_began()
 
     def now(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since construction."""
         return perf_counter() - self.zero
 
     def start(self) -> None:
         """Work begins now."""
         self._meter.take_began()
-        self._from, self._planned = self.now(), False
+        self._start, self._planned = self.now(), False
 
     def plan(self, at: float) -> None:
-        """The next work counts from ``at``, or from the end of the work before if that is later."""
-        self._from = at if self._from is None else max(self._from, at)
+        """The next work starts at ``at``, or at the end of the previous work if that is later."""
+        self._start = at if self._start is None else max(self._start, at)
         self._planned = True
 
     def ended(self, at: float) -> None:
-        """Work has ended; what is charged without a new start goes on from ``at``."""
-        self._from = at
+        """Work has ended; work charged without a new start continues from ``at``."""
+        self._start = at
 
     def take(self) -> tuple[float, bool]:
-        """When the work began, and whether it goes on from what was charged before.
+        """Start of the work, and whether it continues what was charged before.
 
-        A plan says when; without one its first metered model call; where no model was called, the
-        last start or end.
+        The start is the planned one; without a plan, the first metered model call; without a model
+        call, the last start or end.
         """
         called, planned = self._meter.take_began(), self._planned
         self._planned = False
         if called is not None and not planned:
             return called - self.zero, False
-        return (self.now(), False) if self._from is None else (self._from, True)
+        return (self.now(), False) if self._start is None else (self._start, True)
 
 
-class _WallClock:
-    """What the clocks of one process share: they charge one rank and wait for nobody.
-
-    Attributes:
-        rank: the rank that this process is.
-        timeline: this rank's work, where one was given.
-        drafting: see ``Clock``.
-    """
-
-    def __init__(self, *, meter: Meter | None, rank: int, timeline: Timeline | None) -> None:
-        self.rank = rank
-        self.timeline = timeline
-        self.drafting = False
-        self._meter = Meter() if meter is None else meter
-        self._watch = _Stopwatch(self._meter)
-        self._busy_s = 0.0
-
-    def start(self, rank: int) -> None:
-        """This rank's work begins now."""
-        if rank == self.rank:
-            self._watch.start()
-
-    def align(self, rank: int, to: int) -> None:
-        """Nothing: ranks wait for messages by themselves."""
-
-    def follow(self, rank: int, to: int) -> None:
-        """This rank's work begins now: what it waited for has come."""
-        self.start(rank)
-
-    def barrier(self, ranks: Sequence[int]) -> None:
-        """Nothing: ranks wait for messages by themselves."""
-
-    def busy(self, rank: int) -> bool:
-        """False: whoever has messages under way knows better."""
-        return False
-
-    def now(self) -> float:
-        """Seconds since this clock was made."""
-        return self._watch.now()
-
-    def wait_until(self, seconds: float) -> None:
-        """Sleeps, which is a declared wait."""
-        with self._meter.waiting():
-            sleep(max(0.0, seconds - self.now()))
-
-    def report(self) -> ClockReport:
-        """What this rank has done so far; spans are handed over and forgotten."""
-        timeline = Timeline() if self.timeline is None else self.timeline
-        return ClockReport(
-            rank=self.rank,
-            origin_s=self._watch.origin_s,
-            busy_s=self._busy_s,
-            spans=timeline.take(),
-            dropped=timeline.dropped,
-        )
-
-
-class MeasuredClock(_WallClock):
-    """The wall clock of one process.
+class MeasuredClock:
+    """The wall clock of one process; it charges one rank and waits for no other.
 
     Attributes:
         rank, timeline: see ``__init__``.
+        drafting: see ``Clock``.
     """
 
     kind = ClockKind.MEASURED
@@ -130,14 +74,24 @@ class MeasuredClock(_WallClock):
         """Starts at 0.
 
         Args:
-            meter: told of waits, and asked when work began; a new one where omitted.
-            rank: the rank that this process is; charges of others are ignored.
-            timeline: gets this rank's work.
+            meter: gives the start of work and receives waits; a new one where omitted.
+            rank: rank of this process; charges of other ranks are ignored.
+            timeline: receives this rank's spans.
         """
-        super().__init__(meter=meter, rank=rank, timeline=timeline)
+        self.rank = rank
+        self.timeline = timeline
+        self.drafting = False
+        self._meter = Meter() if meter is None else meter
+        self._watch = _Stopwatch(self._meter)
+        self._busy_s = 0.0
+
+    def start(self, rank: int) -> None:
+        """This rank's work begins now."""
+        if rank == self.rank:
+            self._watch.start()
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Writes down how long the work took; the time itself has passed."""
+        """Records the duration of the work, which has already passed."""
         if rank != self.rank or num_tokens <= 0:
             return
         (began, _), now = self._watch.take(), self._watch.now()
@@ -146,24 +100,57 @@ class MeasuredClock(_WallClock):
         if self.timeline is not None:
             self.timeline.add(rank, kind.value, began, now - began, num_tokens, now - began)
 
+    def align(self, rank: int, to: int) -> None:
+        """No effect: ranks wait for messages."""
 
-class PacedClock(_WallClock):
-    """The wall clock, with every piece of this rank's work stretched to what a profile says.
+    def follow(self, rank: int, to: int) -> None:
+        """This rank's work begins now: its message has arrived."""
+        self.start(rank)
 
-    Real processes, messages and values; each rank waits out the rest of what its work costs in the
-    profile, so that devices overlap on few cores as they would on many. The waits are declared to
-    the meter: they are no overhead. Work that takes longer than the profile says is an *overrun*;
-    a run with more than 2 % of them does not count, and a larger ``scale`` is
-    the remedy. What is charged after one start is judged as one piece of work.
+    def barrier(self, ranks: Sequence[int]) -> None:
+        """No effect: ranks wait for messages."""
 
-    All ranks keep one schedule. What is charged to *other* ranks moves their planned times on, by
-    the same calls as on a simulated clock; so the controller ends a step when the profile says that
-    the slowest stage has finished, plans the next from the end of the slowest transfer, and a stage
-    begins when its rows are due.
+    def busy(self, rank: int) -> bool:
+        """False: the executor tracks messages in flight."""
+        return False
+
+    def now(self) -> float:
+        """Seconds since construction."""
+        return self._watch.now()
+
+    def wait_until(self, seconds: float) -> None:
+        """Sleeps, which is a declared wait."""
+        with self._meter.waiting():
+            sleep(max(0.0, seconds - self.now()))
+
+    def report(self) -> ClockReport:
+        """This rank's counts so far; spans are returned once."""
+        timeline = Timeline() if self.timeline is None else self.timeline
+        return ClockReport(
+            rank=self.rank,
+            origin_s=self._watch.origin_s,
+            busy_s=self._busy_s,
+            spans=timeline.take(),
+            dropped=timeline.dropped,
+        )
+
+
+class PacedClock(MeasuredClock):
+    """The wall clock, with every piece of this rank's work stretched to its cost in a profile.
+
+    Processes, messages and values are real; each rank waits for the rest of its work's cost, so
+    that devices overlap on few cores as they would on many. These waits are declared to the meter
+    and do not count as overhead. Work that takes longer than its cost is an *overrun*; a run with
+    more than 2 % of them is not valid, and a larger ``scale`` is the remedy. Everything charged
+    after one start counts as one piece of work.
+
+    All ranks follow one schedule. Charges of *other* ranks advance their planned times, by the same
+    calls as on a simulated clock: the controller ends a step when the slowest stage is due, plans
+    the next step from the end of the slowest transfer, and a stage begins when its rows are due.
 
     Attributes:
-        profile, scale, rank, timeline: see ``__init__``.
-        drafted: this rank's draft work, for ``draft_hidden_share``.
+        profile, scale: see ``__init__``.
+        drafted: see ``Clock``.
     """
 
     kind = ClockKind.PACED
@@ -180,21 +167,19 @@ class PacedClock(_WallClock):
         """Starts at 0.
 
         Args:
-            profile: costs of work; what it does not price takes the time that it takes.
-            scale: multiplies every cost.
-            meter: told of waits, and asked when work began; a new one where omitted.
-            rank: the rank that this process is; charges of others are ignored.
-            timeline: gets this rank's work.
+            profile: costs of work; kinds without a price take their real time.
+            scale: factor of every cost.
+            meter, rank, timeline: see ``MeasuredClock``.
         """
         super().__init__(meter=meter, rank=rank, timeline=timeline)
         self.profile = profile
         self.scale = scale
-        self._late = False  # whether the last piece was an overrun so far
+        self.drafted = DraftTime()
+        self._late = False  # whether the last piece has been an overrun so far
         self._pieces = self._overruns = 0
         self._wait_s = 0.0
-        self.drafted = DraftTime()
         self._not_before = 0.0
-        self._plans: defaultdict[int, float] = defaultdict(float)  # of other ranks
+        self._plans: defaultdict[int, float] = defaultdict(float)  # other rank -> planned time
 
     def start(self, rank: int) -> None:
         """This rank's work begins now."""
@@ -203,9 +188,9 @@ class PacedClock(_WallClock):
             self._late = False
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Waits until the work has taken as long as the profile says, or counts an overrun.
+        """Waits until the work's cost has elapsed, or counts an overrun.
 
-        Of another rank: its planned time moves on; what is not priced ends now.
+        A charge of another rank advances its planned time; work without a price ends now.
         """
         if num_tokens <= 0:
             return
@@ -214,14 +199,14 @@ class PacedClock(_WallClock):
             plan = self._plans[rank]
             self._plans[rank] = plan + cost if cost else max(plan, self.now())
             return
-        began, goes_on = self._watch.take()
+        began, continues = self._watch.take()
         began = max(began, self._not_before)
         done, due = self._watch.now(), began + cost
-        if not cost:  # not priced: it takes the time that it takes
+        if not cost:  # not priced: real time
             self._watch.ended(done)
             self._note(kind, num_tokens, began, done, done)
             return
-        if goes_on and self._late:  # the piece so far was late; what it is as a whole, see below
+        if continues and self._late:  # counted as an overrun so far; judged as a whole below
             self._overruns -= 1
             self._pieces -= 1
         self._late = done > due
@@ -236,10 +221,10 @@ class PacedClock(_WallClock):
         self._note(kind, num_tokens, began, ended, done)
 
     def align(self, rank: int, to: int) -> None:
-        """This rank's next work counts from the planned time of ``to``, or later.
+        """This rank's next work starts at the planned time of ``to``, or later.
 
-        Another rank's planned time becomes at least that of ``to``; for this rank the present, or
-        the time that its own next work counts from, where that is later.
+        Another rank's planned time becomes at least that of ``to``; where ``to`` is this rank, at
+        least the present and the earliest start of this rank's next work.
         """
         if rank == self.rank:
             self._not_before = max(self._not_before, self._plans[to])
@@ -248,21 +233,21 @@ class PacedClock(_WallClock):
             self._plans[rank] = max(self._plans[rank], at)
 
     def follow(self, rank: int, to: int) -> None:
-        """This rank's next work counts from the planned time of ``to`` even if it begins later."""
+        """This rank's next work counts from the planned time of ``to``, even if it begins late."""
         if rank == self.rank:
             self._watch.plan(self._plans[to])
         else:
             self.align(rank, to)
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """Sleeps until all planned times are over, which is a declared wait."""
+        """Sleeps until all planned times have passed, which is a declared wait."""
         latest = max(self._plans[rank] for rank in ranks)
         if latest > self.now():
             self.wait_until(latest)
         self._plans.update((rank, self.now()) for rank in ranks)
 
     def busy(self, rank: int) -> bool:
-        """Whether the rank's planned time is not over."""
+        """Whether the rank's planned time is in the future."""
         return self._plans[rank] > self.now()
 
     def _note(self, kind: Work, num_tokens: int, began: float, ended: float, done: float) -> None:
@@ -275,7 +260,7 @@ class PacedClock(_WallClock):
             self.timeline.add(self.rank, kind.value, began, ended - began, num_tokens, work_s)
 
     def report(self) -> ClockReport:
-        """What this rank has done so far; spans are handed over and forgotten."""
+        """This rank's counts so far; spans are returned once."""
         return replace(
             super().report(), pieces=self._pieces, overruns=self._overruns, wait_s=self._wait_s
         )

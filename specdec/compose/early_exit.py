@@ -1,4 +1,4 @@
-"""Puts early exits together."""
+"""Builds the executor of early exits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specdec.clocks import Clock
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.early_exit import EarlyExitExecutor, ExitFront, Segment
 from specdec.executors.exits import paged
 
@@ -24,12 +24,12 @@ def build_front(
     meter: Meter,
     clock: Clock,
 ) -> ExitFront:
-    """The layers before a pair's last exit, with the heads.
+    """The target's layers before the last exit, with the exit heads.
 
     Args:
-        pair: with an exit layer.
-        layers: before each exit.
-        bounds: (first, last) layer of each priced stage.
+        pair: the models.
+        layers: number of layers before each exit.
+        bounds: (first, last) layers of each stage that a profile charges.
         meter, clock: of the run.
     """
     segments = [
@@ -53,21 +53,21 @@ def build_early_exit(
     clock: Clock,
     blocks: tuple[int | None, int] = (None, 0),
 ) -> EarlyExitExecutor:
-    """The executor that verifies what ``front`` has drafted.
+    """The executor that verifies drafts of ``front``.
 
     Args:
-        front: shared with the source; None where no source drafts with one.
+        front: shared with the source; None if the source does not use it.
         pair, bounds, meter, clock: as for ``build_front``.
         answerer: turns logits into answers.
-        blocks: of each paged cache, and tokens of a block; None where caches are not paged.
+        blocks: number of blocks of each paged cache (None: not paged), and tokens per block.
 
     Raises:
-        UserError: no source drafts with a front.
+        UserError: no ``front``.
     """
     if front is None:
         raise UserError(
-            "executor=early_exit verifies what the target's own first layers have drafted: use"
-            " it with source=early_exit, or choose executor=local or executor=pipeline"
+            "executor=early_exit verifies drafts of the target's first layers: use it with"
+            " source=early_exit, or choose executor=local or executor=pipeline"
         )
     num_blocks, block_tokens = blocks
     if num_blocks is not None:

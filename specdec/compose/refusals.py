@@ -6,11 +6,10 @@ loaded, the source before the target is, and the executor last.
 
 from __future__ import annotations
 
-from specdec.clocks import Clock, ClockKind
+from specdec.clocks import Clock, SimulatedClock
 from specdec.errors import UserError
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
-from specdec.policies import StagedTree, Static
-from specdec.policies.staged import cheap_source
+from specdec.policies import Static
 from specdec.types import Lossless
 
 
@@ -20,9 +19,9 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
     Raises:
         UserError: with the reason and the remedy.
     """
-    at = "policy.inner" if isinstance(policy, StagedTree) else "policy"
+    at = "policy.inner" if hasattr(policy, "inner") else "policy"
     hidden = getattr(getattr(policy, "inner", policy), "draft_overlap", "none") == "full"
-    if hidden and clock.kind is not ClockKind.SIMULATED:
+    if hidden and not isinstance(clock, SimulatedClock):
         raise UserError(
             f"{at}.draft_overlap=full hides all drafting, which only clock=simulated can do; use"
             f" {at}.draft_overlap=rule or none"
@@ -47,11 +46,8 @@ def check_source(
         UserError: with the reason and the remedy.
     """
     name, judge = type(source).__name__, type(verifier).__name__
-    if isinstance(policy, StagedTree):
-        try:
-            cheap_source(source)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+    if check := getattr(policy, "check_source", None):
+        check(source)
     if verifier.needs.draft_probs and not getattr(source, "gives_probs", False):
         raise UserError(
             f"{judge} needs the distribution that candidates were sampled from, which {name} does"

@@ -1,4 +1,4 @@
-"""Puts parts together in Python: what ``compose`` does for YAML, for research code.
+"""Builds strategies in Python from parts and shared models.
 
 bench = Workbench(pair, seed=0)
 parts = bench.parts(
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from math import ceil
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,17 +28,15 @@ from specdec.distributed.executor import DistributedExecutor, Ranks
 from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
 from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
-from specdec.executors.exit_places import ExitPlaces
 from specdec.executors.exits import paged
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models import ModelRunner
-from specdec.models.medusa import MedusaHeads
-from specdec.pairs import HuggingFacePair, ModelPair
+from specdec.pairs import HuggingFacePair, ModelPair, PartsOnly
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.serving.rules import ServingRules
+from specdec.serving.rules import MakeScheduler, ServingRules
 from specdec.serving.scheduler import FifoScheduler
 from specdec.sources.combined import joined_needs
 from specdec.state import DecodeState, RequestState
@@ -47,7 +45,7 @@ from specdec.types import Commit, Needs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """One strategy, ready to run."""
+    """The parts of one strategy, ready to run."""
 
     source: TokenSource
     policy: TreePolicy
@@ -57,9 +55,10 @@ class Parts:
     meter: Meter
     draws: KeyedDraws
     serving: ServingRules = field(default_factory=ServingRules)
+    scheduler: MakeScheduler = FifoScheduler
 
     def new_state(self) -> DecodeState:
-        """An empty forest on the strategy's own draws, clock and meter."""
+        """An empty decoding state with the strategy's draws, clock and meter."""
         return DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
 
     def decode(
@@ -71,12 +70,15 @@ class Parts:
         prefill_chunk: int = 512,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> Iterator[list[Commit]]:
-        """The loop over ``requests``, step by step; arguments as for ``FifoScheduler``.
+        """Decodes ``requests`` and yields the commits of each step.
 
-        Every step runs in inference mode, and the caller between two steps does not: tensors of
-        models and caches are of one kind, whoever drives the loop.
+        Every step runs in inference mode; the caller's code between steps does not.
+
+        Args:
+            state: see ``new_state``.
+            requests, batch_size, prefill_chunk, on_finish: see ``FifoScheduler``.
         """
-        scheduler = FifoScheduler(
+        scheduler = self.scheduler(
             requests=requests,
             parts=(self.policy, self.source, self.executor),
             batch_size=batch_size,
@@ -92,10 +94,10 @@ class Parts:
             verifier=self.verifier,
             executor=self.executor,
         )
-        return _inferred(steps)
+        return _in_inference_mode(steps)
 
 
-def _inferred(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
+def _in_inference_mode(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
     while True:
         with torch.inference_mode():
             commits = next(steps, None)
@@ -105,10 +107,10 @@ def _inferred(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
 
 
 class Workbench:
-    """A pair of models, a clock and a seed: what parts share.
+    """Models, clock and seed that the parts of strategies share.
 
     Attributes:
-        pair, clock, meter, draws: shared by everything that is built here.
+        pair, clock, meter, draws: shared by all parts.
     """
 
     def __init__(
@@ -119,13 +121,13 @@ class Workbench:
         clock: Clock | None = None,
         meter: Meter | None = None,
     ) -> None:
-        """Prepares; models are loaded when first asked for.
+        """Stores the shared objects; models are loaded on first use.
 
         Args:
             pair: target and draft.
-            seed: keys every draw.
-            clock: the wall clock where omitted.
-            meter: the one that the clock tells of waits; a new one where omitted.
+            seed: of all draws.
+            clock: the wall clock if omitted.
+            meter: counts model passes and the clock's waits; a new one if omitted.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
@@ -137,15 +139,15 @@ class Workbench:
     def draft_runner(
         self, stages: StageLayout | None = None, ranks: Ranks | None = None
     ) -> ModelRunner:
-        """The draft model, for ``DraftModelSource``.
+        """Runner of the draft model, for ``DraftModelSource``.
 
         Args:
-            stages: with a ``draft_degree`` above 1 and ``ranks``, so many ranks share it; give the
-                same to ``parts``, whose executor shuts them down.
-            ranks: how processes are laid out.
+            stages: layout; with ``ranks``, ``draft_degree`` ranks share the draft. The executor of
+                ``parts``, which needs the same arguments, shuts them down.
+            ranks: processes of the executor.
 
         Raises:
-            RankFailure: a rank ended while it was loading.
+            RankFailure: a rank failed while loading.
         """
         if stages is None or ranks is None or stages.draft_degree == 1:
             return self.pair.draft_runner(self.meter)
@@ -169,20 +171,19 @@ class Workbench:
             )
         return self._draft.runner
 
-    def medusa_heads(self, num_heads: int, ranks: Ranks | None = None) -> MedusaHeads:
-        """Heads on the target's last hidden state, for ``MedusaSource``.
+    def source_pair(self, ranks: Ranks | None = None) -> ModelPair:
+        """The pair for token sources.
 
         Args:
-            num_heads: tokens ahead that are guessed.
-            ranks: that have the target's layers, of which none are loaded here.
-
-        Raises:
-            UserError: the pair has no hidden states, or not so many trained heads.
+            ranks: processes that run the target. The pair then loads target layers for sources
+                alone, without the rest of the target.
         """
-        return self.pair.medusa_heads(num_heads, self.meter, alone=ranks is not None)
+        if ranks is None or not hasattr(self.pair, "lone_part"):
+            return self.pair
+        return cast("ModelPair", PartsOnly(cast("HuggingFacePair", self.pair)))
 
     def release(self) -> None:
-        """Gives back ranks that share a draft, where no executor has taken them over."""
+        """Shuts down ranks that share a draft and belong to no executor."""
         if self._draft is not None:
             self._draft.shutdown(broken=True)
             self._draft = None
@@ -197,22 +198,23 @@ class Workbench:
         ranks: Ranks | None = None,
         serving: ServingRules | None = None,
     ) -> Parts:
-        """Builds the executor for checked parts.
+        """Checks the parts of a strategy and builds its executor.
 
         Args:
             source, policy, verifier: the strategy.
-            stages: of a pipeline, one device each, or their layout; None for the local executor.
-            ranks: puts the stages on processes of their own; None keeps them in this one.
-            serving: how requests share the target; all of them every step where omitted.
+            stages: number of stages of a pipeline, one device each, or their layout; None for the
+                local executor.
+            ranks: processes of the stages; None for this process alone.
+            serving: how requests share the target; by default each step feeds all of them.
 
         Raises:
             UserError: parts that do not fit together, or more stages than layers.
-            RankFailure: a rank ended while it was loading.
+            RankFailure: a rank failed while loading.
         """
         needs = joined_needs((verifier.needs, source.needs))
         serving = ServingRules() if serving is None else serving
         layout = StageLayout(stages=stages) if isinstance(stages, int) else stages
-        # Refused before the target is loaded and ranks start.
+        # Check before the target is loaded and ranks start.
         serving.budget(policy, 1 if layout is None else layout.stages)
         check_choice(policy, verifier, self.clock)
         check_source(source, policy, verifier, self.pair.vocab_size)
@@ -271,7 +273,7 @@ class Workbench:
             parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
             return self._distributed(needs, stages, ranks, parts, serving)
         self._refuse_in_process()
-        # The devices of a stage are one slice here; the clock is charged for each.
+        # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(stages.devices).tolist()]
         slices: list[Stage] = []
         for first, last in pairwise(ends):
@@ -296,26 +298,17 @@ class Workbench:
             devices=stages.devices,
         )
 
-    def exit_front(self, stages: StageLayout, layers: Sequence[int] = ()) -> ExitFront:
-        """The layers before the last exit, with the heads, for a source and its executor.
+    def exit_front(self, stages: StageLayout, layers: Sequence[int]) -> ExitFront:
+        """The layers before the last exit with the exit heads, shared by source and executor.
 
         Args:
-            stages: that a profile prices.
-            layers: before each exit; the model's own only where omitted.
+            stages: priced by the clock's profile.
+            layers: number of layers before each exit.
         """
         if self._front is None:
-            layers = layers or (self.pair.exit_layer,)
             bounds = self._bounds(stages, self.pair.exit_layer)
             self._front = build_front(self.pair, layers, bounds, self.meter, self.clock)
         return self._front
-
-    def exit_places(self, stages: StageLayout | None) -> ExitPlaces:
-        """Where the target may exit, for ``MultiExitSource``; ``stages`` as for ``parts``."""
-        if stages is None or not stages.after_drafting:
-            return ExitPlaces(self.pair.exit_layer, self.pair.num_layers)
-        return ExitPlaces(
-            self.pair.exit_layer, self.pair.num_layers, partial(self.exit_front, stages)
-        )
 
     def _distributed(
         self,
@@ -350,9 +343,10 @@ class Workbench:
         )
 
     def _bounds(self, stages: StageLayout, exit_layer: int | None) -> list[tuple[int, int]]:
-        """Layers of each device.
+        """(first, last) layers of each device.
 
-        With an exit and ceil(N / E) stages each has E layers, the last one the rest (PPSD 4.1).
+        With an exit and ceil(N / E) stages, each stage has E layers and the last one the rest
+        (PPSD 4.1).
         """
         pair, num_devices = self.pair, sum(stages.devices)
         if len(stages.devices) != stages.stages:
@@ -370,11 +364,7 @@ class Workbench:
             raise UserError(str(error)) from error
 
     def _refuse_in_process(self) -> None:
-        """One process cannot do the work of several ranks at the same time.
-
-        Raises:
-            UserError: for a clock that needs them to.
-        """
+        """Raises ``UserError`` for clocks that need a process per rank."""
         clock = self.clock
         if clock.kind is ClockKind.PACED:
             raise UserError(
@@ -383,12 +373,12 @@ class Workbench:
             )
         if clock.kind is ClockKind.MEASURED and clock.timeline is not None:
             raise UserError(
-                "trace=true needs ranks that work at the same time: in one process use"
-                " clock=simulated, or add executor.transport=distributed, or use executor=local"
+                "trace=true needs a process per rank: add executor.transport=distributed, or use"
+                " clock=simulated or executor=local"
             )
 
 
 def _num_ranks(stages: StageLayout, *, shares_draft: bool) -> int:
-    """Ranks besides rank 0: the target's devices, and those that only the draft has."""
-    alone = stages.draft_degree - 1 if shares_draft and not stages.shared else 0
-    return stages.num_devices + alone
+    """Number of ranks besides rank 0: devices of the target, and further ones of the draft."""
+    further = stages.draft_degree - 1 if shares_draft and not stages.shared else 0
+    return stages.num_devices + further

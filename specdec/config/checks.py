@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec import data
+from specdec.clocks.build import clock_kind
 from specdec.config.schema import COMPARE, SECTIONS, TOP
 from specdec.errors import UserError
 from specdec.parts.build import check_part, locate
@@ -119,7 +120,7 @@ def check_clock(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: its ranks take turns, so measured and paced times would mean nothing.
     """
-    kind, executor = config["clock"].get("kind"), config["executor"]
+    kind, executor = clock_kind(config["clock"]), config["executor"]
     if not str(executor["_target_"]).endswith(".PipelineExecutor") or kind == "simulated":
         return
     if executor.get("transport", "in_process") != "in_process":

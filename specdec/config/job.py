@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from specdec.clocks.build import clock_kind
 from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.lengths import check_prompts
@@ -66,6 +68,9 @@ def checked_job(composed: Composed) -> Job:
     _check_logger(values["logger"])
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
+    for section, kind in (("clock", clock_kind), ("model", itemgetter("_target_"))):
+        if "_target_" in config[section]:  # built-in kinds are in the section already
+            config[section] = {"kind": str(kind(config[section])), **config[section]}
     if "profile" in config["clock"] and "_target_" not in config["clock"]:
         config["clock"] = {
             **config["clock"],

@@ -1,21 +1,23 @@
-"""Workloads: prompts from files, from the user's own data, and from Python's standard library."""
+"""Workloads: prompts from benchmarks, from files, and from Python's standard library."""
 
-from specdec.data.datasets import DATASETS, data_provenance, describe
+from specdec.data.datasets import DATASETS, data_provenance
 from specdec.data.files import DATA_VARIABLE
 from specdec.data.fitting import fit_prompt, prompt_tokens
-from specdec.data.prompts import Prompt, check_data, load_prompts, load_requested
-from specdec.data.request import Request
+from specdec.data.prompt import DataReader, Prompt
+from specdec.data.prompts import check_data, load_prompts, load_requested
+from specdec.data.request import Request, section_provenance
 
 __all__ = [
     "DATASETS",
     "DATA_VARIABLE",
+    "DataReader",
     "Prompt",
     "Request",
     "check_data",
     "data_provenance",
-    "describe",
     "fit_prompt",
     "load_prompts",
     "load_requested",
     "prompt_tokens",
+    "section_provenance",
 ]

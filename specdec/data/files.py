@@ -1,4 +1,4 @@
-"""Finding and reading data files: gzip or not, JSON lines or text, with errors that help."""
+"""Finding and reading data files: JSON, JSON lines or text, plain or gzip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, Any
 from specdec.errors import UserError
 
 DATA_VARIABLE = "SPECDEC_DATA"
-"""Environment variable that names the folder of data sets."""
+"""Environment variable with the path of the data folder."""
 
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 
@@ -23,12 +23,12 @@ def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
     """The folder of data sets.
 
     Args:
-        data_dir: given folder; None for the one that SPECDEC_DATA names.
-        name: the data set it is wanted for.
-        places: where the data set's file belongs inside it.
+        data_dir: the folder; None for SPECDEC_DATA.
+        name: the data set, for messages.
+        places: paths of its files inside the folder, for messages.
 
     Raises:
-        UserError: no folder is named, or it does not exist.
+        UserError: SPECDEC_DATA is not set, or the folder does not exist.
     """
     value = str(data_dir) if data_dir is not None else os.environ.get(DATA_VARIABLE, "")
     if not value:
@@ -46,11 +46,11 @@ def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
 
 
 def find_file(folder: Path, candidates: tuple[str, ...]) -> Path | None:
-    """The first of ``candidates`` that is there, or None.
+    """The first existing path of ``candidates``, or None.
 
     Args:
-        folder: what they are relative to.
-        candidates: files, each looked for with .gz too, or folders, which end in "/".
+        folder: base of relative paths.
+        candidates: files, with or without .gz on disk, or folders, which end in "/".
     """
     for candidate in candidates:
         if candidate.endswith("/"):
@@ -64,7 +64,7 @@ def find_file(folder: Path, candidates: tuple[str, ...]) -> Path | None:
 
 
 def open_text(path: Path) -> IO[str]:
-    """Opens UTF-8 text, compressed or not (told by its first bytes, not its name)."""
+    """Opens UTF-8 text, gzip or plain as its first bytes show."""
     with path.open("rb") as stream:
         compressed = stream.read(2) == b"\x1f\x8b"
     if compressed:
@@ -100,7 +100,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) of a JSON-lines file; blank lines are skipped.
+    """Yields (line number from 1, object) of a JSON-lines file, without blank lines.
 
     Raises:
         UserError: a line is not a JSON object, or the file cannot be read.
@@ -132,13 +132,13 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
 
 
 def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:
-    """A record's text; ``field`` may go deeper with dots and list indices ("turns.0").
+    """The text of a record's field.
 
     Args:
-        record: what was read.
-        field: dotted key.
-        where: the record's place, for messages ("p.jsonl line 3").
-        hint: what to do about a missing field ("choose one with data.field").
+        record: the record.
+        field: key; dots descend into mappings and lists ("turns.0").
+        where: place of the record, for messages ("p.jsonl line 3").
+        hint: remedy for a missing field ("choose one with data.field").
 
     Raises:
         UserError: the field is missing, not text, or blank.
@@ -169,7 +169,7 @@ def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> 
 def fill(template: str, record: dict[str, Any], *, where: str, hint: str) -> str:
     """A template with every ``{field}`` replaced by that field of the record.
 
-    Text that is put in is not looked at again, whatever braces it has.
+    Braces in the inserted text are kept.
 
     Raises:
         UserError: see ``text_field``.
@@ -178,7 +178,7 @@ def fill(template: str, record: dict[str, Any], *, where: str, hint: str) -> str
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file; of a folder's files in the order of their names."""
+    """SHA-256 of a file, or of a folder's files in the order of their names."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         digest.update(file.read_bytes())

@@ -1,4 +1,4 @@
-"""From prompts to token rows: chat templates where the model has one, and a length that fits."""
+"""Tokenization of prompts: chat templates and truncation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from specdec.data.prompts import Prompt
+from specdec.data.prompt import Prompt
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHAT_DATE = "01 Jan 2025"
-"""Date given to chat templates that state one: prompts must not change from day to day."""
+"""Date for chat templates that contain one, so that prompts are the same every day."""
 
 
 def prompt_tokens(
@@ -23,16 +23,16 @@ def prompt_tokens(
     """A prompt's tokens.
 
     Args:
-        prompt: what was loaded.
+        prompt: the prompt.
         tokenizer: the target's.
-        chat: "auto" puts the message into the tokenizer's chat template where it has one, "never"
-            takes the text as a base model's, "always" refuses a tokenizer without a template.
+        chat: "auto" applies the tokenizer's chat template to the message where it has one, "never"
+            uses the text, "always" refuses a tokenizer without a template.
 
     Returns:
         int64[T].
 
     Raises:
-        UserError: "always" without a template, or a template that cannot be applied.
+        UserError: "always" without a template, or a template that raises.
     """
     if chat == "never" or (chat == "auto" and not tokenizer.chat_template):
         return np.asarray(tokenizer(prompt.text)["input_ids"], np.int64)
@@ -45,31 +45,31 @@ def prompt_tokens(
             add_generation_prompt=True,
             date_string=CHAT_DATE,
         )
-    except Exception as error:  # whatever the template's own code raises
+    except Exception as error:  # the template's code may raise anything
         raise UserError(
             f"the model's chat template cannot be applied to {prompt.name} ({error});"
-            " data.chat=never gives it the plain text"
+            " data.chat=never uses the plain text"
         ) from error
-    # The template writes the special tokens itself; adding them again would double the first.
+    # The template includes the special tokens.
     return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
 
 
 def fit_prompt(
     tokens: npt.ArrayLike, *, max_len: int, truncation: str = "left", label: str = "prompt"
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Makes a tokenised prompt fit.
+    """Truncates a tokenized prompt.
 
     Args:
         tokens: int[T].
-        max_len: most tokens allowed: the model's positions minus ``max_new_tokens``.
-        truncation: "left" drops the oldest tokens, "error" refuses.
-        label: the prompt's name, for the message.
+        max_len: largest number of tokens: the model's positions minus ``max_new_tokens``.
+        truncation: "left" drops the first tokens, "error" refuses.
+        label: name of the prompt, for messages.
 
     Returns:
         int64[min(T, max_len)] and the number of tokens dropped.
 
     Raises:
-        UserError: the prompt is too long under "error", has no tokens, or nothing would be left.
+        UserError: the prompt is too long under "error" or has no tokens, or ``max_len`` is below 1.
         ValueError: unknown ``truncation``.
     """
     if truncation not in ("left", "error"):

@@ -24,7 +24,7 @@ def require_datasets(name: str) -> None:
 
 
 def hub_records(name: str, hub: Hub) -> Iterator[Record]:
-    """The records of a set's copy on the hub, fetched on first use and cached by ``datasets``.
+    """Records of a set's copy on the hub, downloaded once and cached by ``datasets``.
 
     Raises:
         UserError: the library is missing, or the set cannot be fetched.

@@ -1,10 +1,10 @@
-"""Prompts: loading them, and checking quickly that they can be loaded."""
+"""Loading prompts, and a fast check that they can be loaded."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from specdec.data.datasets import (
 )
 from specdec.data.files import fill, read_text, text_field
 from specdec.data.hub import hub_records
+from specdec.data.prompt import Prompt
 from specdec.data.readers import Record, json_lines
 from specdec.data.request import Request, check_request
 from specdec.data.sets import MIXED, SETS, Hub, Place
@@ -28,28 +29,8 @@ from specdec.errors import UserError
 _ID_BLOCK = 1_000_000  # ids of set number s in ``mixed`` start at s * _ID_BLOCK
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt.
-
-    Attributes:
-        id: its index in the data set, whatever limit, order or subset is asked for; keys its
-            randomness. In ``mixed``: 1,000,000 times the set's number plus the index in that set.
-        text: what a base model is given: the text with the set's template around it.
-        name: short and unique in the data set ("humaneval/17").
-        source: where it comes from ("json/decoder.py:JSONDecoder.decode", "line 3").
-        message: what a model with a chat template is asked.
-    """
-
-    id: int
-    text: str
-    name: str
-    source: str
-    message: str = ""
-
-
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer here."""
+    """The method of a tokenizer that loading needs."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -72,14 +53,13 @@ def load_prompts(
 ) -> list[Prompt]:
     """Loads the prompts of a data set.
 
-    Line breaks at the end are cut off, but for files of the user's own: byte-level tokenizers join
-    a line break with the indentation behind it, so a prompt that ends in one says that no
-    indentation follows.
+    Line breaks at the end of a prompt are removed, except in user files: byte-level tokenizers join
+    a line break with the indentation after it, so a final line break would exclude indentation.
 
     Args:
         name, limit, path, field, template, subset, sets, origin, sample_seed, data_dir: see
             ``Request``.
-        tokenizer: where given, prompts without a token are refused.
+        tokenizer: refuses prompts without tokens; None checks nothing.
 
     Raises:
         UserError: unknown set, missing file or folder, unreadable record, empty prompt.
@@ -105,7 +85,7 @@ def load_requested(request: Request, *, tokenizer: Tokenizer | None = None) -> l
     prompts = list(islice(_prompts(request), request.limit))
     if not prompts:
         raise _no_prompts(request)
-    if request.name not in OWN:
+    if request.reader is None and request.name not in OWN:
         prompts = [replace(p, text=p.text.rstrip("\n")) for p in prompts]
     if tokenizer is not None:
         for prompt in prompts:
@@ -115,9 +95,9 @@ def load_requested(request: Request, *, tokenizer: Tokenizer | None = None) -> l
 
 
 def check_data(request: Request) -> None:
-    """Checks within milliseconds that ``load_requested`` will find its file and text.
+    """Checks within milliseconds that the data set's file exists, by reading its first prompt.
 
-    Reads the first record only; a later bad line is reported by ``load_requested``.
+    ``load_requested`` reports bad records after the first.
 
     Raises:
         UserError: as ``load_requested``.
@@ -126,7 +106,7 @@ def check_data(request: Request) -> None:
     if request.origin == "hub":
         return
     for name in request.sets or [request.name]:
-        if name not in ("stdlib", "mixed"):
+        if request.reader is not None or name not in ("stdlib", "mixed"):
             one = replace(request, name=name, sets=None, sample_seed=None)
             if next(_prompts(one), None) is None:
                 raise _no_prompts(one)
@@ -138,19 +118,21 @@ def _no_prompts(request: Request) -> UserError:
 
 
 def _prompts(request: Request) -> Iterator[Prompt]:
-    """The prompts in the order that is asked for, without the limit."""
-    if request.name == "mixed":
+    """The prompts in the requested order, without the limit."""
+    if request.name == "mixed" and request.reader is None:
         return _mixed(request)
-    found = _in_order(request)
+    prompts = _in_order(request)
     if request.sample_seed is None:
-        return found
-    shuffled = list(found)
+        return prompts
+    shuffled = list(prompts)
     random.Random(request.sample_seed).shuffle(shuffled)  # noqa: S311 - order of data, not decoding
     return iter(shuffled)
 
 
 def _in_order(request: Request) -> Iterator[Prompt]:
     name = request.name
+    if request.reader is not None:
+        return iter(request.reader.prompts())
     if name == "stdlib":
         return _from_stdlib()
     if name == "jsonl":
@@ -161,17 +143,17 @@ def _in_order(request: Request) -> Iterator[Prompt]:
     if request.origin == "hub":
         hub = SETS[name].hub
         assert hub is not None, "check_request refuses sets without one"
-        return _worded(name, hub_records(name, hub), hub, subset)
+        return _of_records(name, hub_records(name, hub), hub, subset)
     place, path = place_of(name, subset=subset, data_dir=request.data_dir)
-    return _worded(name, place.read(path, subset), place, subset)
+    return _of_records(name, place.read(path, subset), place, subset)
 
 
-def _worded(
-    name: str, records: Iterator[Record], words: Place | Hub, subset: str | None
+def _of_records(
+    name: str, records: Iterator[Record], texts: Place | Hub, subset: str | None
 ) -> Iterator[Prompt]:
     """Prompts of a benchmark's records."""
     template, message = (
-        w.replace("{subset}", subset or "") for w in (words.template, words.message)
+        text.replace("{subset}", subset or "") for text in (texts.template, texts.message)
     )
     hint = f"is this the file of data={name}?"
     for record in records:
@@ -235,7 +217,7 @@ def _mixed(request: Request) -> Iterator[Prompt]:
 
 
 def _rounds(turns: list[tuple[int, Iterator[Prompt]]]) -> Iterator[list[Prompt]]:
-    """One prompt of each set in turn, until all are through."""
+    """One prompt of each set in turn, until all sets are exhausted."""
     while turns:
         drawn = [(base, rest, next(rest, None)) for base, rest in turns]
         turns = [(base, rest) for base, rest, prompt in drawn if prompt is not None]

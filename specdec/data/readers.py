@@ -1,8 +1,8 @@
-"""Readers: how the records of a data set lie in its files.
+"""Readers of file formats.
 
-A reader takes the path that was found and the subset that is wanted, and yields ``Record``s in the
-set's own order. Records of other subsets are passed over, but counted, so that an index (and the
-randomness that it keys) is the same with and without ``data.subset``.
+A reader takes a path and a subset and yields ``Record``s in the order of the set. Records of other
+subsets are skipped but counted, so that an index, which keys randomness, does not depend on
+``data.subset``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Record:
     """One record.
 
     Attributes:
-        index: its place in the whole set, from 0.
-        where: where it stands, for messages ("question.jsonl line 3").
-        fields: what it holds.
+        index: position in the whole set, from 0.
+        where: file and line, for messages ("question.jsonl line 3").
+        fields: contents.
     """
 
     index: int
@@ -37,13 +37,13 @@ Reader = Callable[[Path, str | None], Iterator[Record]]
 
 
 def json_lines(path: Path, _subset: str | None) -> Iterator[Record]:
-    """One JSON object per line; there are no subsets."""
+    """One JSON object per line; without subsets."""
     for index, (number, fields) in enumerate(read_records(path)):
         yield Record(index, f"{path.name} line {number}", fields)
 
 
 def json_array(path: Path, _subset: str | None) -> Iterator[Record]:
-    """A JSON file that is one array of objects."""
+    """A JSON array of objects."""
     loaded = read_json(path)
     if not isinstance(loaded, list):
         raise UserError(f"{str(path)!r} must be one JSON array, but is a {type(loaded).__name__}")
@@ -61,37 +61,37 @@ def text_lines(path: Path, _subset: str | None) -> Iterator[Record]:
 
 
 def instructions(path: Path, _subset: str | None) -> Iterator[Record]:
-    """Alpaca's array: ``text`` is the instruction, with its input below where it has one."""
+    """Alpaca's array: ``text`` is the instruction, followed by its input if it has one."""
     for record in json_array(path, None):
         parts = [str(record.fields.get(key) or "") for key in ("instruction", "input")]
         yield Record(record.index, record.where, {"text": "\n\n".join(p for p in parts if p)})
 
 
 def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
-    """JSON lines whose ``category`` says which subset they belong to.
+    """JSON lines whose ``category`` determines their subset.
 
     Args:
-        groups: subset -> the categories that are in it.
+        groups: subset -> its categories.
     """
 
     def read(path: Path, subset: str | None) -> Iterator[Record]:
-        wanted = None if subset is None else groups[subset]
+        categories = None if subset is None else groups[subset]
         for record in json_lines(path, None):
-            if wanted is None or record.fields.get("category") in wanted:
+            if categories is None or record.fields.get("category") in categories:
                 yield record
 
     return read
 
 
 def multiple_choice(path: Path, subset: str | None) -> Iterator[Record]:
-    """MMLU's folder: a CSV per subject, without header: question, four choices, answer."""
+    """MMLU's folder: a CSV per subject without header, with question, four choices, answer."""
     index = 0
     for subject, file in _subjects(path, subset):
         with open_text(file) as stream:
             for number, row in enumerate(csv.reader(stream), start=1):
                 where = f"{file.name} record {number}"
                 if len(row) != 6:
-                    raise UserError(f"{where} has {len(row)} columns; question, A-D and answer are")
+                    raise UserError(f"{where} has {len(row)} columns, not question, A-D, answer")
                 if subset in (None, subject):
                     yield Record(index, where, dict(zip(_COLUMNS, row, strict=True)))
                 index += 1
@@ -101,21 +101,21 @@ _COLUMNS = ("question", "A", "B", "C", "D", "answer")
 
 
 def _subjects(folder: Path, subset: str | None) -> list[tuple[str, Path]]:
-    found = sorted(folder.glob("*_test.csv*"))
-    named = [(path.name.partition("_test.csv")[0], path) for path in found]
+    files = sorted(folder.glob("*_test.csv*"))
+    named = [(path.name.partition("_test.csv")[0], path) for path in files]
     if subset is not None and subset not in [name for name, _ in named]:
         raise UserError(
-            f"data.subset={subset!r} is no subject in {str(folder)!r}; it has"
+            f"data.subset={subset!r} is not a subject in {str(folder)!r}; it has"
             f" {', '.join(name for name, _ in named) or 'no *_test.csv files'}"
         )
     return named
 
 
 def books(titles: dict[str, str]) -> Reader:
-    """A folder with one Project Gutenberg text per book, read between its start and end marks.
+    """A folder with one Project Gutenberg text per book, without its header and footer.
 
     Args:
-        titles: file name without ending -> title, in the set's order.
+        titles: file name without suffix -> title, in the order of the set.
     """
 
     def read(folder: Path, subset: str | None) -> Iterator[Record]:
@@ -125,8 +125,8 @@ def books(titles: dict[str, str]) -> Reader:
             path = find_file(folder, (f"{name}.txt",))
             if path is None:
                 raise UserError(
-                    f"{str(folder)!r} holds no {name}.txt[.gz] ({title}): put the book there, or"
-                    " choose one that is there with data.subset=NAME"
+                    f"{str(folder)!r} has no {name}.txt[.gz] ({title}): put the book there, or"
+                    " choose an existing one with data.subset=NAME"
                 )
             yield Record(index, path.name, {"text": _body(path), "title": title})
 
@@ -137,5 +137,5 @@ def _body(path: Path) -> str:
     text = read_text(path).replace("\r\n", "\n")
     start, end = text.find("*** START OF"), text.find("*** END OF")
     if start < 0 or end < start:
-        raise UserError(f"{str(path)!r} lacks the lines '*** START OF' and '*** END OF' around it")
+        raise UserError(f"{str(path)!r} lacks the lines '*** START OF' and '*** END OF'")
     return text[text.index("\n", start) : end].strip()

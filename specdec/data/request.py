@@ -1,37 +1,40 @@
-"""Which prompts a run decodes: the keys of ``data=``, checked without reading a file."""
+"""The prompts of a run: the keys of ``data=``, checked without reading a file."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.data.datasets import ABOUT, OWN, require_known
+from specdec.data.datasets import OWN, data_provenance, require_known
 from specdec.data.files import data_folder
 from specdec.data.hub import require_datasets
+from specdec.data.prompt import DataReader
 from specdec.data.sets import MIXED, SETS
 from specdec.errors import UserError
+from specdec.parts.build import build_part, locate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Which prompts are wanted: the keys of ``data=`` that choose them.
+    """The keys of ``data=`` that choose prompts.
 
     Attributes:
         name: one of ``DATASETS``.
-        limit: at most so many; None for all.
-        path: the file of ``jsonl`` and ``text``.
-        field: the text's field of ``jsonl`` (default "prompt"; dots go deeper).
-        template: words of ``jsonl`` and ``text`` around each text; ``{field}`` is a record's field,
-            ``{text}`` a paragraph.
-        subset: one part of a set that has several (a subject, a language, a task, a book).
-        sets: the sets of ``mixed``, by turns; None for those that the data folder holds.
+        limit: largest number of prompts; None for all.
+        path: file of ``jsonl`` and ``text``.
+        field: field of the text in ``jsonl`` (default "prompt"; dots descend).
+        template: template of ``jsonl`` and ``text``; ``{field}`` is a record's field, ``{text}`` a
+            paragraph.
+        subset: one part of a set with subsets (a subject, a language, a task, a book).
+        sets: sets of ``mixed``, in turn; None for those in the data folder.
         origin: "local", or "hub" for the copy on the Hugging Face hub.
-        sample_seed: None for the data set's own order; a number shuffles it first (in ``mixed``
-            each set by itself), so that a limit takes a sample. Ids do not change. Not the seed
-            of decoding, which must not choose the prompts.
-        data_dir: folder of data sets; None for the one that SPECDEC_DATA names.
+        sample_seed: shuffles the data set before the limit applies (in ``mixed`` each set by
+            itself); None keeps its order. Ids do not change. Independent of the seed of decoding.
+        data_dir: folder of data sets; None for SPECDEC_DATA.
+        reader: a class outside this library that reads the prompts; None for a built-in set.
     """
 
     name: str
@@ -44,25 +47,71 @@ class Request:
     origin: str = "local"
     sample_seed: int | None = None
     data_dir: str | Path | None = None
+    reader: DataReader | None = None
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Request:
-        """The request that a configuration's ``data`` section describes."""
+        """The request that a configuration's section ``data`` describes.
+
+        Raises:
+            UserError: a reader's class cannot be imported or refuses its arguments.
+        """
+        if "_target_" in data:
+            return Request(
+                name=data["name"],
+                limit=data.get("limit"),
+                sample_seed=data.get("sample_seed"),
+                reader=_build_reader(data),
+            )
         keys = ("limit", "path", "field", "template", "subset", "sets", "origin", "sample_seed")
         return Request(name=data["name"], **{key: data[key] for key in keys if key in data})
 
 
-def check_request(request: Request) -> None:
-    """Checks which keys were given, and their values.
+_RUN_KEYS = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation")
+_SET_KEYS = ("path", "field", "template", "subset", "sets", "origin")
+
+
+def _build_reader(data: Mapping[str, Any]) -> DataReader:
+    """The reader of a section with ``_target_``, given the keys that its constructor names.
 
     Raises:
-        UserError: naming the key, its value and the remedy.
+        UserError: see ``Request.of``; a key is set that the constructor does not name.
     """
-    require_known(request.name)
+    names = inspect.signature(locate(data["_target_"], "data")).parameters
+    unset = {"origin": "local"}
+    for key in _SET_KEYS:
+        if key not in names and data.get(key) != unset.get(key):
+            raise UserError(
+                f"data.{key}={data[key]} is not used by data={data['name']}: leave it out"
+            )
+    keys = {k: v for k, v in data.items() if k in names or k not in (*_RUN_KEYS, *_SET_KEYS)}
+    reader: DataReader = build_part(keys, {}, "data", DataReader)
+    return reader
+
+
+def section_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data_provenance`` of a configuration's section ``data``, or its reader's ``provenance``."""
+    if "_target_" in data:
+        facts: dict[str, Any] = getattr(_build_reader(data), "provenance", dict)()
+        return {"data": data["name"], **facts}
+    chosen = {key: data.get(key) for key in ("sets", "subset")}
+    return data_provenance(data["name"], origin=data.get("origin", "local"), **chosen)
+
+
+def check_request(request: Request) -> None:
+    """Checks the keys and their values.
+
+    Raises:
+        UserError: a key that does not apply to the data set, or an unusable value.
+    """
+    if request.reader is None:
+        require_known(request.name)
     if request.limit is not None and request.limit < 1:
         raise UserError(
             f"data.limit={request.limit} must be at least 1 (leave it out for all prompts)"
         )
+    if request.reader is not None:
+        return
     _check_own_file(request)
     _check_sets(request)
     _check_subset(request)
@@ -73,13 +122,13 @@ def _check_own_file(request: Request) -> None:
     name, path, field = request.name, request.path, request.field
     if name in OWN:
         if not path:
-            raise UserError(f"data={name} needs data.path=FILE, the file to read prompts from")
+            raise UserError(f"data={name} needs data.path=FILE, the file of the prompts")
         if not Path(path).expanduser().is_file():
             raise UserError(f"data.path={str(path)!r} is not a file; name an existing one")
     elif path:
         raise UserError(
-            f"data.path={str(path)!r} is not used by data={name}; use data=jsonl or data=text for"
-            " a file of your own"
+            f"data.path={str(path)!r} is not used by data={name}; use data=jsonl or data=text to"
+            " read a file"
         )
     if field is not None and name != "jsonl":
         raise UserError(f"data.field={field!r} is not used by data={name}, only by data=jsonl")
@@ -87,11 +136,11 @@ def _check_own_file(request: Request) -> None:
         return
     if name not in OWN:
         raise UserError(
-            f"data.template is not used by data={name}, whose words are fixed; use data=jsonl or"
-            " data=text for a file of your own"
+            f"data.template is not used by data={name}, whose template is fixed; use data=jsonl or"
+            " data=text to read a file"
         )
     if field is not None:
-        raise UserError("data.template names fields itself: leave out data.field")
+        raise UserError("data.template has field names: leave out data.field")
 
 
 def _check_sets(request: Request) -> None:
@@ -101,8 +150,8 @@ def _check_sets(request: Request) -> None:
         return
     if request.name != "mixed":
         raise UserError(f"data.sets is not used by data={request.name}, only by data=mixed")
-    wrong = [name for name in request.sets if name not in ("stdlib", *SETS)]
-    if wrong or len(set(request.sets)) != len(request.sets) or not request.sets:
+    unknown = [name for name in request.sets if name not in ("stdlib", *SETS)]
+    if unknown or len(set(request.sets)) != len(request.sets) or not request.sets:
         raise UserError(
             f"data.sets={list(request.sets)} must name different sets of stdlib, {', '.join(SETS)}"
         )
@@ -135,10 +184,7 @@ def _check_origin(request: Request) -> None:
     for name in names:
         if name not in SETS or SETS[name].hub is None:
             having = ", ".join(each for each, entry in SETS.items() if entry.hub is not None)
-            about = ABOUT.get(name, name)
-            raise UserError(
-                f"data={name} ({about}) is not read from the hub; data.origin=hub has {having}"
-            )
+            raise UserError(f"data={name} is not read from the hub; data.origin=hub has {having}")
         require_datasets(name)
     if request.subset is not None:
         raise UserError(

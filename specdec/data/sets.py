@@ -1,7 +1,7 @@
-"""The benchmarks of the papers: where their files lie and the fixed words around each text.
+"""Benchmarks of the papers: their files and the templates of their prompts.
 
-A template's ``{field}`` is replaced by the record's field, dots going deeper. ``template`` is what
-a base model is given to continue; ``message`` is what a model with a chat template is asked.
+``{field}`` in a template is replaced by the record's field; dots descend into nested fields.
+``template`` makes the prompt of a base model, ``message`` the user message of a chat model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from specdec.data.readers import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One place where a set's records may be found.
+    """A possible place of a set's records.
 
     Attributes:
-        file: relative to the data folder, with or without .gz; a folder where it ends in "/".
-            ``{subset}`` stands for the subset.
-        template: the base model's prompt.
-        message: the chat model's user message.
-        read: how the records lie there.
+        file: path relative to the data folder, with or without .gz; ends in "/" for a folder.
+            ``{subset}`` is replaced by the subset.
+        template: prompt of a base model.
+        message: user message of a chat model.
+        read: reader of the file's format.
     """
 
     file: str
@@ -40,7 +40,7 @@ class Place:
 
     @property
     def shown(self) -> str:
-        """The place, as an error message names it."""
+        """The path in error messages."""
         return self.file if self.file.endswith("/") else f"{self.file}[.gz]"
 
 
@@ -49,7 +49,7 @@ class Hub:
     """A set's copy on the Hugging Face hub.
 
     Attributes:
-        repo, config, split: as ``datasets.load_dataset`` takes them.
+        repo, config, split: arguments of ``datasets.load_dataset``.
         template, message: as in ``Place``, with the hub's field names.
     """
 
@@ -65,60 +65,58 @@ class DataSet:
     """A data set.
 
     Attributes:
-        about: one line.
-        places: first found first taken.
-        hub: its copy on the hub; None where there is none that needs no code of its own.
-        subsets: values of ``data.subset``; None where there is none, () where the files say.
+        places: in the order of preference.
+        hub: copy on the hub; None without one that loads without remote code.
+        subsets: values of ``data.subset``; None without subsets, () where the files name them.
     """
 
-    about: str
     places: tuple[Place, ...]
     hub: Hub | None = None
     subsets: tuple[str, ...] | None = None
 
     @property
     def shown(self) -> str:
-        """The places, as an error message names them."""
+        """The paths in error messages."""
         return " or ".join(place.shown for place in self.places)
 
 
-class Words(TypedDict):
-    """What stands around a record's text."""
+class Texts(TypedDict):
+    """The two templates of a record."""
 
     template: str
     message: str
 
 
-def _asked(field: str) -> Words:
-    """An open question: as it is to a chat model, in Vicuna's words to a base model."""
+def _open_question(field: str) -> Texts:
+    """An open question: unchanged for a chat model, in Vicuna's format for a base model."""
     return {"template": f"USER: {{{field}}}\nASSISTANT:", "message": f"{{{field}}}"}
 
 
-def _question(field: str) -> Words:
+def _question(field: str) -> Texts:
     return {"template": f"Question: {{{field}}}\nAnswer:", "message": f"{{{field}}}"}
 
 
-def _code(field: str, language: str) -> Words:
+def _code(field: str, language: str) -> Texts:
     return {
         "template": f"{{{field}}}",
         "message": f"Complete this {language} function. Answer with the code alone.\n\n{{{field}}}",
     }
 
 
-def _translation(field: str) -> Words:
+def _translation(field: str) -> Texts:
     return {
         "template": f"German: {{{field}}}\nEnglish:",
         "message": f"Translate German to English: {{{field}}}",
     }
 
 
-def _choices(a: str, b: str, c: str, d: str) -> Words:
+def _choices(a: str, b: str, c: str, d: str) -> Texts:
     text = f"{{question}}\nA. {{{a}}}\nB. {{{b}}}\nC. {{{c}}}\nD. {{{d}}}\nAnswer:"
     return {"template": text, "message": text}
 
 
 _SUMMARY = "Article: {%s}\n\nSummary of the article in one sentence:"
-_XSUM: Words = {
+_XSUM: Texts = {
     "template": _SUMMARY % "document",
     "message": "Summarize this article in one sentence.\n\n{document}",
 }
@@ -157,57 +155,57 @@ TASKS = {
 """Spec-Bench's six tasks and the categories in its file."""
 
 SETS = {
+    # 164 Python functions to complete (Chen et al. 2021)
     "humaneval": DataSet(
-        about="164 Python functions to complete (Chen et al. 2021)",
         places=(
             Place(file="humaneval/HumanEval.jsonl", **_code("prompt", "Python")),
             Place(file="HumanEval.jsonl", **_code("prompt", "Python")),
         ),
         hub=Hub(repo="openai/openai_humaneval", **_code("prompt", "Python")),
     ),
+    # 1,319 grade-school mathematics questions, test split (Cobbe et al. 2021)
     "gsm8k": DataSet(
-        about="1,319 grade-school mathematics questions, test split (Cobbe et al. 2021)",
         places=(
             Place(file="gsm8k/test.jsonl", **_question("question")),
             Place(file="gsm8k_test.jsonl", **_question("question")),
         ),
         hub=Hub(repo="openai/gsm8k", config="main", **_question("question")),
     ),
+    # news articles to summarise, test split (Narayan et al. 2018)
     "xsum": DataSet(
-        about="news articles to summarise, test split (Narayan et al. 2018)",
         places=(
             Place(file="xsum/test.jsonl", **_XSUM),
             Place(file="xsum_test.jsonl", **_XSUM),
         ),
         hub=Hub(repo="EdinburghNLP/xsum", **_XSUM),
     ),
+    # 80 open questions, first turn (Zheng et al. 2023)
     "mt_bench": DataSet(
-        about="80 open questions, first turn (Zheng et al. 2023)",
         places=(
-            Place(file="mt_bench/question.jsonl", **_asked("turns.0")),
-            Place(file="eagle/mt_bench/question.jsonl", **_asked("turns.0")),
-            Place(file="mt_bench.jsonl", **_asked("turns.0")),
+            Place(file="mt_bench/question.jsonl", **_open_question("turns.0")),
+            Place(file="eagle/mt_bench/question.jsonl", **_open_question("turns.0")),
+            Place(file="mt_bench.jsonl", **_open_question("turns.0")),
         ),
-        hub=Hub(repo="HuggingFaceH4/mt_bench_prompts", split="train", **_asked("prompt.0")),
+        hub=Hub(repo="HuggingFaceH4/mt_bench_prompts", split="train", **_open_question("prompt.0")),
     ),
+    # 164 functions to complete in a language, data.subset (Zheng et al. 2023)
     "humaneval_x": DataSet(
-        about="164 functions to complete in a language, data.subset (Zheng et al. 2023)",
         places=(Place(file="humaneval_x/humaneval_{subset}.jsonl", **_code("prompt", "{subset}")),),
         subsets=("python", "cpp", "java", "js", "go"),
     ),
+    # instructions: EAGLE's 80, else Alpaca's own (Taori et al. 2023)
     "alpaca": DataSet(
-        about="instructions: EAGLE's 80, else Alpaca's own (Taori et al. 2023)",
         places=(
-            Place(file="eagle/alpaca/question.jsonl", **_asked("turns.0")),
-            Place(file="alpaca/alpaca_data.json", read=instructions, **_asked("text")),
+            Place(file="eagle/alpaca/question.jsonl", **_open_question("turns.0")),
+            Place(file="alpaca/alpaca_data.json", read=instructions, **_open_question("text")),
         ),
-        hub=Hub(repo="tatsu-lab/alpaca", split="train", **_asked("instruction")),
+        hub=Hub(repo="tatsu-lab/alpaca", split="train", **_open_question("instruction")),
     ),
+    # news articles to summarise, CNN/DailyMail (Hermann et al. 2015)
     "cnn_dm": DataSet(
-        about="news articles to summarise, CNN/DailyMail (Hermann et al. 2015)",
         places=(
-            Place(file="cnn_dailymail/CNNDM.jsonl", **_asked("turns.0")),
-            Place(file="eagle/sum/question.jsonl", **_asked("turns.0")),
+            Place(file="cnn_dailymail/CNNDM.jsonl", **_open_question("turns.0")),
+            Place(file="eagle/sum/question.jsonl", **_open_question("turns.0")),
         ),
         hub=Hub(
             repo="abisee/cnn_dailymail",
@@ -216,8 +214,8 @@ SETS = {
             message="Summarize: {article}",
         ),
     ),
+    # 3,610 open questions without passages, NQ-open dev (Lee et al. 2019)
     "natural_questions": DataSet(
-        about="3,610 open questions without passages, NQ-open dev (Lee et al. 2019)",
         places=(
             Place(file="natural_questions/NQ-open.dev.jsonl", **_question("question")),
             Place(file="eagle/qa/question.jsonl", **_question("turns.0")),
@@ -226,13 +224,13 @@ SETS = {
             repo="google-research-datasets/nq_open", split="validation", **_question("question")
         ),
     ),
+    # questions about a passage, dev split (Dua et al. 2019)
     "drop": DataSet(
-        about="questions about a passage, dev split (Dua et al. 2019)",
         places=(Place(file="drop/drop_v0_dev.jsonl", template="{context}", message="{context}"),),
         hub=Hub(repo="ucinlp/drop", split="validation", template=_DROP, message=_DROP),
     ),
+    # questions with four choices, 57 subjects, data.subset (Hendrycks et al. 2021)
     "mmlu": DataSet(
-        about="questions with four choices, 57 subjects, data.subset (Hendrycks et al. 2021)",
         places=(Place(file="mmlu/test/", read=multiple_choice, **_choices("A", "B", "C", "D")),),
         hub=Hub(
             repo="cais/mmlu",
@@ -241,15 +239,15 @@ SETS = {
         ),
         subsets=(),
     ),
+    # 3,003 sentences to translate from German, newstest2014 (Bojar et al. 2014)
     "wmt14": DataSet(
-        about="3,003 sentences to translate from German, newstest2014 (Bojar et al. 2014)",
         places=(
             Place(file="wmt14_deen/newstest2014.deu", read=text_lines, **_translation("text")),
         ),
         hub=Hub(repo="wmt/wmt14", config="de-en", **_translation("translation.de")),
     ),
+    # TriviaQA-Wiki questions, without passages (Joshi et al. 2017)
     "triviaqa": DataSet(
-        about="TriviaQA-Wiki questions, without passages (Joshi et al. 2017)",
         places=(
             Place(file="triviaqa_wiki/triviaqa.json", read=json_array, **_question("question")),
         ),
@@ -260,23 +258,27 @@ SETS = {
             **_question("question"),
         ),
     ),
+    # 480 prompts of six tasks, data.subset, first turn (Xia et al. 2024)
     "spec_bench": DataSet(
-        about="480 prompts of six tasks, data.subset, first turn (Xia et al. 2024)",
         places=(
-            Place(file="spec_bench/question.jsonl", read=by_category(TASKS), **_asked("turns.0")),
+            Place(
+                file="spec_bench/question.jsonl",
+                read=by_category(TASKS),
+                **_open_question("turns.0"),
+            ),
         ),
         subsets=tuple(TASKS),
     ),
+    # ten books with three tasks each, data.subset (SpecPipe, appendix B)
     "gutenberg": DataSet(
-        about="ten books with three tasks each, data.subset (SpecPipe, appendix B)",
         places=(Place(file="gutenberg/", read=books(BOOKS), template=_BOOK, message=_BOOK),),
         subsets=tuple(BOOKS),
     ),
 }
 """Sets whose records come from the data folder or the hub.
 
-The order is kept: ids in ``data=mixed`` follow from it. New sets are added at the end.
+The order determines ids in ``data=mixed``: add new sets at the end.
 """
 
 MIXED = tuple(name for name in SETS if name not in ("spec_bench", "gutenberg"))
-"""Sets in ``data=mixed`` where ``data.sets`` names none: no overlap, no book-length prompts."""
+"""Sets of ``data=mixed`` by default: without overlap and without book-length prompts."""

@@ -1,7 +1,7 @@
 """Prompts from held-out modules of the running Python's standard library.
 
-Real input on every machine: a function's head (the imports it uses, its signature and docstring)
-cut right before the body. Modules are those that training never reads (``train.corpus``).
+Available on every machine: a function's imports, signature and docstring, without the body, from
+modules that training never reads (``train.corpus``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_CHARS, MAX_CHARS = 200, 600
-"""Lengths of the prompts that are taken."""
+"""Shortest and longest prompt, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class FunctionHead:
 
     Attributes:
         place: "json/decoder.py:JSONDecoder.decode".
-        text: imports used, class line (for a method), signature and docstring, newline at the end.
+        text: imports, class line (for a method), signature and docstring; ends in a newline.
     """
 
     place: str
@@ -34,11 +34,10 @@ class FunctionHead:
 
 @functools.cache
 def function_heads() -> tuple[FunctionHead, ...]:
-    """All heads of the held-out modules in an order that depends on their names only.
+    """All heads of the held-out modules, ordered by CRC-32 of their place.
 
-    The order is by CRC-32 of the place, so that the first few come from many modules.
+    The first few therefore come from many modules, and the order depends on names only.
     """
-
     heads: dict[str, FunctionHead] = {}
     for relative, path in python_files(stdlib_root()):
         if not is_held_out(relative):
@@ -52,11 +51,11 @@ def function_heads() -> tuple[FunctionHead, ...]:
 
 
 def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
-    """Yields the heads in one module's source; none where it does not parse.
+    """Yields the heads in one module's source, none if it does not parse.
 
     Args:
         text: the module's source.
-        relative: its path below the standard library, for ``place``.
+        relative: its path relative to the standard library, for ``place``.
     """
     try:
         module = ast.parse(text)
@@ -81,7 +80,7 @@ def _head(
     relative: str,
 ) -> Iterator[FunctionHead]:
     docstring = ast.get_docstring(function)
-    # Without anything after the docstring there is nothing to continue with.
+    # A function without statements after its docstring has no body to generate.
     if not docstring or len(function.body) < 2:
         return
     first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
@@ -103,7 +102,7 @@ def _class_line_end(owner: ast.ClassDef) -> int:
 
 
 def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
-    """A module's import statements, of at most six names each, that bind a name in a function."""
+    """A module's import statements, of at most six names each, whose names a function uses."""
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     used = []
     for node in module.body:
@@ -115,7 +114,7 @@ def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
 
 
 HELD_OUT_MODULUS = 20
-"""One standard-library module in this many is held out."""
+"""About one standard-library module in this many is held out."""
 
 
 SKIPPED_FOLDERS = frozenset(
@@ -147,13 +146,13 @@ SKIPPED_FOLDERS = frozenset(
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Says whether a standard-library file is kept for evaluation.
+    """Whether a standard-library file is excluded from training and used for evaluation.
 
-    The rule: CRC-32 of the path, relative to the standard library's folder and with forward
-    slashes, is a multiple of HELD_OUT_MODULUS. It depends on nothing else.
+    True if CRC-32 of the path, relative to the standard library's folder and with forward slashes,
+    is a multiple of HELD_OUT_MODULUS.
 
     Args:
-        relative_path: for example "json/decoder.py"; backslashes are taken as slashes.
+        relative_path: for example "json/decoder.py"; backslashes count as slashes.
     """
     name = relative_path.replace("\\", "/").lstrip("/")
     return zlib.crc32(name.encode("utf-8")) % HELD_OUT_MODULUS == 0
@@ -165,7 +164,7 @@ def stdlib_root() -> Path:
 
 
 def python_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (relative POSIX path, path) of a folder's Python files, sorted, tests left out."""
+    """Yields (relative POSIX path, path) of a folder's Python files except tests, sorted."""
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name.lower() not in SKIPPED_FOLDERS]
@@ -176,7 +175,7 @@ def python_files(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def read_source(path: Path) -> str | None:
-    """Text of a Python file, newlines normalised; None where it is not UTF-8."""
+    """Text of a Python file with normalized newlines and tabs; None if it is not UTF-8."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (UnicodeDecodeError, OSError):

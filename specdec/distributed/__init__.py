@@ -1,6 +1,6 @@
-"""The pipeline on real ranks: messages, processes, failures."""
+"""Pipelines over processes: rank launch, messages, stage and draft workers, failure detection."""
 
-from specdec.distributed.lease import Lease
 from specdec.distributed.plan import RankPlan, SessionPlan, plan_ranks
+from specdec.distributed.rank_groups import GroupHandle
 
-__all__ = ["Lease", "RankPlan", "SessionPlan", "plan_ranks"]
+__all__ = ["GroupHandle", "RankPlan", "SessionPlan", "plan_ranks"]

@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 
 from specdec.distributed.transport import (
-    FOREVER,
+    NO_TIMEOUT,
     Group,
     PeerLost,
-    connected,
-    settle,
+    collective_group,
+    wait_for,
     wire_device,
 )
 from specdec.tensor_parallel.collective import Collective
 
 
 class RankCollective(Collective):
-    """A group of processes over gloo or NCCL; gloo is given copies of what lies on a GPU."""
+    """Collectives of a group of processes over gloo or NCCL."""
 
     def __init__(
         self,
@@ -29,51 +29,51 @@ class RankCollective(Collective):
         *,
         rank: int,
         peers: Sequence[int],
-        patience: timedelta = FOREVER,
+        timeout: timedelta = NO_TIMEOUT,
         wire: torch.device | None = None,
     ) -> None:
-        """Takes a place in a connected process group.
+        """Wraps a connected process group.
 
         Args:
-            group: a ProcessGroupGloo or ProcessGroupNCCL of as many processes as ``peers``.
-            rank: place in ``group``.
-            peers: what its processes are called outside of it.
-            patience: how long to wait for the others in one operation; over gloo.
-            wire: where the group takes tensors; None: where they are.
+            group: a ProcessGroupGloo or ProcessGroupNCCL with as many processes as ``peers``.
+            rank: index of this process in ``group``.
+            peers: global ranks of the group's processes.
+            timeout: per operation; gloo only.
+            wire: device to which tensors are copied for the operation (default: none, in place).
         """
         super().__init__(rank=rank, size=len(peers))
         self._group = group
         self._peers = tuple(peers)
-        self._patience = patience
+        self._timeout = timeout
         self._wire = wire
 
     def _add(self, tensor: torch.Tensor) -> torch.Tensor:
-        sent = tensor.to(self._wire or tensor.device)
+        total = tensor.to(self._wire or tensor.device)
         try:
-            settle(self._group.allreduce([sent]), sent, self._patience)
+            wait_for(self._group.allreduce([total]), total, self._timeout)
         except RuntimeError as error:
-            self._lost(error)
-        return sent.to(tensor.device)
+            self._raise_lost(error)
+        return total.to(tensor.device)
 
     def _gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        sent = tensor.to(self._wire or tensor.device)
-        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        own = tensor.to(self._wire or tensor.device)
+        parts = [torch.empty_like(own) for _ in range(self.size)]
         try:
-            settle(self._group.allgather([parts], [sent]), sent, self._patience)
+            wait_for(self._group.allgather([parts], [own]), own, self._timeout)
         except RuntimeError as error:
-            self._lost(error)
+            self._raise_lost(error)
         return [part.to(tensor.device) for part in parts]
 
-    def _lost(self, error: RuntimeError) -> NoReturn:
-        """A broken group does not say who left it: the neighbour stands for them."""
+    def _raise_lost(self, error: RuntimeError) -> NoReturn:
+        """Names the next rank: a broken group does not say which of its processes left."""
         raise PeerLost(self._peers[(self.rank + 1) % self.size]) from error
 
 
 class Connections:
-    """The tensor-parallel groups that one process has joined; each is connected once."""
+    """The tensor-parallel groups of one process; each is connected once."""
 
     def __init__(self, *, store: dist.Store, rank: int, loopback: bool) -> None:
-        """Joins nothing yet.
+        """Creates an empty set of groups.
 
         Args:
             store: shared by all ranks.
@@ -86,14 +86,14 @@ class Connections:
         self._groups: dict[tuple[str, tuple[int, ...]], tuple[Group, torch.device]] = {}
 
     def join(
-        self, peers: Sequence[int], device: torch.device, patience: timedelta = FOREVER
+        self, peers: Sequence[int], device: torch.device, timeout: timedelta = NO_TIMEOUT
     ) -> RankCollective:
-        """The group of ``peers``, which all of them must join at about the same time.
+        """Joins the group of ``peers``; blocks until all of them have joined.
 
         Args:
-            peers: ranks, this one among them.
-            device: where the tensors are that it will be given.
-            patience: see ``RankCollective``.
+            peers: ranks, this one included.
+            device: device of the tensors that will be passed in.
+            timeout: see ``RankCollective``.
         """
         key = (device.type, tuple(peers))
         index = peers.index(self._rank)
@@ -101,7 +101,7 @@ class Connections:
             name = f"tp-{device.type}-" + "-".join(map(str, peers))
             store = dist.PrefixStore(name, self._store)
             wire = wire_device(store, index, range(len(peers)), device)
-            group = connected(store, index, len(peers), device=wire, loopback=self._loopback)
+            group = collective_group(store, index, len(peers), device=wire, loopback=self._loopback)
             self._groups[key] = group, wire
         group, wire = self._groups[key]
-        return RankCollective(group, rank=index, peers=peers, patience=patience, wire=wire)
+        return RankCollective(group, rank=index, peers=peers, timeout=timeout, wire=wire)

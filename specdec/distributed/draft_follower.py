@@ -1,23 +1,22 @@
-"""The ranks that share the draft with rank 0: they repeat what it does to its caches.
+"""Ranks that share the draft with rank 0: they replay its calls on the draft's caches.
 
-Rank 0 writes down every call on a cache of the draft and sends the list with each pass, so the
-others hold the same entries (of their own heads) and join every sum and gather of the pass.
+Rank 0 records every call on a cache of the draft and sends the list with each forward pass. The
+other ranks thus cache the same entries (for their own heads) and join the pass's collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.clocks import MeasuredClock, PacedClock, Timeline, Work
+from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
-from specdec.distributed.messages import Reader, commit_parts
+from specdec.distributed.messages import Reader, pack_commit
 from specdec.distributed.plan import DraftPlan
 from specdec.tensor_parallel.collective import Collective
 from specdec.types import Commit, IntArray
@@ -26,12 +25,18 @@ if TYPE_CHECKING:
     from specdec.pairs import ModelPair
 
 
-class Call(IntEnum):
-    """Calls that rank 0 writes down; each begins with its number and, but for ``PASS``, a cache's.
+ROWS_ARGUMENTS = ("prefix_tokens", "node_ids", "node_tokens", "parent_ids", "node_positions")
+"""Arguments of ``TreeCache.rows``, in the order in which they are sent."""
 
-    ``MAKE``: a cache of some capacity. ``ROWS``, ``COMMIT``, ``TRUNCATE``: as ``TreeCache`` has
-    them; rows are numbered from 0 again after each pass. ``DROP``: a cache is no more. ``PASS``:
-    which rows meet in one forward, and which of them want logits (-1: all).
+
+class Call(IntEnum):
+    """Recorded calls. Each starts with this number and, except ``PASS``, a cache number.
+
+    - ``MAKE``: creates a cache of a given capacity.
+    - ``ROWS``, ``COMMIT``, ``TRUNCATE``: methods of ``TreeCache``. Rows are numbered from 0 after
+      each pass.
+    - ``DROP``: deletes a cache.
+    - ``PASS``: a forward pass: numbers of its rows, and indices of rows that need logits (-1: all).
     """
 
     MAKE = 0
@@ -43,68 +48,65 @@ class Call(IntEnum):
 
 
 class CallList:
-    """What has happened since the last pass, ready to be sent.
+    """Calls since the last forward pass, packed for sending.
 
     Attributes:
-        parts: the words of the list so far.
+        parts: arrays to be concatenated.
     """
 
     def __init__(self) -> None:
         self.parts: list[IntArray] = []
         self._rows: list[Rows] = []
-        self._dropped: list[int] = []  # apart: garbage may be collected in the middle of a call
+        self._dropped: list[int] = []  # separate: a finalizer may run during another call
         self._num_caches = 0
 
     def make(self, capacity: int) -> int:
-        """A new cache; returns its number."""
+        """Records a new cache; returns its number."""
         number = self._num_caches
         self._num_caches += 1
-        self._note(Call.MAKE, number, capacity)
+        self.add(Call.MAKE, number, capacity)
         return number
 
     def rows(self, cache: int, rows: Rows, arrays: Sequence[IntArray]) -> None:
-        """What ``TreeCache.rows`` was given (in the order of its arguments) and returned."""
+        """Records ``TreeCache.rows``: its result, and its ``ROWS_ARGUMENTS``."""
         self._rows.append(rows)
-        self._note(Call.ROWS, cache)
+        self.add(Call.ROWS, cache)
         for array in arrays:
-            self._note(len(array))
+            self.add(len(array))
             self.parts.append(array)
 
     def commit(self, cache: int, commit: Commit) -> None:
-        """A commit that a cache has followed."""
-        self._note(Call.COMMIT, cache)
-        self.parts += commit_parts(commit)
-
-    def truncate(self, cache: int, length: int) -> None:
-        """A cache was cut to its first tokens."""
-        self._note(Call.TRUNCATE, cache, length)
+        """Records ``TreeCache.commit``."""
+        self.add(Call.COMMIT, cache)
+        self.parts += pack_commit(commit)
 
     def drop(self, cache: int) -> None:
-        """Nobody holds the cache any more."""
+        """Records that the cache has been deleted."""
         self._dropped.append(cache)
 
+    def add(self, *values: int) -> None:
+        """Appends integers to the list."""
+        self.parts.append(np.array(values, np.int64))
+
     def take(self, rows: Sequence[Rows], logits_rows: IntArray | None) -> list[IntArray]:
-        """The whole list, which ends with a pass over ``rows``; starts a new one."""
+        """Returns the list, with a pass over ``rows`` at its end, and starts a new one."""
         numbers = {id(known): number for number, known in enumerate(self._rows)}
         while self._dropped:
-            self._note(Call.DROP, self._dropped.pop())
-        self._note(Call.PASS, len(rows), *(numbers[id(part)] for part in rows))
-        self._note(-1 if logits_rows is None else len(logits_rows))
+            self.add(Call.DROP, self._dropped.pop())
+        self.add(Call.PASS, len(rows), *(numbers[id(part)] for part in rows))
+        self.add(-1 if logits_rows is None else len(logits_rows))
         if logits_rows is not None:
             self.parts.append(logits_rows)
-        found, self.parts, self._rows = self.parts, [], []
-        return found
-
-    def _note(self, *words: int) -> None:
-        self.parts.append(np.array(words, np.int64))
+        parts, self.parts, self._rows = self.parts, [], []
+        return parts
 
 
 class DraftSession:
     """One rank's share of the draft, and its caches.
 
     Attributes:
-        rows: rows computed so far.
-        doing: what the rank is at, in words, for the diagnosis of a hang.
+        rows: number of rows computed so far.
+        doing: current operation, as text for the diagnosis of hangs.
     """
 
     def __init__(
@@ -115,21 +117,21 @@ class DraftSession:
         pair: ModelPair,
         join: Callable[[Sequence[int]], Collective],
     ) -> None:
-        """Joins the group and loads its share.
+        """Joins the group and loads a share of the draft.
 
         Args:
-            rank: one of the plan's, not 0.
-            plan: of all of them.
+            rank: a rank of the plan other than 0.
+            plan: the participating ranks.
             pair: the plan's model, on this rank.
-            join: connects this rank with the others.
+            join: joins the ranks that share the draft.
         """
         from specdec.pairs import HuggingFacePair
 
-        assert isinstance(pair, HuggingFacePair), "only real drafts are shared"
+        assert isinstance(pair, HuggingFacePair), "only pairs with a draft model share it"
         meter = Meter()
         timeline = Timeline() if plan.trace else None
         clock = build_clock(plan.clock, meter, rank=rank, timeline=timeline)
-        assert isinstance(clock, MeasuredClock | PacedClock), "refused before ranks were started"
+        assert isinstance(clock, WallClock), "other clocks start no ranks"
         self._rank = rank
         self._clock = clock
         self._runner = pair.draft_runner(meter, join(plan.peers))
@@ -137,21 +139,17 @@ class DraftSession:
         self.rows = 0
         self.doing = "waiting for rank 0"
 
-    def follow(self, words: IntArray) -> None:
-        """Repeats a list of calls."""
-        reader, rows = Reader(words), list[Rows]()
+    def replay(self, packed: IntArray) -> None:
+        """Replays a list of calls."""
+        reader, rows = Reader(packed), list[Rows]()
         while not reader.at_end:
             call = reader.ints(1)[0]
             if call == Call.PASS:
                 self._pass(reader, rows)
             else:
-                self._repeat(call, reader, rows)
+                self._cache_call(call, reader, rows)
 
-    def report(self) -> dict[str, object]:
-        """What the clock reports, and the rows computed; plain values."""
-        return {"clock": asdict(self._clock.report()), "rows": self.rows}
-
-    def _repeat(self, call: int, reader: Reader, rows: list[Rows]) -> None:
+    def _cache_call(self, call: int, reader: Reader, rows: list[Rows]) -> None:
         number = reader.ints(1)[0]
         if call == Call.MAKE:
             self._caches[number] = self._runner.new_cache(reader.ints(1)[0])
@@ -161,16 +159,7 @@ class DraftSession:
             return
         cache = self._caches[number]
         if call == Call.ROWS:
-            prefix, ids, tokens, parents, positions = (reader.array() for _ in range(5))
-            rows.append(
-                cache.rows(
-                    prefix_tokens=prefix,
-                    node_ids=ids,
-                    node_tokens=tokens,
-                    parent_ids=parents,
-                    node_positions=positions,
-                )
-            )
+            rows.append(cache.rows(**{name: reader.array() for name in ROWS_ARGUMENTS}))
         elif call == Call.COMMIT:
             cache.commit(reader.commit())
         else:
@@ -178,13 +167,13 @@ class DraftSession:
 
     def _pass(self, reader: Reader, rows: list[Rows]) -> None:
         numbers = reader.ints(reader.ints(1)[0])
-        wanted = reader.ints(1)[0]
-        logits_rows = None if wanted < 0 else reader.raw(wanted)
-        met = [rows[number] for number in numbers]
-        num_rows = sum(map(len, met))
+        num_logits = reader.ints(1)[0]
+        logits_rows = None if num_logits < 0 else reader.raw(num_logits)
+        inputs = [rows[number] for number in numbers]
+        num_rows = sum(map(len, inputs))
         self.doing = f"computing {num_rows} rows of the draft"
         self._clock.start(self._rank)
-        self._runner.forward(met, logits_rows=logits_rows)
+        self._runner.forward(inputs, logits_rows=logits_rows)
         self._clock.charge(self._rank, Work.DRAFT, num_rows)
         self.rows += num_rows
         self.doing = "waiting for rank 0"

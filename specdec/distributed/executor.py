@@ -1,10 +1,9 @@
 """The pipeline executor over ranks: the controller's side.
 
-The steps are those of ``PipelineExecutor`` over messages. A step costs rank 0 one message to the
-first stage (what enters) and one to every rank (what was decided); the last rank answers with
-tokens, those with early exits with candidates, and those whose hidden states a part needs send them
-when they have computed them. Who holds what is followed by the same books on both sides
-(``distributed.ledger``).
+Implements the steps of ``PipelineExecutor`` with messages. Per step, rank 0 sends one message to
+the first stage (the batch) and one to every rank (the commits). The last rank replies with tokens,
+ranks with early exits with candidates, and ranks whose hidden states a part needs with those. Both
+sides track live rows with ``InFlightRows``.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ import torch
 from specdec.clocks import Clock, ClockKind
 from specdec.clocks.meter import Meter
 from specdec.distributed.draft_leader import DraftGroup
-from specdec.distributed.in_flight_rows import Ledger
-from specdec.distributed.lease import Lease
+from specdec.distributed.in_flight_rows import InFlightRows
 from specdec.distributed.messages import (
     Entry,
     Kind,
     OpenedRequest,
-    ending_words,
-    entry_words,
-    message,
+    pack_ending,
+    pack_entry,
+    pack_message,
 )
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import Owed, Reply, read_answers, read_exits, read_hidden
-from specdec.executors.layout import InFlight, Submitted, with_hidden
-from specdec.executors.times import StepTimes
+from specdec.distributed.rank_groups import GroupHandle
+from specdec.distributed.replies import Reply, ReplyKey, read_answers, read_exits, read_hidden
+from specdec.executors.row_packing import InFlight, Submitted, with_hidden
+from specdec.executors.step_charges import StepCharges
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, IntArray, Output
 
@@ -45,13 +44,13 @@ _NO_TOKENS: IntArray = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How a pipeline is laid over processes.
+    """How to run a pipeline's ranks.
 
     Attributes:
-        model, clock: sections of a resolved configuration: ranks build their own from them.
-        timeout_s: a run ends with an error when no rank has moved for so long.
-        threads: of torch, per rank; None shares the machine's cores among them.
-        trace: whether ranks write down what they do.
+        model, clock: sections of a resolved configuration, from which ranks build their own.
+        timeout_s: the run fails when no rank has made progress for this long.
+        threads: torch threads per rank; None divides the machine's cores among the ranks.
+        trace: whether ranks record timelines.
     """
 
     model: Mapping[str, Any]
@@ -62,13 +61,13 @@ class Ranks:
 
 
 class DistributedExecutor:
-    """N stages on ranks of their own; the controller and the draft are on rank 0.
+    """A pipeline with each stage on its own rank; controller and draft are on rank 0.
 
     Attributes:
-        latency: stages (groups of ranks, where a stage has several).
+        latency: number of stages.
         counters: batches and rows that entered the first stage.
-        hidden_layers: layers whose hidden states its outputs carry, on the host. Their ranks send
-            them in the step in which they are computed; they wait here for the answers.
+        hidden_layers: layers whose hidden states are part of the outputs, on the host. Ranks send
+            them in the step in which they are computed; rank 0 keeps them until the answers arrive.
     """
 
     def __init__(
@@ -80,58 +79,60 @@ class DistributedExecutor:
         timeout_s: float,
         draft: DraftGroup | None = None,
     ) -> None:
-        """Starts or joins the ranks and has them load their layers.
+        """Starts or joins the ranks and makes them load their layers.
 
         Args:
-            plan: which rank does what.
-            clock: rank 0's. A paced one ends no step before the profile says that it is over.
-            meter: told of the time that rank 0 waits for answers.
-            timeout_s: a run ends with an error when no rank has moved for so long.
+            plan: each rank's part.
+            clock: rank 0's clock. A paced clock ends each step at the time given by its profile.
+            meter: measures the time that rank 0 waits for answers.
+            timeout_s: the run fails when no rank has made progress for this long.
             draft: ranks that share the draft; shut down with this executor.
 
         Raises:
-            RankFailure: if a rank ends while it loads.
-            UserError: what a rank refuses, or too few ranks.
+            RankFailure: a rank ends while it loads.
+            UserError: a rank refuses the configuration, or there are too few ranks.
         """
         self._draft = draft
         self.latency = plan.num_groups
         self._plan = plan
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
-        self._first = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
-        self._times = StepTimes(clock, plan.devices) if clock.kind is ClockKind.PACED else None
-        self._flow = [0] * (self.latency - 1)  # rows that go into stages 2, 3, ... in this step
+        self._first_ranks = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
+        self._times = StepCharges(clock, plan.devices) if clock.kind is ClockKind.PACED else None
+        self._next_rows = [0] * (self.latency - 1)  # rows entering stages 2, 3, ... in this step
         self._meter = meter
         self._timeout_s = timeout_s
-        self._ledger = Ledger()
+        self._in_flight = InFlightRows()
         self._submitted = Submitted()
         self._tick = -1
         self._step = -1
         self._opens: list[OpenedRequest] = []
         self._closes: list[int] = []
-        self._entered = _NO_TOKENS  # the step's entry, in words
-        self._due: Batch | None = None  # what the last rank answers in this step
-        self._last = len(plan.ranks)
-        self._telling = {rank: part for rank, part in enumerate(plan.ranks, 1) if part.tells}
-        self._telling_stages = sorted({part.group for part in self._telling.values()})
-        self.hidden_layers = tuple(n for part in self._telling.values() for n in part.hidden)
-        # (stage that tells something besides answers, tick of entry) -> what it computes, until
-        # that is answered
-        self._passed: dict[tuple[int, int], Batch] = {}
-        self._owed: dict[Owed, tuple[int, Batch]] = {}  # in this step: tick of the reply, rows
+        self._packed_entry = _NO_TOKENS  # the step's packed entry
+        self._due: Batch | None = None  # batch that the last rank answers in this step
+        self._last_rank = len(plan.ranks)
+        self._side_parts = {
+            rank: part for rank, part in enumerate(plan.ranks, 1) if part.has_side_outputs
+        }
+        self._side_stages = sorted({part.group for part in self._side_parts.values()})
+        self.hidden_layers = tuple(n for part in self._side_parts.values() for n in part.hidden)
+        # (stage with side outputs, tick of entry) -> rows computed there, until they are answered
+        self._stage_batches: dict[tuple[int, int], Batch] = {}
+        # Replies expected in this step -> tick at which each is sent, and its rows
+        self._expected: dict[ReplyKey, tuple[int, Batch]] = {}
         self._in_step = False
-        self._lease = Lease(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
-        self._group = self._lease.group
+        self._handle = GroupHandle(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
+        self._group = self._handle.group
         try:
             self._session = self._group.open_session(plan)
         except BaseException:
-            self._lease.release(broken=True)
+            self._handle.release(broken=True)
             if draft is not None:
                 draft.shutdown(broken=True)
             raise
 
     def open(self, request: RequestState) -> None:
-        """Notes the request; ranks hear of it with the next batch."""
+        """Opens a request; ranks receive it with the next batch."""
         sampling = request.sampling
         self._opens.append(
             OpenedRequest(
@@ -153,42 +154,42 @@ class DistributedExecutor:
         entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
         self._closes.clear()
         self._opens.clear()
-        self._ledger.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
-        if 1 in self._telling_stages:
-            self._pass(1, self._tick)
+        self._in_flight.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
+        if 1 in self._side_stages:
+            self._record_batch(1, self._tick)
         if self.latency == 1:
-            self._due = self._ledger.take(self._tick)
-        self._owed = self._expected()
-        self._entered = entry_words(entry)
+            self._due = self._in_flight.take(self._tick)
+        self._expected = self._expected_replies()
+        self._packed_entry = pack_entry(entry)
         if not entry.is_empty:
-            begin = message(Kind.BEGIN, self._session, self._tick, self._entered)
-            self._group.send(begin, self._first)
+            begin = pack_message(Kind.BEGIN, self._session, self._tick, self._packed_entry)
+            self._group.send(begin, self._first_ranks)
         if self._times is not None:
             num_nodes = 0 if self._due is None else self._due.num_nodes
-            self._times.compute([batch.num_tokens, *self._flow], num_nodes)
-            for part in self._telling.values():
-                passing = self._passed.get((part.group, self._entry(part.group)))
-                if passing is not None:
+            self._times.compute([batch.num_tokens, *self._next_rows], num_nodes)
+            for part in self._side_parts.values():
+                stage_batch = self._stage_batches.get((part.group, self._entry_tick(part.group)))
+                if stage_batch is not None:
                     for _ in part.exits:
-                        self._times.exit(part.group - 1, passing.num_nodes)
+                        self._times.exit(part.group - 1, stage_batch.num_nodes)
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
         if self._times is not None and self._times.busy():
             return False
-        return all(self._group.has_reply(owed) for owed in self._owed)
+        return all(self._group.has_reply(key) for key in self._expected)
 
     def collect(self) -> Output:
-        """Waits for what ranks owe in this step: answers, exits, hidden states of what is answered.
+        """Waits for the step's replies: answers, exits, and hidden states of the answered rows.
 
         Raises:
-            RankFailure: a rank died, raised, or none moved for ``timeout_s``.
+            RankFailure: a rank died or raised, or none made progress for ``timeout_s``.
         """
-        replies: dict[Owed, Reply] = {}
-        if self._owed:
+        replies: dict[ReplyKey, Reply] = {}
+        if self._expected:
             with self._meter.waiting():
-                for owed, (tick, _) in self._owed.items():
-                    replies[owed] = self._group.reply(owed, self._session, tick, self._timeout_s)
+                for key, (tick, _) in self._expected.items():
+                    replies[key] = self._group.reply(key, self._session, tick, self._timeout_s)
         else:
             self._group.check()
         if self._times is not None:
@@ -196,39 +197,39 @@ class DistributedExecutor:
         return self._read(replies)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Tells every rank what was decided, which ends the step."""
+        """Sends the commits to every rank, which ends the step."""
         pruned = sum(self._submitted.commit(commit) for commit in commits)
-        decided = ending_words(commits, pruned)
-        end = message(Kind.END, self._session, self._tick, decided, self._entered)
-        self._group.send(end, reversed(self._ranks))  # the last rank's answer is what all wait for
-        self._ledger.commit(self._tick, commits)
-        for stage in self._telling_stages:
-            self._passed.pop((stage, self._entry(self.latency)), None)
+        ending = pack_ending(commits, pruned)
+        end = pack_message(Kind.END, self._session, self._tick, ending, self._packed_entry)
+        self._group.send(end, reversed(self._ranks))  # the last rank's answer is needed first
+        self._in_flight.commit(self._tick, commits)
+        for stage in self._side_stages:
+            self._stage_batches.pop((stage, self._entry_tick(self.latency)), None)
             if stage > 1:
-                self._pass(stage, self._tick + 1)
+                self._record_batch(stage, self._tick + 1)
         if self.latency > 1:
-            self._due = self._ledger.take(self._tick + 2 - self.latency)
+            self._due = self._in_flight.take(self._tick + 2 - self.latency)
         if self._times is not None:
-            self._flow = self._rows_in_flight()
-            self._times.end(pruned, self._flow, answered=bool(output.answers))
+            self._next_rows = self._rows_in_flight()
+            self._times.end(pruned, self._next_rows, answered=bool(output.answers))
         self._in_step = False
 
     def close(self, request_id: int) -> None:
-        """Has ranks free the request's caches with the next batch."""
+        """Closes a request; ranks free its caches with the next batch."""
         self._closes.append(request_id)
         self._submitted.close(request_id)
 
     def reports(self) -> list[dict[str, Any]]:
-        """What each rank, from 1 on, has done so far: clock, rows computed, bytes sent, CPU.
+        """Per rank from 1: clock report, rows computed, bytes sent and CPU seconds so far.
 
         Raises:
-            RankFailure: if one has ended.
+            RankFailure: a rank has ended.
         """
         return self._group.reports(self._session, len(self._ranks))
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that rank 0 has sent to all ranks since they were started."""
+        """Bytes that rank 0 has sent since the ranks were started."""
         return self._group.num_bytes
 
     @property
@@ -237,70 +238,70 @@ class DistributedExecutor:
         return {rank: self._plan.ranks[rank - 1].group for rank in self._ranks}
 
     def shutdown(self) -> None:
-        """Frees the ranks' parts; ranks that nobody else uses end."""
+        """Frees the ranks' models and caches, and releases the ranks."""
         if self._draft is not None:
             self._draft.shutdown(broken=self._in_step)
         if self._group.alive and not self._in_step:
             self._group.close_session(self._session)
-        self._lease.release(broken=self._in_step)
+        self._handle.release(broken=self._in_step)
 
     def _rows_in_flight(self) -> list[int]:
-        """Rows that stages 2, 3, ... have before them when the step has ended."""
+        """Rows that stages 2, 3, ... will compute in the next step."""
         if self.latency == 1:
             return []
         entered = range(self._tick, self._tick + 2 - self.latency, -1)
         due = 0 if self._due is None else self._due.num_tokens
-        flowing = [self._ledger.alive(tick) for tick in entered]
-        return [*(0 if batch is None else batch.num_tokens for batch in flowing), due]
+        batches = [self._in_flight.alive(tick) for tick in entered]
+        return [*(0 if batch is None else batch.num_tokens for batch in batches), due]
 
-    def _entry(self, stage: int) -> int:
-        """Tick at which that entered which a stage computes in this step."""
+    def _entry_tick(self, stage: int) -> int:
+        """Tick at which the batch that ``stage`` computes in this step entered."""
         return self._tick + 1 - stage
 
-    def _pass(self, stage: int, tick: int) -> None:
-        """Notes what a stage computes in step ``tick``."""
-        batch = self._ledger.alive(tick + 1 - stage)
+    def _record_batch(self, stage: int, tick: int) -> None:
+        """Records the batch that a stage computes in step ``tick``."""
+        batch = self._in_flight.alive(tick + 1 - stage)
         if batch is not None:
-            self._passed[stage, tick + 1 - stage] = batch
+            self._stage_batches[stage, tick + 1 - stage] = batch
 
-    def _expected(self) -> dict[Owed, tuple[int, Batch]]:
-        """What this step waits for: the tick at which it was or is sent, and the rows about which.
+    def _expected_replies(self) -> dict[ReplyKey, tuple[int, Batch]]:
+        """Replies to wait for in this step -> tick at which each is sent, and its rows.
 
-        Hidden states are not waited for before their rows are answered.
+        Hidden states are collected only when their rows are answered.
         """
-        found: dict[Owed, tuple[int, Batch]] = {}
-        answered = self._entry(self.latency)
-        for rank, part in self._telling.items():
-            passing = self._passed.get((part.group, self._entry(part.group)))
-            if part.exits and passing is not None and passing.trees:
-                found[Kind.EXITS, rank] = self._tick, passing
+        expected: dict[ReplyKey, tuple[int, Batch]] = {}
+        answered = self._entry_tick(self.latency)
+        for rank, part in self._side_parts.items():
+            stage_batch = self._stage_batches.get((part.group, self._entry_tick(part.group)))
+            if part.exits and stage_batch is not None and stage_batch.trees:
+                expected[Kind.EXITS, rank] = self._tick, stage_batch
             if part.hidden and self._due is not None:
                 sent = answered + part.group - 1
-                found[Kind.HIDDEN, rank] = sent, self._passed[part.group, answered]
+                expected[Kind.HIDDEN, rank] = sent, self._stage_batches[part.group, answered]
         if self._due is not None and self._due.trees:
-            found[Kind.ANSWERS, self._last] = self._tick, self._due
-        return found
+            expected[Kind.ANSWERS, self._last_rank] = self._tick, self._due
+        return expected
 
-    def _read(self, replies: Mapping[Owed, Reply]) -> Output:
-        """The step's output; what concerns requests that have ended since is left out."""
+    def _read(self, replies: Mapping[ReplyKey, Reply]) -> Output:
+        """The step's output, without requests that have been closed since."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
         batch, captured = Batch(step=self._step), dict[int, torch.Tensor]()
-        answered = self._entry(self.latency)
+        answered = self._entry_tick(self.latency)
         for (kind, rank), reply in replies.items():
-            rows, part = self._owed[kind, rank][1], self._plan.ranks[rank - 1]
+            rows, part = self._expected[kind, rank][1], self._plan.ranks[rank - 1]
             if kind is Kind.ANSWERS:
                 answers = read_answers(reply, rows, partial(self._is_open, answered))
             elif kind is Kind.EXITS:
-                is_open = partial(self._is_open, self._entry(part.group))
+                is_open = partial(self._is_open, self._entry_tick(part.group))
                 exits += read_exits(reply, rows, is_open, part.exits)
             else:
                 layers = read_hidden(reply, rows, part.hidden)
                 flight = InFlight(rows, layers[part.hidden[0]], layers)
-                self._ledger.prune(answered, flight)
+                self._in_flight.prune(answered, flight)
                 batch, captured = flight.batch, captured | flight.captured
         output = Output(step=self._step, answers=answers, exits=exits)
         return with_hidden(output, batch, captured) if captured else output
 
     def _is_open(self, entered: int, request_id: int) -> bool:
-        return self._ledger.is_open(request_id, entered)
+        return self._in_flight.is_open(request_id, entered)

@@ -1,13 +1,15 @@
-"""The parent of the ranks that the command line starts: imports once, then forks them all.
+"""Parent process of the ranks that the command line starts: imports once, then forks all of them.
 
-Importing torch and transformers takes seconds of CPU; nine ranks on two cores would take most of a
-minute. This process does it once, with nothing running in it, and the ranks are its copies. It also
-sees to it that none outlives rank 0: when its input ends, it kills what is left.
+Importing torch and transformers takes seconds of CPU time, which this process spends once for all
+ranks. It also kills every remaining rank, stopped ones included, when its standard input closes,
+that is when rank 0 closes it or dies. ``multiprocessing``'s forkserver does neither of two things:
+it leaves stopped children behind when the parent is killed, and it re-imports the user's main
+script in every child, which fails for scripts without an ``if __name__ == "__main__"`` guard.
 
     python -m specdec.distributed.fork_server ADDRESS PORT SIZE LOGS keep|remove
 
-(keep or remove LOGS at the end) prints one JSON line per event: {"born": [pid, ...]}, then
-{"rank": r, "status": s} as ranks end (negative: the signal that ended it).
+The last argument says whether to keep LOGS at the end. The process prints one JSON line per event:
+{"pids": [...]} after forking, then {"rank": r, "status": s} per ended rank (negative: signal).
 """
 
 from __future__ import annotations
@@ -31,55 +33,55 @@ _POLL_S = 0.05
 
 
 def main(argv: list[str]) -> int:
-    """Forks ranks 1 .. SIZE - 1 and waits for them, or for the end of its input."""
+    """Forks ranks 1 .. SIZE - 1 and waits until all have ended or standard input closes."""
     address, port, size, logs = argv[0], int(argv[1]), int(argv[2]), Path(argv[3])
-    keep = argv[4] == "keep"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; rank 0 decides
-    assert threading.active_count() == 1, "forking is safe only while nothing runs"
-    living: dict[int, int] = {}
+    keep_logs = argv[4] == "keep"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
+    assert threading.active_count() == 1, "forking is only safe in a single-threaded process"
+    ranks: dict[int, int] = {}
     for rank in range(1, size):
         pid = os.fork()
         if pid == 0:
-            _be_rank(address, port, rank, size, logs)
-        living[pid] = rank
-    gone = True
+            _run_rank(address, port, rank, size, logs)
+        ranks[pid] = rank
+    closed = True
     try:
-        gone = _watch(living)
+        closed = _watch(ranks)
     except BrokenPipeError:
-        pass  # rank 0 does not listen any more
+        pass  # rank 0 has died
     finally:
-        for pid in living:
-            os.kill(pid, signal.SIGKILL)  # they are our children: the number is still theirs
-        for pid in living:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)  # not yet waited for, so the pid cannot have been reused
+        for pid in ranks:
             os.waitpid(pid, 0)
-        if gone and not keep:
+        if closed and not keep_logs:
             shutil.rmtree(logs, ignore_errors=True)
     return 0
 
 
-def _watch(living: dict[int, int]) -> bool:
-    """Tells of every end until nobody is left (``living``: pid -> rank), or rank 0 has gone.
+def _watch(ranks: dict[int, int]) -> bool:
+    """Reports each rank's end and removes it from ``ranks`` (pid -> rank).
 
     Returns:
-        Whether rank 0 has gone, or wants no more of the ranks.
+        True if standard input closed, False if all ranks ended first.
     """
-    _tell({"born": sorted(living)})
+    _print_event({"pids": sorted(ranks)})
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin, selectors.EVENT_READ)
-        while living:
+        while ranks:
             if selector.select(_POLL_S) and not os.read(sys.stdin.fileno(), 4096):
                 return True
-            while living:
+            while ranks:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                rank = living.pop(pid)
-                _tell({"rank": rank, "status": os.waitstatus_to_exitcode(status)})
+                rank = ranks.pop(pid)
+                _print_event({"rank": rank, "status": os.waitstatus_to_exitcode(status)})
     return False
 
 
-def _be_rank(address: str, port: int, rank: int, size: int, logs: Path) -> NoReturn:
-    """Becomes a rank; what it prints goes to its log."""
+def _run_rank(address: str, port: int, rank: int, size: int, logs: Path) -> NoReturn:
+    """Runs a rank in the forked process, with its output redirected to its log."""
     status = 1
     try:
         log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -87,18 +89,17 @@ def _be_rank(address: str, port: int, rank: int, size: int, logs: Path) -> NoRet
         os.dup2(null, 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        store = dist.TCPStore(
-            address, port, None, False, timedelta(seconds=60), wait_for_workers=False
-        )
+        timeout = timedelta(seconds=60)
+        store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
         status = worker.serve(store, rank, size, loopback=True)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(status)  # no clean-up that waits for peers
+        os._exit(status)  # skip clean-up handlers, which would wait for peers
 
 
-def _tell(event: dict[str, object]) -> None:
-    print(json.dumps(event), flush=True)  # noqa: T201 - this is the protocol
+def _print_event(event: dict[str, object]) -> None:
+    print(json.dumps(event), flush=True)  # noqa: T201 - standard output is the protocol
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rank 0's end of a group of ranks: sending, answers, failures."""
+"""Rank 0's connection to a group of ranks: sessions, messages, replies and failures."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import torch.distributed as dist
 
 from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
-from specdec.distributed.diagnosis import Diagnosis
+from specdec.distributed.failure_detector import FailureDetector
 from specdec.distributed.launch import Processes
-from specdec.distributed.messages import Kind, json_message, message
+from specdec.distributed.messages import Kind, pack_json, pack_message
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.replies import REPLIES, Arrived, Owed, Reply
+from specdec.distributed.replies import REPLIES, ReceivedReply, Reply, ReplyKey
 from specdec.distributed.transport import (
-    FOREVER,
+    NO_TIMEOUT,
+    MessageReceiver,
     PeerLost,
     Sender,
     Tag,
-    WordReceiver,
     control_group,
 )
 from specdec.errors import RankFailure
@@ -34,18 +34,18 @@ from specdec.types import IntArray
 
 _POLL_S = 0.1
 _LOAD_POLL_S = 0.02
-_LOAD_PATIENCE_S = 120.0  # without any sign of life
-_MAX_UNDER_WAY = 1024  # small messages; rank 0 must never wait for a rank that is behind
-_GRACE_S = 5.0  # for ranks to end by themselves
+_LOAD_TIMEOUT_S = 120.0  # without any heartbeat
+_MAX_PENDING = 1024  # small messages; rank 0 must never wait for a slow rank
+_GRACE_S = 5.0  # for ranks to exit on their own
 
 
 class RankGroup:
-    """Ranks 1 .. size - 1, as rank 0 sees them.
+    """Ranks 1 .. size - 1, as seen by rank 0.
 
     Attributes:
-        size: ranks, rank 0 included.
-        alive: false once the group has been ended.
-        connections: tensor-parallel groups that rank 0 is in.
+        size: number of ranks, rank 0 included.
+        alive: False once the group has been closed or killed.
+        connections: tensor-parallel groups that rank 0 belongs to.
     """
 
     def __init__(
@@ -55,93 +55,86 @@ class RankGroup:
 
         Args:
             store: shared by all ranks.
-            size: ranks, this one included.
-            loopback: whether all are on this machine.
-            processes: those that this process has started; None where ranks were given.
+            size: number of ranks, this one included.
+            loopback: whether all ranks are on this machine.
+            processes: the ranks' processes; None if a launcher has started them.
 
         Raises:
-            RankFailure: if one of them ends before it joins.
+            RankFailure: a rank ends before it joins.
         """
         self.size = size
         self.alive = True
         self._store = store
         self._processes = processes
-        self._sessions = itertools.count(1)
-        self._reports = itertools.count()
-        self._replies: dict[Owed, queue.SimpleQueue[Arrived | None]] = {
+        self._session_ids = itertools.count(1)
+        self._report_ids = itertools.count()
+        self._replies: dict[ReplyKey, queue.SimpleQueue[ReceivedReply | None]] = {
             (kind, rank): queue.SimpleQueue() for kind in REPLIES for rank in range(1, size)
         }
-        self._listened: dict[int, threading.Thread] = {}
-        self._diagnosis = Diagnosis(store=store, size=size, processes=processes)
+        self._listeners: dict[int, threading.Thread] = {}
+        self._failures = FailureDetector(store=store, size=size, processes=processes)
         self.wait_for([store_keys.started(rank) for rank in range(1, size)])
         self._group = control_group(store, 0, size, loopback=loopback)
         self.connections = Connections(store=store, rank=0, loopback=loopback)
-        self._sender = Sender(self._group, max_under_way=_MAX_UNDER_WAY)
-        self._diagnosis.start()
-
-    # ------------------------------------------------------------------ sessions
+        self._sender = Sender(self._group, max_pending=_MAX_PENDING)
+        self._failures.start()
 
     def open_session(self, plan: SessionPlan) -> int:
-        """Has ranks load their parts; returns the session's number.
+        """Opens a pipeline session: ranks load their layers; returns the session's number.
 
         Raises:
-            RankFailure: if a rank cannot; a UserError of a rank is raised as it is.
+            RankFailure: a rank fails.
+            UserError: a rank refuses the configuration.
         """
         session = self.announce(plan)
         self.await_ready(session, plan.members)
-        for rank in plan.repliers - self._listened.keys():
+        for rank in plan.repliers - self._listeners.keys():
             listener = threading.Thread(target=self._listen, args=(rank,), daemon=True)
-            self._listened[rank] = listener
+            self._listeners[rank] = listener
             listener.start()
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
-        """Tells a session's ranks to load their parts; returns its number without waiting."""
-        session = next(self._sessions)
+        """Tells the plan's ranks to load their parts; returns the session's number at once."""
+        session = next(self._session_ids)
         kind = "draft" if isinstance(plan, DraftPlan) else "stage"
         content = {"kind": kind, "plan": plan.to_json()}
-        self.send(json_message(Kind.SETUP, session, content), plan.members)
+        self.send(pack_json(Kind.SETUP, session, content), plan.members)
         return session
 
     def await_ready(self, session: int, ranks: Iterable[int]) -> None:
-        """Waits until ranks have loaded their parts.
-
-        Raises:
-            RankFailure: if a rank cannot; a UserError of a rank is raised as it is.
-        """
+        """Waits until ranks have loaded their parts; raises like ``open_session``."""
         self.wait_for([store_keys.ready(session, rank) for rank in ranks])
 
     def close_session(self, session: int) -> None:
-        """Has ranks forget a session."""
+        """Makes ranks free a session's models and caches."""
         if self.alive:
-            self.send(message(Kind.RELEASE, session, 0), range(1, self.size))
+            self.send(pack_message(Kind.RELEASE, session, 0), range(1, self.size))
 
     def reports(self, session: int, num_ranks: int) -> list[dict[str, Any]]:
-        """What each rank has to report (see ``Worker.report``), rank 1 first.
+        """``Worker.report`` of ranks 1 .. ``num_ranks``.
 
         Raises:
-            RankFailure: if one has ended.
+            RankFailure: a rank has ended.
         """
-        number = next(self._reports)
-        self.send(message(Kind.REPORT, session, number), range(1, num_ranks + 1))
+        number = next(self._report_ids)
+        self.send(pack_message(Kind.REPORT, session, number), range(1, num_ranks + 1))
         keys = [store_keys.report(session, number, rank) for rank in range(1, num_ranks + 1)]
         self.wait_for(keys)
-        found = [json.loads(self._store.get(key)) for key in keys]
+        reports = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
-        return found
+        return reports
 
-    # ------------------------------------------------------------------ messages
-
-    def send(self, words: IntArray, ranks: Iterable[int]) -> None:
+    def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
         """Sends one message to several ranks; it must not change afterwards.
 
         Raises:
-            RankFailure: if one has gone.
+            RankFailure: a rank has ended.
         """
         try:
             for rank in ranks:
-                self._sender.send_words(words, rank, Tag.CONTROL)
+                self._sender.send_message(packed, rank, Tag.CONTROL)
         except PeerLost as lost:
             raise self.failed(lost) from None
 
@@ -150,117 +143,116 @@ class RankGroup:
         """Bytes that rank 0 has sent."""
         return self._sender.num_bytes
 
-    def has_reply(self, owed: Owed) -> bool:
+    def has_reply(self, key: ReplyKey) -> bool:
         """Whether ``reply`` would return at once."""
-        return not self._replies[owed].empty()
+        return not self._replies[key].empty()
 
-    def reply(self, owed: Owed, session: int, tick: int, timeout_s: float) -> Reply:
-        """A rank's reply of a kind in a step; those that nobody has waited for are dropped.
+    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
+        """Waits for a reply to a step; earlier replies with the same key are dropped.
 
         Raises:
-            RankFailure: if a rank has ended, or none has moved for ``timeout_s``.
+            RankFailure: a rank has ended, or none has made progress for ``timeout_s``.
         """
         waiting = False
         while True:
             try:
-                found = self._replies[owed].get(timeout=_POLL_S)
+                received = self._replies[key].get(timeout=_POLL_S)
             except queue.Empty:
                 if not waiting:
-                    self._diagnosis.expect_progress()
+                    self._failures.expect_progress()
                     waiting = True
                 self.check()
-                if self._diagnosis.silent_s() > timeout_s:
-                    raise self._end(self._diagnosis.hang(timeout_s)) from None
+                if self._failures.silent_s() > timeout_s:
+                    raise self.hung(timeout_s) from None
                 continue
-            if found is None:
+            if received is None:
                 raise self.failed()
-            if (found.session, found.tick) == (session, tick):
-                return found.reply
+            if (received.session, received.tick) == (session, tick):
+                return received.reply
 
     def check(self) -> None:
-        """Raises the failure of a rank, if there is one.
+        """Raises a rank's failure, if one has been noticed.
 
         Raises:
-            RankFailure: see there; or the UserError that a rank raised.
+            RankFailure: a rank has failed.
+            UserError: a rank has raised it.
         """
-        if self._diagnosis.alarmed():
-            raise self._end(self._diagnosis.failure())
+        if self._failures.alarmed():
+            raise self.failed()
 
     def failed(self, lost: PeerLost | None = None) -> BaseException:
-        """Ends the group; the error that says why.
+        """Kills the group and returns the error that says why.
 
         Args:
-            lost: what this process has noticed itself.
+            lost: a broken connection that the caller has noticed.
         """
-        return self._end(self._diagnosis.failure(lost))
+        return self._kill_with(self._failures.failure(lost))
 
     def hung(self, timeout_s: float) -> BaseException:
-        """Ends the group, in which nothing has moved for so long; the error that says so."""
-        return self._end(self._diagnosis.hang(timeout_s))
+        """Kills the group, which has made no progress for ``timeout_s``; returns the error."""
+        return self._kill_with(self._failures.hang(timeout_s))
 
     def wait_for(self, keys: list[str]) -> None:
-        """Waits until ranks have written all keys (loading may take long).
+        """Waits until ranks have set all store keys; there is no limit while they are alive.
 
         Raises:
-            RankFailure: if a rank ends first.
+            RankFailure: a rank ends first, or its heartbeats stop.
         """
         while not self._store.check(keys):
             self.check()
-            if stale := self._diagnosis.stale(_LOAD_PATIENCE_S):
-                cause = f"it gave no sign of life for {_LOAD_PATIENCE_S:g} s"
-                raise self._end(RankFailure(rank=stale[0], cause=cause))
+            if stale := self._failures.stale(_LOAD_TIMEOUT_S):
+                cause = f"it gave no sign of life for {_LOAD_TIMEOUT_S:g} s"
+                raise self._kill_with(RankFailure(rank=stale[0], cause=cause))
             time.sleep(_LOAD_POLL_S)
 
-    # ------------------------------------------------------------------ the end
-
     def close(self) -> None:
-        """Lets the ranks end, and kills those that do not."""
+        """Stops the ranks, and kills those that do not exit in time."""
         if not self.alive:
             return
         self.alive = False
-        self._diagnosis.stop()
+        self._failures.stop()
         with suppress(PeerLost):
             for rank in range(1, self.size):
-                self._sender.send_words(message(Kind.STOP, 0, 0), rank, Tag.CONTROL)
+                self._sender.send_message(pack_message(Kind.STOP, 0, 0), rank, Tag.CONTROL)
         if self._processes is not None:
             self._processes.wait(_GRACE_S)
             self._processes.kill()
-        self._join()
-
-    def _join(self) -> None:
-        """Waits for the threads, which end when their peers have.
-
-        An interpreter that ends under a thread inside gloo or the store aborts the process.
-        """
-        self._diagnosis.stop(_GRACE_S)
-        for listener in self._listened.values():
-            listener.join(_GRACE_S)
+        self._join_threads()
 
     def kill(self) -> None:
-        """Ends the ranks at once (after a failure, or in the middle of a step)."""
+        """Kills the ranks at once (after a failure, or in the middle of a step)."""
         if not self.alive:
             return
         self.alive = False
-        self._diagnosis.stop()
+        self._failures.stop()
         if self._processes is not None:
             self._processes.kill()
-            self._join()
+            self._join_threads()
 
-    def _end(self, error: BaseException) -> BaseException:
+    def _join_threads(self) -> None:
+        """Waits for the threads, which end when their peers have ended.
+
+        An interpreter that exits while a thread is inside gloo or the store aborts the process.
+        """
+        self._failures.stop(_GRACE_S)
+        for listener in self._listeners.values():
+            listener.join(_GRACE_S)
+
+    def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
         return error
 
     def _listen(self, source: int) -> None:
-        """Thread: takes replies off the wire, so that waiting for them can be interrupted."""
+        """Thread: moves a rank's replies into queues, where waiting for them can be interrupted."""
 
         def receive(rows: torch.Tensor) -> None:
-            self._group.recv([rows], source, Tag.REPLY_ROWS).wait(FOREVER)
+            self._group.recv([rows], source, Tag.REPLY_ROWS).wait(NO_TIMEOUT)
 
         try:
-            receiver = WordReceiver(self._group, source, Tag.REPLY)
+            receiver = MessageReceiver(self._group, source, Tag.REPLY)
             while True:
-                arrived = Arrived.read(receiver.receive(), receive)
-                self._replies[arrived.reply.kind, source].put(arrived)
+                received = ReceivedReply.unpack(receiver.receive(), receive)
+                self._replies[received.reply.kind, source].put(received)
         except RuntimeError:
-            for waiting in self._replies.values():
-                waiting.put(None)
+            for replies in self._replies.values():
+                replies.put(None)

@@ -1,21 +1,21 @@
-"""Which rows of a batch are still alive: kept by the controller and by every rank alike.
+"""Tracks which rows of each submitted batch are still alive, on the controller and on every rank.
 
-Every rank hears of every batch, commit, open and close in the same order, so all agree on how many
-rows cross each edge of the pipeline without telling each other. Rows are pruned when somebody asks,
-by each request's latest commit alone: what a commit keeps, every earlier one has kept too.
+All ranks receive all batches, commits, opens and closes in the same order, so they agree on how
+many rows cross each link of the pipeline without sending the counts. Rows are pruned on demand, by
+the latest commit of each request alone: what it keeps, all earlier commits have kept too.
 
-A *tick* is the executor's own step number. It never starts again, while steps do with each run.
+A *tick* is the executor's step number. It is never reset, unlike steps, which restart in each run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.types import Batch, Commit
 
 
-class Ledger:
+class InFlightRows:
     """Batches in flight, the open requests and the latest commit of each."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Ledger:
     def enter(
         self, tick: int, batch: Batch, opens: Iterable[int] = (), closes: Iterable[int] = ()
     ) -> None:
-        """Takes what a step brings: requests that ended, requests that begin, and its batch."""
+        """Records a step's batch, and the requests that it opens and closes."""
         for request_id in closes:
             self._opened.pop(request_id, None)
             self._latest.pop(request_id, None)
@@ -36,7 +36,7 @@ class Ledger:
             self._batches[tick] = batch
 
     def commit(self, tick: int, commits: Sequence[Commit]) -> None:
-        """Takes the decisions at the end of step ``tick``; rows of finished requests are dead."""
+        """Records the commits at the end of step ``tick``; rows of finished requests die."""
         for commit in commits:
             self._latest[commit.request] = (tick, commit)
             if commit.finished:
@@ -47,7 +47,7 @@ class Ledger:
         return self._opened.get(request_id, tick + 1) <= tick
 
     def prune(self, tick: int, flight: InFlight) -> None:
-        """Drops the rows of the batch that entered at ``tick`` which are dead by now."""
+        """Drops the dead rows of the batch that entered at ``tick``."""
         requests = {rows.request for rows in flight.batch.trees}
         requests.update(chunk.request for chunk in flight.batch.prefills)
         closed = frozenset(r for r in requests if not self.is_open(r, tick))
@@ -60,7 +60,7 @@ class Ledger:
             flight.prune(commits, closed)
 
     def alive(self, tick: int) -> Batch | None:
-        """Live rows of the batch that entered at ``tick``; None where there are none."""
+        """Live rows of the batch that entered at ``tick``; None if there are none."""
         batch = self._batches.get(tick)
         if batch is None:
             return None
@@ -69,7 +69,7 @@ class Ledger:
         return flight.batch if flight.batch.num_tokens else None
 
     def take(self, tick: int) -> Batch | None:
-        """As ``alive``; the batch leaves the books."""
-        found = self.alive(tick)
+        """As ``alive``, and removes the batch."""
+        batch = self.alive(tick)
         self._batches.pop(tick, None)
-        return found
+        return batch

@@ -1,7 +1,7 @@
 """Control messages: packed int64 arrays, one per step and direction.
 
-Layout of every message: number of words, kind, session, tick, then the kind's body. Arrays are
-preceded by their length; floats travel as their bits, texts as bytes padded to whole words.
+Layout of every message: number of int64 words, kind, session, tick, then the kind's body. Arrays
+are preceded by their length, floats are sent as their bits, bytes are padded to whole words.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ _WORD = 8
 class Kind(IntEnum):
     """Kinds of control messages.
 
-    ``SETUP``: a session begins (JSON). ``BEGIN``: a step's batch, for the first stage. ``END``: the
-    step's commits, with the batch for all others. ``REPORT``: send your counts. ``RELEASE``: the
-    session ends. ``STOP``: the process ends. ``DRAFT``: a pass of the draft, for the ranks that
-    share it. To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of those with early exits,
-    ``HIDDEN`` of those whose hidden states a part needs.
+    From rank 0:
+
+    - ``SETUP``: opens a session (JSON).
+    - ``BEGIN``: a step's batch, to the first stage.
+    - ``END``: the step's commits, and its batch for the later stages.
+    - ``REPORT``: requests the rank's counts.
+    - ``RELEASE``: closes a session.
+    - ``STOP``: ends the process.
+    - ``DRAFT``: a forward pass of a shared draft.
+
+    To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of ranks with early exits, ``HIDDEN`` of
+    ranks whose hidden states a part needs.
     """
 
     SETUP = 0
@@ -47,13 +54,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
-    """What ranks know of a request.
+    """A request, as ranks see it.
 
     Attributes:
         id: request id.
-        max_len: tokens that its caches must hold at most.
+        max_len: maximum number of tokens in its caches.
         sampling: the target's sampling transform.
-        tokens: int64[T], the prompt, where the transform looks at it; empty otherwise.
+        tokens: int64[T], the prompt, if the transform reads it; otherwise empty.
     """
 
     id: int
@@ -64,7 +71,7 @@ class OpenedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a step brings into the pipeline, in the order in which it takes effect."""
+    """Input of a step; closes take effect before opens, and opens before the batch."""
 
     closes: tuple[int, ...] = ()
     opens: tuple[OpenedRequest, ...] = ()
@@ -72,37 +79,37 @@ class Entry:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether the step has no input."""
         return not (self.closes or self.opens or self.batch.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a step: what entered in it, what was decided, how many nodes pruning looks at."""
+    """End of a step: its input, its commits, and the number of nodes examined for pruning."""
 
     entry: Entry
     commits: tuple[Commit, ...]
     num_pruned: int
 
 
-def message(kind: Kind, session: int, tick: int, *body: IntArray) -> IntArray:
-    """int64[words]: a whole message; its body may come in parts."""
+def pack_message(kind: Kind, session: int, tick: int, *body: IntArray) -> IntArray:
+    """int64[num_words]: a whole message, from the parts of its body."""
     num_words = HEADER_WORDS + sum(len(part) for part in body)
     return np.concatenate([_ints(num_words, kind, session, tick), *body])
 
 
-def json_message(kind: Kind, session: int, content: Any) -> IntArray:
-    """A message whose body is a JSON value."""
-    return message(kind, session, 0, *_bytes_parts(json.dumps(content).encode()))
+def pack_json(kind: Kind, session: int, content: Any) -> IntArray:
+    """A message with a JSON body."""
+    return pack_message(kind, session, 0, *_bytes_parts(json.dumps(content).encode()))
 
 
-def json_body(words: IntArray) -> Any:
-    """The JSON value of a message."""
-    return json.loads(Reader(words).bytes())
+def unpack_json(packed: IntArray) -> Any:
+    """Body of a message made by ``pack_json``."""
+    return json.loads(Reader(packed).bytes())
 
 
-def entry_words(entry: Entry) -> IntArray:
-    """The body of a BEGIN message, and the end of that of an END message."""
+def pack_entry(entry: Entry) -> IntArray:
+    """Body of a BEGIN message, and last part of the body of an END message."""
     batch = entry.batch
     counts = (len(entry.closes), len(entry.opens), len(batch.trees), len(batch.prefills))
     parts = [_ints(batch.step, *counts, *entry.closes)]
@@ -116,21 +123,21 @@ def entry_words(entry: Entry) -> IntArray:
     return np.concatenate(parts)
 
 
-def read_entry(words: IntArray) -> Entry:
-    """The entry of a BEGIN message."""
-    return Reader(words).entry()
+def unpack_entry(packed: IntArray) -> Entry:
+    """Content of a BEGIN message."""
+    return Reader(packed).entry()
 
 
-def ending_words(commits: Sequence[Commit], num_pruned: int) -> IntArray:
-    """The body of an END message up to the step's entry, which follows."""
+def pack_ending(commits: Sequence[Commit], num_pruned: int) -> IntArray:
+    """First part of the body of an END message; ``pack_entry`` is the second."""
     parts = [_ints(num_pruned, len(commits))]
     for commit in commits:
-        parts += commit_parts(commit)
+        parts += pack_commit(commit)
     return np.concatenate(parts)
 
 
-def commit_parts(commit: Commit) -> list[IntArray]:
-    """A commit, in words."""
+def pack_commit(commit: Commit) -> list[IntArray]:
+    """A commit as arrays to be concatenated."""
     numbers = _ints(
         commit.request,
         commit.step,
@@ -145,9 +152,9 @@ def commit_parts(commit: Commit) -> list[IntArray]:
     return [numbers, commit.retired_ids, commit.retired_tokens, kept, commit.kept_ids]
 
 
-def read_ending(words: IntArray) -> Ending:
-    """The content of an END message."""
-    reader = Reader(words)
+def unpack_ending(packed: IntArray) -> Ending:
+    """Content of an END message."""
+    reader = Reader(packed)
     num_pruned, num_commits = reader.ints(2)
     commits = tuple(reader.commit() for _ in range(num_commits))
     return Ending(reader.entry(), commits, num_pruned)
@@ -182,39 +189,39 @@ def _opened_parts(opened: OpenedRequest) -> list[IntArray]:
 
 
 class Reader:
-    """Reads a message's body from front to back; arrays are views of it."""
+    """Reads a message's body from front to back; arrays are views of the message."""
 
-    def __init__(self, words: IntArray) -> None:
-        """Begins behind the header."""
-        self._words = words
+    def __init__(self, packed: IntArray) -> None:
+        """Starts after the header."""
+        self._words = packed
         self._at = HEADER_WORDS
 
     @property
     def at_end(self) -> bool:
-        """Whether all is read."""
+        """Whether the whole message has been read."""
         return self._at >= len(self._words)
 
     def ints(self, count: int) -> list[int]:
-        """So many words."""
+        """The next ``count`` values."""
         return self.raw(count).tolist()
 
     def raw(self, count: int) -> IntArray:
-        """So many words, as an array."""
+        """The next ``count`` values, as an array."""
         start = self._at
         self._at = start + count
         return self._words[start : self._at]
 
     def array(self) -> IntArray:
-        """An array behind its length."""
+        """The next length-prefixed array."""
         return self.raw(self.ints(1)[0])
 
     def bytes(self) -> bytes:
-        """A text or blob."""
+        """The next length-prefixed bytes."""
         (size,) = self.ints(1)
         return self.raw(-(-size // _WORD)).tobytes()[:size]
 
     def commit(self) -> Commit:
-        """What ``commit_parts`` gave."""
+        """The next commit (``pack_commit``)."""
         request, step, kind, next_token, root_id, prefix_len, finished = self.ints(7)
         retired = self.array()
         return Commit(
@@ -231,7 +238,7 @@ class Reader:
         )
 
     def entry(self) -> Entry:
-        """What ``entry_words`` gave."""
+        """The next step input (``pack_entry``)."""
         step, num_closes, num_opens, num_trees, num_prefills = self.ints(5)
         closes = tuple(self.ints(num_closes))
         opens = tuple(self._opened() for _ in range(num_opens))
@@ -252,7 +259,7 @@ class Reader:
                 top_k=top_k,
                 top_p=floats[1],
                 no_repeat_ngram=no_repeat,
-                # The sender is rank 0 of the same job.
+                # The message comes from rank 0 of the same job.
                 processors=pickle.loads(blob) if blob else (),  # noqa: S301
             ),
             tokens=tokens,

@@ -1,10 +1,10 @@
-"""What ranks tell rank 0 within a step: answers, what exit heads propose, and hidden states.
+"""Replies of ranks to rank 0 within a step: answers, candidates of early exits, hidden states.
 
-A reply is a message of words; distributions or hidden states, where there are any, follow in a
-second one. It names no nodes: both sides know from their books which rows it is about.
+A reply is a control message; distributions or hidden states, if any, follow in a second message.
+Replies contain no node ids: both sides know from ``InFlightRows`` which rows a reply covers.
 
-Shape letters: W tree rows, R rows (prompts' too), X exits, K candidates, V vocabulary, E hidden
-size.
+Shape letters: W tree rows, R rows including prompt rows, X exits, K candidates, V vocabulary,
+E hidden size.
 """
 
 from __future__ import annotations
@@ -17,68 +17,67 @@ import numpy as np
 import torch
 
 from specdec.device import Probs, on_host
-from specdec.distributed.messages import HEADER_WORDS, Kind, message
+from specdec.distributed.messages import HEADER_WORDS, Kind, pack_message
 from specdec.types import Answers, Batch, Candidates, Exits, FloatArray, IntArray, TreeRows
 
 REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN)
 """Kinds of messages that are replies."""
 
-Owed: TypeAlias = tuple[Kind, int]
-"""A reply that is due in a step: its kind, and the rank that it comes from."""
+ReplyKey: TypeAlias = tuple[Kind, int]
+"""Kind of a reply, and the rank that sends it."""
 
-_BODY = HEADER_WORDS + 3  # behind the type and shape of what follows in the second message
+_BODY = HEADER_WORDS + 3  # the body follows the dtype and shape of the second message
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One rank's word on the rows of a step.
+    """One rank's output for the rows of a step.
 
     Attributes:
         kind: one of ``REPLIES``.
-        body: int64[n]; tokens of answers, or candidates as ``exits_reply`` packs them.
-        rows: on the host, for the second message: distributions, float64[W, V] of each exit or of
-            the answers, or hidden states [R, E] of each layer, one below the other; None where
-            there are none.
+        body: int64[n]; tokens of answers, or candidates as packed by ``exits_reply``.
+        rows: content of the second message, on the host, or None: distributions float64[W, V] of
+            the answers or of each exit, or hidden states [R, E] of each layer, concatenated.
     """
 
     kind: Kind
     body: IntArray
     rows: torch.Tensor | None = None
 
-    def words(self, session: int, tick: int) -> IntArray:
-        """The first message."""
-        about = [0, 0, 0]
+    def pack(self, session: int, tick: int) -> IntArray:
+        """The control message."""
+        second = [0, 0, 0]
         if self.rows is not None:
-            about = [_DTYPES.index(self.rows.dtype), *self.rows.shape]
-        return message(self.kind, session, tick, np.array(about, np.int64), self.body)
+            second = [_DTYPES.index(self.rows.dtype), *self.rows.shape]
+        return pack_message(self.kind, session, tick, np.array(second, np.int64), self.body)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """A reply, and the step that it belongs to."""
+class ReceivedReply:
+    """A reply with its session and step."""
 
     session: int
     tick: int
     reply: Reply
 
     @staticmethod
-    def read(words: IntArray, receive: Callable[[torch.Tensor], None]) -> Arrived:
-        """Reads ``Reply.words``.
+    def unpack(packed: IntArray, receive: Callable[[torch.Tensor], None]) -> ReceivedReply:
+        """Inverse of ``Reply.pack``.
 
         Args:
-            words: the message.
-            receive: fills a tensor with the second message, where there is one.
+            packed: the control message.
+            receive: fills a tensor with the second message; called if there is one.
         """
-        _, kind, session, tick, dtype, num_rows, width = words[:_BODY].tolist()
+        _, kind, session, tick, dtype, num_rows, width = packed[:_BODY].tolist()
         rows = torch.empty(num_rows, width, dtype=_DTYPES[dtype]) if width else None
         if rows is not None:
             receive(rows)
-        return Arrived(session, tick, Reply(Kind(kind), words[_BODY:], rows))
+        return ReceivedReply(session, tick, Reply(Kind(kind), packed[_BODY:], rows))
 
 
 def answers_reply(answers: Sequence[Answers]) -> Reply:
-    """The last rank's, of all tree rows that it has computed."""
+    """The last rank's reply for all tree rows that it has computed."""
     probs = [a.probs for a in answers if a.probs is not None]
     return Reply(Kind.ANSWERS, np.concatenate([a.tokens for a in answers]), _joined(probs))
 
@@ -87,9 +86,9 @@ def read_answers(reply: Reply, batch: Batch, is_open: Callable[[int], bool]) -> 
     """The answers to ``batch``, by request.
 
     Args:
-        reply: of ``answers_reply``.
-        batch: the rows that were computed, as rank 0's books have them.
-        is_open: whether a request has not ended; what concerns others is left out.
+        reply: from ``answers_reply``.
+        batch: the rows that were computed, according to rank 0.
+        is_open: whether a request is still open; answers of other requests are dropped.
     """
     tokens = reply.body
     assert len(tokens) == batch.num_nodes, "rank 0 and the last rank disagree"
@@ -105,16 +104,15 @@ def read_answers(reply: Reply, batch: Batch, is_open: Callable[[int], bool]) -> 
 
 
 def exits_reply(exits: Sequence[Exits]) -> Reply:
-    """Candidates of all tree rows at the exits of a rank, one exit after the other.
+    """Reply with the candidates of all tree rows at a rank's exits, one exit after the other.
 
-    The body is K, then tokens [X * W, K], the bits of log-probabilities [X * W, K], and counts
-    [X * W].
+    The body is K, then tokens [X * W, K], log-probabilities as bits [X * W, K], counts [X * W].
     """
-    found = Candidates.joined([e.candidates for e in exits])
-    width = np.array([found.tokens.shape[1]], np.int64)
-    bits = np.ascontiguousarray(found.logprobs, np.float64).view(np.int64)
-    body = np.concatenate([width, found.tokens.ravel(), bits.ravel(), found.counts])
-    return Reply(Kind.EXITS, body, _joined([] if found.probs is None else [found.probs]))
+    candidates = Candidates.joined([e.candidates for e in exits])
+    width = np.array([candidates.tokens.shape[1]], np.int64)
+    bits = np.ascontiguousarray(candidates.logprobs, np.float64).view(np.int64)
+    body = np.concatenate([width, candidates.tokens.ravel(), bits.ravel(), candidates.counts])
+    return Reply(Kind.EXITS, body, _joined([] if candidates.probs is None else [candidates.probs]))
 
 
 def read_exits(
@@ -123,9 +121,9 @@ def read_exits(
     """The candidates of ``batch``, by exit and request.
 
     Args:
-        reply: of ``exits_reply``.
-        batch, is_open: as for ``read_answers``.
-        layers: of the target before each of the rank's exits.
+        reply: from ``exits_reply``.
+        batch, is_open: see ``read_answers``.
+        layers: number of target layers before each of the rank's exits.
     """
     num_rows, k = len(layers) * batch.num_nodes, int(reply.body[0])
     body = reply.body[1:]
@@ -150,14 +148,14 @@ def read_exits(
 
 
 def hidden_reply(layers: Sequence[torch.Tensor]) -> Reply:
-    """Hidden states [R, E] after each of a rank's layers, of all rows that it has computed."""
+    """Reply with the hidden states [R, E] of all rows, after each requested layer of a rank."""
     return Reply(Kind.HIDDEN, np.zeros(0, np.int64), torch.cat(list(layers)).cpu())
 
 
 def read_hidden(reply: Reply, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Layer -> [R, E] of a ``hidden_reply``, of all rows of ``batch`` in packing order."""
+    """Layer -> [R, E] from a ``hidden_reply``; rows in the packing order of ``batch``."""
     rows, num_rows = reply.rows, batch.num_tokens
-    assert rows is not None, "the ranks' rows follow"
+    assert rows is not None, "a reply with hidden states has rows"
     assert len(rows) == len(layers) * num_rows, "rank 0 and a layer's rank disagree"
     return dict(zip(layers, rows.split(num_rows), strict=True))
 
@@ -173,7 +171,7 @@ def _rows(probs: torch.Tensor | None, part: slice) -> FloatArray | None:
 def _by_request(
     batch: Batch, is_open: Callable[[int], bool], start: int = 0
 ) -> Iterator[tuple[TreeRows, slice]]:
-    """Tree rows of open requests, and where they stand among all, which begin at ``start``."""
+    """Tree rows of each open request and their slice; the batch starts at index ``start``."""
     for rows in batch.trees:
         stop = start + len(rows.node_ids)
         if is_open(rows.request):

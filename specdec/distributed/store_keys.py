@@ -17,15 +17,15 @@ def ready(session: int, rank: int) -> str:
 
 
 def heartbeat(rank: int) -> str:
-    """A growing number and the name of the rank's current operation."""
+    """JSON [counter, name of the rank's current operation]."""
     return f"heartbeat/{rank}"
 
 
 def failed(rank: int) -> str:
-    """Why the rank ended."""
+    """Why the rank ended, as JSON (``worker.serve``)."""
     return f"failed/{rank}"
 
 
 def report(session: int, number: int, rank: int) -> str:
-    """The rank's answer to the report request of that number."""
+    """The rank's answer to report request ``number``, as JSON."""
     return f"report/{session}/{number}/{rank}"

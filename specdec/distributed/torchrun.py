@@ -1,4 +1,4 @@
-"""Ranks that torchrun or Slurm have started: all with the same words, rank 0 among them."""
+"""Ranks started by torchrun or Slurm: every process runs the same command, rank 0 included."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from specdec.distributed.group import RankGroup
-from specdec.distributed.lease import give
-from specdec.distributed.transport import CONNECT
+from specdec.distributed.rank_groups import use_group
+from specdec.distributed.transport import CONNECT_TIMEOUT
 from specdec.distributed.worker import serve
 from specdec.errors import RankFailure, UserError
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def run_given(job: Callable[[], object], *, threads: int | None) -> int:
-    """Joins the ranks that the environment names: rank 0 does the job, the others serve it.
+def run_under_launcher(job: Callable[[], object], *, threads: int | None) -> int:
+    """Joins the group that the environment describes; rank 0 runs the job, the others serve it.
 
     Args:
-        job: the work of rank 0; its executors use the given ranks.
-        threads: of torch, per rank; None for one.
+        job: the work of rank 0; its executors use the launcher's ranks.
+        threads: torch threads per rank (default 1).
 
     Returns:
-        Rank 0's exit status; the other ranks' processes end here with theirs.
+        Exit status of rank 0. On other ranks the process exits here.
 
     Raises:
-        UserError: if the environment names no ranks, or what the job refuses.
+        UserError: the environment describes no ranks, or the job raised it.
         RankFailure: on rank 0, when another rank fails.
     """
     rank, size = rank_and_size()
     torch.set_num_threads(threads or 1)
-    store, rank, size = next(rendezvous("env://", rank, size, timeout=CONNECT))
+    store, rank, size = next(rendezvous("env://", rank, size, timeout=CONNECT_TIMEOUT))
     store.set_timeout(timedelta(seconds=60))
     loopback = os.environ["MASTER_ADDR"] in _LOOPBACK
     if rank > 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
         status = serve(store, rank, size, loopback=loopback)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # at once: rank 0 waits for the connection to close
+        os._exit(status)  # immediately: rank 0 waits for the connection to close
     signal.signal(signal.SIGTERM, _ended_by_launcher)
     group = RankGroup(store=store, size=size, loopback=loopback, processes=None)
-    give(group)
+    use_group(group)
     try:
         job()
     finally:
-        give(None)
+        use_group(None)
         group.close()
     return 0
 
@@ -62,12 +62,12 @@ def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks, from torchrun's or Slurm's environment.
 
     Raises:
-        UserError: if there is neither.
+        UserError: neither is set.
     """
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         for name, slurm in _SLURM.items():
             os.environ.setdefault(name, os.environ.get(slurm, "0"))
-    missing = [name for name in _NEEDED if name not in os.environ]
+    missing = [name for name in _REQUIRED if name not in os.environ]
     if missing:
         raise UserError(
             f"{', '.join(missing)} not set: `specdec worker` is started by torchrun, or by srun"

@@ -1,18 +1,21 @@
-"""Messages between ranks: words (int64 arrays of any length) and hidden states, point to point.
+"""Point-to-point messages between ranks: control messages (int64 arrays) and hidden states.
 
-Built on torch.distributed's process groups without its process-wide default group, so that several
-pipelines live in one process. Words go over gloo, hidden states over gloo on CPUs and NCCL on GPUs.
-A receive is posted before its message is needed: gloo sends nothing before the receiver is ready.
+Uses torch.distributed's process groups without the process-wide default group, so that one process
+can be part of several pipelines. Control messages go over gloo; hidden states go over gloo on CPUs
+and NCCL on GPUs. Receives are posted before their message is needed, because gloo does not send
+before the receiver is ready.
 
-Letters: R rows, E hidden size.
+Shape letters: R rows, E hidden size.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, TypeAlias
@@ -24,21 +27,23 @@ import torch.distributed as dist
 from specdec.types import IntArray
 
 Group: TypeAlias = Any
-"""A ProcessGroupGloo or ProcessGroupNCCL; torch's stubs lack their send and recv."""
+"""A ProcessGroupGloo or ProcessGroupNCCL; torch's type stubs lack their send and recv."""
 
-FOREVER = timedelta(days=300)
-"""Patience of a rank: only rank 0 gives up waiting, and ends the others."""
+NO_TIMEOUT = timedelta(days=300)
+"""Timeout of ranks other than 0: only rank 0 gives up waiting and ends the group."""
 
-CONNECT = timedelta(seconds=120)
-"""Patience with ranks that are to join a group."""
+CONNECT_TIMEOUT = timedelta(seconds=120)
+"""Timeout for ranks to join a group."""
 
+CPU = torch.device("cpu")
 FRAME_WORDS = 2048
 _POLL_S = 0.02
-_CHUNK_ROWS = 256  # rows of one message of hidden states
+_CHUNK_ROWS = 256  # maximum rows per message of hidden states
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class Tag(IntEnum):
-    """What a message is; sessions add multiples of ``NUM_TAGS``."""
+    """Message types; each session adds its own multiple of ``NUM_TAGS``."""
 
     CONTROL = 0
     REPLY = 1
@@ -47,7 +52,7 @@ class Tag(IntEnum):
 
 
 NUM_TAGS = 8
-_OVERFLOW = 4  # added to the tag of words for what does not fit the first frame
+_OVERFLOW = 4  # added to the tag of the part of a control message beyond its first frame
 
 
 class PeerLost(RuntimeError):
@@ -58,7 +63,7 @@ class PeerLost(RuntimeError):
     """
 
     def __init__(self, peer: int) -> None:
-        """Names the peer."""
+        """Stores the peer."""
         self.peer = peer
         super().__init__(f"lost its connection to rank {peer}")
 
@@ -67,28 +72,28 @@ def control_group(store: dist.Store, rank: int, size: int, *, loopback: bool) ->
     """Connects all ranks over gloo.
 
     Args:
-        store: shared by all of them.
-        rank, size: as everywhere.
-        loopback: whether all ranks are on this machine. Otherwise GLOO_SOCKET_IFNAME names the
-            network interface, or the machine's host name its address.
+        store: shared by all ranks.
+        rank, size: rank of this process, and number of ranks.
+        loopback: whether all ranks are on this machine. If not, the environment variable
+            GLOO_SOCKET_IFNAME names the network interface (default: that of the host name).
     """
     return _gloo(dist.PrefixStore("control", store), rank, size, loopback=loopback)
 
 
 def data_group(store: dist.Store, rank: int, size: int) -> Group:
-    """Connects the stages (ranks from 1 on) over NCCL; each has set its CUDA device."""
+    """Connects the stages (ranks from 1) over NCCL; each has set its CUDA device."""
     return _nccl(dist.PrefixStore("data", store), rank - 1, size - 1)
 
 
-def connected(
+def collective_group(
     store: dist.Store, index: int, size: int, *, device: torch.device, loopback: bool
 ) -> Group:
-    """Connects some ranks for collectives: over gloo on CPUs, NCCL elsewhere.
+    """Connects a subset of the ranks for collectives, over gloo on CPUs and NCCL on GPUs.
 
     Args:
-        store: of these ranks alone.
-        index, size: place among them, and their number.
-        device: of what is sent.
+        store: shared by these ranks only.
+        index, size: position of this rank in the subset, and size of the subset.
+        device: device of the tensors.
         loopback: see ``control_group``.
     """
     if device.type == "cpu":
@@ -96,49 +101,50 @@ def connected(
     return _nccl(store, index, size)
 
 
-CPU = torch.device("cpu")
-
-
 def wire_device(
     store: dist.Store, me: int, others: Iterable[int], device: torch.device
 ) -> torch.device:
-    """Where tensors have to lie that go to and come from other ranks: ``device``, or the CPU.
+    """Device on which tensors are exchanged with other ranks: ``device``, or the CPU.
 
-    NCCL refuses ranks that share a GPU, as on a machine with one. Theirs go over gloo, by the host.
+    NCCL refuses ranks that share a GPU; such ranks exchange tensors over gloo, on the host.
 
     Args:
-        store: shared by all; each of them asks the same question once.
-        me, others: their names in it.
-        device: of this rank's model.
+        store: shared by all participants, each of which calls this once.
+        me, others: their names in the store.
+        device: device of this rank's model.
     """
     if device.type == "cpu":
         return device
-    mine = gpu_id(device)
-    store.set(f"gpu/{me}", mine)
+    own_gpu = gpu_id(device)
+    store.set(f"gpu/{me}", own_gpu)
     keys = [f"gpu/{other}" for other in others if other != me]
-    while not store.check(keys):  # a wait of the store's own would keep signs of life back
+    while not store.check(keys):  # Store.wait would block this process's heartbeats
         time.sleep(_POLL_S)
-    return CPU if mine.encode() in [store.get(key) for key in keys] else device
+    return CPU if own_gpu.encode() in [store.get(key) for key in keys] else device
 
 
 def gpu_id(device: torch.device) -> str:
-    """What no other GPU is called, on any machine."""
+    """Globally unique name of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _gloo(store: dist.Store, index: int, size: int, *, loopback: bool) -> Group:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interface:
-        device = gloo.create_device(interface=interface)
-    elif loopback:
-        device = gloo.create_device(hostname="127.0.0.1")
-    else:
-        device = gloo.create_default_device()
-    options._devices = [device]
-    options._timeout = CONNECT
-    return gloo(store, index, size, options)
+    with _loopback_interface() if loopback and not os.environ.get(_INTERFACE) else nullcontext():
+        return dist.ProcessGroupGloo(store, index, size, CONNECT_TIMEOUT)
+
+
+@contextmanager
+def _loopback_interface() -> Iterator[None]:
+    """Makes gloo use the loopback interface, whatever the host name resolves to.
+
+    The environment is the only public way to choose the interface.
+    """
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    os.environ[_INTERFACE] = names[0] if names else ""
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
 
 
 def _nccl(store: dist.Store, index: int, size: int) -> Group:
@@ -146,63 +152,66 @@ def _nccl(store: dist.Store, index: int, size: int) -> Group:
     return nccl(store, index, size, nccl.Options())
 
 
-def settle(work: dist.Work, on: torch.Tensor, patience: timedelta = FOREVER) -> None:
-    """Waits until an operation on a tensor is through.
+def wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT) -> None:
+    """Waits until an operation on tensor ``on`` has completed.
 
-    On a GPU its stream waits and the host goes on. Asked with a time limit, NCCL's works would have
-    the host look every few milliseconds instead, in every layer of a tensor-parallel group.
+    On a GPU only the stream waits. ``timeout`` is not passed to NCCL, which would then have the
+    host poll every few milliseconds in each layer of a tensor-parallel group.
     """
     if on.device.type == "cpu":
-        work.wait(patience)
+        work.wait(timeout)
     else:
         work.wait()
 
 
 class Sender:
-    """Sends without waiting; keeps what is under way.
+    """Sends asynchronously and keeps tensors alive until they have been sent.
 
     Attributes:
-        num_bytes: sent so far.
+        num_bytes: bytes sent so far.
     """
 
-    def __init__(self, group: Group, *, max_under_way: int) -> None:
+    def __init__(self, group: Group, *, max_pending: int) -> None:
         """Sends through ``group``.
 
         Args:
             group: the process group.
-            max_under_way: tensors kept until they are through; with more, a send waits for the
-                oldest.
+            max_pending: number of incomplete sends beyond which a send waits for the oldest.
         """
         self._group = group
-        self._max_under_way = max_under_way
-        self._under_way: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
+        self._max_pending = max_pending
+        self._pending: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
         self.num_bytes = 0
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """Hands a contiguous tensor over; it must not change afterwards."""
+        """Sends a contiguous tensor, which must not change afterwards.
+
+        Raises:
+            PeerLost: the connection to ``to`` broke.
+        """
         try:
             work = self._group.send([tensor], to, tag)
-            self._under_way.append((work, tensor, to))
+            self._pending.append((work, tensor, to))
             self.num_bytes += tensor.numel() * tensor.element_size()
-            if len(self._under_way) > self._max_under_way:
-                work, oldest, to = self._under_way.popleft()
-                settle(work, oldest)
+            if len(self._pending) > self._max_pending:
+                work, oldest, to = self._pending.popleft()
+                wait_for(work, oldest)
         except RuntimeError as error:
             raise PeerLost(to) from error
 
-    def send_words(self, words: IntArray, to: int, tag: int) -> None:
-        """Sends int64[n] whose first word is n, in one frame or in two."""
-        tensor = torch.from_numpy(words)
+    def send_message(self, packed: IntArray, to: int, tag: int) -> None:
+        """Sends int64[n] whose first element is n, in one frame or two."""
+        tensor = torch.from_numpy(packed)
         self.send(tensor[:FRAME_WORDS], to, tag)
-        if len(words) > FRAME_WORDS:
+        if len(packed) > FRAME_WORDS:
             self.send(tensor[FRAME_WORDS:], to, tag + _OVERFLOW)
 
 
-class WordReceiver:
-    """Receives words from one rank into two frames, one of which is always posted ahead.
+class MessageReceiver:
+    """Receives control messages from one rank into two frames, one of them always posted ahead.
 
-    A frame that was read is posted again before the next wait, not at once: posting costs a message
-    to the sender, and what has just come is urgent.
+    A frame is posted again before the next wait, not right after reading: posting costs a message
+    to the sender, and handling the message just received comes first.
     """
 
     def __init__(self, group: Group, source: int, tag: int) -> None:
@@ -212,45 +221,45 @@ class WordReceiver:
         self._tag = tag
         self._frames = [torch.zeros(FRAME_WORDS, dtype=torch.int64) for _ in range(2)]
         self._works: list[dist.Work | None] = [None, None]
-        self._at = 0
+        self._next = 0
         self._post()
 
     def receive(self) -> IntArray:
-        """Waits for the next message; int64[n], the caller's own.
+        """Waits for the next message; returns a copy, int64[n].
 
         Raises:
-            PeerLost: if the source has gone.
+            PeerLost: the connection broke.
         """
         try:
             self._post()
-            work, frame = self._works[self._at], self._frames[self._at].numpy()
-            assert work is not None, "both are posted"
-            work.wait(FOREVER)
+            work, frame = self._works[self._next], self._frames[self._next].numpy()
+            assert work is not None, "both frames are posted"
+            work.wait(NO_TIMEOUT)
             size = int(frame[0])
-            words = frame[:size].copy()
-            self._works[self._at] = None
-            self._at = 1 - self._at
+            packed = frame[:size].copy()
+            self._works[self._next] = None
+            self._next = 1 - self._next
             if size > FRAME_WORDS:
                 rest = torch.empty(size - FRAME_WORDS, dtype=torch.int64)
                 tag = self._tag + _OVERFLOW
-                self._group.recv([rest], self._source, tag).wait(FOREVER)
-                words = np.concatenate([words, rest.numpy()])
+                self._group.recv([rest], self._source, tag).wait(NO_TIMEOUT)
+                packed = np.concatenate([packed, rest.numpy()])
         except RuntimeError as error:
             raise PeerLost(self._source) from error
-        return words
+        return packed
 
     def _post(self) -> None:
-        """Posts what is not, in the order in which messages will come."""
-        for i in (self._at, 1 - self._at):
+        """Posts free frames, in the order in which messages will arrive."""
+        for i in (self._next, 1 - self._next):
             if self._works[i] is None:
                 self._works[i] = self._group.recv([self._frames[i]], self._source, self._tag)
 
 
 class RowReceiver:
-    """Receives hidden states from one rank into two fixed buffers, one of which is posted ahead.
+    """Receives hidden states from one rank into two fixed buffers, one of them posted ahead.
 
-    Where rows are cut into chunks is known to both sides. Over NCCL, whose receives must match the
-    sends in size, a receive is posted when the number of rows is known.
+    Both sides split rows into the same chunks. NCCL receives must match the sends in size, so
+    there a receive is posted only when the number of rows is known.
     """
 
     def __init__(
@@ -263,11 +272,11 @@ class RowReceiver:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Makes the buffers.
+        """Allocates the buffers.
 
         Args:
             group: gloo for a CPU, NCCL for a GPU.
-            source: the sender, as ``group`` numbers it.
+            source: index of the sender in ``group``.
             tag: of the session.
             width: E.
             dtype, device: of the rows.
@@ -275,18 +284,18 @@ class RowReceiver:
         self._group = group
         self._source = source
         self._tag = tag
-        self._ahead = device.type == "cpu"
+        self._posts_ahead = device.type == "cpu"
         shape = (_CHUNK_ROWS, width)
         self._buffers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
         self._works: list[dist.Work | None] = [None, None]
-        self._at = 0
+        self._next = 0
         self.release()
 
     def receive(self, num_rows: int) -> torch.Tensor:
-        """[num_rows, E], valid until ``release`` or the next call.
+        """Waits for [num_rows, E], valid until ``release`` or the next call.
 
         Raises:
-            PeerLost: if the source has gone.
+            PeerLost: the connection broke.
         """
         if num_rows <= _CHUNK_ROWS:
             return self._chunk(num_rows)
@@ -294,29 +303,29 @@ class RowReceiver:
         return torch.cat([self._chunk(min(_CHUNK_ROWS, num_rows - s)).clone() for s in starts])
 
     def release(self) -> None:
-        """What was received is not needed any more: posts its buffer again.
+        """Posts the buffers of received rows again, which invalidates those rows.
 
         Raises:
-            PeerLost: if the source has gone.
+            PeerLost: the connection broke.
         """
-        if not self._ahead:
+        if not self._posts_ahead:
             return
         try:
-            for i in (self._at, 1 - self._at):
+            for i in (self._next, 1 - self._next):
                 if self._works[i] is None:
                     self._works[i] = self._post(i, _CHUNK_ROWS)
         except RuntimeError as error:
             raise PeerLost(self._source) from error
 
     def _chunk(self, num_rows: int) -> torch.Tensor:
-        at = self._at
+        at = self._next
         try:
-            work = self._works[at] or self._post(at, num_rows if not self._ahead else _CHUNK_ROWS)
-            settle(work, self._buffers[at])
+            work = self._works[at] or self._post(at, _CHUNK_ROWS if self._posts_ahead else num_rows)
+            wait_for(work, self._buffers[at])
         except RuntimeError as error:
             raise PeerLost(self._source) from error
         self._works[at] = None
-        self._at = 1 - at
+        self._next = 1 - at
         return self._buffers[at][:num_rows]
 
     def _post(self, at: int, num_rows: int) -> dist.Work:

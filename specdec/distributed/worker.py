@@ -1,6 +1,6 @@
-"""The process of one rank from 1 on: joins the group, serves sessions, ends with rank 0.
+"""Process of a rank other than 0: joins the group and serves sessions until rank 0 stops it.
 
-Ranks that ``specdec run`` starts come from ``nursery``, those of torchrun and Slurm from ``given``.
+``fork_server`` runs it for ``specdec run``, ``torchrun`` for torchrun and Slurm.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -25,9 +25,9 @@ from specdec.distributed.launch import NOTE
 from specdec.distributed.messages import (
     HEADER_WORDS,
     Kind,
-    json_body,
-    read_ending,
-    read_entry,
+    unpack_ending,
+    unpack_entry,
+    unpack_json,
 )
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import Reply
@@ -36,11 +36,11 @@ from specdec.distributed.transport import (
     CPU,
     NUM_TAGS,
     Group,
+    MessageReceiver,
     PeerLost,
     RowReceiver,
     Sender,
     Tag,
-    WordReceiver,
     control_group,
     data_group,
     send_rows,
@@ -53,75 +53,69 @@ from specdec.pairs import ModelPair, PretrainedPair, build_pair
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
 
-_MAX_UNDER_WAY = 16  # hidden states may be large
+_MAX_PENDING = 16  # hidden states may be large
 
 
-class _Edges:
-    """A session's rows and replies over the process groups."""
+class _GroupLinks:
+    """A session's ``StageLinks`` over process groups."""
 
     def __init__(
         self, *, worker: Worker, session: int, stage: Stage, degree: int, num_ranks: int
     ) -> None:
         self._worker = worker
-        self._degree = degree
         self._session = session
-        self._tag = session * NUM_TAGS
+        self._tag = session * NUM_TAGS + Tag.HIDDEN
         layers = layers_of(stage)
-        self._is_model = layers is not None
-        device, dtype, width = torch.device("cpu"), torch.float32, 1
+        self._has_model = layers is not None
+        device, dtype, width = CPU, torch.float32, 1
         if layers is not None:
             runner = layers.runner
             device, dtype, width = runner.device, runner.dtype, runner.hidden_size
         before, after = worker.rank - degree, worker.rank + degree
-        to = worker.wire(after, device) if after <= num_ranks else CPU
-        _, self._sender, shift = worker.data(to)
-        self._wire, self._next = to, after - shift
+        self._wire = worker.wire(after, device) if after <= num_ranks else CPU
+        _, self._sender, offset = worker.data(self._wire)
+        self._next = after - offset
         self._receiver = None
         if before > 0:
             wire = worker.wire(before, device)
-            group, _, shift = worker.data(wire)
+            group, _, offset = worker.data(wire)
             self._receiver = RowReceiver(
-                group,
-                before - shift,
-                self._tag + Tag.HIDDEN,
-                width=width,
-                dtype=dtype,
-                device=wire,
+                group, before - offset, self._tag, width=width, dtype=dtype, device=wire
             )
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
-        """To the next stage; a stage that computes nothing sends as many empty rows."""
+        """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
         rows = torch.zeros(num_rows, 1) if rows is None else rows.to(self._wire)
-        send_rows(self._sender, rows, self._next, self._tag + Tag.HIDDEN)
+        send_rows(self._sender, rows, self._next, self._tag)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor | None:
-        """Waits for the rows of the stage before."""
-        assert self._receiver is not None, "the first rank is fed by rank 0"
+        """Waits for the rows of the previous stage."""
+        assert self._receiver is not None, "the first stage has no sender"
         rows = self._receiver.receive(num_rows)
-        return rows if self._is_model else None
+        return rows if self._has_model else None
 
     def release_rows(self) -> None:
-        """Has the next ones received ahead."""
+        """Posts the next receive."""
         if self._receiver is not None:
             self._receiver.release()
 
     def send_reply(self, tick: int, reply: Reply) -> None:
-        """Words; distributions or hidden states, where there are any, in a second message."""
+        """Sends the control message, then the reply's rows if it has any."""
         sender = self._worker.control
-        sender.send_words(reply.words(self._session, tick), 0, Tag.REPLY)
+        sender.send_message(reply.pack(self._session, tick), 0, Tag.REPLY)
         if reply.rows is not None:
             sender.send(reply.rows, 0, Tag.REPLY_ROWS)
 
 
 class Worker:
-    """A rank's process: models, sessions and connections."""
+    """Models, sessions and connections of a rank's process."""
 
     def __init__(self, *, store: dist.Store, rank: int, size: int, loopback: bool) -> None:
         """Joins the group.
 
         Args:
             store: shared by all ranks.
-            rank, size: 1 <= rank < size.
+            rank, size: this rank and the number of ranks, 1 <= rank < size.
             loopback: see ``control_group``.
         """
         self.rank = rank
@@ -129,69 +123,69 @@ class Worker:
         self._store = store
         store.set(store_keys.started(rank), str(os.getpid()))
         self._group = control_group(store, rank, size, loopback=loopback)
-        self.control = Sender(self._group, max_under_way=_MAX_UNDER_WAY)
+        self.control = Sender(self._group, max_pending=_MAX_PENDING)
         self._data: tuple[Group, Sender, int] | None = None
-        self._commands = WordReceiver(self._group, 0, Tag.CONTROL)
+        self._commands = MessageReceiver(self._group, 0, Tag.CONTROL)
         self._pairs: dict[str, ModelPair] = {}
         self._connections = Connections(store=store, rank=rank, loopback=loopback)
         self._sessions: dict[int, StageSession] = {}
         self._drafts: dict[int, DraftSession] = {}
         self._current: StageSession | DraftSession | None = None
-        self._doing = ""
+        self._loading = ""
         self._on_gpu = False
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def serve(self) -> None:
-        """Follows rank 0 until it says stop.
+        """Handles rank 0's messages until STOP.
 
         Raises:
-            PeerLost: when another rank has gone.
+            PeerLost: the connection to another rank broke.
         """
         with torch.inference_mode():
             while True:
-                words = self._commands.receive()
-                _, kind, session, tick = words[:HEADER_WORDS].tolist()
+                packed = self._commands.receive()
+                _, kind, session, tick = packed[:HEADER_WORDS].tolist()
                 if kind == Kind.STOP:
                     return
-                self._follow(Kind(kind), session, tick, words)
+                self._handle(Kind(kind), session, tick, packed)
 
     def data(self, device: torch.device) -> tuple[Group, Sender, int]:
-        """Group and sender of hidden states, and by how much its numbers are lower than ranks."""
+        """Group and sender for hidden states, and the difference of ranks and group indices."""
         if device.type == "cpu":
             return self._group, self.control, 0
         if self._data is None:
             group = data_group(self._store, self.rank, self.size)
-            self._data = group, Sender(group, max_under_way=_MAX_UNDER_WAY), 1
+            self._data = group, Sender(group, max_pending=_MAX_PENDING), 1
         return self._data
 
     def wire(self, other: int, device: torch.device) -> torch.device:
-        """Where rows have to lie that go to, or come from, another rank; see ``wire_device``."""
+        """Device on which rows are exchanged with rank ``other``; see ``wire_device``."""
         pair = sorted((self.rank, other))
         store = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
         return wire_device(store, self.rank, pair, device)
 
-    def _follow(self, kind: Kind, session: int, tick: int, words: IntArray) -> None:
+    def _handle(self, kind: Kind, session: int, tick: int, packed: IntArray) -> None:
         if kind is Kind.END:
             self._current = stage = self._sessions[session]
-            stage.end(tick, read_ending(words))
+            stage.end(tick, unpack_ending(packed))
         elif kind is Kind.BEGIN:
             self._current = stage = self._sessions[session]
-            stage.begin(tick, read_entry(words))
+            stage.begin(tick, unpack_entry(packed))
         elif kind is Kind.DRAFT:
             self._current = draft = self._drafts[session]
-            draft.follow(words)
+            draft.replay(packed)
         elif kind is Kind.SETUP:
-            self._set_up(session, json_body(words))
+            self._set_up(session, unpack_json(packed))
         elif kind is Kind.REPORT:
             self._store.set(
                 store_keys.report(session, tick, self.rank), json.dumps(self.report(session))
             )
         elif kind is Kind.RELEASE:
-            ended = self._sessions.pop(session, None) or self._drafts.pop(session, None)
-            _note(f"session {session}: over after {ended.rows if ended else 0} rows")
+            closed = self._sessions.pop(session, None) or self._drafts.pop(session, None)
+            _log(f"session {session}: closed after {closed.rows if closed else 0} rows")
 
     def _set_up(self, session: int, content: dict[str, Any]) -> None:
-        self._doing, began = "loading its layers", time.monotonic()
+        self._loading, start = "loading its layers", time.monotonic()
         if content["kind"] == "draft":
             draft = DraftPlan.from_json(content["plan"])
             self._drafts[session] = DraftSession(
@@ -201,10 +195,10 @@ class Worker:
         else:
             plan = SessionPlan.from_json(content["plan"])
             self._sessions[session] = self._stage(session, plan)
-            mine = plan.ranks[self.rank - 1]
-            what = f"stage {mine.group}, layers {mine.layers}"
-        self._doing = ""
-        _note(f"session {session}: {what} ready after {time.monotonic() - began:.1f} s")
+            part = plan.ranks[self.rank - 1]
+            what = f"stage {part.group}, layers {part.layers}"
+        self._loading = ""
+        _log(f"session {session}: {what} ready after {time.monotonic() - start:.1f} s")
         self._store.set(store_keys.ready(session, self.rank), "1")
 
     def _stage(self, session: int, plan: SessionPlan) -> StageSession:
@@ -212,7 +206,7 @@ class Worker:
             rank=self.rank,
             plan=plan,
             pair=self._pair(plan),
-            edges_of=lambda stage: _Edges(
+            make_links=lambda stage: _GroupLinks(
                 worker=self,
                 session=session,
                 stage=stage,
@@ -223,7 +217,7 @@ class Worker:
         )
 
     def _join(self, peers: Sequence[int]) -> Collective:
-        """The group of ranks that share layers, on this rank's device."""
+        """Joins the ranks that share layers, on this rank's device."""
         index = torch.cuda.current_device() if self._on_gpu else None
         device = torch.device("cpu") if index is None else torch.device("cuda", index)
         return self._connections.join(peers, device)
@@ -247,56 +241,49 @@ class Worker:
         return pair
 
     def report(self, session: int) -> dict[str, object]:
-        """The clock's report, rows computed, bytes sent and CPU time used, as plain values."""
+        """The session's report, bytes sent and CPU seconds used, as plain values."""
         sent = self.control.num_bytes + (self._data[1].num_bytes if self._data else 0)
         used = {"bytes_sent": sent, "cpu_s": time.process_time()}
         return {**self._sessions[session].report(), **used}
 
-    def _beat(self) -> None:
-        """Says again and again that the process lives, and what it is at."""
+    def _send_heartbeats(self) -> None:
+        """Thread: reports that the process is alive, and its current operation."""
         number = 0
         while True:
             current = self._current
-            doing = self._doing or (current.doing if current is not None else "idle")
+            doing = self._loading or (current.doing if current is not None else "idle")
             number += 1
             with suppress(RuntimeError):
                 self._store.set(store_keys.heartbeat(self.rank), json.dumps([number, doing]))
             threading.Event().wait(store_keys.HEARTBEAT_S)
 
 
-def _note(text: str) -> None:
-    """A dated line for the rank's log."""
+def _log(text: str) -> None:
+    """Prints a line with the time to the rank's log."""
     now = datetime.now().isoformat(sep=" ", timespec="milliseconds")
     print(f"{NOTE}{now} {text}", flush=True)  # noqa: T201 - standard output is the log
 
 
 def serve(store: dist.Store, rank: int, size: int, *, loopback: bool) -> int:
-    """Runs a rank to its end and says why, if it fails.
+    """Runs a rank until rank 0 stops it; returns its exit status.
 
-    Returns:
-        An exit status: 0, or 1 after a failure that the store knows of.
+    A failure is written to the store for rank 0 (``store_keys.failed``) as ``kind`` ("user",
+    "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
     """
-    return guarded(
-        lambda: Worker(store=store, rank=rank, size=size, loopback=loopback).serve(), store, rank
-    )
-
-
-def guarded(work: Callable[[], object], store: dist.Store, rank: int) -> int:
-    """Runs ``work``; a failure is written to the store for rank 0."""
     try:
-        work()
+        Worker(store=store, rank=rank, size=size, loopback=loopback).serve()
     except BaseException as error:
         kind = "lost" if isinstance(error, PeerLost) else "raised"
         if isinstance(error, UserError):
             kind = "user"
         if kind != "lost":
             traceback.print_exc()
-        told = {
+        report = {
             "kind": kind,
             "peer": getattr(error, "peer", None),
             "text": f"{type(error).__name__}: {error}" if kind == "raised" else str(error),
         }
         with suppress(RuntimeError):
-            store.set(store_keys.failed(rank), json.dumps(told))
+            store.set(store_keys.failed(rank), json.dumps(report))
         return 1
     return 0

@@ -1,6 +1,6 @@
 """Executors: asynchronous verification services that run the target model."""
 
-from specdec.executors.answering import Answerer, ModelAnswerer
+from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.early_exit import EarlyExitExecutor, ExitFront
 from specdec.executors.exits import ExitHead, ExitReader, ExitStage
 from specdec.executors.local import LocalExecutor

@@ -1,11 +1,11 @@
 """Early exit with verification after drafting (EESD): the target's first layers are the draft.
 
-The front (layers 0 .. E - 1 and the exit head) is shared by the source, which drafts with it, and
-the executor, which verifies with the layers from E on. Every row passes every layer once: what was
-computed while drafting is not computed again, and its keys and values are committed once (PPSD
-3.1). The last draft token passes the front when it is submitted (Eq. 4 counts gamma E + N). With
-several exits (B.3) E is the last one's, and a node has passed as many segments of the front as it
-was asked for.
+The *front* (layers before the exit, and the exit head) is shared by the source, which drafts with
+it, and the executor, which verifies with the remaining layers. Every row passes every layer once:
+results of drafting are reused, and their keys and values are committed once (PPSD 3.1). The last
+draft token passes the front when it is submitted (Eq. 4 counts gamma E + N layers for an exit after
+E of N layers). With several exits (B.3) the front ends at the last one, and each node has passed
+only the *segments* between exits that were needed so far.
 
 Shape letters: R rows of a batch, W nodes, E hidden size, V vocabulary.
 """
@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage
-from specdec.executors.layout import row_items
 from specdec.executors.local import LocalExecutor
+from specdec.executors.row_packing import row_items
 from specdec.executors.stage import Stage, StageOutput
 from specdec.metrics.counters import SourceCounters
 from specdec.state import batch_of
-from specdec.types import NO_NODE, Batch, BoolArray, Commit, CommitKind, IntArray, Nodes
+from specdec.types import Batch, BoolArray, Commit, IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -38,9 +38,9 @@ class Segment:
     """The target's layers between two exits.
 
     Attributes:
-        stage: the layers, with the head after the last of them.
-        layer: layers of the target before that exit.
-        stages: priced stages that the layers lie on, one after the other.
+        stage: the layers and the exit head after the last of them.
+        layer: number of target layers before that exit.
+        stages: number of profile stages that the layers are charged as.
     """
 
     stage: ExitStage
@@ -49,7 +49,7 @@ class Segment:
 
 
 class _Computed:
-    """What a segment has computed of each live node: request -> node id -> row."""
+    """Results of a segment for live nodes: request -> node id -> row."""
 
     def __init__(self) -> None:
         self.hidden: dict[int, dict[int, torch.Tensor]] = {}
@@ -58,10 +58,10 @@ class _Computed:
     def open(self, request_id: int) -> None:
         self.hidden[request_id], self.logits[request_id] = {}, {}
 
-    def keep(self, request_id: int, kept: set[int]) -> None:
-        for store in (self.hidden, self.logits):
-            rows = store[request_id]
-            store[request_id] = {i: row for i, row in rows.items() if i in kept}
+    def prune(self, request_id: int, kept: set[int]) -> None:
+        for results in (self.hidden, self.logits):
+            rows = results[request_id]
+            results[request_id] = {i: row for i, row in rows.items() if i in kept}
 
     def close(self, request_id: int) -> None:
         self.hidden.pop(request_id, None)
@@ -69,47 +69,52 @@ class _Computed:
 
 
 class ExitFront:
-    """The target's first layers with one exit or several, and what they have computed.
+    """The target's first layers with one or more exits, and their results for live nodes.
 
-    A node's hidden state waits after the last segment that it has passed until it goes on: to a
-    later exit, or, submitted, to the rest of the target. Its exit logits wait until somebody asks
-    for them.
+    The hidden state of a node is stored after the last segment that it has passed, until a later
+    segment or, once the node is submitted, the rest of the target needs it.
 
     Attributes:
-        layers: of the target before each exit, the first one first.
-        counters: passes and rows by segment; rows that the prompt or the executor caused are not
-            among them.
+        layers: number of target layers before each exit, increasing.
+        counters: passes and rows of drafting by segment; rows of prompts and of ``hidden`` are not
+            included.
     """
 
     def __init__(self, *, segments: Sequence[Segment], clock: Clock) -> None:
-        """Takes the layers up to the last exit, and the clock that is charged per pass."""
+        """Composes the front.
+
+        Args:
+            segments: the layers up to the last exit.
+            clock: charged per pass.
+        """
         self._segments = tuple(segments)
-        self._done = [_Computed() for _ in self._segments]
+        self._computed = [_Computed() for _ in self._segments]
         self._clock = clock
         self.layers = tuple(segment.layer for segment in self._segments)
         self.counters = SourceCounters()
 
     def page(self, num_blocks: int, block_tokens: int) -> None:
-        """Puts the caches of all requests into pools of blocks; before the first request."""
+        """Switches to paged caches of ``num_blocks`` blocks; call it before the first request."""
         self._segments = tuple(
             replace(segment, stage=segment.stage.paged(num_blocks, block_tokens))
             for segment in self._segments
         )
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Makes room for a request of at most ``max_len`` tokens."""
-        for segment, done in zip(self._segments, self._done, strict=True):
+        """Allocates the caches of a request of at most ``max_len`` tokens."""
+        for segment, computed in zip(self._segments, self._computed, strict=True):
             segment.stage.open(request_id, max_len)
-            done.open(request_id)
+            computed.open(request_id)
 
     def logits(
         self, state: DecodeState, nodes: Nodes, at: int = 0
     ) -> tuple[BoolArray, list[torch.Tensor]]:
-        """Logits of nodes at exit number ``at``; a packed pass per segment for what is missing.
+        """Logits of nodes at exit number ``at``; missing ones need one packed pass per segment.
 
         Returns:
-            bool[W], false for nodes of a request whose prompt is not through yet, and for nodes
-            that were submitted without being asked for; and one [V] per node that is true.
+            (available bool[W], logits [V] of each available node). Unavailable are nodes of a
+            request whose prefill is not complete, and nodes submitted before their logits were
+            requested.
         """
         for number in range(at + 1):
             missing = []
@@ -123,15 +128,15 @@ class ExitFront:
                 self._compute(number, batch, {}, wants_exits=number == at)
                 self.counters.passes += 1
                 self.counters.rows += batch.num_nodes
-        store = self._done[at].logits
-        known = [store[request_id].get(i) for request_id, ids in nodes.items for i in ids.tolist()]
-        found = [row for row in known if row is not None]
-        return np.array([row is not None for row in known], np.bool_), found
+        logits = self._computed[at].logits
+        rows = [logits[request_id].get(i) for request_id, ids in nodes.items for i in ids.tolist()]
+        available = np.array([row is not None for row in rows], np.bool_)
+        return available, [row for row in rows if row is not None]
 
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """[R, E] of a batch after the last exit, in packing order.
+        """[R, E]: hidden states of a batch after the last exit, in packing order.
 
-        Prompts, and what nodes have not passed yet, run now.
+        Computes the prompt rows, and the segments that nodes have not passed yet.
         """
         prompts: dict[int, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
@@ -146,58 +151,47 @@ class ExitFront:
         return self._packed(len(self._segments) - 1, batch, prompts)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to the caches, and drops what left the trees."""
+        """Applies commits to the caches, and drops the results of pruned nodes."""
         for segment in self._segments:
             segment.stage.commit(commits)
         for commit in commits:
-            if commit.kind is not CommitKind.NONE:
-                kept = set(commit.kept_ids.tolist())
-                for done in self._done:
-                    done.keep(commit.request, kept)
+            kept = set(commit.kept_ids.tolist())
+            for computed in self._computed:
+                computed.prune(commit.request, kept)
 
     def close(self, request_id: int) -> None:
         """Frees the request's caches."""
-        for segment, done in zip(self._segments, self._done, strict=True):
+        for segment, computed in zip(self._segments, self._computed, strict=True):
             segment.stage.close(request_id)
-            done.close(request_id)
+            computed.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
-        """int64[M]: those slots and ancestors that have not passed a segment, topologically."""
+        """int64, sorted: those of ``slots`` and their ancestors that have not passed a segment."""
         cache, tree = self._segments[number].stage.cache(request.id), request.tree
         if cache.cached_len < request.prefix_len:
             return slots[:0]
-        found = above = slots[~cache.has(tree.ids[slots])]
-        while len(above):
-            parents = np.unique(tree.parents[above])
-            parents = parents[parents != NO_NODE]
-            above = parents[~cache.has(tree.ids[parents])]
-            found = np.concatenate([above, found])
-        return np.unique(found)
+        new = slots[~cache.has(tree.ids[slots])]
+        return tree.with_missing_ancestors(new, cache.has)
 
     def _compute(
-        self,
-        number: int,
-        batch: Batch,
-        prompts: Mapping[int, torch.Tensor],
-        *,
-        wants_exits: bool,
+        self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor], *, wants_exits: bool
     ) -> dict[int, torch.Tensor]:
-        """Runs a segment on rows that wait before it; keeps nodes' rows.
+        """Runs a segment, and stores the results of tree nodes.
 
         Args:
-            number: of the segment.
-            batch: the rows.
-            prompts: request -> hidden states of its prompt's rows, from the segment before.
-            wants_exits: whether the head's logits are kept.
+            number: index of the segment.
+            batch: rows that have passed the segments before it.
+            prompts: request -> hidden states of its prompt rows after the segment before.
+            wants_exits: whether to compute and store exit logits.
 
         Returns:
-            Hidden states of prompts' rows by request.
+            Request -> hidden states of its prompt rows after this segment.
         """
-        clock, segment, done = self._clock, self._segments[number], self._done[number]
+        clock, segment, computed = self._clock, self._segments[number], self._computed[number]
         before = self._packed(number - 1, batch, prompts) if number else None
         clock.start(CONTROLLER)
         out = segment.stage.run(batch, before, wants_exits=wants_exits)
-        assert out.hidden is not None, "the front hands hidden states on"
+        assert out.hidden is not None, "a segment returns hidden states"
         for _ in range(segment.stages):
             clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
         for logits in out.exit_logits.values():
@@ -205,8 +199,8 @@ class ExitFront:
             start = 0
             for rows in batch.trees:
                 stop = start + len(rows.node_ids)
-                found = zip(rows.node_ids.tolist(), logits[start:stop], strict=True)
-                done.logits[rows.request].update(found)
+                by_id = zip(rows.node_ids.tolist(), logits[start:stop], strict=True)
+                computed.logits[rows.request].update(by_id)
                 start = stop
         passed, start = {}, 0
         for item in row_items(batch):
@@ -214,59 +208,50 @@ class ExitFront:
             passed[item.request] = out.hidden[start:middle]
             if item.tree is not None:
                 ids = item.tree.node_ids.tolist()
-                done.hidden[item.request].update(zip(ids, out.hidden[middle:stop], strict=True))
+                by_id = zip(ids, out.hidden[middle:stop], strict=True)
+                computed.hidden[item.request].update(by_id)
             start = stop
         return passed
 
     def _packed(
         self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
-        """[R, E]: takes away the batch's rows after segment ``number``, in packing order."""
+        """[R, E]: removes and returns the batch's rows after segment ``number``, packed."""
         parts = []
         for item in row_items(batch):
             if item.prefill is not None:
                 parts.append(prompts[item.request])
             if item.tree is not None:
-                waiting = self._done[number].hidden[item.request]
-                parts.append(torch.stack([waiting.pop(i) for i in item.tree.node_ids.tolist()]))
+                hidden = self._computed[number].hidden[item.request]
+                parts.append(torch.stack([hidden.pop(i) for i in item.tree.node_ids.tolist()]))
         return torch.cat(parts)
 
 
-class FrontedStage:
-    """The whole target: what the front has computed, then the layers from the exit on."""
+class _WholeTarget:
+    """The front's stored results, then the remaining layers, as one stage."""
 
-    def __init__(self, *, front: ExitFront, rest: Stage) -> None:
-        """Composes the two.
-
-        Args:
-            front: shared with the source.
-            rest: layers E .. N - 1.
-        """
+    def __init__(self, front: ExitFront, rest: Stage) -> None:
         self._parts = (front, rest)
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Makes room for a request in both parts."""
         for part in self._parts:
             part.open(request_id, max_len)
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
-        """Runs the batch through the layers that it has not passed."""
         front, rest = self._parts
         return rest.run(batch, front.hidden(batch))
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Prunes both parts' caches."""
         for part in self._parts:
             part.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Frees both parts' caches."""
         for part in self._parts:
             part.close(request_id)
 
 
 class EarlyExitExecutor(LocalExecutor):
-    """Verifies what the front has drafted, with the layers from the exit on; latency 1."""
+    """Verifies the front's drafts with the layers after the last exit; latency 1."""
 
     def __init__(
         self, *, front: ExitFront, rest: Stage, answerer: Answerer, clock: Clock, stages: int
@@ -275,10 +260,10 @@ class EarlyExitExecutor(LocalExecutor):
 
         Args:
             front: shared with the source; it charges the clock for its own passes.
-            rest: layers from the front's last exit on.
+            rest: the layers after the front's last exit.
             answerer: turns their logits into answers.
             clock: charged per pass.
-            stages: priced stages that the rest lies on, one after the other.
+            stages: number of profile stages that ``rest`` is charged as.
         """
-        stage = FrontedStage(front=front, rest=rest)
+        stage = _WholeTarget(front, rest)
         super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

@@ -1,7 +1,7 @@
-"""The stages with exits: slices of the target with exit heads beside them (PPSD 4.1, B.3).
+"""Pipeline stages with exit heads (PPSD 4.1, B.3).
 
-A head sees every row that its stage computes, prompts included, so a head that has keys and values
-of its own (a transformer head) is never behind its stage: both follow the same commits.
+A head computes every row of its stage, prompts included, so the cache of a transformer head always
+has the same entries as its stage's cache, and both apply the same commits.
 
 Shape letters: R rows of a batch, W tree rows among them, E hidden size, V vocabulary, K candidates.
 """
@@ -18,30 +18,30 @@ from torch import nn
 from specdec.attention.kv_cache import TreeCache
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
-from specdec.executors.answering import AnsweredRequest
-from specdec.executors.layout import row_items, tree_row_index
+from specdec.executors.answerer import AnsweredRequest
+from specdec.executors.row_packing import row_items, tree_row_index
 from specdec.executors.stage import ModelStage, Stage, StageOutput
 from specdec.sampling.candidates import candidates_of
-from specdec.sampling.history import PathBook
+from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Batch, Commit, Exits
 
 
 class ExitHead(Protocol):
-    """Hidden states after the exit layer -> logits."""
+    """Computes logits from hidden states after the exit layer."""
 
     def open(self, request_id: int, max_len: int) -> None: ...
 
     def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
-        """[W, V] in the order of ``batch.trees``, of hidden states [R, E] in packing order.
+        """Logits [W, V] in the order of ``batch.trees`` from hidden states [R, E], packed.
 
-        Without ``wants_logits`` it only keeps up with the rows, and gives None.
+        Without ``wants_logits`` it only updates its cache and returns None.
         """
         ...
 
     def paged(self, num_blocks: int, block_tokens: int) -> ExitHead:
-        """The same head, what it holds of requests in a pool of blocks."""
+        """The same head with its cache, if any, in a pool of blocks."""
         ...
 
     def commit(self, commits: Sequence[Commit]) -> None: ...
@@ -50,16 +50,16 @@ class ExitHead(Protocol):
 
 
 class NormHead:
-    """A norm and an output matrix; it holds nothing of any request."""
+    """A norm and an output matrix, without state per request."""
 
     def __init__(self, *, norm: nn.Module, output: nn.Module, meter: Meter) -> None:
-        """Takes the modules; ``meter`` is told of every pass as "exit"."""
+        """Wraps the modules; ``meter`` records every pass as "exit"."""
         self._norm = norm
         self._output = output
         self._meter = meter
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Nothing to hold."""
+        """No-op."""
 
     def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
         """See ``ExitHead``."""
@@ -71,21 +71,21 @@ class NormHead:
         return logits
 
     def paged(self, num_blocks: int, block_tokens: int) -> NormHead:
-        """Itself."""
+        """The head itself: it has no cache."""
         return self
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Nothing to follow."""
+        """No-op."""
 
     def close(self, request_id: int) -> None:
-        """Nothing to free."""
+        """No-op."""
 
 
 class TransformerHead:
-    """A decoder layer with a cache of its own, a norm and an output matrix."""
+    """A decoder layer with its own cache, a norm and an output matrix."""
 
     def __init__(self, *, stage: ModelStage) -> None:
-        """Wraps the last slice of a ``head_model``."""
+        """Wraps the stage of a ``head_model``."""
         self._stage = stage
         self.open = stage.open
         self.commit = stage.commit
@@ -96,39 +96,38 @@ class TransformerHead:
         return self._stage.run(batch, hidden, wants_logits=wants_logits).logits
 
     def paged(self, num_blocks: int, block_tokens: int) -> TransformerHead:
-        """See ``ExitHead``; a pool of its own, since it has another number of layers."""
+        """See ``ExitHead``; a separate pool, since the number of layers differs."""
         return TransformerHead(stage=self._stage.paged(num_blocks, block_tokens))
 
 
 class ExitStage:
-    """A stage in which the target may exit early, once or more often, with the heads."""
+    """A slice of the target with one or more exit heads."""
 
     def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead]) -> None:
-        """Composes them.
+        """Composes the stage.
 
         Args:
-            body: the layers; it captures layer E - 1 for each exit.
-            heads: layers of the target before an exit, PPSD's E -> what reads the hidden states
-                there.
+            body: the layers; it captures the output of the layer before each exit.
+            heads: number of target layers before the exit (PPSD's E) -> exit head.
         """
         self.body = body
         self._heads = dict(sorted(heads.items()))
+        self._parts: tuple[ModelStage | ExitHead, ...] = (body, *self._heads.values())
 
     def paged(self, num_blocks: int, block_tokens: int) -> ExitStage:
-        """The same layers and heads, the caches of each in a pool of blocks."""
+        """The same layers and heads with each cache in a pool of blocks."""
         heads = {e: head.paged(num_blocks, block_tokens) for e, head in self._heads.items()}
         return ExitStage(body=self.body.paged(num_blocks, block_tokens), heads=heads)
 
     @property
     def num_exits(self) -> int:
-        """Heads in the stage."""
+        """Number of exit heads."""
         return len(self._heads)
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Makes room for a request in all caches."""
-        self.body.open(request_id, max_len)
-        for head in self._heads.values():
-            head.open(request_id, max_len)
+        """Allocates all caches of a request."""
+        for part in self._parts:
+            part.open(request_id, max_len)
 
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_exits: bool = True
@@ -144,15 +143,13 @@ class ExitStage:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Applies commits to all caches."""
-        self.body.commit(commits)
-        for head in self._heads.values():
-            head.commit(commits)
+        for part in self._parts:
+            part.commit(commits)
 
     def close(self, request_id: int) -> None:
         """Frees all caches."""
-        self.body.close(request_id)
-        for head in self._heads.values():
-            head.close(request_id)
+        for part in self._parts:
+            part.close(request_id)
 
     def cache(self, request_id: int) -> TreeCache:
         """The layers' cache of a request."""
@@ -160,40 +157,40 @@ class ExitStage:
 
 
 def paged(stage: Stage, num_blocks: int | None, block_tokens: int) -> Stage:
-    """The stage with the caches of all its requests in pools of blocks, where it has caches."""
+    """``stage`` with paged caches; unchanged if it has no caches or ``num_blocks`` is None."""
     if num_blocks is None or not isinstance(stage, ModelStage | ExitStage):
         return stage
     return stage.paged(num_blocks, block_tokens)
 
 
 def layers_of(stage: Stage) -> ModelStage | None:
-    """The slice of a model in a stage; None in one that computes nothing."""
+    """The model slice of a stage; None for a stage without a model."""
     if isinstance(stage, ExitStage):
         return stage.body
     return stage if isinstance(stage, ModelStage) else None
 
 
 class ExitReader:
-    """Turns exit logits into candidates on the rank that has the exit layers.
+    """Turns exit logits into candidates, on the rank that has the exit layers.
 
-    It needs no tree: where the sampling transform looks at histories, they are rebuilt from the
-    rows that came by, as on the answering rank.
+    If the sampling transform needs histories, they are rebuilt from the rows that passed the stage,
+    as in ``ModelAnswerer``, so no token tree is needed.
     """
 
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
-        """Sets what is handed out per node.
+        """Sets the kind of candidates.
 
         Args:
-            num_candidates: K at most.
+            num_candidates: maximum number of candidates per node, K.
             draws: keyed draws of the run.
-            sample: candidates are sampled, and come with their whole distribution (rejection
-                verifiers); else the most probable ones.
+            sample: sample candidates and return their distributions (rejection verifiers), instead
+                of taking the most probable ones.
         """
         self._k = num_candidates
         self._draws = draws
         self._sample = sample
         self._requests: dict[int, SamplingTransform] = {}
-        self._paths = PathBook()
+        self._paths = HistoryTracker()
 
     def open(self, request: AnsweredRequest) -> None:
         """Starts a request."""
@@ -210,7 +207,7 @@ class ExitReader:
             logits: [W, V] in the order of ``batch.trees``.
             layer: see ``Exits``.
         """
-        found, start = [], 0
+        exits, start = [], 0
         for rows in batch.trees:
             transform = self._requests[rows.request]
             histories = None
@@ -227,16 +224,13 @@ class ExitReader:
                 request_id=rows.request,
                 positions=rows.positions,
             )
-            found.append(
+            exits.append(
                 Exits(
-                    request=rows.request,
-                    node_ids=rows.node_ids,
-                    candidates=candidates,
-                    layer=layer,
+                    request=rows.request, node_ids=rows.node_ids, candidates=candidates, layer=layer
                 )
             )
             start = stop
-        return tuple(found)
+        return tuple(exits)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories."""
@@ -245,6 +239,6 @@ class ExitReader:
                 self._paths.commit(commit)
 
     def close(self, request_id: int) -> None:
-        """Forgets a request."""
+        """Drops the request."""
         if self._requests.pop(request_id, None) is not None:
             self._paths.close(request_id)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
-from specdec.executors.answering import Answerer
-from specdec.executors.layout import with_hidden
+from specdec.executors.answerer import Answerer
+from specdec.executors.row_packing import with_hidden
 from specdec.executors.stage import Stage
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Batch, Commit, Output
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class LocalExecutor:
-    """Runs each batch at once, on the device that the draft uses too.
+    """Runs each batch in its own step, on the device that the draft shares.
 
     Attributes:
-        counters: passes and rows so far (an empty batch costs none).
-        hidden_layers: layers whose hidden states its outputs carry.
+        counters: passes and rows so far (an empty batch has none).
+        hidden_layers: layers whose hidden states the outputs contain.
     """
 
     latency = 1
@@ -40,9 +40,9 @@ class LocalExecutor:
         Args:
             stage: the whole target.
             answerer: turns its logits into answers.
-            clock: charged per pass, for stages and one head.
-            stages: priced stages that the layers lie on, one after the other.
-            hidden_layers: that ``stage`` captures.
+            clock: charged per pass, for stages and one output head.
+            stages: number of profile stages that the layers are charged as. Default: 1.
+            hidden_layers: layers that ``stage`` captures. Default: none.
         """
         self.hidden_layers = hidden_layers
         self._stage = stage
@@ -58,19 +58,19 @@ class LocalExecutor:
         self._answerer.open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Takes the batch; the pass itself runs in ``collect``."""
+        """Stores the batch; the pass runs in ``collect``."""
         self._batch = batch
         if batch.num_tokens:
             self.counters.count(batch)
 
     def ready(self) -> bool:
-        """Always: one device does one thing at a time."""
+        """True: drafting and the target's pass do not overlap on one device."""
         return True
 
     def collect(self) -> Output:
-        """Runs the target over the batch."""
+        """Runs the target on the batch."""
         batch = self._batch
-        assert batch is not None, "submit comes before collect"
+        assert batch is not None, "submit must precede collect"
         if not batch.num_tokens:
             return Output(step=batch.step)
         self._clock.start(CONTROLLER)
@@ -93,4 +93,4 @@ class LocalExecutor:
         self._answerer.close(request_id)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """No-op."""

@@ -1,9 +1,9 @@
-"""The pipeline executor over an in-process transport: N stages, levels in flight.
+"""The pipeline executor with all stages in one process: N stages, one batch in flight per stage.
 
-One step is compute, prune, transmit (SpecPipe Algorithm 1, PipeDec 3.4): every stage computes the
-batch that waits before it, the last one answers, the commit prunes caches and hidden states alike,
-and what survives moves on by one stage. With a simulated clock this is the simulator; with any
-other it is the test bed of the distributed executor, which runs the same steps over messages.
+One step is compute, prune, transmit (SpecPipe Algorithm 1, PipeDec 3.4): every stage computes its
+batch, the last stage answers, the commit prunes caches and hidden states, and the surviving rows
+move to the next stage. With a simulated clock this is the simulator; the distributed executor runs
+the same steps over messages.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.clocks import Clock
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, ExitStage
-from specdec.executors.layout import InFlight, Submitted, with_hidden
+from specdec.executors.row_packing import InFlight, Submitted, with_hidden
 from specdec.executors.stage import Stage
-from specdec.executors.times import StepTimes
+from specdec.executors.step_charges import StepCharges
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, Output
 
@@ -30,9 +30,9 @@ class PipelineExecutor:
     Attributes:
         latency: N, the number of stages.
         counters: batches and rows that entered the first stage.
-        stage_rows: rows computed per stage (pruned rows are not computed further on).
-        hidden_layers: layers whose hidden states its outputs carry; they travel with their rows
-            from the stage that has them to the last one.
+        stage_rows: rows computed per stage; pruned rows are not computed by later stages.
+        hidden_layers: layers whose hidden states the outputs contain; they move with their rows
+            from the stage that captures them to the last one.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class PipelineExecutor:
             stages: first to last.
             answerer: turns the last stage's logits into answers.
             clock: charged per stage and step for compute, pruning and transfer.
-            exits: turns the logits of exit heads into proposals (PPSD Alg. 1).
-            hidden_layers: that the stages capture.
-            devices: of each stage, for the clock; one each where omitted.
+            exits: turns the logits of exit heads into proposals (PPSD Alg. 1). Default: none.
+            hidden_layers: layers that the stages capture. Default: none.
+            devices: number of devices of each stage, for the clock. Default: one each.
         """
         self.hidden_layers = hidden_layers
         self._exits = exits
@@ -62,7 +62,7 @@ class PipelineExecutor:
         ]
         self._stages = list(stages)
         self._answerer = answerer
-        self._times = StepTimes(clock, devices or [1] * len(self._stages))
+        self._charges = StepCharges(clock, devices or [1] * len(self._stages))
         self._slots: list[InFlight | None] = [None] * len(self._stages)
         self._submitted = Submitted()
         self._step = -1
@@ -80,25 +80,25 @@ class PipelineExecutor:
         self._submitted.open(request.id)
 
     def submit(self, batch: Batch) -> None:
-        """Puts the batch before the first stage; all stages start on what waits before them."""
+        """Passes the batch to the first stage; all stages start on their batches."""
         self._step = batch.step
         if batch.num_tokens:
             self._slots[0] = InFlight(batch)
             self.counters.count(batch)
             self._submitted.add(batch)
         last = self._slots[-1]
-        self._times.compute(self._rows(), 0 if last is None else last.batch.num_nodes)
+        self._charges.compute(self._rows(), 0 if last is None else last.batch.num_nodes)
         for stage, num_exits in self._exits_at:
             if (at_exit := self._slots[stage]) is not None:
                 for _ in range(num_exits):
-                    self._times.exit(stage, at_exit.batch.num_nodes)
+                    self._charges.exit(stage, at_exit.batch.num_nodes)
 
     def ready(self) -> bool:
-        """Whether every stage has finished from the controller's point of view."""
-        return not self._times.busy()
+        """Whether every stage has finished computing, from the controller's point of view."""
+        return not self._charges.busy()
 
     def collect(self) -> Output:
-        """Runs every stage once; answers what left the last one."""
+        """Runs every stage once, and answers the batch that left the last one."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
         for i, (stage, slot) in enumerate(zip(self._stages, self._slots, strict=True)):
@@ -113,14 +113,14 @@ class PipelineExecutor:
             if self._exits is not None:
                 for layer, logits in out.exit_logits.items():
                     exits += self._exits.read(slot.batch, logits, layer)
-        self._times.finish()
+        self._charges.finish()
         output, last = Output(step=self._step, answers=answers, exits=exits), self._slots[-1]
         if last is None or not self.hidden_layers:
             return output
         return with_hidden(output, last.batch, last.captured)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes, then moves what survives on to the next stage, and ends the step."""
+        """Prunes, moves the surviving rows to the next stage, and ends the step."""
         by_request = {commit.request: commit for commit in commits}
         pruned = sum(self._submitted.commit(commit) for commit in commits)
         if commits:
@@ -137,10 +137,10 @@ class PipelineExecutor:
                 slot.prune(by_request)
                 if slot.batch.num_tokens:
                     self._slots[i] = slot
-        self._times.end(pruned, self._rows()[1:], answered=bool(output.answers))
+        self._charges.end(pruned, self._rows()[1:], answered=bool(output.answers))
 
     def close(self, request_id: int) -> None:
-        """Frees the request's caches; its rows in flight are dropped."""
+        """Frees the request's caches and drops its rows in flight."""
         for stage in self._stages:
             stage.close(request_id)
         self._answerer.close(request_id)
@@ -154,13 +154,13 @@ class PipelineExecutor:
                     self._slots[i] = None
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """No-op."""
 
     @property
     def places(self) -> dict[int, int]:
-        """Rank -> stage, from 1."""
+        """Rank -> stage number, both from 1."""
         return {rank: rank for rank in range(1, len(self._stages) + 1)}
 
     def _rows(self) -> list[int]:
-        """Rows that wait before each stage."""
+        """Number of rows of each stage's batch."""
         return [0 if slot is None else slot.batch.num_tokens for slot in self._slots]

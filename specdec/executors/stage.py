@@ -1,7 +1,10 @@
 """A pipeline stage: a slice of the target's layers with one cache per request.
 
-Stages are dumb: they compute what a batch names and follow commits. The in-process pipeline calls
-them directly; the distributed one runs the same objects behind messages.
+A stage computes the rows of a batch and applies commits; decisions are made by the controller. The
+in-process pipeline calls stages directly, the distributed one runs the same objects behind
+messages.
+
+Shape letters: R rows of a batch, W tree rows, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 
 from specdec.attention.kv_cache import TreeCache
 from specdec.attention.kv_storage import BlockPool
-from specdec.executors.layout import RowItem, row_items, tree_row_index
+from specdec.executors.row_packing import RowItem, row_items, tree_row_index
 from specdec.models.runner import ModelRunner
 from specdec.types import Batch, Commit, IntArray
 
@@ -25,13 +28,13 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """What a stage computed.
+    """Results of a stage.
 
     Attributes:
-        hidden: [rows, E] for the next stage; None where nothing is computed.
-        logits: [tree rows, V] in the order of ``batch.trees``; last stage only.
-        captured: layer (from 0) -> [rows, E] after it, of the layers that the stage was asked for.
-        exit_logits: layers before an exit -> [tree rows, V] of its head, of the exits in the stage.
+        hidden: [R, E], input of the next stage; None for a stage without a model.
+        logits: [W, V] in the order of ``batch.trees``; last stage only.
+        captured: layer (from 0) -> [R, E] after it, for the layers that the stage captures.
+        exit_logits: number of layers before an exit -> [W, V] of its head, for the stage's exits.
     """
 
     hidden: torch.Tensor | None = None
@@ -44,15 +47,15 @@ class Stage(Protocol):
     """A slice of the target."""
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Makes room for a request of at most ``max_len`` tokens."""
+        """Allocates the cache of a request of at most ``max_len`` tokens."""
         ...
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
-        """Computes the batch's rows; ``hidden`` is the input of a stage that is not the first."""
+        """Computes the batch's rows; ``hidden``: [R, E] of the stage before, None for the first."""
         ...
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Moves verified entries into the prefix, keeps surviving ones, drops the rest."""
+        """Moves retired cache entries into the prefix, keeps surviving ones, drops the rest."""
         ...
 
     def close(self, request_id: int) -> None: ...
@@ -62,7 +65,7 @@ class ModelStage:
     """A slice of a Hugging Face model."""
 
     def __init__(self, *, runner: ModelRunner, pool: BlockPool | None = None) -> None:
-        """Serves the layers of ``runner``; caches are blocks of ``pool`` where there is one."""
+        """Wraps the layers of ``runner``; with ``pool`` the caches are paged."""
         self.runner = runner
         self.pool = pool
         self._caches: dict[int, TreeCache] = {}
@@ -78,12 +81,12 @@ class ModelStage:
         """One packed forward over the batch's rows; logits where the stage has them."""
         items = row_items(batch)
         rows = [self._rows(item) for item in items]
-        wanted = tree_row_index(items) if self.runner.is_last and wants_logits else _NONE
-        out = self.runner.forward(rows, hidden=hidden, logits_rows=wanted)
+        logits_rows = tree_row_index(items) if self.runner.is_last and wants_logits else _NONE
+        out = self.runner.forward(rows, hidden=hidden, logits_rows=logits_rows)
         return StageOutput(hidden=out.hidden, logits=out.logits, captured=out.captured)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to the caches of requests that this stage serves."""
+        """Applies commits to the caches."""
         for commit in commits:
             self._caches[commit.request].commit(commit)
 
@@ -94,7 +97,7 @@ class ModelStage:
             cache.close()
 
     def paged(self, num_blocks: int, block_tokens: int) -> ModelStage:
-        """The same layers, the caches of all their requests in one pool of blocks."""
+        """The same layers with all caches in one pool of blocks."""
         spec = self.runner.spec
         pool = BlockPool(spec=spec, num_blocks=num_blocks, block_tokens=block_tokens)
         return ModelStage(runner=self.runner, pool=pool)
@@ -115,35 +118,34 @@ class ModelStage:
 
 
 class NullStage:
-    """A stage that computes nothing: synthetic targets, and the cost of the schedule itself."""
+    """A stage without a model, for synthetic targets and for measuring the schedule's own cost."""
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Nothing to hold."""
+        """No-op."""
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
-        """Nothing to compute."""
+        """Returns an empty output."""
         return StageOutput()
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Nothing to prune."""
+        """No-op."""
 
     def close(self, request_id: int) -> None:
-        """Nothing to free."""
+        """No-op."""
 
 
 def split_layers(
     num_layers: int, num_stages: int, *, head_layers: float = 0.0
 ) -> list[tuple[int, int]]:
-    """(first, last) layer of each stage, as even as possible, the shorter stages last.
+    """(start, end) layer of each stage, end exclusive, as even as possible, shorter stages last.
 
-    The last stage also carries the output head, so it gets the smaller share (the papers put two
-    layers fewer beside it).
+    The last stage also computes the output head, so it gets fewer layers (two fewer in the papers).
 
     Args:
-        num_layers: of the target.
-        num_stages: at most as many.
-        head_layers: what the output head costs, in layers; an embedding lookup costs nothing. The
-            slowest stage, which sets the pace, is as fast as it can be.
+        num_layers: number of layers of the target.
+        num_stages: number of stages, at most ``num_layers``.
+        head_layers: cost of the output head in layers; the split minimizes the cost of the slowest
+            stage. Default: 0.
 
     Raises:
         ValueError: if there are more stages than layers.

@@ -1,7 +1,6 @@
-"""Kernels for the small batches of speculative decoding, each with a reference in plain torch.
+"""GPU execution: CUDA graph capture, Triton kernels, their references, and what can run where.
 
-Nothing here needs flash-attn or a GPU to be imported. The kernels' own files (``tree_attention``,
-``swiglu``, and ``modules``, which uses them) need Triton, and are imported only once ``support``,
-which says what can run where, has found that they can be. The Triton kernels also run on the CPU,
-slowly, under Triton's interpreter (TRITON_INTERPRET=1).
+Importing this package needs neither Triton nor a GPU. ``swiglu`` and ``fused_layers``, which uses
+it, need Triton and must be imported only after ``support`` reported no problem. The Triton kernels
+also run on the CPU, slowly, under Triton's interpreter (TRITON_INTERPRET=1).
 """

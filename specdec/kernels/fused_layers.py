@@ -1,6 +1,6 @@
-"""Fused modules in place of a decoder layer's norms and projections, on a runner's own copy.
+"""Replaces a decoder layer's norms and projections by fused modules, on a runner's own copy.
 
-Letters: R rows, E hidden size, F inner size, N outputs of a projection.
+Shape letters: R rows, E hidden size, F inner size, N outputs of a projection.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from specdec.errors import UserError
 from specdec.kernels.swiglu import norm_projection, swiglu
 
 FAMILIES = ("llama", "mistral", "qwen3")
-"""Families whose layers are: norm, q/k/v projections; norm, SwiGLU. All without biases."""
+"""Supported families: layers of norm + q/k/v projections and norm + SwiGLU, without biases."""
 
-_TOLERANCE = 2e-2  # of a norm's output in bfloat16, whose values are about one
+_TOLERANCE = 2e-2  # relative, for a norm's output in bfloat16
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def fuse(model: PreTrainedModel) -> int:
     """Replaces norms and projections in every layer of ``model``; returns how many layers.
 
-    Parameters stay the model's own: nothing is copied.
+    The fused modules share the model's parameters.
 
     Raises:
-        UserError: for another family, or layers of a kind that the kernels do not compute.
+        UserError: for an unsupported family, activation, norm or kind of weights.
     """
     kind = model.config.model_type
     if kind not in FAMILIES:
         raise UserError(
-            f"model.kernels=triton knows the families {', '.join(FAMILIES)}, not {kind!r}; use"
+            f"model.kernels=triton supports the families {', '.join(FAMILIES)}, not {kind!r}; use"
             " model.kernels=torch"
         )
     count = 0
@@ -54,7 +55,7 @@ def _fuse_layer(layer: Any, kind: str) -> None:
     )
     if not isinstance(mlp.act_fn, nn.SiLU) and "silu" not in type(mlp.act_fn).__name__.lower():
         raise UserError(
-            f"model.kernels=triton computes SwiGLU, and this {kind} model's activation is"
+            f"model.kernels=triton computes SwiGLU, but this {kind} model's activation is"
             f" {type(mlp.act_fn).__name__}; use model.kernels=torch"
         )
     for index, name in enumerate(_PROJECTIONS):
@@ -64,37 +65,34 @@ def _fuse_layer(layer: Any, kind: str) -> None:
         _put(layer, name, nn.Identity())
 
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-
-
 def _plain_weight(linear: Any, kind: str) -> torch.Tensor:
-    """The weight of a plain linear map.
+    """Returns the weight of an unquantised linear layer without a bias.
 
     Raises:
-        UserError: for a bias, or weights that are quantised.
+        UserError: for another layer.
     """
     weight: Any = getattr(linear, "weight", None)
     plain = isinstance(linear, nn.Linear) and linear.bias is None and weight is not None
     if not plain or type(weight.data) is not torch.Tensor or not weight.is_contiguous():
         raise UserError(
-            f"model.kernels=triton needs plain weights without biases, and this {kind} model has"
+            f"model.kernels=triton needs plain weights without biases, but this {kind} model has"
             " biased, quantised or transposed ones; use model.kernels=torch"
         )
-    found: torch.Tensor = weight
-    return found
+    checked: torch.Tensor = weight
+    return checked
 
 
 def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
-    """Replaces a child, also where ``specdec.models.shortcuts`` keeps it at hand."""
+    """Replaces a child, also in the ``__dict__`` entry that ``specdec.models.shortcuts`` adds."""
     parent._modules[name] = child
     parent.__dict__[name] = child
 
 
 def _norm(module: Any) -> tuple[torch.Tensor, float]:
-    """Weight and epsilon of a root-mean-square norm.
+    """Returns weight and epsilon of a root-mean-square norm.
 
     Raises:
-        UserError: for a module that computes something else.
+        UserError: if the module computes another function.
     """
     weight, eps = module.weight, getattr(module, "variance_epsilon", getattr(module, "eps", None))
     sample = torch.linspace(-2, 2, len(weight), device=weight.device, dtype=weight.dtype)[None]
@@ -103,13 +101,13 @@ def _norm(module: Any) -> tuple[torch.Tensor, float]:
         if (module(sample) - expected).abs().max() <= _TOLERANCE * expected.abs().max():
             return weight, eps
     raise UserError(
-        f"model.kernels=triton knows plain root-mean-square norms, not {type(module).__name__};"
+        f"model.kernels=triton supports plain root-mean-square norms, not {type(module).__name__};"
         " use model.kernels=torch"
     )
 
 
 class _Projections:
-    """Norm and the three projections of a layer in one launch, computed when q is asked for."""
+    """Norm and q/k/v projections of a layer in one launch, which the call for q triggers."""
 
     def __init__(self, norm: nn.Module, matrices: list[torch.Tensor]) -> None:
         self.weight, self.eps = _norm(norm)
@@ -119,20 +117,20 @@ class _Projections:
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
-        """Projection ``index`` of ``hidden``, [..., E], before the norm."""
+        """Projection ``index`` of the norm of ``hidden``, [..., E]."""
         if self._input is not hidden:
             flat = norm_projection(
                 hidden.flatten(0, -2), self.weight, self.matrices, self.eps
             ).unflatten(0, hidden.shape[:-1])
             self._input, self._outputs = hidden, flat.split(self.sizes, -1)
-        found = self._outputs[index]
-        if index == len(self.sizes) - 1:
+        output = self._outputs[index]
+        if index == len(self.sizes) - 1:  # the last of the three: frees the results
             self._input, self._outputs = None, ()
-        return found
+        return output
 
 
 class _Projection(nn.Module):
-    """One of three projections of the same input."""
+    """One of the three projections of the same input."""
 
     def __init__(self, shared: _Projections, index: int) -> None:
         super().__init__()
@@ -144,7 +142,7 @@ class _Projection(nn.Module):
 
 
 class _GatedUnit(nn.Module):
-    """Norm, gate and up projections and their product in one launch; then the way down."""
+    """Norm, gate and up projections and their product in one launch, then the down projection."""
 
     def __init__(
         self, norm: nn.Module, gate: torch.Tensor, up: torch.Tensor, down: nn.Module
@@ -158,5 +156,5 @@ class _GatedUnit(nn.Module):
         inner = swiglu(
             hidden.flatten(0, -2), self._gate, self._up, norm=self._norm_weight, eps=self._eps
         )
-        found: torch.Tensor = self.down_proj(inner.unflatten(0, hidden.shape[:-1]))
-        return found
+        output: torch.Tensor = self.down_proj(inner.unflatten(0, hidden.shape[:-1]))
+        return output

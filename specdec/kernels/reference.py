@@ -1,12 +1,13 @@
-"""The kernels' references in plain torch: short, obvious, in the precision of their inputs.
+"""Reference implementations of the kernels in plain torch, in the precision of their inputs.
 
-Letters: H query heads, G key/value heads, D head size, R rows, C slots of a cache, M columns of
+Shape letters: H query heads, G key/value heads, D head size, R rows, C cache slots, M columns of
 the mask, E hidden size, F inner size of a feed-forward block, N outputs of a projection.
 """
 
 from __future__ import annotations
 
 import torch
+from einops import einsum, rearrange
 
 
 def tree_attention(
@@ -19,29 +20,28 @@ def tree_attention(
     visible: torch.Tensor,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Attention of rows over a prefix, which all see, and a tree, of which each sees a part.
+    """Attention of rows to a prefix that all rows see and to a masked tree.
 
     Args:
         query: [1, H, R, D].
-        key, value: [1, G, C, D]; slots from ``end`` on are not looked at.
-        first: slots before this one are seen by every row.
+        key, value: [1, G, C, D]; slots from ``end`` on are not read.
+        first: every row sees the slots before this one.
         end: first <= end <= C.
         visible: bool or uint8 [R, M], M >= end - first: which slots from ``first`` on a row sees.
-            Need not be square (SwiftSpec 3.1).
+            It need not be square (SwiftSpec 3.1).
         scaling: factor of the scores; 1 / sqrt(D) where None.
 
     Returns:
-        [1, H, R, D]; zeros where a row sees nothing.
+        [1, H, R, D]; zeros for a row that sees no slot.
     """
-    groups = key.shape[1]
-    grouped = query.unflatten(1, (groups, -1))
+    grouped = rearrange(query, "b (g p) r d -> b g p r d", g=key.shape[1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = grouped @ key[:, :, None, :end].transpose(-1, -2) * scale
-    rows = query.shape[2]
-    seen = torch.ones(rows, end, dtype=torch.bool, device=query.device)
+    scores = einsum(grouped, key[:, :, :end], "b g p r d, b g c d -> b g p r c") * scale
+    seen = torch.ones(query.shape[2], end, dtype=torch.bool, device=query.device)
     seen[:, first:] = visible[:, : end - first].bool()
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return (weights @ value[:, :, None, :end]).flatten(1, 2)
+    output = einsum(weights, value[:, :, :end], "b g p r c, b g c d -> b g p r d")
+    return rearrange(output, "b g p r d -> b (g p) r d")
 
 
 def swiglu(hidden: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def swiglu(hidden: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.
 
     Args:
         hidden: [R, E].
-        gate, up: [F, E], as ``nn.Linear`` keeps them.
+        gate, up: [F, E], the layout of ``nn.Linear``.
 
     Returns:
         [R, F].
@@ -60,7 +60,7 @@ def swiglu(hidden: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.
 def norm_projection(
     hidden: torch.Tensor, weight: torch.Tensor, matrices: list[torch.Tensor], eps: float
 ) -> torch.Tensor:
-    """Root-mean-square norm, then one or several projections side by side.
+    """Root-mean-square norm, then one or more projections, concatenated.
 
     Args:
         hidden: [R, E].

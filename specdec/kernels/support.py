@@ -1,4 +1,4 @@
-"""What can run here: Triton, its interpreter, flash-attn. Every refusal names the remedy."""
+"""Checks whether Triton, flash-attn and torch.compile can run here; messages name the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def triton_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels cannot run on ``device`` in ``dtype``; None where they can."""
+    """Returns why the Triton kernels cannot run on ``device`` in ``dtype``; None if they can."""
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton (Linux)"
     if dtype == torch.float64:
@@ -29,12 +29,12 @@ def triton_problem(device: torch.device | str, dtype: torch.dtype) -> str | None
             " TRITON_INTERPRET=1 to run the kernels slowly on the CPU"
         )
     if dtype != torch.float32:
-        return f"Triton's interpreter is used with float32 only, not {dtype}: choose dtype=float32"
+        return f"Triton's interpreter supports float32 only, not {dtype}: choose dtype=float32"
     return None
 
 
 def flash_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Why flash-attn cannot run on ``device`` in ``dtype``; None where it can."""
+    """Returns why flash-attn cannot run on ``device`` in ``dtype``; None if it can."""
     if find_spec("flash_attn") is None:
         return "flash-attn is not installed: pip install flash-attn (needs a CUDA toolkit)"
     if torch.device(device).type != "cuda":
@@ -43,39 +43,39 @@ def flash_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
         return f"flash-attn computes in float16 or bfloat16, not in {dtype}: choose another dtype"
     try:
         import_module("flash_attn")
-    except ImportError as error:  # such as one that was built for another torch
+    except ImportError as error:  # for example, built for another torch version
         return f"flash-attn cannot be imported ({error}): build it for torch {torch.__version__}"
     return None
 
 
 def compile_problem(device: torch.device | str) -> str | None:
-    """Why torch.compile cannot generate code for ``device``; None where it can."""
+    """Returns why torch.compile cannot generate code for ``device``; None if it can."""
     if torch.device(device).type == "cuda":
         missing = find_spec("triton") is None
         return "torch.compile needs Triton on CUDA devices: pip install triton" if missing else None
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if which(compiler) is None:
         return (
-            f"torch.compile needs a C++ compiler, and there is no {compiler}: install one, or name"
-            " yours in the environment variable CXX"
+            f"torch.compile needs a C++ compiler, but {compiler} is not installed: install one, or"
+            " set the environment variable CXX to yours"
         )
     return None
 
 
-def require(problem: str | None, asked: str) -> None:
-    """Refuses what cannot run here.
+def require(problem: str | None, setting: str) -> None:
+    """Raises an error if there is a problem.
 
     Args:
-        problem: what a function above said.
-        asked: the setting, as the user wrote it.
+        problem: returned by one of the functions above.
+        setting: the configuration key and value that cause it.
 
     Raises:
         UserError: unless ``problem`` is None.
     """
     if problem is not None:
-        raise UserError(f"{asked} cannot run here: {problem}")
+        raise UserError(f"{setting} cannot run here: {problem}")
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets its kernels (read by Triton when a kernel module is imported)."""
+    """Whether Triton interprets its kernels; Triton decides this when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}

@@ -1,12 +1,11 @@
-"""Fused SwiGLU, with or without the norm before it; norm + several projections. One launch each.
+"""Fused SwiGLU, optionally with the preceding norm, and norm + projections; one launch each.
 
-SwiftSpec 3.3: each thread block computes the same tile of both products, so that the input is read
-once and the gate never leaves the chip. The norm's factor of a row is a scalar, so it is applied
-after the product, and its sum of squares is taken from the tiles that the product reads anyway.
-Not so in float16, where what the norm has not yet made small may overflow: there the rows are read
-once more, before.
+As in SwiftSpec 3.3, each thread block computes the same tile of both products, so that the input is
+read once and the gate stays on the chip. The norm scales a row by a scalar, so it is applied after
+the product, and its sum of squares is computed from the tiles that the product reads. In float16,
+unnormalised values could overflow, so there an extra pass over the rows computes the scalar first.
 
-Letters: R rows, E hidden size, F or N outputs.
+Shape letters: R rows, E hidden size, F or N outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _scale(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):
     # fmt: on
-    """float32[BLOCK_ROWS]: the norm's factor of each row."""
+    """float32[BLOCK_ROWS]: the norm's scale of each row."""
     squares = tl.zeros([BLOCK_ROWS], tl.float32)
     for begin in range(0, num_in, BLOCK_IN):
         columns = begin + tl.arange(0, BLOCK_IN)
@@ -92,7 +91,7 @@ def _normed(  # type: ignore[no-untyped-def]
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):
     # fmt: on
-    # Which matrix this block's outputs are of, and where they begin among all outputs.
+    # The matrix that this block's outputs belong to, and its offset among all outputs.
     block = tl.program_id(0)
     matrix, num_out, base = first, out_1, 0
     if block >= blocks_1 + blocks_2:
@@ -137,12 +136,12 @@ def swiglu(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """See ``specdec.kernels.reference.swiglu``; float32, float16 or bfloat16.
+    """Computes ``specdec.kernels.reference.swiglu`` in float32, float16 or bfloat16.
 
     Args:
         hidden: [R, E], last dimension contiguous.
         gate, up: [F, E], contiguous.
-        norm, eps: weight [E] and epsilon of a root-mean-square norm that comes first.
+        norm, eps: weight [E] and epsilon of a root-mean-square norm to apply first; None: no norm.
 
     Returns:
         [R, F].
@@ -174,13 +173,13 @@ def swiglu(
 def norm_projection(
     hidden: torch.Tensor, weight: torch.Tensor, matrices: list[torch.Tensor], eps: float
 ) -> torch.Tensor:
-    """See ``specdec.kernels.reference.norm_projection``; at most three matrices, contiguous.
+    """Computes ``specdec.kernels.reference.norm_projection``; the matrices must be contiguous.
 
     Raises:
-        ValueError: for more matrices.
+        ValueError: unless there are one to three matrices.
     """
     if not 1 <= len(matrices) <= _MAX_MATRICES:
-        raise ValueError(f"{len(matrices)} matrices: one launch takes 1 to {_MAX_MATRICES}")
+        raise ValueError(f"{len(matrices)} matrices; one launch supports 1 to {_MAX_MATRICES}")
     num_rows, num_in = hidden.shape
     sizes = [len(matrix) for matrix in matrices] + [0] * (_MAX_MATRICES - len(matrices))
     padded = [*matrices, *[matrices[0]] * (_MAX_MATRICES - len(matrices))]

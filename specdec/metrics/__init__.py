@@ -1,4 +1,4 @@
-"""Metrics: raw counts in ``results``, every rate in ``rates``, ratios to ``ar`` in ``compare``."""
+"""Metrics: raw counts (``results``), rates (``rates``), ratios to ``ar`` (``compare``)."""
 
 from specdec.clocks.meter import Meter
 from specdec.metrics.compare import comparison_row, prompt_speedups, speed_ratio_interval

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from specdec.metrics.parity import Divergence, Parity, lossless_against
+from specdec.metrics.parity import Parity, lossless_against
 from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
 from specdec.metrics.times import decode_phase, decode_speed
@@ -25,25 +26,24 @@ def comparison_row(
     claims: str = "token",
     parity: Parity | None = None,
 ) -> dict[str, Any]:
-    """Makes one row of ``comparison.json``.
+    """One row of ``comparison.json``.
 
-    Every metric of ``summarise``, by median over the repeats; ``<name>_range`` = [least, most] for
-    the main times; ``repeats``; and against the ``ar`` row of the same run: ``lossless``,
-    ``num_differing``, ``differing``, ``ties``, ``speedup_wall`` (median over repeats of the ratio
-    of tokens_per_s within a repeat), ``speedup_wall_range``, ``speedup_wall_interval`` (95 %
-    bootstrap over prompts) and ``speedup_theoretical``.
+    Contains every metric of ``summarise`` (medians over the repeats), ``<name>_range`` = [minimum,
+    maximum] of the main times, ``repeats``, and against the ``ar`` row of the same run:
+    ``lossless``, ``num_differing``, ``differing``, ``ties``, ``speedup_wall`` (median over repeats
+    of the ratio of tokens_per_s), ``speedup_wall_range``, ``speedup_wall_interval`` (95 % bootstrap
+    over prompts) and ``speedup_theoretical``.
 
     Args:
         strategy: its name.
         runs: one per repeat.
-        ar_runs: plain decoding's runs, repeat by repeat the same prompts; None where there is
-            no such row.
-        claims: what the verifier promises (``types.Lossless``); tokens are compared under
-            "token" only.
-        parity: a comparison already made (with distances); None to make it here.
+        ar_runs: plain decoding's runs of the same prompts, by repeat; None if there are none.
+        claims: what the verifier promises (``types.Lossless``); tokens are compared only under
+            "token".
+        parity: result of an earlier token comparison; None to compare here.
 
     Raises:
-        ValueError: there are no runs, or repeats do not pair with those of ``ar``.
+        ValueError: no runs, or another number of repeats than ``ar`` has.
     """
     if not runs:
         raise ValueError(f"{strategy}: no finished repeat to report")
@@ -62,8 +62,8 @@ def comparison_row(
     row["lossless"] = parity.lossless
     row["num_compared"] = parity.num_compared
     row["num_differing"] = len({d.id for d in parity.differing})
-    row["differing"] = [_divergence_json(d) for d in parity.differing]
-    row["ties"] = [_divergence_json(d) for d in parity.ties]
+    row["differing"] = [asdict(d) for d in parity.differing]
+    row["ties"] = [asdict(d) for d in parity.ties]
     row.update(_speedups(runs, ar_runs))
     return row
 
@@ -71,21 +71,21 @@ def comparison_row(
 def theoretical_speedup(
     totals: RunTotals, new_tokens: int, ar: RunTotals, ar_speed: float | None, ar_new_tokens: int
 ) -> float | None:
-    """Speed-up that the run's own counts predict; one law for all clocks and executors.
+    """Speed-up predicted by the run's own counts, for all clocks and executors.
 
-    With t the seconds that ``ar`` takes per token on the run's clock, a way through the target
-    costs t, whatever its number of rows, so a turn of an executor of latency L costs t / L:
+    With t the seconds per token of ``ar`` on the run's clock, a pass through the target costs t for
+    any number of rows, so a turn of an executor of latency L costs t / L:
 
         seconds = turns t / L + drafting,
 
-    drafting being the seconds on that clock in which sources computed, with layers of the target
-    too, less what passed while the target was busy, where the clock knows. The same turns count for
-    ``ar`` itself, which shares them among the requests of a batch as the strategy does. What the
-    run then loses against it is wider passes and overhead. None where ``ar`` has no speed.
+    where drafting is the seconds on that clock in which sources computed, less those during target
+    work if the clock knows them. The turns of ``ar``, which shares them among the requests of a
+    batch, are counted alike. Wider passes and overhead explain the difference to the measured
+    speed-up. None if ``ar`` has no speed.
 
     Args:
-        totals, new_tokens: the strategy's run.
-        ar, ar_speed, ar_new_tokens: plain decoding's totals, tokens/s of decoding, and tokens.
+        totals, new_tokens: of the strategy's run.
+        ar, ar_speed, ar_new_tokens: plain decoding's totals, speed in tokens/s, and tokens.
     """
     turns, ar_turns = _turns(totals), _turns(ar)
     if not ar_speed or not turns or not ar_turns or not new_tokens or not ar_new_tokens:
@@ -96,7 +96,7 @@ def theoretical_speedup(
 
 
 def _turns(totals: RunTotals) -> int:
-    """Turns of the loop that decoded: passes, or steps of a pipeline without those of prompts."""
+    """Decoding turns of the loop: passes, or steps of a pipeline without those of prompts."""
     if totals.latency == 1:
         return totals.target_passes
     return totals.steps - totals.prefill_passes
@@ -110,21 +110,21 @@ def speed_ratio_interval(
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Bootstrap interval of the ratio of decode speeds, prompts resampled in pairs.
+    """Bootstrap interval of the ratio of decode speeds; prompts are resampled in pairs.
 
-    Repeats of a prompt are pooled before. None with fewer than two common prompts or no times.
+    Repeats of a prompt are pooled first. None with fewer than two common prompts or no times.
 
     Args:
-        results, ar_results: the two sides; prompts that only one has are left out.
+        results, ar_results: both sides; prompts that only one side has are ignored.
         level: coverage.
         num_resamples: bootstrap samples.
         seed: of the resampling.
     """
-    mine, plain = _per_prompt(results), _per_prompt(ar_results)
-    common = sorted(mine.keys() & plain.keys())
+    ours, plain = _per_prompt(results), _per_prompt(ar_results)
+    common = sorted(ours.keys() & plain.keys())
     if len(common) < 2:
         return None
-    table = np.array([[*mine[i], *plain[i]] for i in common])  # [P, 4] tokens, seconds, twice
+    table = np.array([[*ours[i], *plain[i]] for i in common])  # [P, 4] tokens, seconds, twice
     if not (table.sum(0) > 0).all():
         return None
     picks = np.random.default_rng(seed).integers(0, len(common), (num_resamples, len(common)))
@@ -136,34 +136,35 @@ def speed_ratio_interval(
 
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
-    """float64[P]: ratio of decode speeds per prompt, repeats pooled; the spread of a plot."""
-    mine = _per_prompt([result for run in runs for result in run.results])
+    """float64[P]: ratio of decode speeds per prompt, repeats pooled."""
+    ours = _per_prompt([result for run in runs for result in run.results])
     plain = _per_prompt([result for run in ar_runs for result in run.results])
-    common = [i for i in sorted(mine.keys() & plain.keys()) if min(*mine[i], *plain[i]) > 0]
-    return np.array([(mine[i][0] / mine[i][1]) / (plain[i][0] / plain[i][1]) for i in common])
+    common = [i for i in sorted(ours.keys() & plain.keys()) if min(*ours[i], *plain[i]) > 0]
+    return np.array([(ours[i][0] / ours[i][1]) / (plain[i][0] / plain[i][1]) for i in common])
 
 
 def _per_prompt(results: Sequence[RequestResult]) -> dict[int, tuple[float, float]]:
-    found: dict[int, tuple[float, float]] = {}
+    """Prompt id -> tokens and seconds of its decode phases."""
+    totals: dict[int, tuple[float, float]] = {}
     for result in results:
         phase = decode_phase(result)
-        tokens, seconds = found.get(result.id, (0.0, 0.0))
-        found[result.id] = (tokens + phase.tokens, seconds + phase.seconds)
-    return found
+        tokens, seconds = totals.get(result.id, (0.0, 0.0))
+        totals[result.id] = (tokens + phase.tokens, seconds + phase.seconds)
+    return totals
 
 
 def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, Any]:
     names = ("speedup_wall", "speedup_wall_range", "speedup_wall_interval", "speedup_theoretical")
-    found: dict[str, Any] = dict.fromkeys(names)
+    speedups: dict[str, Any] = dict.fromkeys(names)
     if not ar_runs:
-        return found
+        return speedups
     if len(ar_runs) != len(runs):
         raise ValueError(
             f"{len(runs)} repeats cannot be paired with {len(ar_runs)} repeats of ar; give every"
             " strategy the same number of repeats"
         )
     if any(run.totals.clock != ar.totals.clock for run, ar in zip(runs, ar_runs, strict=True)):
-        return found  # times of two clocks have no ratio
+        return speedups  # times of different clocks have no ratio
     ratios, theories = [], []
     for run, ar in zip(runs, ar_runs, strict=True):
         speed, ar_speed = decode_speed(run.results), decode_speed(ar.results)
@@ -175,20 +176,20 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, A
         if theory is not None:
             theories.append(theory)
     if ratios:
-        found["speedup_wall"] = median(ratios)
-        found["speedup_wall_range"] = [min(ratios), max(ratios)]
+        speedups["speedup_wall"] = median(ratios)
+        speedups["speedup_wall_range"] = [min(ratios), max(ratios)]
         interval = speed_ratio_interval(
             [result for run in runs for result in run.results],
             [result for run in ar_runs for result in run.results],
         )
-        found["speedup_wall_interval"] = list(interval) if interval else None
+        speedups["speedup_wall_interval"] = list(interval) if interval else None
     if theories:
-        found["speedup_theoretical"] = median(theories)
-    return found
+        speedups["speedup_theoretical"] = median(theories)
+    return speedups
 
 
 def _middle(values: list[Any]) -> Any:
-    """Median of numbers; key by key for histograms; the first repeat's value for the rest."""
+    """Median of numbers, key by key in histograms; else the first repeat's value."""
     first = values[0]
     if isinstance(first, dict):
         keys = dict.fromkeys(key for value in values if value for key in value)
@@ -199,13 +200,3 @@ def _middle(values: list[Any]) -> Any:
     if all(isinstance(v, int) for v in numbers) and len(set(numbers)) == 1:
         return first
     return median(numbers)
-
-
-def _divergence_json(found: Divergence) -> dict[str, Any]:
-    return {
-        "id": found.id,
-        "position": found.position,
-        "token": found.token,
-        "ar_token": found.ar_token,
-        "distance": found.distance,
-    }

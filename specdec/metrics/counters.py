@@ -1,4 +1,4 @@
-"""."""
+"""Raw counts of sources, executors and requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from specdec.types import Batch
 
 @dataclass(slots=True, kw_only=True)
 class SourceCounters:
-    """Raw counts of a source's own model work; rates are derived in ``metrics``.
+    """Raw counts of a source's model work.
 
     Attributes:
         passes: forward passes of the source's model(s).
         rows: rows computed in them, catch-up included.
-        catch_up_rows: rows spent on committed tokens that the cache did not hold.
+        catch_up_rows: rows for committed tokens missing in the cache.
         by_level: passes per stage of a staged source, the outermost model first.
     """
 
@@ -25,7 +25,7 @@ class SourceCounters:
     by_level: dict[str, int] = field(default_factory=dict)
 
     def since(self, before: SourceCounters) -> SourceCounters:
-        """What was counted after ``before``, an earlier copy."""
+        """The counts since ``before``, an earlier copy."""
         return SourceCounters(
             passes=self.passes - before.passes,
             rows=self.rows - before.rows,
@@ -51,7 +51,7 @@ class ExecutorCounters:
     prefill_rows: int = 0
 
     def count(self, batch: Batch) -> None:
-        """Counts a batch that enters the target."""
+        """Counts a batch that is submitted to the target."""
         nodes, tokens = batch.num_nodes, batch.num_tokens
         self.passes += nodes > 0
         self.prefill_passes += nodes == 0 < tokens
@@ -61,17 +61,17 @@ class ExecutorCounters:
 
 @dataclass(slots=True, kw_only=True)
 class RequestCounters:
-    """Raw counts of one request; every rate is derived from them in ``metrics``.
+    """Raw counts of one request.
 
     Attributes:
         answers: verdicts, one per step that answered this request.
-        accepted: draft tokens accepted on answered paths.
-        hits, misses: whether the token after the path was in the tree.
-        verified: candidates the target judged.
+        accepted: accepted draft tokens on answered paths.
+        hits, misses: answers whose next token was in the tree, and was not.
+        verified: candidates judged by the target.
         proposed: draft nodes submitted to the target (roots not counted).
-        cut_tokens: tokens decided but not emitted because the request was complete.
-        fill_steps, flush_steps, refill_steps: steps without an answer while the first root, a fresh
-            root after a miss, or a kept root was on its way through the executor.
+        cut_tokens: decided tokens that were not emitted since the request was complete.
+        fill_steps, flush_steps, refill_steps: steps without an answer while the first root, a new
+            root after a miss, or a kept root passed through the executor.
         accepted_by_depth, judged_by_depth: depth below the answered root -> count.
         path_lengths: emitted tokens per answer -> count.
     """

@@ -1,4 +1,4 @@
-"""How much of a text is loops: they flatter every speculative method, so every table says."""
+"""Share of looping text, which raises the acceptance of every speculative method."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NGRAM = 8
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
-    """Which tokens end an n-gram that was generated before (overlap allowed).
+    """Marks tokens that end an n-gram generated before (overlaps count).
 
     Args:
-        tokens: int[T], generated tokens only; the prompt does not count.
+        tokens: int[T], generated tokens, without the prompt.
         n: length of the n-gram.
 
     Returns:
@@ -39,7 +39,7 @@ def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None
         n: length of the n-gram.
 
     Returns:
-        Repeated tokens over all tokens, pooled over requests; None where nothing was generated.
+        Repeated tokens over all tokens, pooled over requests; None without tokens.
     """
     repeated = total = 0
     for output in outputs:

@@ -1,4 +1,4 @@
-"""Token-by-token comparison with plain decoding: what ``lossless`` in a table means."""
+"""Token-by-token comparison with plain decoding, reported as ``lossless``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specdec.metrics.results import RequestResult
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where an output differs.
+    """The first difference of an output from plain decoding.
 
     Attributes:
         id: the prompt's id.
-        position: index of the first differing generated token; -1 where the answer is missing.
-        token, ar_token: the two tokens there; None past the end of the shorter output.
+        position: index of the first differing generated token; -1 if the output is missing.
+        token, ar_token: the two tokens there; None after the end of the shorter output.
         distance: how far the target was from choosing the other token (margin, distance to a CDF
-            edge or a filter's boundary); None where it was not given.
+            edge or a filter's boundary); None if unknown.
     """
 
     id: int
@@ -32,11 +32,11 @@ class Parity:
     """Result of a comparison.
 
     Attributes:
-        lossless: True where all outputs are equal but for ties, False where one is not, None
-            where nothing was compared or token parity is not claimed.
-        differing: prompts whose outputs differ, ties apart.
-        ties: prompts whose first difference is a numerical tie.
-        num_compared: answers that both rows have, compared token by token.
+        lossless: whether all outputs are equal except for ties; None if nothing was compared or
+            token parity is not claimed.
+        differing: first differences that are not ties.
+        ties: first differences that are numerical ties.
+        num_compared: number of outputs that both rows have.
     """
 
     lossless: bool | None
@@ -63,16 +63,16 @@ def lossless_against(
 ) -> Parity:
     """Compares a strategy's outputs with those of the ``ar`` row of the same run.
 
-    A prompt that only one side has, and an output that stops early, count as different. Several
-    results of one prompt (repeats) are all compared with the first ``ar`` result of that prompt.
+    A prompt of one side only and an output that ends early count as different. All results of a
+    prompt (repeats) are compared with its first ``ar`` result.
 
     Args:
         rows: the strategy's results.
         ar_rows: plain decoding's results on the same prompts.
-        claims_tokens: False where the strategy does not claim token parity: nothing is compared.
-        distances: (prompt id, position) -> distance, for divergences that were looked into.
-        tolerance: distances up to this are ties (the numerical difference between batched and
-            single-token logits). 0 in float64: no ties.
+        claims_tokens: whether the strategy claims token parity; if not, nothing is compared.
+        distances: (prompt id, position) -> distance of a divergence.
+        tolerance: largest distance of a tie (the numerical difference between batched and
+            single-token logits); 0 for no ties, as in float64.
 
     Raises:
         ValueError: the ``ar`` results of one prompt differ from each other.
@@ -98,11 +98,11 @@ def lossless_against(
             differing.append(Divergence(row.id, -1, None, None))
             continue
         num_compared += 1
-        found = _divergence(row, ar_row, distances or {})
-        if found is None or found in differing or found in ties:
+        divergence = _divergence(row, ar_row, distances or {})
+        if divergence is None or divergence in differing or divergence in ties:
             continue
-        tied = found.distance is not None and found.distance <= tolerance
-        (ties if tied else differing).append(found)
+        tied = divergence.distance is not None and divergence.distance <= tolerance
+        (ties if tied else differing).append(divergence)
     for missing in expected.keys() - seen:
         differing.append(Divergence(missing, -1, None, None))
     differing.sort(key=lambda d: d.id)

@@ -1,15 +1,14 @@
-"""Every rate of the product, derived from raw counts, in this one place.
+"""All rates, derived from raw counts.
 
-A value is None where it is undefined: a zero denominator, or a notion that the strategy lacks.
+A value is None where it is undefined: a zero denominator, or not applicable to the strategy.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.metrics.exit_laws import eq4_speedup, pipeline_speedup
 from specdec.metrics.loops import loop_share
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.metrics.times import time_metrics
@@ -21,21 +20,21 @@ POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
 
 MAX_OVERRUN_SHARE = 0.02
-"""Overruns per piece of paced work up to which a run's times count."""
+"""Largest share of overruns among pieces of paced work for which a run's times are valid."""
 
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
-    """All metrics of one run (one strategy, one repeat) by their names.
+    """All metrics of one run (one strategy, one repeat) by name.
 
     Args:
-        results: its finished requests.
-        totals: its raw totals.
+        results: finished requests.
+        totals: raw totals.
 
     Returns:
-        JSON-ready values; see the functions below for the definitions.
+        JSON-ready values; docs/metrics.md has the definitions.
 
     Raises:
-        AssertionError: the counts contradict each other.
+        AssertionError: the counts are inconsistent.
     """
     for result in results:
         check_invariants(result, level_per_step=totals.level_per_step)
@@ -48,7 +47,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         **_pass_metrics(new_tokens, totals),
         **time_metrics(results, clock_s=totals.clock_s),
         **(acceptance := _acceptance_metrics(results, totals)),
-        "speedup_law": _law(acceptance, totals),
+        "speedup_law": None if totals.law is None else totals.law.of(acceptance),
         **_histograms(results, level_per_step=totals.level_per_step),
         **_cost_metrics(totals),
         "relative_memory_traffic": relative_memory_traffic(new_tokens, totals),
@@ -59,10 +58,10 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
 
 
 def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
-    """Asserts what must hold between the counts of one request, cuts added back.
+    """Asserts the invariants between the counts of one request, cut tokens included.
 
     Whole-tree and multi-level answers: emitted = accepted + answers. One level per step: also
-    emitted = hits + misses. Every answer is a hit or a miss; accepted tokens lie on paths.
+    emitted = hits + misses. Every answer is a hit or a miss; accepted tokens are on paths.
     """
     c = result.counters
     decided = len(result.output) + c.cut_tokens
@@ -83,9 +82,9 @@ def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
 
 
 def relative_memory_traffic(new_tokens: int, totals: RunTotals) -> float | None:
-    """Weights read, relative to one target pass per token.
+    """Bytes of weights read, relative to one target pass per token.
 
-    (target_passes B_t + draft_passes B_d) / (emitted B_t), B = bytes of weights.
+    (target_passes B_t + draft_passes B_d) / (emitted B_t), where B is bytes of weights.
     """
     read = totals.target_passes * totals.target_bytes + totals.draft_passes * totals.draft_bytes
     return _ratio(read, new_tokens * totals.target_bytes)
@@ -108,24 +107,24 @@ def _pass_metrics(new_tokens: int, totals: RunTotals) -> dict[str, Any]:
 
 
 def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
-    """(accepted draft tokens, candidates that the target judged) of one request.
+    """(accepted draft tokens, candidates judged by the target) of one request.
 
-    Where levels are in flight a hit is an accepted draft token as well, whose own answer is still
-    to come; a verifier's ``num_verified`` leaves out the child that was hit, so it is added.
+    With levels in flight a hit is an accepted draft token too, whose own answer is still to come;
+    ``num_verified`` does not include it, so it is added to both.
     """
     in_flight = 0 if totals.whole_tree else counters.hits
     return counters.accepted + in_flight, counters.verified + in_flight
 
 
 def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
-    """Acceptance, by the two customs of the literature where they differ.
+    """Acceptance, by both conventions of the literature.
 
-    ``acceptance_length``: emitted tokens per answer, bonus or correction included;
-    ``accepted_per_pass``: without it. Cut tokens are in neither. With one request at a time an
-    answer is a target pass. Both None for one level per step, where an answer emits one token.
+    ``acceptance_length``: emitted tokens per answer, bonus or correction token included;
+    ``accepted_per_pass``: without it. Neither counts cut tokens. With one request at a time an
+    answer is a target pass. Both are None for one level per step: an answer emits one token.
     ``acceptance_rate``: accepted / proposed draft tokens; ``acceptance_rate_verified``: accepted /
-    candidates that the target judged (``judged``).
-    ``hit_rate``: answers whose token was in the tree; None where the whole tree is answered.
+    candidates judged by the target (``judged``).
+    ``hit_rate``: share of answers whose token was in the tree; None if whole trees are answered.
     """
     counters = [result.counters for result in results]
     answers = sum(c.answers for c in counters)
@@ -154,27 +153,8 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
     }
 
 
-def _law(acceptance: Mapping[str, Any], totals: RunTotals) -> float | None:
-    """``speedup_law``: what PPSD's Eq. 4 or 6 gives over plain decoding at the run's own alpha.
-
-    alpha is ``acceptance_rate_verified``, or ``hit_rate`` where several candidates stand at a
-    position. None without an early exit, and where nothing was judged.
-    """
-    sizes = totals.early_exit
-    if sizes is None:
-        return None
-    name = "hit_rate" if sizes.get("width", 1) > 1 else "acceptance_rate_verified"
-    alpha = acceptance[name]
-    if alpha is None:
-        return None
-    layers, exit_layer = sizes["layers"], sizes["exit_layer"]
-    if "gamma" in sizes:
-        return eq4_speedup(alpha, sizes["gamma"], exit_layer, layers)
-    return pipeline_speedup(alpha, exit_layer, layers, sizes["stages"])
-
-
 def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> dict[str, Any]:
-    """Counts by depth (none where every answer is at depth 0), by position and by origin."""
+    """Counts by depth (empty for one level per step), by position and by origin."""
     accepted: Counter[int] = Counter()
     judged: Counter[int] = Counter()
     paths: Counter[int] = Counter()
@@ -201,14 +181,14 @@ def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> di
 
 
 def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
-    """Where the time went.
+    """Times, bytes and memory.
 
-    ``overhead_share``: the controller's wall time outside model calls and declared waits, over
-    that wall time, None where no model was called (replayed and synthetic runs);
-    ``overhead_ms_per_step`` the same per step. ``bubble_share``: per stage, the
-    share of the run's clock in which it did not work. ``draft_hidden_share``: draft time that
-    passed while the target was busy. ``mean_batch``: requests open per step; ``kv_tokens_mean``,
-    ``kv_tokens_peak``: tokens and nodes that the target's first stage held for them.
+    ``overhead_share``: share of the controller's wall time outside model calls and declared waits;
+    None if no model was called (replayed and synthetic runs). ``overhead_ms_per_step``: the same
+    per step. ``bubble_share``: per stage, idle share of the run's clock. ``draft_hidden_share``:
+    share of draft time during target work. ``mean_batch``: open requests per step.
+    ``kv_tokens_mean``, ``kv_tokens_peak``: tokens and nodes in the cache of the target's first
+    stage.
     """
     overhead = totals.wall_s - totals.total_model_s - totals.wait_s
     known = totals.wall_s > 0 and totals.total_model_s + totals.wait_s > 0
@@ -240,17 +220,17 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
 
 
 def _pace_metrics(totals: RunTotals) -> dict[str, Any]:
-    """Whether a paced run kept its pace.
+    """Validity of a paced run.
 
-    ``overrun_share``: pieces of work that took longer than the profile says, over all pieces;
-    ``paced_counts``: whether they are few enough for the run's times to count. None on other
+    ``overrun_share``: share of pieces of work that took longer than the profile says;
+    ``paced_counts``: whether it is small enough for the run's times to be valid. None on other
     clocks.
     """
-    share = counts = None
-    if totals.paced_pieces is not None and totals.overruns is not None:
-        share = _ratio(totals.overruns, totals.paced_pieces)
-        counts = share is None or share <= MAX_OVERRUN_SHARE
-    return {"overrun_share": share, "paced_counts": counts}
+    if totals.paced_pieces is None or totals.overruns is None:
+        return {"overrun_share": None, "paced_counts": None}
+    share = _ratio(totals.overruns, totals.paced_pieces)
+    valid = share is None or share <= MAX_OVERRUN_SHARE
+    return {"overrun_share": share, "paced_counts": valid}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -1,6 +1,6 @@
-"""Raw counts of finished requests and of whole runs: what every rate is derived from.
+"""Raw counts of finished requests and of whole runs, from which all rates are derived.
 
-Baselines and our own strategies fill the same two classes, and ``rates`` knows only these.
+Baselines and our own strategies fill the same two classes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from specdec.metrics.counters import RequestCounters, SourceCounters
+from specdec.metrics.speedup import SpeedupLaw
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -27,11 +28,11 @@ class RequestResult:
         id: the prompt's id.
         num_prompt: prompt tokens fed, after truncation.
         output: generated tokens, the end token included.
-        origins: per generated token the source that proposed it, -1 where none did.
+        origins: per generated token the index of the source that proposed it; -1 for none.
         finish_reason: eos, stop_string, length or cancelled.
         text: the decoded output.
-        emitted_s: per generated token when it was emitted, on the run's clock; not decreasing.
-        arrival_s, admitted_s: when the request arrived and when its work began.
+        emitted_s: time of emission per generated token, on the run's clock; not decreasing.
+        arrival_s, admitted_s: times of arrival and of admission.
         counters: raw counts.
     """
 
@@ -52,64 +53,62 @@ class RequestResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for one line of ``requests.jsonl``."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        found["emitted_s"] = [round(t, _TIME_DIGITS) for t in self.emitted_s]
-        found["output"], found["origins"] = list(self.output), list(self.origins)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["emitted_s"] = [round(t, _TIME_DIGITS) for t in self.emitted_s]
+        values["output"], values["origins"] = list(self.output), list(self.origins)
         counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
         for name in _HISTOGRAMS:
             counters[name] = {str(k): v for k, v in sorted(counters[name].items())}
-        return {**found, "counters": counters}
+        return {**values, "counters": counters}
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> RequestResult:
+    def from_json(values: Mapping[str, Any]) -> RequestResult:
         """The inverse of ``to_json``.
 
         Raises:
-            KeyError, TypeError: the mapping is not one of ours.
+            KeyError, TypeError: the mapping has other keys.
         """
-        counters = dict(found["counters"])
+        counters = dict(values["counters"])
         for name in _HISTOGRAMS:
             counters[name] = Counter({int(k): v for k, v in counters[name].items()})
-        values = {**found, "counters": RequestCounters(**counters)}
-        for name in ("output", "origins", "emitted_s"):
-            values[name] = tuple(values[name])
-        return RequestResult(**values)
+        tuples = {name: tuple(values[name]) for name in ("output", "origins", "emitted_s")}
+        return RequestResult(**{**values, **tuples, "counters": RequestCounters(**counters)})
 
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
-    """Raw totals of one strategy over some prompts, loading and warm-up left out.
+    """Raw totals of one strategy over some prompts, without loading and warm-up.
 
     Attributes:
-        steps: turns of the loop (baselines: target passes).
+        steps: iterations of the loop (baselines: target passes).
         target_passes: target passes that answered at least one token position: those with tree
             nodes, and a baseline's prefill, whose last row is answered.
         prefill_passes: passes with prompt rows only.
         target_rows, prefill_rows: tree nodes and prompt rows sent to the target.
-        draft_passes, draft_rows, draft_catch_up_rows: the sources' own model work.
+        draft_passes, draft_rows, draft_catch_up_rows: model work of the sources.
         draft_passes_by_level: passes per stage of a staged source.
-        wall_s: wall clock of the controller in decode calls, prefill included.
+        wall_s: wall time of the controller in decode calls, prefill included.
         clock_s: the same on the run's clock; equal to ``wall_s`` unless that is simulated.
-        model_s, model_calls: seconds in and number of model calls by model name.
+        model_s, model_calls: seconds in model calls and their number, by model name.
         wait_s: seconds of declared waits.
-        target_bytes, draft_bytes: bytes of the models' weights; 0 where there is no draft model.
+        target_bytes: bytes of the target's weights.
+        draft_bytes: bytes of weights that a draft pass reads; 0 without a draft model.
         latency: steps from submission to answer.
         level_per_step: an answer emits exactly one token (pipelines fed one level per step).
         whole_tree: the whole tree is submitted and answered at once.
-        clock: what its times are: measured, paced or simulated.
+        clock: kind of the clock: measured, paced or simulated.
         paced_pieces, overruns: pieces of work on a paced clock, over all ranks, and those that took
             longer than the profile says; None on other clocks.
-        stage_busy_s: rank -> seconds of work on the run's clock, stages only; None where unknown.
-        draft_total_s, draft_hidden_s: seconds on the run's clock in which sources computed, with
-            whatever they compute, and those of them that passed while the target was busy; on a
-            measured clock seconds of model calls, and None, since it does not know when that is.
-        early_exit: sizes that PPSD's laws need: layers, exit_layer, stages, width of a level, and
-            gamma where drafts of that length are verified afterwards; None without an early exit.
-        bytes_sent: bytes that crossed between ranks.
-        request_steps: sum over steps of the requests that were open.
-        kv_token_steps: sum over steps of the tokens and nodes that the target held for them.
-        kv_peak_tokens: the most of these in any step.
-        kv_budget_tokens: what a stage's cache may hold; None where there is no bound.
+        stage_busy_s: rank -> seconds of work on the run's clock, stages only; None if unknown.
+        draft_total_s: seconds of draft work on the run's clock; on a measured clock seconds of
+            model calls.
+        draft_hidden_s: those of them during target work; None on a measured clock.
+        law: theoretical speed-up of the strategy; None if its source states none.
+        bytes_sent: bytes sent between ranks; None in one process.
+        request_steps: sum over steps of the open requests.
+        kv_token_steps: sum over steps of the tokens and nodes in the target's cache.
+        kv_peak_tokens: maximum of these over the steps.
+        kv_budget_tokens: capacity of a stage's cache; None for no limit.
     """
 
     steps: int = 0
@@ -137,7 +136,7 @@ class RunTotals:
     stage_busy_s: dict[int, float] | None = None
     draft_total_s: float = 0.0
     draft_hidden_s: float | None = None
-    early_exit: dict[str, int] | None = None
+    law: SpeedupLaw | None = None
     bytes_sent: int | None = None
     request_steps: int = 0
     kv_token_steps: int = 0
@@ -165,10 +164,10 @@ class RunTotals:
 
     @staticmethod
     def merge(parts: Iterable[RunTotals]) -> RunTotals:
-        """Sums the totals of parts of one run (prompt by prompt, for interleaved repeats).
+        """Sums the totals of parts of one run.
 
         Raises:
-            ValueError: there are no parts, or they are not parts of one run (flags differ).
+            ValueError: no parts, or parts of different runs (their flags differ).
         """
         items = list(parts)
         if not items:
@@ -188,15 +187,17 @@ class RunTotals:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        found = asdict(self)
+        values = asdict(self)
         if self.stage_busy_s is not None:
-            found["stage_busy_s"] = {str(k): v for k, v in self.stage_busy_s.items()}
-        return found
+            values["stage_busy_s"] = {str(k): v for k, v in self.stage_busy_s.items()}
+        return values
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> RunTotals:
+    def from_json(values: Mapping[str, Any]) -> RunTotals:
         """The inverse of ``to_json``."""
-        totals = RunTotals(**found)
+        totals = RunTotals(**values)
+        if values.get("law") is not None:
+            totals.law = SpeedupLaw(**values["law"])
         if totals.stage_busy_s is not None:
             totals.stage_busy_s = {int(k): v for k, v in totals.stage_busy_s.items()}
         return totals
@@ -205,10 +206,10 @@ class RunTotals:
 _SAME = frozenset(
     [
         *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
-        *("kv_budget_tokens", "early_exit"),
+        *("kv_budget_tokens", "law"),
     ]
-)  # these describe the run and are not summed
-_PEAKS = frozenset(["kv_peak_tokens"])  # the largest counts
+)  # flags of the run, not summed
+_PEAKS = frozenset(["kv_peak_tokens"])  # maxima, not summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ def _add_into(total: dict[Any, Any], more: Mapping[Any, Any]) -> None:
 
 def _sum(values: list[Any]) -> Any:
     if any(value is None for value in values):
-        return None  # unknown for a part is unknown for the whole
+        return None  # unknown for one part: unknown for all
     if isinstance(values[0], dict):
         summed: defaultdict[Any, Any] = defaultdict(int)
         for value in values:

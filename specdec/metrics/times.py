@@ -15,13 +15,13 @@ from specdec.metrics.results import RequestResult
 class DecodePhase:
     """A request after its first emission.
 
-    Tokens emitted together with the first one belong to the prefill, which has produced them; the
-    decode phase starts at that moment with the next token.
+    Tokens emitted together with the first one belong to the prefill; the decode phase starts at
+    that time with the next token.
 
     Attributes:
         tokens: tokens emitted later than the first.
         seconds: from the first emission to the last.
-        gaps_s: float64[tokens], time since the token before; 0 for tokens emitted together.
+        gaps_s: float64[tokens], time since the previous token; 0 for tokens emitted together.
     """
 
     tokens: int
@@ -30,7 +30,7 @@ class DecodePhase:
 
 
 def decode_phase(result: RequestResult) -> DecodePhase:
-    """The decode phase of a request; empty where everything came at once."""
+    """The decode phase of a request; empty if all tokens were emitted together."""
     times = np.asarray(result.emitted_s, np.float64)
     if not len(times):
         return DecodePhase(0, 0.0, times)
@@ -40,7 +40,7 @@ def decode_phase(result: RequestResult) -> DecodePhase:
 
 
 def decode_speed(results: Sequence[RequestResult]) -> float | None:
-    """Tokens per second of the decode phases, pooled; None where they take no time."""
+    """Tokens per second of the decode phases, pooled; None if they take no time."""
     phases = [decode_phase(result) for result in results]
     seconds = sum(phase.seconds for phase in phases)
     return sum(phase.tokens for phase in phases) / seconds if seconds > 0 else None
@@ -51,7 +51,7 @@ def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[st
 
     ``tokens_per_s``: tokens of the decode phases over their seconds, so 1000 / ``tbt_ms_mean``.
     ``tbt_ms_*``: time between consecutive tokens in the decode phases (0 within one emission);
-    ``tbt_ms_request_p99`` is a percentile over requests, of each one's mean.
+    ``tbt_ms_request_p99``: percentile over requests of each one's mean.
     ``ttft_ms``: mean time from admission to the first emission; ``queue_ms`` from arrival to
     admission. ``throughput_tokens_per_s``: all new tokens over the run's seconds.
 
@@ -63,7 +63,7 @@ def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[st
     all_gaps = np.concatenate(gaps) if gaps else np.zeros(0)
     new_tokens = sum(len(result.output) for result in results)
     started = [result for result in results if result.emitted_s]
-    found: dict[str, float | None] = {
+    metrics: dict[str, float | None] = {
         "tokens_per_s": decode_speed(results),
         "ttft_ms": _mean_ms([r.emitted_s[0] - r.admitted_s for r in started]),
         "queue_ms": _mean_ms([r.admitted_s - r.arrival_s for r in results]),
@@ -72,10 +72,10 @@ def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[st
     }
     for percent in (50, 95, 99):
         value = float(np.percentile(all_gaps, percent)) * 1e3 if len(all_gaps) else None
-        found[f"tbt_ms_p{percent}"] = value
+        metrics[f"tbt_ms_p{percent}"] = value
     means = [float(gaps_s.mean()) for gaps_s in gaps if len(gaps_s)]
-    found["tbt_ms_request_p99"] = float(np.percentile(means, 99)) * 1e3 if means else None
-    return found
+    metrics["tbt_ms_request_p99"] = float(np.percentile(means, 99)) * 1e3 if means else None
+    return metrics
 
 
 def _mean_ms(seconds: Sequence[float] | npt.NDArray[np.float64]) -> float | None:

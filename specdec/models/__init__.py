@@ -1,6 +1,6 @@
-"""Hugging Face models, whole or in slices of layers, run over our own caches.
+"""Hugging Face models, whole or in slices of layers, run over this library's caches.
 
-Names are loaded when first used, so that ``inspect_model`` answers before torch is imported.
+Names are imported on first use, so that ``inspect_model`` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ships with the package, by the names ``bundled:NAME`` of configurations."""
+"""Models and records that ship with the package, named ``bundled:NAME`` in configurations."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def family_path(name: str) -> str:
-    """The folder or file of the bundled family that ``bundled:NAME`` means; other names as given.
+    """Returns the path of ``bundled:NAME`` in the bundled model family; other names unchanged.
 
     Raises:
-        UserError: nothing of that name ships.
+        UserError: if it does not exist.
     """
-    if not name.startswith(PREFIX):
-        return name
     family = _ASSETS / "tiny"
-    found = family / name.removeprefix(PREFIX)
-    if found == family or not found.exists():
-        raise _absent(name, (part.name for part in family.iterdir() if part.is_dir()))
-    return str(found)
+    path = family / name.removeprefix(PREFIX)
+    known = (part.name for part in family.iterdir() if part.is_dir())
+    return _resolve(name, path, known) if name.startswith(PREFIX) else name
 
 
 def record_path(name: str) -> str:
-    """The recorded run that ``bundled:NAME`` means; other names as given.
+    """Returns the path of the recorded run ``bundled:NAME``; other names unchanged.
 
     Raises:
-        UserError: nothing of that name ships.
+        UserError: if it does not exist.
     """
-    if not name.startswith(PREFIX):
-        return name
-    found = _ASSETS / "records" / f"{name.removeprefix(PREFIX)}.npz"
-    if not found.exists():
-        raise _absent(name, (part.stem for part in found.parent.glob("*.npz")))
-    return str(found)
+    path = _ASSETS / "records" / f"{name.removeprefix(PREFIX)}.npz"
+    known = (part.stem for part in path.parent.glob("*.npz"))
+    return _resolve(name, path, known) if name.startswith(PREFIX) else name
 
 
-def _absent(name: str, names: Iterable[str]) -> UserError:
-    known = ", ".join(sorted(PREFIX + other for other in names))
-    return UserError(f"{name!r} does not ship with specdec: give a path, or one of {known}")
+def _resolve(name: str, path: Path, known: Iterable[str]) -> str:
+    if name == PREFIX or not path.exists():
+        choices = ", ".join(sorted(PREFIX + other for other in known))
+        raise UserError(f"{name!r} does not ship with specdec: give a path, or one of {choices}")
+    return str(path)

@@ -1,59 +1,58 @@
-"""Captured forwards: passes over fixed buffers, one CUDA graph per shape, replayed as a whole.
+"""Captured forward passes: fixed buffers and one CUDA graph per shape (SwiftSpec 4).
 
-SwiftSpec 4 captures the kernels of a pass in a CUDA graph. What a graph reads and writes must lie
-at fixed addresses and have fixed shapes, so
-- a request's keys and values lie in an arena that outlives it and is used again by later requests;
-- the rows of a pass are padded to one of a few counts; its masks to one of a few widths;
-- tokens, positions, slots, lengths and masks go to the device in one copy of a few hundred bytes.
-Padding rows repeat the last row and write to a spare slot that nobody sees. The same buffers and
-paddings are used where passes are replayed without a graph (``replay``), on any device.
+A graph reads and writes tensors at fixed addresses with fixed shapes, so
+- a request's keys and values are stored in an arena, which later requests reuse;
+- the rows of a pass are padded to one of a few counts, its masks to one of a few widths;
+- tokens, positions, slots, lengths and masks are sent to the device in one copy of a few hundred
+  bytes.
+Padding rows repeat the last row and write to a spare slot that no row sees. With
+``model.graphs=replay`` the same buffers and padding are used without graphs, on any device.
 
-Letters: D head size, C slots of an arena, R padded rows, M columns of the mask, E hidden size,
-V vocabulary.
+Shape letters: D head size, C slots of an arena, R (padded) rows, A rows whose logits are computed,
+M columns of the mask, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from specdec.attention.backends import Kernel, Seen, dense_attention
+from specdec.attention.backends import (
+    Kernel,
+    Visibility,
+    capped_attention,
+    dense_attention,
+)
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import CacheSpec
-from specdec.attention.tree_attention import StepCache, capped_attention
-from specdec.device import ROW_COUNTS, Graphs, at_least, captured
+from specdec.attention.tree_attention import ScoreOptions, StepCache
+from specdec.kernels.graphs import ROW_COUNTS, Graphs, capture, round_up
 from specdec.models.captured_buffers import LEAST_CONTEXT, Arena, Arenas, Inputs
 
 COLUMN_COUNTS = (64, 256, 1024)
-"""Widths of masks: tree entries that the rows may see; a pass with more is not captured."""
+"""Mask widths: tree entries that rows may see; a pass with more runs uncaptured."""
 
-_MAX_REQUESTS = 4  # more requests in a pass go through one packed, uncaptured pass
+_MAX_REQUESTS = 4  # per captured pass; more run in one packed, uncaptured pass
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Static outputs of a pass, overwritten by the next replay.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOutput:
+    """Outputs of one pass.
 
     Attributes:
-        hidden: [R, E] after the last layer.
-        logits: [R, V], or None.
-        captured: layer -> [R, E].
+        hidden: [sum R, E], after the last layer of the slice and before the final norm: the next
+            stage's input.
+        logits: [A, V], one row per requested row; None if none were requested, or if the slice is
+            not the last.
+        captured: global layer index (from 0) -> [sum R, E] after that layer.
     """
 
     hidden: torch.Tensor
-    logits: torch.Tensor | None
-    captured: dict[int, torch.Tensor]
-
-
-class Compute(Protocol):
-    """The model's forward over a step's rows."""
-
-    def __call__(
-        self, step: StaticStep, tokens: torch.Tensor, positions: torch.Tensor, wants_logits: bool
-    ) -> Computed: ...
+    logits: torch.Tensor | None = None
+    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class StaticStep:
@@ -69,61 +68,59 @@ class StaticStep:
         """Prepares masks from the inputs' buffers.
 
         Args:
-            inputs: filled before every replay.
-            arena: of the request.
-            context: slots that dense attention looks at.
-            first_layer: of the slice.
-            kernel: instead of dense attention, where layers have neither windows nor caps.
+            inputs: buffers, filled before every replay.
+            arena: the request's.
+            context: number of slots that attention reads.
+            first_layer: global index of the slice's first layer.
+            kernel: used by layers without windows and soft caps; None: dense attention.
         """
         self.cache = StepCache(first_layer=first_layer)
         self.captured: dict[int, torch.Tensor] = {}
         self.hidden = inputs.hidden
         self._kernel = kernel
         self._slots = inputs.slots
-        self._stored = arena.flat.unbind(0)
+        self._layers = arena.layers.unbind(0)
         self._context = context
-        self._seen = Seen(
+        self._visibility = Visibility(
             lengths=inputs.lengths,
             visible=inputs.visible(),
             num_slots=context,
-            dtype=arena.flat.dtype,
+            dtype=arena.layers.dtype,
             positions=inputs.positions,
             column_positions=inputs.columns,
         )
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        options: dict[str, Any],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
     ) -> torch.Tensor:
-        """Writes the rows' keys and values and attends; see ``tree_attention``."""
+        """See ``specdec.attention.tree_attention.Step``."""
+        scaling, window, softcap = options.scaling, options.window, options.softcap
         layer = self.cache.layer
-        keys, values = self._stored[2 * layer], self._stored[2 * layer + 1]
+        keys, values = self._layers[2 * layer], self._layers[2 * layer + 1]
         keys.index_copy_(2, self._slots, key)
         values.index_copy_(2, self._slots, value)
         keys, values = keys.narrow(2, 0, self._context), values.narrow(2, 0, self._context)
-        if softcap is not None:
-            mask = self._seen.mask(window)
-            found = capped_attention(query, (keys, values), mask, scaling, softcap)
-        elif self._kernel is not None and window is None:
-            found = self._kernel(query, keys, values, self._seen, scaling)
+        if softcap is None and window is None and self._kernel is not None:
+            output = self._kernel(query, keys, values, self._visibility, scaling)
+        elif softcap is None:
+            output = dense_attention(query, keys, values, self._visibility.mask(window), scaling)
         else:
-            found = dense_attention(query, keys, values, self._seen.mask(window), scaling)
-        return found.transpose(1, 2)
+            mask = self._visibility.mask(window)
+            output = capped_attention(query, keys, values, mask, scaling, softcap)
+        return output.transpose(1, 2)
+
+
+Compute = Callable[[StaticStep, torch.Tensor, torch.Tensor, bool], RunnerOutput]
+"""The model's forward: (step, tokens int64[R], positions int64[R], whether to compute logits)."""
 
 
 class StaticPasses:
     """Runs passes of few rows over static buffers; see the module.
 
     Attributes:
-        arenas: where the caches of captured passes lie.
-        num_captured: graphs (or, without graphs, shapes) so far.
-        replays: passes that were replayed; the others ran as ever.
+        arenas: key/value memory of the caches of captured passes.
+        num_captured: number of captured graphs; without graphs, of shapes used so far.
+        replays: number of passes that ran over static buffers.
     """
 
     def __init__(
@@ -140,14 +137,14 @@ class StaticPasses:
         """Captures nothing yet: each shape is captured when it first occurs.
 
         Args:
-            spec: of the runner's caches.
+            spec: shape and type of the runner's caches.
             graphs: ``CUDA`` or ``REPLAY``.
             compute: the model's forward.
-            first_layer: of the slice.
+            first_layer: global index of the slice's first layer.
             hidden_size: E for a slice that is not the first; None for the first.
             kernel: see ``StaticStep``.
-            reads_lengths: whether the kernel finds the context's length on the device, so that one
-                graph serves every length.
+            reads_lengths: whether the kernel reads the context's length from device memory, so that
+                one graph works for every length.
         """
         self.arenas = Arenas(spec)
         self.replays = 0
@@ -159,16 +156,16 @@ class StaticPasses:
         self._reads_lengths = reads_lengths
         self._captures = graphs is Graphs.CUDA
         self._inputs: dict[tuple[int, int], Inputs] = {}
-        self._passes: dict[tuple[Any, ...], Callable[[], Computed]] = {}
+        self._passes: dict[tuple[Any, ...], Callable[[], RunnerOutput]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
     @property
     def num_captured(self) -> int:
-        """Graphs, or shapes, so far."""
+        """Number of captured graphs; without graphs, of shapes used so far."""
         return len(self._passes)
 
     def serves(self, rows: Sequence[Rows]) -> bool:
-        """Whether the pass is one of few rows, over few requests that lie in arenas."""
+        """Whether the pass has few enough rows and requests, whose caches all lie in arenas."""
         parts = [part for part in rows if len(part)]
         return 0 < len(parts) <= _MAX_REQUESTS and all(
             len(part) <= ROW_COUNTS[-1]
@@ -179,28 +176,28 @@ class StaticPasses:
 
     def run(
         self, rows: Sequence[Rows], hidden: torch.Tensor | None, wants_logits: bool
-    ) -> Computed:
-        """One replay per request; the outputs are copies, of the rows only.
+    ) -> RunnerOutput:
+        """One replay per request; returns copies of the outputs, without padding.
 
         Args:
-            rows: what ``serves`` agreed to.
-            hidden: [sum of rows, E], for a slice that is not the first.
-            wants_logits: whether logits are computed.
+            rows: a pass for which ``serves`` is true.
+            hidden: [sum of rows, E] for a slice that is not the first; else None.
+            wants_logits: whether to compute logits.
         """
-        found, start = [], 0
+        outputs, start = [], 0
         for part in rows:
             if len(part):
                 stop = start + len(part)
-                entering = None if hidden is None else hidden[start:stop]
-                found.append(_cut(self._replay(part, entering, wants_logits), len(part)))
+                part_hidden = None if hidden is None else hidden[start:stop]
+                outputs.append(_cut(self._replay(part, part_hidden, wants_logits), len(part)))
                 start = stop
-        return found[0] if len(found) == 1 else _joined(found)
+        return outputs[0] if len(outputs) == 1 else _concatenate(outputs)
 
-    def _replay(self, rows: Rows, hidden: torch.Tensor | None, wants_logits: bool) -> Computed:
-        num_rows = at_least(len(rows), ROW_COUNTS)
-        num_columns = at_least(rows.visible.shape[1], COLUMN_COUNTS)
+    def _replay(self, rows: Rows, hidden: torch.Tensor | None, wants_logits: bool) -> RunnerOutput:
+        num_rows = round_up(len(rows), ROW_COUNTS)
+        num_columns = round_up(rows.visible.shape[1], COLUMN_COUNTS)
         arena = self.arenas.of(rows.cache)
-        assert arena is not None, "the cache lies in no arena"
+        assert arena is not None, "the cache is not in an arena"
         context = arena.spare
         if not self._reads_lengths:
             context = min(context, max(LEAST_CONTEXT, 1 << (rows.end - 1).bit_length()))
@@ -208,26 +205,22 @@ class StaticPasses:
         inputs.fill(rows, arena.spare, hidden)
         key = (id(arena), num_rows, num_columns, context, wants_logits)
         if key not in self._passes:
-            self._passes[key] = self._made(inputs, arena, context, wants_logits)
+            self._passes[key] = self._prepare(inputs, arena, context, wants_logits)
         self.replays += 1
         return self._passes[key]()
 
     def _inputs_of(self, num_rows: int, num_columns: int) -> Inputs:
         key = (num_rows, num_columns)
         if key not in self._inputs:
-            spec, hidden = self._spec, None
-            if self._hidden_size is not None:
-                shape = (1, num_rows, self._hidden_size)
-                hidden = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-            self._inputs[key] = Inputs(num_rows, num_columns, spec.device, hidden)
+            self._inputs[key] = Inputs(num_rows, num_columns, self._spec, self._hidden_size)
         return self._inputs[key]
 
-    def _made(
+    def _prepare(
         self, inputs: Inputs, arena: Arena, context: int, wants_logits: bool
-    ) -> Callable[[], Computed]:
+    ) -> Callable[[], RunnerOutput]:
         compute, first_layer, kernel = self._compute, self._first_layer, self._kernel
 
-        def launch() -> Computed:  # without ``self``, which keeps it
+        def launch() -> RunnerOutput:  # must not refer to ``self``, which refers to it
             step = StaticStep(
                 inputs=inputs,
                 arena=arena,
@@ -237,22 +230,23 @@ class StaticPasses:
             )
             return compute(step, inputs.tokens, inputs.positions, wants_logits)
 
-        return captured(launch, self._pool) if self._captures else launch
+        return capture(launch, self._pool) if self._captures else launch
 
 
-def _cut(computed: Computed, num_rows: int) -> Computed:
-    """Copies of the first rows: what is static is overwritten by the next replay."""
-    return Computed(
-        computed.hidden[:num_rows].clone(),
-        None if computed.logits is None else computed.logits[:num_rows].clone(),
-        {layer: hidden[:num_rows].clone() for layer, hidden in computed.captured.items()},
+def _cut(output: RunnerOutput, num_rows: int) -> RunnerOutput:
+    """Copies of the first rows; the next replay overwrites the static outputs."""
+    return RunnerOutput(
+        hidden=output.hidden[:num_rows].clone(),
+        logits=None if output.logits is None else output.logits[:num_rows].clone(),
+        captured={layer: hidden[:num_rows].clone() for layer, hidden in output.captured.items()},
     )
 
 
-def _joined(parts: list[Computed]) -> Computed:
+def _concatenate(parts: list[RunnerOutput]) -> RunnerOutput:
     logits = [part.logits for part in parts if part.logits is not None]
-    return Computed(
-        torch.cat([part.hidden for part in parts]),
-        torch.cat(logits) if logits else None,
-        {layer: torch.cat([p.captured[layer] for p in parts]) for layer in parts[0].captured},
+    layers = parts[0].captured
+    return RunnerOutput(
+        hidden=torch.cat([part.hidden for part in parts]),
+        logits=torch.cat(logits) if logits else None,
+        captured={layer: torch.cat([p.captured[layer] for p in parts]) for layer in layers},
     )

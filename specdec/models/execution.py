@@ -1,4 +1,4 @@
-"""How a runner's passes are executed, beyond the kind of attention."""
+"""Execution options of a runner: CUDA graphs, fused kernels, ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KERNELS = ("torch", "triton")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Choices that change how fast a pass is, not what it computes (up to rounding).
+    """Options that change the speed of a pass, and its results by rounding at most.
 
     Attributes:
-        graphs: a value of ``specdec.device.Graphs``.
+        graphs: a value of ``specdec.kernels.graphs.Graphs``.
         kernels: "torch", or "triton" for fused norm + projections and norm + SwiGLU.
-        compile: whether the forward goes through ``torch.compile``.
+        compile: whether to compile the forward by ``torch.compile``.
     """
 
     graphs: str = "off"
@@ -35,16 +35,14 @@ class Execution:
 PLAIN = Execution()
 
 
-class OpaqueCache:
-    """A ``StepCache`` for compiled models, which call it as one operation.
+class OpaqueCache(StepCache):
+    """Wraps a ``StepCache`` for compiled models, which do not trace into ``update``.
 
-    Compiled code holds for the numbers that it has looked at, and each layer has its own.
+    Traced, it would be specialised on every layer's index.
     """
 
-    is_compileable = False
-
     def __init__(self, cache: StepCache) -> None:
-        """Passes everything on to ``cache``."""
+        """Forwards updates to ``cache``."""
         self._cache = cache
 
     @torch.compiler.disable
@@ -54,18 +52,19 @@ class OpaqueCache:
         """See ``StepCache``."""
         return self._cache.update(key, value, layer_idx)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """See ``StepCache``."""
-        return 0
-
 
 def prepare(
     model: PreTrainedModel, execution: Execution, device: torch.device, dtype: torch.dtype
 ) -> Callable[..., Any]:
-    """The forward to be called; ``model``, a runner's own copy, gets its fused modules.
+    """Applies the options to ``model`` and returns the forward to call.
+
+    Args:
+        model: a runner's own copy, whose modules may be replaced by fused ones.
+        execution: the options.
+        device, dtype: of the model's weights.
 
     Raises:
-        UserError: for an unknown choice, kernels or a compiler that cannot run here, or a family
+        UserError: for an unknown option, kernels or a compiler that cannot run here, or a family
             without fused modules.
     """
     if execution.kernels not in KERNELS:
@@ -81,9 +80,9 @@ def prepare(
         return model
     support.require(support.compile_problem(device), "model.compile=true")
     model.set_attn_implementation(OPAQUE)
-    # Layers differ in a number of theirs: without this each is compiled anew, and beyond the
-    # eighth none is.
+    # Layers differ in integer attributes: without this each layer is compiled separately, and
+    # layers beyond torch's limit of eight are not compiled at all.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
-    # Row counts vary between passes that are not captured; captured ones have few shapes each.
+    # Row counts vary between uncaptured passes; captured ones have few shapes.
     compiled: Callable[..., Any] = torch.compile(model, dynamic=None)
     return compiled

@@ -1,18 +1,18 @@
-"""Exit heads of any transformers model: what turns an inner layer's hidden states into logits.
+"""Exit heads of any transformers model, which compute logits from an inner layer's hidden states.
 
 A norm head is a norm and an output matrix. A transformer head is a decoder layer of the target's
-own kind, a norm and an output matrix (PPSD 5.3): for a runner it is the last layer of a model of
-``layer`` + 1 layers, so it needs no code of its own for any family.
+kind, a norm and an output matrix (PPSD 5.3); a runner treats it as the last layer of a model of
+``layer`` + 1 layers, so no family needs specific code.
 
 Shape letters: R rows, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.slicing import layers_name
+from specdec.models.slicing import keep_layers, layers_name, shared_copy
 
 KINDS = ("norm", "transformer")
 """Kinds of exit heads (``model.exit_head``)."""
@@ -28,22 +28,29 @@ KINDS = ("norm", "transformer")
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """An exit head as it lies in its file.
+    """The weights of an exit head.
 
     Attributes:
-        kind: a key of ``KINDS``.
-        layer: layers of the target before it.
-        tensors: ``norm.weight``, ``output.weight`` (absent: the target's own matrix) and, for a
-            transformer head, ``layer.*`` under the target's own names.
+        kind: one of ``KINDS``.
+        layer: number of the target's layers before it.
+        tensors: ``norm.weight``, ``output.weight`` (default: the target's matrix) and, for a
+            transformer head, ``layer.*`` with the target's parameter names.
     """
 
     kind: str
     layer: int
     tensors: Mapping[str, torch.Tensor]
 
+    @classmethod
+    def from_pair(cls, pair: Any, *, layer: int) -> HeadWeights:
+        """The head after ``layer`` layers: trained if the pair has a folder, else untrained."""
+        if pair.heads_folder is None:
+            return untrained_head(pair.part(layer, pair.num_layers), pair.exit_head, layer)
+        return read_head(pair.heads_folder, pair.exit_head, layer)
+
     @property
     def num_parameters(self) -> int:
-        """Weights in the file."""
+        """Number of stored weights."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
 
@@ -51,42 +58,45 @@ def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
     """Reads ``folder``/KIND-LAYER.safetensors.
 
     Raises:
-        UserError: there is none, or it is not what its name says.
+        UserError: if it is missing or damaged, or its metadata contradict its name.
     """
     path = folder / f"{kind}-{layer}.safetensors"
     if not path.is_file():
-        there = sorted(p.stem for p in folder.glob("*.safetensors")) if folder.is_dir() else []
-        known = ", ".join(there) or "no heads there"
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.safetensors"))) or "no heads"
         raise UserError(
-            f"model.exit_heads={folder.name} has no {path.name} ({known}): train it with"
+            f"model.exit_heads={folder.name} has no {path.name} (available: {known}): train it with"
             f" `specdec train exit_head 'heads=[{{kind: {kind}, layer: {layer}}}]'`, choose"
-            " model.exit_layer and model.exit_head from those, or take an untrained head with"
-            " model.exit_heads=null"
+            " model.exit_layer and model.exit_head from the available ones, or set"
+            " model.exit_heads=null for an untrained head"
         )
-    about, tensors = read_tensors(path)
-    if (about.get("kind"), about.get("layer")) != (kind, str(layer)):
-        raise UserError(
-            f"{path.name} says that it is {about.get('kind')}-{about.get('layer')}; name it so"
-        )
-    return HeadWeights(kind, layer, tensors)
+    return HeadWeights(kind, layer, read_tensors(path, {"kind": kind, "layer": layer}))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """What a head's file says about it, and its weights by name.
+def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Reads the weights of a head's file by name.
+
+    Args:
+        path: of the safetensors file.
+        expected: metadata that the file must have, such as its kind and layer.
 
     Raises:
-        UserError: it is damaged.
+        UserError: if it is damaged, or its metadata differ from ``expected``.
     """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return file.metadata() or {}, tensors
+            metadata = file.metadata() or {}
     except SafetensorError as error:
         raise UserError(f"{path.name} of model.exit_heads is damaged: {error}") from error
+    stored = {key: metadata.get(key) for key in expected}
+    if stored != {key: str(value) for key, value in expected.items()}:
+        name = "-".join(map(str, stored.values()))
+        raise UserError(f"{path.name} of model.exit_heads contains the head {name}; rename it")
+    return tensors
 
 
-def own_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
-    """An untrained head: the target's final norm and output matrix, and its own next layer."""
+def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
+    """Returns an untrained head: the target's final norm, output matrix and next layer."""
     tensors = {f"norm.{n}": p for n, p in final_norm(target).named_parameters()}
     tensors["output.weight"] = target.get_output_embeddings().weight
     if kind == "transformer":
@@ -96,27 +106,19 @@ def own_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
 
 
 def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
-    """A model of ``head.layer`` + 1 layers whose last layer, norm and output are the head's.
+    """Returns a model of ``head.layer`` + 1 layers with the head's last layer, norm and output.
 
-    The other layers are the target's own (a norm head's last layer, too): nothing runs them, and
-    nothing is copied.
+    The other layers, and a norm head's last layer, are the target's; they are shared and never run.
 
     Args:
         target: whole, or loaded by ``load_stage``; it is not changed.
         head: of a layer below the target's last.
 
     Raises:
-        UserError: the head's weights do not fit the target.
+        UserError: if the head's weights do not fit the target.
     """
-    memo = {id(tensor): tensor for tensor in [*target.parameters(), *target.buffers()]}
-    own = copy.deepcopy(target, memo)
-    name, config = layers_name(own), own.config.get_text_config()
-    layers = nn.ModuleList(list(own.get_submodule(name))[: head.layer + 1])  # type: ignore[arg-type]
-    config.num_hidden_layers = len(layers)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        config.layer_types = list(kinds[: len(layers)])
-    own.set_submodule(name, layers)
+    own = shared_copy(target)
+    layers = keep_layers(own, 0, head.layer + 1)
     like = next(p for p in target.parameters() if not p.is_meta)
     parts = {"norm": final_norm(own), "layer": layers[-1]}
     for key, tensor in head.tensors.items():
@@ -128,7 +130,7 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm between the last layer and the output head.
+    """Returns the norm between the last layer and the output head.
 
     Raises:
         UserError: for a family without one.
@@ -137,14 +139,14 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
     if not norms:
         raise UserError(
-            f"model type {model.config.model_type!r} has no norm after its layers that an exit head"
-            " could start from; use another family"
+            f"model type {model.config.model_type!r} has no norm after its layers, which an exit"
+            " head needs; use another family"
         )
     return norms[-1]
 
 
 def _put(module: nn.Module, path: str, tensor: torch.Tensor, label: str) -> None:
-    """Replaces one parameter of an own instance (never its values, which others share)."""
+    """Replaces one parameter of a private copy, whose values may be shared."""
     owner, _, leaf = path.rpartition(".")
     try:
         holder = module.get_submodule(owner)

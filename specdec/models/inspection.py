@@ -1,18 +1,19 @@
-"""Looking at a model folder before anything is loaded: quickly, and without torch.
+"""Checks a model folder before loading it: fast, and without importing torch.
 
-Everything a user can get wrong about a model path ends here in one ``UserError`` that names the
-value and the remedy, rather than minutes later in a worker's traceback.
+Every wrong model path or damaged folder raises a ``UserError`` that names the value and the remedy,
+instead of a traceback in a worker minutes later.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from specdec.errors import UserError
 
@@ -26,42 +27,30 @@ CERTIFIED = frozenset(
 )
 """Families whose tree attention is tested against transformers' own forward."""
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of causal language models
+_CAUSAL = ("ForCausalLM", "LMHeadModel")  # suffixes of causal language models' class names
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_BITS = {
-    **dict.fromkeys(["F64", "I64", "U64", "C64"], 64),
-    **dict.fromkeys(["F32", "I32", "U32"], 32),
-    **dict.fromkeys(["F16", "BF16", "I16", "U16"], 16),
-    **dict.fromkeys(["I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"], 8),
-}
+_LFS = b"version "  # first bytes of a git-lfs pointer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a model folder says about itself.
+    """Properties of a model folder.
 
     Attributes:
         path: the local folder.
         model_type: transformers' name of the family, such as "llama".
-        architecture: class that the checkpoint was saved from.
-        num_layers, hidden_size, vocab_size, max_positions: sizes; 0 where the config is silent.
-        dtype: as stored, such as "BF16"; the commonest where tensors differ.
-        num_bytes: of all weights, as stored.
+        num_layers, hidden_size, vocab_size, max_positions: sizes; 0 if the config omits them.
         tied: whether the output head shares the embeddings' weights.
-        tensors: tensor name -> file name of the shard that holds it.
+        tensors: tensor name -> file name of its shard.
     """
 
     path: Path
     model_type: str
-    architecture: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     max_positions: int
-    dtype: str
-    num_bytes: int
     tied: bool
     tensors: Mapping[str, str]
 
@@ -70,8 +59,8 @@ def inspect_model(path_or_id: str | Path) -> ModelInfo:
     """Checks that a model can be loaded, without loading it.
 
     Args:
-        path_or_id: a folder in transformers' format, or the id of a Hugging Face repository, which
-            is looked up (local hub cache, then network) only if there is no such folder.
+        path_or_id: a folder in transformers' format, or, if there is no such folder, the id of a
+            Hugging Face repository (looked up in the local hub cache, then on the network).
 
     Raises:
         UserError: for a path that does not exist, a damaged or missing file, weights that are not
@@ -79,21 +68,17 @@ def inspect_model(path_or_id: str | Path) -> ModelInfo:
     """
     folder = _folder(path_or_id)
     config = _json(folder / "config.json")
-    architecture = _check_architecture(folder, config)
-    headers = _headers(folder)
+    _check_architecture(folder, config)
     text = config.get("text_config") or config
     return ModelInfo(
         path=folder,
         model_type=config["model_type"],
-        architecture=architecture,
         num_layers=_size(text, "num_hidden_layers", "n_layer"),
         hidden_size=_size(text, "hidden_size", "n_embd"),
         vocab_size=_size(text, "vocab_size"),
         max_positions=_size(text, "max_position_embeddings", "n_positions"),
-        dtype=_commonest_dtype(headers.values()),
-        num_bytes=sum(_num_bytes(t) for header in headers.values() for t in header.values()),
         tied=bool(config.get("tie_word_embeddings", True)),
-        tensors={name: file for file, header in headers.items() for name in header},
+        tensors=_tensor_files(folder),
     )
 
 
@@ -104,7 +89,7 @@ def _folder(path_or_id: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(f"model path {text!r} is a file; give the folder that holds config.json")
+        raise UserError(f"model path {text!r} is a file; give the folder that contains config.json")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(text):
         raise UserError(
             f"model path {text!r} does not exist; give a folder with config.json and safetensors "
@@ -114,27 +99,27 @@ def _folder(path_or_id: str | Path) -> Path:
 
 
 def _hub_folder(hub_id: str) -> Path:
-    """Folder of a hub repository: from the local hub cache, else downloaded."""
+    """Local folder of a hub repository: from the hub cache, else downloaded."""
     from huggingface_hub import snapshot_download
 
     try:
         cached = Path(snapshot_download(hub_id, local_files_only=True))
         if (cached / "config.json").is_file() and list(cached.glob("*.safetensors")):
             return cached
-    except Exception:  # noqa: S110 - not in the cache: ask the network
+    except Exception:  # noqa: S110 - not in the cache: download it
         pass
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES, etag_timeout=10))
-    except Exception as error:  # the hub client raises a dozen kinds
+    except Exception as error:  # the hub client raises many types
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise UserError(
-            f"model {hub_id!r} is no local folder, and the Hugging Face hub did not give it "
+            f"model {hub_id!r} is not a local folder, and the Hugging Face hub did not provide it "
             f"({reason}); check the spelling, log in if it is gated, or give a local folder"
         ) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
+    """Reads a JSON object from a file."""
     if not path.is_file():
         raise UserError(
             f"{path.parent} has no {path.name}; give a folder in transformers' format "
@@ -149,12 +134,16 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_architecture(folder: Path, config: dict[str, Any]) -> str:
-    """Refuses what is no decoder-only family of transformers; returns the architecture."""
+def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
+    """Checks that the model is a decoder-only language model of transformers.
+
+    Raises:
+        UserError: if it is not.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(
-            f"{folder / 'config.json'} names no model_type; use the config.json of a transformers "
+            f"{folder / 'config.json'} has no model_type; use the config.json of a transformers "
             "model"
         )
     architecture = str((config.get("architectures") or [""])[0])
@@ -164,15 +153,15 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> str:
             "as llama, qwen3 or gpt2 can be decoded"
         )
     if model_type in CERTIFIED and architecture.endswith(_CAUSAL):
-        return architecture
-    # Other families: transformers knows, but asking it imports torch.
+        return
+    # Other families are looked up in transformers, whose import takes longer.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type not in known:
         if config.get("auto_map"):
             raise UserError(
-                f"{folder} (model_type {model_type!r}) needs code of its own, and "
+                f"{folder} (model_type {model_type!r}) needs custom code, and "
                 "trust_remote_code is off in specdec; use a family that transformers includes"
             )
         raise UserError(
@@ -183,92 +172,53 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> str:
     allowed = (names,) if isinstance(names, str) else tuple(names)
     if architecture and architecture not in allowed:
         raise UserError(
-            f"{folder} holds a {architecture}, not a causal language model "
+            f"{folder} contains a {architecture}, not a causal language model "
             f"({' or '.join(allowed)}); save the language model alone, or use another checkpoint"
         )
-    return architecture or allowed[0]
 
 
-def _headers(folder: Path) -> dict[str, dict[str, Any]]:
-    """File name -> tensor name -> entry of its safetensors header, all checked."""
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name of its shard; every header is checked."""
     if (folder / _SINGLE).is_file():
-        return {_SINGLE: read_header(folder / _SINGLE)}
+        return dict.fromkeys(_tensor_names(folder / _SINGLE), _SINGLE)
     if not (folder / _INDEX).is_file():
         others = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".gguf"})
-        found = f" (only {', '.join(others[:3])})" if others else ""
+        only = f" (only {', '.join(others[:3])})" if others else ""
         raise UserError(
-            f"{folder} has no safetensors weights{found}, and no other format is read, because "
-            "pickles can run code; convert them where you trust them: "
+            f"{folder} has no safetensors weights{only}; no other format is supported, because "
+            "pickles can run code; convert the weights where you trust them: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
         )
-    index = _json(folder / _INDEX)
-    shards: dict[str, str] = index.get("weight_map") or {}
+    shards: dict[str, str] = _json(folder / _INDEX).get("weight_map") or {}
     if not shards:
-        raise UserError(f"{folder / _INDEX} maps no tensors; copy the file again")
-    headers = {file: read_header(folder / file) for file in sorted(set(shards.values()))}
+        raise UserError(f"{folder / _INDEX} lists no tensors; copy the file again")
+    names = {file: set(_tensor_names(folder / file)) for file in sorted(set(shards.values()))}
     for name, file in shards.items():
-        if name not in headers[file]:
+        if name not in names[file]:
             raise UserError(
-                f"{folder / file} lacks tensor {name!r} that the index promises; copy it again"
+                f"{folder / file} lacks tensor {name!r}, which the index lists; copy it again"
             )
-    return headers
+    return shards
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file, checked against its size.
+def _tensor_names(path: Path) -> list[str]:
+    """Names of the tensors in a safetensors file, whose header and size are checked.
 
     Raises:
-        UserError: for a file that is missing, cut short, or not safetensors.
+        UserError: if the file is missing, truncated, or not a safetensors file.
     """
     if not path.is_file():
         raise UserError(f"weights file {path} is missing; copy the folder again")
-    size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
+        if file.read(len(_LFS)) == _LFS:
             raise UserError(f"{path} is a git-lfs pointer, not weights; run 'git lfs pull'")
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise _damaged(path, f"header of {length} bytes in a file of {size}")
-        raw = file.read(length)
     try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        end = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
-        wrong = [
-            name
-            for name, t in header.items()
-            if t["data_offsets"][1] - t["data_offsets"][0] != _num_bytes(t)
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _damaged(path, f"unreadable header: {error}") from error
-    if end != size - 8 - length:
-        raise _damaged(path, f"{size - 8 - length} bytes of weights where the header says {end}")
-    if wrong:
-        raise _damaged(path, f"tensor {wrong[0]!r} has a size that its shape does not")
-    return header
-
-
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(
-        f"{path} is damaged or no safetensors file ({what}); copy or download it again"
-    )
-
-
-def _num_bytes(tensor: dict[str, Any]) -> int:
-    """Bytes of one header entry; types of other sizes than a byte multiple are taken as stated."""
-    bits = _BITS.get(tensor["dtype"])
-    if bits is None:
-        return int(tensor["data_offsets"][1] - tensor["data_offsets"][0])
-    return math.prod(tensor["shape"]) * bits // 8
-
-
-def _commonest_dtype(headers: Iterable[dict[str, Any]]) -> str:
-    totals: dict[str, int] = {}
-    for header in headers:
-        for tensor in header.values():
-            totals[tensor["dtype"]] = totals.get(tensor["dtype"], 0) + _num_bytes(tensor)
-    return max(totals, key=lambda dtype: totals[dtype], default="")
+        with safe_open(path, framework="numpy") as weights:
+            return list(weights.keys())
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} is damaged or not a safetensors file ({error}); copy or download it again"
+        ) from error
 
 
 def _size(config: dict[str, Any], *names: str) -> int:

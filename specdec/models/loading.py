@@ -1,4 +1,4 @@
-"""Loading models and tokenizers: safetensors only, no remote code, whole or by layers."""
+"""Loads models, whole or by layers, and tokenizers; safetensors only, without remote code."""
 
 from __future__ import annotations
 
@@ -34,22 +34,21 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""Names of the types that a model can be run in."""
+"""Supported values of ``model.dtype``."""
 
 
 def load_model(
     model: ModelInfo | str | Path, *, dtype: str = "float32", device: str = "cpu"
 ) -> PreTrainedModel:
-    """The whole model, in evaluation mode and without gradients.
+    """Loads a whole model, in evaluation mode and without gradients.
 
     Args:
-        model: what ``inspect_model`` gave, or a path or id for it.
+        model: a result of ``inspect_model``, or a path or id.
         dtype: a key of ``DTYPES``.
         device: "cpu", "cuda", "cuda:1", ...
 
     Raises:
-        UserError: for anything that ``inspect_model`` refuses, an unknown type or device, or
-            weights that do not fill the model.
+        UserError: as ``inspect_model``; also for an unknown type or device, or missing weights.
     """
     info = _info(model)
     torch_dtype, torch_device = _dtype(dtype), usable_device(device)
@@ -71,7 +70,7 @@ def load_model(
             f"{info.path} could not be loaded ({error}); check that config.json and the weights "
             "belong together"
         ) from error
-    # transformers fills missing tensors at random and only warns.
+    # transformers initialises missing tensors at random and only warns.
     _refuse_missing(info, sorted(report["missing_keys"]))
     loaded.requires_grad_(False)
     return loaded.to(torch_device).eval()
@@ -86,26 +85,35 @@ def load_stage(
     device: str = "cpu",
     group: Collective | None = None,
 ) -> PreTrainedModel:
-    """A model with weights for layers first .. last - 1 only; the rest takes no memory.
+    """Loads a model with weights for layers first .. last - 1 only.
 
-    Only tensors of these layers are read, the embeddings where the slice begins at 0, the head
-    where it ends the model, and the few parameters outside the layers (norms). All others stay on
-    the meta device. Give it to ``ModelRunner`` with the same layers. With a ``group`` linear layers
-    are this rank's shares, and no more of them is read.
+    It reads the tensors of these layers, the embeddings if the slice starts at 0, the output head
+    if it ends the model, and the parameters outside the layers (norms). All others stay on the meta
+    device. Pass the result to ``ModelRunner`` with the same layers.
+
+    Args:
+        model: a result of ``inspect_model``, or a path or id.
+        first_layer, last_layer: the slice.
+        dtype, device: as in ``load_model``.
+        group: tensor-parallel group; only this rank's shares of linear layers are read. None: whole
+            layers.
 
     Raises:
-        UserError: as ``load_model``; also for quantised weights, and a family that cannot be cut.
-        ValueError: for layers that the model has not.
+        UserError: as ``load_model``; also for quantised weights, or a family that cannot be
+            sharded.
+        ValueError: for layers outside the model.
     """
     info = _info(model)
     torch_dtype, torch_device = _dtype(dtype), usable_device(device)
     config = _config(info)
     if getattr(config, "quantization_config", None):
-        raise UserError(f"{info.path} is quantised; stages load plain weights only")
+        raise UserError(f"{info.path} is quantised; use a checkpoint with unquantised weights")
     loaded = _empty(config, torch_dtype)
     total = len(loaded.get_submodule(layers_name(loaded)))
     if not 0 <= first_layer < last_layer <= total:
-        raise ValueError(f"no layers {first_layer} .. {last_layer} in a model of {total} layers")
+        raise ValueError(
+            f"layers {first_layer} .. {last_layer} are not in a model of {total} layers"
+        )
     tied = _tied_groups(loaded)
     cuts = {} if group is None else shard_modules(loaded, group)
     needed = _needed_names(loaded, first_layer, last_layer)
@@ -118,7 +126,7 @@ def load_stage(
 
 
 def weight_bytes(model: ModelInfo | str | Path, dtype: str) -> int:
-    """Bytes of a model's weights in memory (shared ones once), found without loading them.
+    """Returns the bytes of a model's weights in memory (tied ones once), without loading them.
 
     Raises:
         UserError: as ``load_model``.
@@ -128,7 +136,7 @@ def weight_bytes(model: ModelInfo | str | Path, dtype: str) -> int:
 
 
 def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
-    """Tokens that end a text, as the generation config (or else the model config) names them.
+    """Returns the end-of-text tokens of the generation config, or else of the model config.
 
     Raises:
         UserError: for a config that transformers does not accept.
@@ -144,14 +152,14 @@ def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local model folder.
+    """Loads the tokenizer of a local model folder.
 
     Raises:
-        UserError: where there is none that can be read.
+        UserError: if there is none, or it cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # depends on the tokenizer's kind
+    except Exception as error:  # the type depends on the tokenizer
         raise UserError(
             f"{path} has no tokenizer that can be loaded ({error}); copy tokenizer.json and "
             "tokenizer_config.json beside the weights"
@@ -159,7 +167,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _empty(config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model's modules with all parameters on the meta device."""
+    """Builds the model's modules with all parameters on the meta device."""
     with init_empty_weights(include_buffers=False):
         empty = AutoModelForCausalLM.from_config(
             config,
@@ -172,7 +180,7 @@ def _empty(config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
-    """Names of the parameters, those that are one parameter together."""
+    """Parameter names, grouped by shared parameter."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups[id(parameter)].append(name)
@@ -188,25 +196,25 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Reads the tensors that a stage needs and puts them, or shares of them, in place."""
-    sources: dict[str, list[str]] = {}  # tensor in the files -> names in the model
+    """Reads the tensors that a stage needs and assigns them, or this rank's shares of them."""
+    sources: dict[str, list[str]] = {}  # tensor name in the files -> parameter names
     missing = []
     for names in tied:
-        wanted = [name for name in names if name in needed]
-        if not wanted:
+        used = [name for name in names if name in needed]
+        if not used:
             continue
         source = next((s for name in names for s in _aliases(model, name) if s in info.tensors), "")
         if source:
-            sources[source] = wanted
+            sources[source] = used
         else:
-            missing.append(wanted[0])
+            missing.append(used[0])
     _refuse_missing(info, missing)
     by_file: dict[str, list[str]] = defaultdict(list)
     for source in sources:
         by_file[info.tensors[source]].append(source)
-    for file, found in by_file.items():
+    for file, file_sources in by_file.items():
         with safe_open(info.path / file, framework="pt", device=str(device)) as tensors:
-            for source in found:
+            for source in file_sources:
                 whole = [name for name in sources[source] if name not in cuts]
                 if whole:
                     tensor = tensors.get_tensor(source).to(dtype)
@@ -219,7 +227,7 @@ def _fill(
 
 
 def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> set[str]:
-    """Names of the parameters that layers first .. last - 1 need in order to run."""
+    """Names of the parameters that a pass through layers first .. last - 1 uses."""
     layers = layers_name(model)
     total = len(model.get_submodule(layers))
     base = model.base_model
@@ -227,20 +235,20 @@ def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> 
     needed = set()
     for path, module in model.named_modules():
         if path.startswith(f"{layers}."):
-            wanted = first_layer <= int(path[len(layers) + 1 :].split(".")[0]) < last_layer
+            used = first_layer <= int(path[len(layers) + 1 :].split(".")[0]) < last_layer
         elif id(module) not in in_base:
-            wanted = last_layer == total
+            used = last_layer == total
         elif isinstance(module, nn.Embedding):
-            wanted = first_layer == 0
+            used = first_layer == 0
         else:
-            wanted = True
-        if wanted:
+            used = True
+        if used:
             needed |= {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
     return needed
 
 
 def _aliases(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """Names that a checkpoint may have for a parameter: with or without the base model's prefix."""
+    """Possible names of a parameter in a checkpoint: with and without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     yield name
     if name.startswith(prefix):
@@ -248,13 +256,14 @@ def _aliases(model: PreTrainedModel, name: str) -> Iterator[str]:
 
 
 def _put(model: PreTrainedModel, name: str, parameter: nn.Parameter, info: ModelInfo) -> None:
+    """Assigns a parameter after checking its shape."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     expected = module.get_parameter(leaf).shape
     if expected != parameter.shape:
         raise UserError(
-            f"{info.path}: tensor {name!r} has shape {tuple(parameter.shape)} where config.json "
-            f"means {tuple(expected)}; use the config.json that belongs to the weights"
+            f"{info.path}: tensor {name!r} has shape {tuple(parameter.shape)}, but config.json "
+            f"implies {tuple(expected)}; use the config.json that belongs to the weights"
         )
     setattr(module, leaf, parameter)
 
@@ -274,14 +283,14 @@ def _info(model: ModelInfo | str | Path) -> ModelInfo:
 def _config(info: ModelInfo) -> AutoConfig:
     try:
         return AutoConfig.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # configs validate themselves in many ways
+    except Exception as error:  # families validate their configs in different ways
         raise UserError(
             f"{info.path / 'config.json'} is not accepted by transformers ({error}); correct it"
         ) from error
 
 
 def _reference_attention(config: AutoConfig) -> str:
-    """The attention for those who call the model without a runner: soft caps need "eager"."""
+    """Attention for calls of the model without a runner; soft caps need "eager"."""
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
@@ -292,10 +301,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name.
+    """Returns the device of that name.
 
     Raises:
-        UserError: torch cannot put anything on it here.
+        UserError: if torch cannot allocate tensors on it.
     """
     try:
         device = torch.device(name)
@@ -310,7 +319,7 @@ def usable_device(name: str) -> torch.device:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars."""
+    """Disables transformers' progress bars inside the block."""
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,8 +1,8 @@
-"""Weight-only quantisation of a model's linear maps, by torchao.
+"""Weight-only quantisation of a model's linear layers by torchao (SwiftSpec 5).
 
-As in SwiftSpec 5: the layers' matrices only, embeddings and output head stay as they are, and the
-arithmetic is that of the activations' type. A quantised model is a model of its own: losslessness
-is then measured against plain decoding of the same quantised model.
+Only the decoder layers' matrices are quantised, not the embeddings and the output head; arithmetic
+uses the activations' type. Losslessness of a quantised target is measured against plain decoding of
+the same quantised model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from specdec.errors import UserError
 from specdec.models.slicing import layers_name
 
 GROUP_SIZES = (128, 64, 32)
-"""Weights that share a scale in int4, the largest that divides a matrix's inputs is taken."""
+"""Weights per scale in int4: the first of these that divides a matrix's number of inputs."""
 
 
 class Quantization(StrEnum):
-    """Bits per weight: as loaded, 8 with a scale per row, 4 with a scale per group."""
+    """Weight formats: as loaded; 8 bits with a scale per row; 4 bits with a scale per group."""
 
     NONE = "none"
     INT8 = "int8"
@@ -32,7 +32,7 @@ class Quantization(StrEnum):
 
 
 def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """Quantises the layers' linear maps in place, those on the meta device excepted.
+    """Quantises the decoder layers' linear layers in place, except those on the meta device.
 
     Args:
         model: float32, bfloat16 or float16.
@@ -42,34 +42,34 @@ def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
         ``model``.
 
     Raises:
-        UserError: for an unknown kind, a missing library, or what it cannot quantise.
+        UserError: for an unknown kind, a missing library, or a model that cannot be quantised.
     """
     if kind not in list(Quantization):
         raise UserError(f"model.quantization={kind} is unknown; choose {', '.join(Quantization)}")
     if kind == Quantization.NONE:
         return model
-    asked = f"model.quantization={kind}"
+    setting = f"model.quantization={kind}"
     if find_spec("torchao") is None:
-        raise UserError(f"{asked} needs torchao: pip install torchao, or use none")
+        raise UserError(f"{setting} needs torchao: pip install torchao, or use none")
     if model.dtype == torch.float64:
-        raise UserError(f"{asked} needs model.dtype float32, bfloat16 or float16, not float64")
+        raise UserError(f"{setting} needs model.dtype float32, bfloat16 or float16, not float64")
     prefix = f"{layers_name(model)}."
-    maps = [
+    linears = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.startswith(prefix) and not module.weight.is_meta
     ]
-    if not maps:
+    if not linears:
         raise UserError(
-            f"{asked} finds no plain linear maps in model type {model.config.model_type!r};"
+            f"{setting} finds no plain linear layers in model type {model.config.model_type!r};"
             " use none, or a family such as llama or qwen3"
         )
-    _apply(model, kind, maps, asked)
+    _apply(model, kind, linears, setting)
     return model
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters in memory; of quantised ones what is really stored."""
+    """Returns the bytes of a model's parameters as stored in memory, also of quantised ones."""
     return sum(_stored_bytes(parameter.data) for parameter in model.parameters())
 
 
@@ -81,33 +81,27 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def _apply(
-    model: PreTrainedModel, kind: str, maps: Sequence[tuple[str, nn.Linear]], asked: str
+    model: PreTrainedModel, kind: str, linears: Sequence[tuple[str, nn.Linear]], setting: str
 ) -> None:
     from torchao.quantization import quantize_
 
-    chosen = {name for name, _ in maps}
     by_size: dict[int, set[str]] = {}
-    for name, module in maps:
-        by_size.setdefault(_group_size(module, kind, asked), set()).add(name)
-    assert chosen == set().union(*by_size.values()), "every map has a group size"
+    for name, module in linears:
+        by_size.setdefault(_group_size(module, kind, setting), set()).add(name)
     for group_size, names in by_size.items():
         config = _config(kind, group_size, model)
         try:
             quantize_(model, config, filter_fn=lambda _, name, names=names: name in names)
-        except (
-            ImportError,
-            NotImplementedError,
-            AssertionError,
-            RuntimeError,
-            ValueError,
-        ) as error:
+        except (ImportError, AssertionError, RuntimeError, ValueError) as error:
             raise UserError(
-                f"{asked} is refused by torchao on {model.device} in {model.dtype} ({error}); try"
+                f"{setting} is not supported by torchao on {model.device} in {model.dtype}"
+                f" ({error}); try"
                 " model.dtype=bfloat16, another kind, or none"
             ) from error
 
 
-def _group_size(module: nn.Linear, kind: str, asked: str) -> int:
+def _group_size(module: nn.Linear, kind: str, setting: str) -> int:
+    """Weights per scale; 0: one scale per row."""
     if kind == Quantization.INT8:
         return 0
     inputs = module.in_features
@@ -115,13 +109,13 @@ def _group_size(module: nn.Linear, kind: str, asked: str) -> int:
         if inputs % size == 0:
             return size
     raise UserError(
-        f"{asked} needs matrices whose inputs are multiples of {GROUP_SIZES[-1]}, not {inputs};"
+        f"{setting} needs matrices whose inputs are multiples of {GROUP_SIZES[-1]}, not {inputs};"
         " use int8 or none"
     )
 
 
 def _config(kind: str, group_size: int, model: PreTrainedModel) -> Any:
-    """torchao's configuration; on the CPU int4 values lie in a byte each, for want of a kernel."""
+    """torchao's configuration; on the CPU, without an int4 kernel, a weight takes a byte."""
     from torchao.quantization import (
         Int4WeightOnlyConfig,
         Int8WeightOnlyConfig,

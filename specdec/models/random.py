@@ -1,4 +1,4 @@
-"""Small models with random weights, of any family: for tests, and where there are no weights."""
+"""Small models of any family with random weights, for tests and ``model=random``."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ def random_model(
     max_positions: int = 256,
     options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A model of ``family`` whose weights are drawn from normal(0, ``scale``) with ``seed``.
+    """Returns a model of ``family`` with weights from a normal distribution.
 
-    The same arguments give the same weights; the global generator is left alone.
+    The same arguments give the same weights; the global generator is not used.
 
     Args:
         family: a model type of transformers; those of ``CERTIFIED`` are tested.
         seed: of the weights.
-        dtype, device: a key of ``DTYPES``, torch's name of the device.
-        scale: standard deviation of every weight; larger ones give surer predictions.
+        dtype: a key of ``DTYPES``.
+        device: torch's name of the device.
+        scale: standard deviation of every weight; larger values give more peaked predictions.
         num_layers, hidden_size, num_heads, num_kv_heads, vocab_size, max_positions: sizes.
-        options: further entries of the family's config, such as {"sliding_window": 8}.
+        options: additional entries of the family's config, such as {"sliding_window": 8}.
 
     Raises:
-        UserError: for a family or type that is not known, or a device that is not here.
+        UserError: for an unknown family or type, or an unavailable device.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    sizes = _config_entries(
-        family,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        vocab_size=vocab_size,
-        max_positions=max_positions,
-    )
-    sizes |= options or {}
+    sizes = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_positions,
+    }
+    entries = _config_entries(family, sizes) | (options or {})
     try:
-        config = AutoConfig.for_model(family, **sizes)
+        config = AutoConfig.for_model(family, **entries)
     except ValueError as error:
         raise UserError(
             f"model family {family!r} is unknown; choose one of {', '.join(sorted(CERTIFIED))}"
@@ -82,35 +82,17 @@ def random_model(
     return model.to(usable_device(device)).eval()
 
 
-def _config_entries(
-    family: str,
-    *,
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    vocab_size: int,
-    max_positions: int,
-) -> dict[str, Any]:
-    """The sizes by the names that the family's config gives them."""
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "max_position_embeddings": max_positions,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
+def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
+    """The family's config entries for Llama's, with special tokens and inner sizes."""
+    width = sizes["hidden_size"]
+    entries: dict[str, Any] = sizes | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    if family in {"gpt2", "gpt_bigcode", "opt", "gpt_neox"}:
+        del entries["num_key_value_heads"]
     if family in {"gpt2", "gpt_bigcode"}:
-        sizes = {_GPT2_NAMES.get(name, name): value for name, value in sizes.items()}
-    elif family == "opt":
-        sizes |= {"ffn_dim": 2 * hidden_size, "word_embed_proj_dim": hidden_size // 2}
-    else:
-        sizes |= {"intermediate_size": 2 * hidden_size}
-        if family != "gpt_neox":
-            sizes |= {"num_key_value_heads": num_kv_heads}
-        if family not in _NO_HEAD_DIM:
-            sizes |= {"head_dim": hidden_size // num_heads}
-    return sizes
+        return {_GPT2_NAMES.get(name, name): value for name, value in entries.items()}
+    if family == "opt":
+        return entries | {"ffn_dim": 2 * width, "word_embed_proj_dim": width // 2}
+    entries["intermediate_size"] = 2 * width
+    if family not in _NO_HEAD_DIM:
+        entries["head_dim"] = width // sizes["num_attention_heads"]
+    return entries

@@ -1,12 +1,13 @@
-"""Forward passes of a model, or of a slice of its layers, over our own caches.
+"""Forward passes of a model, or of a slice of its layers, over this library's caches.
 
-Letters: R rows of one request, A rows whose logits are asked for, V vocabulary, E hidden size.
+Shape letters: R rows of one request, A rows whose logits are computed, V vocabulary, E hidden size,
+H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -14,67 +15,53 @@ from weakref import proxy
 
 import numpy as np
 import torch
+from einops import rearrange
 from transformers import PreTrainedModel
 
+from specdec.attention.backends import Attention, attention_kernel
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.attention.tree_attention import (
-    Attention,
     AttentionStep,
+    ScoreOptions,
     Step,
     StepCache,
     attending,
-    kernel_of,
 )
 from specdec.clocks.meter import Meter
-from specdec.device import Graphs, current, resolve_graphs, to_device
+from specdec.device import to_device
 from specdec.errors import UserError
-from specdec.models.captured import Computed, StaticPasses
+from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
+from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
-from specdec.models.slicing import layers_name, own_instance
+from specdec.models.slicing import layers_name, slice_model
 from specdec.types import IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
-"""``logits_rows`` of a pass that wants none, such as prefill."""
+"""``logits_rows`` of a pass without logits, such as prefill."""
 
-_SAMPLE = 8  # tokens that an untested family is compared on
+_SAMPLE = 8  # tokens on which an untested family is compared with transformers
 
-_HARMLESS = frozenset(
+_IGNORED = frozenset(
     {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOutput:
-    """What one pass gives.
-
-    Attributes:
-        hidden: [sum R, E], after the last layer of the slice and before the final norm: what the
-            next stage takes.
-        logits: [A, V] in the order of ``logits_rows``; None where none were asked for, or where
-            the slice is not the last.
-        captured: global layer index (from 0) -> [sum R, E] after that layer.
-    """
-
-    hidden: torch.Tensor
-    logits: torch.Tensor | None = None
-    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
-
-
 class ModelRunner:
-    """Layers ``first_layer .. last_layer - 1`` of a model.
+    """Runs layers ``first_layer .. last_layer - 1`` of a model.
 
     Attributes:
-        name: under which its passes are metered.
+        name: label of its passes in the meter.
         first_layer, last_layer, num_layers: the slice.
-        is_first, is_last: whether it begins with the embeddings, ends with the logits.
-        spec: what its caches hold.
+        is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
+        spec: shape and type of its caches.
+        static: its captured passes; None if ``execution.graphs`` is off.
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
     """
 
-    _call: Any = None  # the model, or its compiled form; none in the probe
+    _call: Any = None  # the model, or its compiled form; None during the probe
 
     def __init__(
         self,
@@ -88,24 +75,24 @@ class ModelRunner:
         attention: str = Attention.DENSE,
         execution: Execution = PLAIN,
     ) -> None:
-        """Prepares the slice and runs one token through it, as a check.
+        """Prepares the slice and runs one token through it as a check.
 
         Args:
-            model: the whole model, or what ``load_stage`` gave; it is not changed.
+            model: the whole model, or the result of ``load_stage``; it is not changed.
             name: "target", "draft", ...
-            meter: told of every pass.
-            first_layer, last_layer: the slice; to the end where ``last_layer`` is None.
-            capture_layers: layers (global, from 0) whose output every pass hands out.
+            meter: records the time of every pass.
+            first_layer, last_layer: the slice; None: to the last layer.
+            capture_layers: layers (global, from 0) whose outputs every pass returns.
             attention: a value of ``Attention``.
             execution: graphs, fused modules, compilation.
 
         Raises:
-            UserError: for a family, kernel or graphs that cannot be used here.
-            ValueError: for layers that the model has not.
+            UserError: for a family, kernel or mode of graphs that cannot be used here.
+            ValueError: for layers outside the model or the slice.
         """
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
-        _check_slice(first_layer, last_layer, total, capture_layers, attention)
+        _check_slice(first_layer, last_layer, total, capture_layers)
         config = model.config.get_text_config()
         self.name = name
         self.first_layer, self.last_layer = first_layer, last_layer
@@ -115,10 +102,9 @@ class ModelRunner:
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
-        self._attention = Attention(attention)
-        self._static: StaticPasses | None = None
-        self._captured = tuple(capture_layers)
-        self._model = own_instance(
+        self.static: StaticPasses | None = None
+        self._capture_layers = tuple(capture_layers)
+        self._model = slice_model(
             model,
             first_layer=first_layer,
             last_layer=last_layer,
@@ -126,29 +112,29 @@ class ModelRunner:
         )
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
-        self._guard = current(self.device)
-        self._kernel = kernel_of(self._attention, self.device, self.dtype)
-        embedding = model.get_input_embeddings()
-        self._embedding_dim: int = embedding.embedding_dim
+        self._guard = device_guard(self.device)
+        self._kernel = attention_kernel(attention, self.device, self.dtype)
+        self._attention = Attention(attention)
+        self._embedding_dim: int = model.get_input_embeddings().embedding_dim
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
-        self._static = self._static_passes(execution)
+        self.static = self._static_passes(execution)
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
-            self._compare(model)
+            self._compare_with(model)
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
-        """An empty cache for one request: blocks of ``pool``, or room for ``capacity`` at first."""
+        """Returns an empty cache for one request.
+
+        Args:
+            capacity: slots to allocate at first.
+            pool: allocates the slots in blocks; None: contiguous memory.
+        """
         if pool is not None:
             return TreeCache(spec=self.spec, capacity=capacity, storage=Paged(pool=pool))
-        if self._static is not None:
-            return self._static.arenas.new_cache(capacity)
+        if self.static is not None:
+            return self.static.arenas.new_cache(capacity)
         return TreeCache(spec=self.spec, capacity=capacity)
-
-    @property
-    def static(self) -> StaticPasses | None:
-        """The captured passes, where ``execution.graphs`` asks for them."""
-        return self._static
 
     def forward(
         self,
@@ -157,37 +143,37 @@ class ModelRunner:
         hidden: torch.Tensor | None = None,
         logits_rows: IntArray | None = None,
     ) -> RunnerOutput:
-        """One packed pass over the rows of one or many requests; fills their caches.
+        """Runs one packed pass over the rows of one or more requests and fills their caches.
 
         Args:
-            rows: at least one row in all; what ``TreeCache.rows`` returned, in packing order.
-            hidden: [sum R, E], what the stage before gave; for the first slice None.
-            logits_rows: int64[A], packed row indices; every row where None, no logits where empty.
+            rows: results of ``TreeCache.rows`` in packing order, with at least one row in total.
+            hidden: [sum R, E], the previous stage's output; None for the first slice.
+            logits_rows: int64[A], packed row indices; None: every row; empty: no logits.
         """
         assert (hidden is None) == self.is_first, "hidden states enter every slice but the first"
         wants_logits = self.is_last and (logits_rows is None or len(logits_rows) > 0)
-        run = self._launched
-        if self._static is not None and self._static.serves(rows):
-            run = self._replayed
+        run = self._run_plain
+        if self.static is not None and self.static.serves(rows):
+            run = self._run_static
         with torch.inference_mode(), self._guard:
-            # Masks and views of the cache are made in the timed part: transformers' own forward,
-            # which baselines are timed by, makes them too.
+            # Times include making masks and cache views: so do the times of the baselines, which
+            # run transformers' own forward.
             start = perf_counter()
-            found = run(rows, hidden, logits_rows, wants_logits)
+            output = run(rows, hidden, logits_rows, wants_logits)
             if wants_logits and self.device.type == "cuda":
-                # Whoever asked for logits waits for them now; here the wait is the model's time.
+                # The caller waits for the logits anyway; waiting here counts as the model's time.
                 torch.cuda.current_stream(self.device).synchronize()
             self._meter.add(self.name, perf_counter() - start)
-        return RunnerOutput(hidden=found.hidden, logits=found.logits, captured=found.captured)
+        return output
 
-    def _launched(
+    def _run_plain(
         self,
         rows: Sequence[Rows],
         hidden: torch.Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
-    ) -> Computed:
-        """One packed pass, operation by operation."""
+    ) -> RunnerOutput:
+        """Runs one packed, uncaptured pass."""
         if len(rows) == 1:
             tokens, positions = rows[0].tokens, rows[0].positions
         else:
@@ -206,23 +192,23 @@ class ModelRunner:
         ids, places = (to_device(array, self.device) for array in (tokens, positions))
         return self._compute(step, ids, places, wants_logits, keep)
 
-    def _replayed(
+    def _run_static(
         self,
         rows: Sequence[Rows],
         hidden: torch.Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
-    ) -> Computed:
-        """One replay per request; logits of all rows cost no more than those of some."""
-        assert self._static is not None, "asked by forward"
+    ) -> RunnerOutput:
+        """Replays one captured pass per request, which computes the logits of all rows."""
+        assert self.static is not None, "forward checks this"
         received = None if hidden is None else hidden.to(self.device)
-        found = self._static.run(rows, received, wants_logits)
-        if logits_rows is None or found.logits is None:
-            return found
-        if np.array_equal(logits_rows, np.arange(len(found.logits))):
-            return found
-        wanted = to_device(logits_rows, self.device)
-        return Computed(found.hidden, found.logits[wanted], found.captured)
+        output = self.static.run(rows, received, wants_logits)
+        if logits_rows is None or output.logits is None:
+            return output
+        if np.array_equal(logits_rows, np.arange(len(output.logits))):
+            return output
+        index = to_device(logits_rows, self.device)
+        return replace(output, logits=output.logits[index])
 
     def _compute(
         self,
@@ -231,8 +217,8 @@ class ModelRunner:
         positions: torch.Tensor,
         wants_logits: bool,
         keep: int | torch.Tensor = 0,
-    ) -> Computed:
-        """The model's own forward over rows: int64[R] tokens and positions."""
+    ) -> RunnerOutput:
+        """Calls the model's own forward on int64[R] tokens and positions."""
         inputs = self._inputs(tokens, positions, step.cache)
         with attending(step):
             if wants_logits:
@@ -240,27 +226,28 @@ class ModelRunner:
             else:
                 self._model.base_model(**inputs)
                 logits = None
-        captured = {layer: step.captured[layer][0] for layer in self._captured}
-        return Computed(step.captured[self.last_layer - 1][0], logits, captured)
+        captured = {layer: step.captured[layer][0] for layer in self._capture_layers}
+        hidden = step.captured[self.last_layer - 1][0]
+        return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
 
     def _static_passes(self, execution: Execution) -> StaticPasses | None:
-        """Captured passes, where they are asked for.
+        """Returns the captured passes; None if ``execution.graphs`` is off.
 
         Raises:
-            UserError: where they cannot be had.
+            UserError: if passes cannot be captured.
         """
         graphs = resolve_graphs(execution.graphs, self.device)
         if graphs is Graphs.OFF:
             return None
         if self._attention is Attention.TWO_LEVEL:
             raise UserError(
-                "model.attention=two_level splits where the host says, which a captured pass cannot"
-                " change; use model.attention=flash or dense, or model.graphs=off"
+                "model.attention=two_level splits the context on the host, which a captured pass"
+                " cannot repeat; use model.attention=flash or dense, or model.graphs=off"
             )
         return StaticPasses(
             spec=self.spec,
             graphs=graphs,
-            # A reference back would keep weights and graphs until cycles are collected next.
+            # A weak reference: a cycle would keep weights and graphs alive until collected.
             compute=partial(ModelRunner._compute, proxy(self)),
             first_layer=self.first_layer,
             hidden_size=None if self.is_first else self.hidden_size,
@@ -271,9 +258,10 @@ class ModelRunner:
     def _inputs(
         self, tokens: torch.Tensor, positions: torch.Tensor, cache: StepCache
     ) -> dict[str, Any]:
-        """Arguments of transformers' forward; in a later slice the embeddings are placeholders."""
-        given = cache if self._call in (None, self._model) else OpaqueCache(cache)
-        inputs: dict[str, Any] = {"position_ids": positions[None], "past_key_values": given}
+        """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
+        plain = self._call in (None, self._model)
+        model_cache = cache if plain else OpaqueCache(cache)
+        inputs: dict[str, Any] = {"position_ids": positions[None], "past_key_values": model_cache}
         if self.is_first:
             inputs["input_ids"] = tokens[None]
         else:
@@ -282,7 +270,7 @@ class ModelRunner:
         return inputs
 
     def _probe(self, model_type: str) -> CacheSpec:
-        """Runs one token through the slice to learn what its layers keep."""
+        """Runs one token through the slice to determine the shape of its keys and values."""
         probe = _Probe(model_type=model_type, first_layer=self.first_layer)
         probe.hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -291,9 +279,9 @@ class ModelRunner:
                 self._model.base_model(**self._inputs(zero, zero, probe.cache))
         except (AttributeError, TypeError, KeyError, IndexError) as error:  # other kinds of caches
             raise UserError(
-                f"model type {model_type!r} cannot be used: it asks its cache for what a cache of "
-                f"keys and values does not have ({error}); use a plain decoder-only family such as "
-                "llama, qwen3 or gpt2"
+                f"model type {model_type!r} cannot be used: it needs another cache than one of keys"
+                f" and values ({error}); use a plain decoder-only family such as llama, qwen3 or"
+                " gpt2"
             ) from error
         if (
             sorted(probe.shapes) != list(range(self.num_layers))
@@ -301,7 +289,7 @@ class ModelRunner:
         ):
             raise UserError(
                 f"model type {model_type!r} cannot be used: its layers do not all attend through "
-                "transformers' attention interface with keys and values of one shape (seen: "
+                "transformers' attention interface with keys and values of one shape (observed: "
                 f"{probe.shapes}); use a plain decoder-only family such as llama, qwen3 or gpt2"
             )
         config = self._model.config.get_text_config()
@@ -310,7 +298,7 @@ class ModelRunner:
         if {*kinds} - {"full_attention", "sliding_attention"} or not windowed <= probe.windowed:
             raise UserError(
                 f"model type {model_type!r} cannot be used: its layers are {sorted({*kinds})}, and "
-                f"{len(probe.windowed)} of {self.num_layers} said that they slide; use a family "
+                f"{len(probe.windowed)} of {self.num_layers} use a sliding window; use a family "
                 "with full and sliding attention only, such as llama, qwen3 or gemma3_text"
             )
         num_kv_heads, head_dim = probe.shapes[0]
@@ -322,8 +310,12 @@ class ModelRunner:
             device=self.device,
         )
 
-    def _compare(self, model: PreTrainedModel) -> None:
-        """Refuses an untested family unless it decodes a few tokens as transformers does."""
+    def _compare_with(self, model: PreTrainedModel) -> None:
+        """Compares an untested family's logits on a few tokens with transformers' own forward.
+
+        Raises:
+            UserError: if they differ.
+        """
         tokens = np.arange(_SAMPLE) % self.vocab_size
         half = _SAMPLE // 2
         cache = self.new_cache(_SAMPLE)
@@ -338,7 +330,7 @@ class ModelRunner:
         )
         chain = self.forward([rows]).logits
         self._meter = meter
-        assert prefix is not None and chain is not None  # noqa: PT018 - for the type checker
+        assert prefix is not None and chain is not None  # noqa: PT018 - for mypy
         with torch.inference_mode():
             expected = model(torch.from_numpy(tokens).to(self.device)[None]).logits[0]
         error = (torch.cat([prefix, chain]) - expected).abs().max().item()
@@ -351,21 +343,27 @@ class ModelRunner:
             )
 
 
-def _check_slice(
-    first: int, last: int, total: int, capture_layers: Sequence[int], attention: str
-) -> None:
-    """Refuses layers that the model, or the slice, has not, and unknown kinds of attention."""
+def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int]) -> None:
+    """Checks that the layers exist.
+
+    Raises:
+        ValueError: if one does not.
+    """
     if not 0 <= first < last <= total:
-        raise ValueError(f"no layers {first} .. {last} in a model of {total} layers")
+        raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
     for layer in capture_layers:
         if not first <= layer < last:
-            raise ValueError(f"layer {layer} is not among layers {first} .. {last - 1}")
-    if attention not in list(Attention):
-        raise ValueError(f"attention={attention!r}; choose from {[a.value for a in Attention]}")
+            raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
 
 
 class _Probe:
-    """A step that notes the shapes of keys and refuses what ``tree_attention`` does not do."""
+    """A step that records the shapes of keys and rejects unsupported attention arguments.
+
+    Attributes:
+        cache, captured, hidden: see ``Step``.
+        shapes: layer of the slice -> (G, D).
+        windowed: layers of the slice with a sliding window.
+    """
 
     def __init__(self, *, model_type: str, first_layer: int) -> None:
         self.cache = StepCache(first_layer=first_layer)
@@ -376,24 +374,17 @@ class _Probe:
         self._model_type = model_type
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        options: dict[str, Any],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
     ) -> torch.Tensor:
-        """Zeros of the right shape."""
-        unknown = [k for k, v in options.items() if k not in _HARMLESS and v is not None]
+        """Returns zeros of the right shape."""
+        unknown = [k for k, v in options.others.items() if k not in _IGNORED and v is not None]
         if unknown or key.shape != value.shape:
             raise UserError(
-                f"model type {self._model_type!r} cannot be used: its attention has features that "
-                f"tree attention does not know ({', '.join(unknown) or 'unequal key and value'}); "
-                "use a plain decoder-only family such as llama, qwen3 or gpt2"
+                f"model type {self._model_type!r} cannot be used: tree attention does not support "
+                f"features of its attention ({', '.join(unknown) or 'unequal key and value'}); use "
+                "a plain decoder-only family such as llama, qwen3 or gpt2"
             )
         self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
-        if window is not None:
+        if options.window is not None:
             self.windowed.add(self.cache.layer)
-        return torch.zeros_like(query).transpose(1, 2)
+        return rearrange(torch.zeros_like(query), "b h r d -> b r h d")

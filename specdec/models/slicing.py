@@ -1,8 +1,8 @@
-"""A slice of layers of any transformers model, on an own copy of the module tree.
+"""Slices of layers of any transformers model, on a copy of the module tree.
 
-transformers' own forward runs the slice: its list of layers is cut, embeddings that another stage
-owns are replaced by nothing, and hooks put hidden states in and take them out. So no family needs
-code of its own. All parameters are shared with the given model, which stays as it was.
+transformers' own forward runs the slice: the copy's list of layers is cut, embeddings of another
+stage are replaced by placeholders, and hooks insert and extract hidden states. So no family needs
+specific code. The copy shares all parameters with the given model, which is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specdec.models.shortcuts import shorten
 
 
 class _Layers(nn.ModuleList):
-    """A list of layers whose full slice is itself (forwards slice it on every call)."""
+    """A list of layers whose full slice is itself; transformers slices it in every forward."""
 
     def __getitem__(self, idx: Any) -> Any:
         if isinstance(idx, slice) and idx.indices(len(self)) == (0, len(self), 1):
@@ -31,10 +31,10 @@ class _Layers(nn.ModuleList):
 
 
 class _NoEmbedding(nn.Module):
-    """Stands for an embedding whose result would be overwritten anyway."""
+    """Replaces an embedding whose result would be overwritten."""
 
     def __init__(self, layers: nn.Module) -> None:
-        """Takes type and device of ``layers``: a stage's own embedding may be on no device."""
+        """Uses type and device of ``layers``, because a stage's own embedding may be on meta."""
         super().__init__()
         like = next(layers.parameters())
         self.zero = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device)
@@ -44,7 +44,7 @@ class _NoEmbedding(nn.Module):
 
 
 def layers_name(model: PreTrainedModel) -> str:
-    """Name of the list of decoder layers inside ``model``, such as "model.layers".
+    """Returns the name of the list of decoder layers in ``model``, such as "model.layers".
 
     Raises:
         UserError: if there is no such list.
@@ -55,35 +55,43 @@ def layers_name(model: PreTrainedModel) -> str:
             return name
     raise UserError(
         f"model type {model.config.model_type!r} has no list of {num_layers} decoder layers; "
-        "only decoder-only models whose layers stand in one list are supported"
+        "use a decoder-only model with all layers in one list, such as llama, qwen3 or gpt2"
     )
 
 
-def own_instance(
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+
+
+def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn.ModuleList:
+    """Reduces the layers of ``model``, and its config, to first .. last - 1; returns the layers."""
+    name, config = layers_name(model), model.config.get_text_config()
+    layers = _Layers(list(model.get_submodule(name))[first_layer:last_layer])  # type: ignore[arg-type]
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = list(config.layer_types[first_layer:last_layer])
+    model.set_submodule(name, layers)
+    return layers
+
+
+def slice_model(
     model: PreTrainedModel, *, first_layer: int, last_layer: int, capture_layers: Iterable[int]
 ) -> PreTrainedModel:
-    """A copy of the module tree that runs layers first .. last - 1 with our attention.
+    """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
 
-    Hooks on it serve the current ``AttentionStep``: they take the hidden states after the layers
-    to capture and, in a slice that is not the first, put ``step.hidden`` in front.
+    Its hooks store the outputs of the captured layers in the current step and, in a slice that is
+    not the first, replace the input of the first layer by ``step.hidden``.
 
     Args:
         model: whole, or loaded by ``load_stage``.
         first_layer, last_layer: the slice.
         capture_layers: global indices of layers in the slice.
     """
-    shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    own = copy.deepcopy(model, dict(shared))
-    own.eval()
+    own = shared_copy(model).eval()
     own.set_attn_implementation(IMPLEMENTATION)
     name = layers_name(own)
-    layers = _Layers(list(own.get_submodule(name))[first_layer:last_layer])
-    config = own.config.get_text_config()
-    total = config.num_hidden_layers
-    config.num_hidden_layers = len(layers)
-    if len(getattr(config, "layer_types", None) or ()) == total:
-        config.layer_types = list(config.layer_types[first_layer:last_layer])
-    own.set_submodule(name, layers)
+    layers = keep_layers(own, first_layer, last_layer)
     if first_layer:
         for path, module in list(own.base_model.named_modules()):
             if isinstance(module, nn.Embedding) and not path.startswith(name):
@@ -96,7 +104,7 @@ def own_instance(
 
 
 class _Capture:
-    """Forward hook that notes a layer's output in the current step."""
+    """Forward hook that stores a layer's output in the current step."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -107,7 +115,7 @@ class _Capture:
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook that replaces what the embeddings made by the step's hidden states."""
+    """Forward pre-hook that replaces the embeddings' output by the step's hidden states."""
     hidden = current_step().hidden
     if args:
         return (hidden, *args[1:]), kwargs

@@ -1,4 +1,4 @@
-"""A target and its draft, as parts see them: pretrained, random, synthetic, tables or replayed."""
+"""Pairs of a target and its draft: pretrained, random, synthetic, from tables or replayed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.errors import UserError
 from specdec.pairs.acceptance_traces import TracedRequest, read_traces
-from specdec.pairs.huggingface import HuggingFacePair
+from specdec.pairs.huggingface import HuggingFacePair, PartsOnly
 from specdec.pairs.interface import ModelPair
 from specdec.pairs.pretrained import PretrainedPair, check_vocabularies
 from specdec.pairs.random import RandomPair
@@ -16,11 +16,13 @@ from specdec.pairs.recorder import DraftRecorder, check_recordable, record_run
 from specdec.pairs.replay import ReplayModels, build_replay
 from specdec.pairs.synthetic import SyntheticModels, build_synthetic
 from specdec.pairs.table import TablePair
+from specdec.parts.build import build_part
 
 __all__ = [
     "DraftRecorder",
     "HuggingFacePair",
     "ModelPair",
+    "PartsOnly",
     "PretrainedPair",
     "RandomPair",
     "Record",
@@ -40,12 +42,14 @@ __all__ = [
 
 
 def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
-    """The pair that ``model=`` describes.
+    """The pair that ``model=`` describes: a built-in kind, or the class in ``_target_``.
 
     Raises:
         UserError: for an unknown kind or key, or unusable paths.
     """
     keys = {k: v for k, v in cfg.items() if k != "kind"}
+    if "_target_" in cfg:
+        return build_part(keys, {}, "model", ModelPair)  # type: ignore[no-any-return]
     builders: dict[str, Any] = {
         "pretrained": PretrainedPair,
         "random": RandomPair,

@@ -1,4 +1,4 @@
-"""Pairs of Hugging Face models: how any of them is run."""
+"""Pairs of Hugging Face models: everything but where the weights come from."""
 
 from __future__ import annotations
 
@@ -6,36 +6,44 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.clocks.meter import Meter
-from specdec.device import Graphs
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer, ModelAnswerer
+from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.stage import ModelStage
+from specdec.kernels.graphs import Graphs
 from specdec.models import ModelRunner
 from specdec.models.execution import PLAIN, Execution
-from specdec.models.exits import HeadWeights, final_norm, head_model, own_head
-from specdec.models.medusa import MedusaHeads, Weights, own_medusa
+from specdec.models.exits import HeadWeights, final_norm, head_model
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler
-from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import SyntheticPair
+from specdec.sources.pair import A
 from specdec.tensor_parallel import Collective, sharded
+from specdec.types import IntArray
 
 
 class HuggingFacePair:
-    """Two Hugging Face models, loaded when first asked for.
+    """Two Hugging Face models, loaded on first use.
 
-    Subclasses say where models, tokenizer and n-gram counts come from.
+    Subclasses provide ``target``, ``draft``, the tokenizer and the token samples.
+
+    Attributes:
+        dtype: of the weights.
+        device: the torch device of both models.
+        exit_head: kind of the exit heads.
+        heads_folder: trained exit and Medusa heads; None for untrained ones.
     """
 
     is_synthetic = False
+    heads_folder: Path | None = None
 
     def __init__(
         self,
@@ -43,25 +51,28 @@ class HuggingFacePair:
         dtype: str,
         device: str,
         attention: str,
-        execution: Execution = PLAIN,
-        quantization: str = Quantization.NONE,
-        exit_layer: int | None = None,
-        exit_head: str = "norm",
+        graphs: str,
+        kernels: str,
+        compile: bool,
+        quantization: str,
+        exit_layer: int | None,
+        exit_head: str,
     ) -> None:
-        """Remembers how to load.
+        """Stores how to load and run the models.
 
         Args:
             dtype: float64, float32, bfloat16 or float16.
-            device: a torch device, or auto (a GPU where there is one).
-            attention: a value of ``specdec.attention.tree_attention.Attention``, or auto (dense).
-            execution: how passes are executed.
+            device: a torch device, or auto (the GPU if there is one).
+            attention: a value of ``specdec.attention.backends.Attention``, or auto (dense).
+            graphs, kernels, compile: see ``specdec.models.execution.Execution``.
             quantization: a value of ``Quantization``, for both models.
-            exit_layer: layers before the early exit, PPSD's E; None for no exit.
+            exit_layer: number of layers before the early exit; None for no exit.
             exit_head: norm or transformer.
         """
-        self._exit = (exit_layer, exit_head)
+        self.exit_head = exit_head
+        self._exit_layer = exit_layer
         self.dtype = dtype
-        self._execution = execution
+        self._execution = Execution(graphs=graphs, kernels=kernels, compile=compile)
         self._quantization = quantization
         has_gpu = torch.cuda.is_available()
         self.device = ("cuda" if has_gpu else "cpu") if device == "auto" else device
@@ -79,17 +90,17 @@ class HuggingFacePair:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the target's vocabulary."""
+        """Size of the target's vocabulary."""
         return int(self.target.config.get_text_config().vocab_size)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the target."""
+        """Number of layers of the target."""
         return int(self.target.config.get_text_config().num_hidden_layers)
 
     @property
     def head_cost(self) -> float:
-        """Weights of the head over those of a layer: decoding reads each once per pass."""
+        """Weights of the output head over those of a layer; a pass reads each once."""
         config = self.target.config.get_text_config()
         matrix = int(config.vocab_size) * int(config.hidden_size)
         total = sum(p.numel() for p in self.target.parameters())
@@ -97,22 +108,18 @@ class HuggingFacePair:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions of the target; a draft with fewer proposes nothing beyond its own."""
+        """Positions of the target; a draft with fewer proposes nothing beyond them."""
         value = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
         return None if value is None else int(value)
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a request, as the generation config (or the model config) names them."""
-        config = self.target.generation_config
-        eos = config.eos_token_id if config is not None else self.target.config.eos_token_id
-        if eos is None:
-            return frozenset()
-        return frozenset(eos if isinstance(eos, list) else [eos])
+        """End-of-sequence tokens; by default none."""
+        return frozenset()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The target's tokenizer, if there is one."""
+        """The target's tokenizer; None if it has none."""
         return None
 
     @cached_property
@@ -128,12 +135,15 @@ class HuggingFacePair:
         group: Collective | None = None,
         capture_layers: Sequence[int] = (),
     ) -> ModelStage:
-        """Layers ``first`` .. ``last`` of the target; with a ``group``, this rank's share of them.
+        """Target layers ``first`` .. ``last``, or this rank's share of them.
 
-        All ranks of a group must run it on the same batches, one after the other.
+        Args:
+            first, last, meter, capture_layers: see ``ModelPair.stage``.
+            group: tensor-parallel ranks that share the layers; all of them must run the same
+                batches in the same order.
 
         Raises:
-            UserError: shares of quantised weights.
+            UserError: a ``group`` with quantised weights.
         """
         self._check_shares(group)
         with nullcontext() if group is None else group.paused():
@@ -151,12 +161,12 @@ class HuggingFacePair:
 
     @property
     def exit_layer(self) -> int:
-        """Layers before the early exit.
+        """Number of layers before the early exit.
 
         Raises:
-            UserError: there is none, or it is not inside the target.
+            UserError: none is configured, or it is not inside the target.
         """
-        layer = self._exit[0]
+        layer = self._exit_layer
         if layer is None:
             raise UserError("source=early_exit needs an exit: give model.exit_layer=LAYERS")
         if not 1 <= layer < self.num_layers:
@@ -174,33 +184,30 @@ class HuggingFacePair:
         exits: Sequence[int],
         group: Collective | None = None,
     ) -> ExitStage:
-        """Layers ``first`` .. ``last`` with the heads of the exits among them (or after the last).
-
-        Of a ``group`` that shares the layers, one rank has the whole heads.
+        """Target layers ``first`` .. ``last`` with exit heads.
 
         Args:
-            first, last: layers of the slice.
-            meter: of the run.
-            exits: layers before each exit.
-            group: ranks that share the layers.
+            first, last, meter: see ``ModelPair.stage``.
+            exits: number of layers before each exit, above ``first`` and at most ``last``.
+            group: tensor-parallel ranks that share the layers; heads are not shared.
         """
         outside = [layer for layer in exits if not first < layer <= last]
         assert not outside, f"exits {outside} are not in {first} .. {last}"
         body = self.stage(first, last, meter, group, [layer - 1 for layer in exits])
         heads = {}
         for layer in exits:
-            like = self.part(layer - 1, layer)  # a rank loads little of it: what modules look like
-            heads[layer] = self.exit_head(meter, like, layer)
+            template = self.part(layer - 1, layer)  # one layer: a rank loads no more than this
+            heads[layer] = self._exit_head(meter, template, layer)
         return ExitStage(body=body, heads=heads)
 
-    def exit_head(self, meter: Meter, target: PreTrainedModel, layer: int) -> ExitHead:
-        """The head of the exit after ``layer`` layers, in modules of ``target``'s kind."""
-        weights = self.head_weights(layer)
-        if "output.weight" not in weights.tensors:  # the target's own, which a rank may lack
+    def _exit_head(self, meter: Meter, template: PreTrainedModel, layer: int) -> ExitHead:
+        """The head of the exit after ``layer`` layers, built from ``template``'s modules."""
+        weights = HeadWeights.from_pair(self, layer=layer)
+        if "output.weight" not in weights.tensors:  # the target's, which a rank may not have
             last = self.part(self.num_layers - 1, self.num_layers)
             output = last.get_output_embeddings().weight
             weights = replace(weights, tensors={**weights.tensors, "output.weight": output})
-        model = head_model(target, weights)
+        model = head_model(template, weights)
         if weights.kind == "norm":
             output = model.get_output_embeddings()
             return NormHead(norm=final_norm(model), output=output, meter=meter)
@@ -215,43 +222,28 @@ class HuggingFacePair:
         )
         return TransformerHead(stage=ModelStage(runner=runner))
 
-    def head_weights(self, layer: int) -> HeadWeights:
-        """Weights of the exit after ``layer`` layers: untrained ones, the target's own."""
-        return own_head(self.part(layer, self.num_layers), self._exit[1], layer)
+    def artefact(self, kind: type[A], **options: Any) -> A:
+        """The artefact, loaded by its class; see ``ModelPair.artefact``."""
+        return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
 
-    def exit_bytes(self, *, with_layers: bool) -> int:
-        """Bytes of weights that a pass of the exit head reads, with or without those before it."""
-        size = torch.finfo(getattr(torch, self.dtype)).bits // 8
-        head = self.head_weights(self.exit_layer).num_parameters * size
-        if not with_layers:
-            return head
-        layers = self.weight_bytes[0] * self.num_layers / (self.num_layers + self.head_cost)
-        return head + round(layers * self.exit_layer / self.num_layers)
-
-    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
-        """Heads on the target's last hidden state; see ``ModelPair``."""
-        weights, last = self.medusa_weights(num_heads), self.num_layers - 1
-        target = self.lone_part(last, last + 1) if alone else self.target
-        return MedusaHeads(target=target, heads=weights, meter=meter)
-
-    def medusa_weights(self, num_heads: int) -> list[Weights]:
-        """Their weights: untrained ones."""
-        return own_medusa(num_heads)
+    def token_samples(self) -> IntArray:
+        """int64[T]: token samples for n-gram counts, documents separated by token 0."""
+        raise NotImplementedError
 
     def part(self, first: int, last: int) -> PreTrainedModel:
-        """A model with the weights of (at least) layers ``first`` .. ``last`` of the target."""
+        """A model with at least layers ``first`` .. ``last`` of the target, norm and output."""
         return self.target
 
     def lone_part(self, first: int, last: int) -> PreTrainedModel:
-        """As ``part``, where this process uses nothing else of the target."""
+        """As ``part``, for a process that uses nothing else of the target."""
         return self.part(first, last)
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        """One rank's share (tensor parallelism) of those layers."""
+        """One rank's tensor-parallel share of target layers ``first`` .. ``last``."""
         return sharded(self.target, group)
 
     def draft_share(self, group: Collective) -> PreTrainedModel:
-        """One rank's share of the draft."""
+        """One rank's tensor-parallel share of the draft."""
         return sharded(self.draft, group)
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
@@ -262,10 +254,10 @@ class HuggingFacePair:
         return ModelAnswerer(sampler=sampler)
 
     def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """The whole draft model; with a ``group``, this rank's share of it.
+        """Runner of the whole draft, or of this rank's share in a tensor-parallel ``group``.
 
         Raises:
-            UserError: shares of quantised weights.
+            UserError: a ``group`` with quantised weights.
         """
         self._check_shares(group)
         with nullcontext() if group is None else group.paused():
@@ -284,24 +276,36 @@ class HuggingFacePair:
                 " executor.target_degree and draft_degree of 1 (null), or plain weights"
             )
 
-    def katz(self) -> KatzModel:
-        """The n-gram model that goes with the pair."""
-        raise NotImplementedError
 
-    def synthetic(self) -> SyntheticPair:
-        """Refused: this pair has real models."""
-        raise UserError(
-            "source=synthetic proposes for model=synthetic only; choose source=draft_model"
-        )
+class PartsOnly:
+    """A view of a pair for a process that does not run the target.
+
+    ``part`` loads the requested layers alone (``lone_part``); everything else is the pair's.
+    """
+
+    def __init__(self, pair: HuggingFacePair) -> None:
+        """Wraps ``pair``."""
+        self._pair = pair
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pair, name)
+
+    def part(self, first: int, last: int) -> PreTrainedModel:
+        """Layers ``first`` .. ``last`` of the target and no others."""
+        return self._pair.lone_part(first, last)
+
+    def artefact(self, kind: type[A], **options: Any) -> A:
+        """The artefact, loaded from this view."""
+        return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
 
 
 def head_cost(matrix: int, total: int, *, tied: bool, layers: int) -> float:
-    """The output head's weights over those of one layer.
+    """Number of weights of the output head over that of one layer.
 
     Args:
-        matrix: weights of the head, as many as of the embeddings.
+        matrix: weights of the head, equal to those of the embeddings.
         total: weights of the model.
-        tied: whether head and embeddings are one matrix (both end stages hold it then).
+        tied: whether head and embeddings share one matrix.
         layers: number of layers.
     """
     return matrix * layers / max(1, total - (1 if tied else 2) * matrix)

@@ -1,4 +1,4 @@
-"""What compose and engine need to know of a target and its draft."""
+"""The interface of a model pair: a target and its draft."""
 
 from __future__ import annotations
 
@@ -8,36 +8,30 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
-from specdec.executors.answering import Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import Stage
 from specdec.models import ModelRunner
-from specdec.models.medusa import MedusaHeads
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import HiddenPair
+from specdec.sources.pair import SourcePair
 
 
-class ModelPair(Protocol):
-    """What compose and engine need to know of a target and its draft."""
+class ModelPair(SourcePair, Protocol):
+    """A target and its draft, as builders of strategies see them.
 
-    is_synthetic: bool
+    Optional methods:
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def head_cost(self) -> float:
-        """What the output head costs in a pass, in layers: its weights over those of a layer."""
-        ...
+    prompts(): (id, int64[T]) of every recorded prompt, in place of ``data=`` (``ReplayModels``).
+    conditions(): further conditions of a run, in place of the configuration's (``ReplayModels``).
+    fitted_source(source, policy): replaces draft models in the source's configuration node, for
+        pairs that have none (``HiddenModels``).
+    lone_part(first, last): loads target layers for a process that runs no others
+        (``HuggingFacePair``).
+    """
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that both models have; None where there is no limit."""
+        """Number of positions of the target; None for no limit."""
         ...
 
     @property
@@ -46,69 +40,36 @@ class ModelPair(Protocol):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
 
-    @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the target's and of the draft's weights."""
-        ...
-
     def stage(
         self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
     ) -> Stage:
-        """A slice of the target's layers, some of which hand out what they compute."""
-        ...
+        """Target layers ``first`` .. ``last`` (exclusive).
 
-    @property
-    def exit_layer(self) -> int:
-        """Layers before the early exit; UserError where there is none."""
+        Args:
+            first, last: layers of the slice.
+            meter: counts the passes.
+            capture_layers: layers whose hidden states every pass returns.
+        """
         ...
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """A slice of the target's layers with early exits; ``exits``: layers before each."""
+        """Target layers ``first`` .. ``last`` with exit heads.
+
+        Args:
+            first, last, meter: as for ``stage``.
+            exits: number of layers before each exit.
+        """
         ...
 
-    def exit_bytes(self, *, with_layers: bool) -> int:
-        """Bytes of weights that a pass of the exit head reads, with or without those before it."""
+    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
+        """Turns the target's logits into answers.
+
+        Args:
+            draws: of the run.
+            needs_probs: whether answers carry the whole target distribution.
+        """
         ...
 
-    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
-        """Heads on the target's last hidden state; ``alone`` where its layers are elsewhere."""
+    def draft_runner(self, meter: Meter) -> ModelRunner:
+        """Runner of the whole draft model; ``meter`` counts its passes."""
         ...
-
-    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer: ...
-
-    def draft_runner(self, meter: Meter) -> ModelRunner: ...
-
-    def katz(self) -> KatzModel:
-        """The n-gram model that goes with the pair."""
-        ...
-
-    def synthetic(self) -> HiddenPair:
-        """The hidden sequences of a pair without models."""
-        ...
-
-
-class NoExit:
-    """The exit of a pair whose target has no hidden states to exit with."""
-
-    @property
-    def exit_layer(self) -> int:
-        """Refused: there are no layers that compute anything."""
-        raise UserError(
-            "source=early_exit reads the target's hidden states, which this model does not have;"
-            " use model=tiny, model=hf or model=random"
-        )
-
-    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """Refused, as ``exit_layer``."""
-        raise AssertionError(self.exit_layer)
-
-    def exit_bytes(self, *, with_layers: bool) -> int:
-        """Refused, as ``exit_layer``."""
-        return self.exit_layer
-
-    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
-        """Refused, as ``exit_layer``."""
-        raise UserError(
-            "source=medusa reads the target's hidden states, which this model does not have; use"
-            " model=tiny, model=hf or model=random"
-        )

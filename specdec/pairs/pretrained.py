@@ -1,4 +1,4 @@
-"""Pairs from folders, from the hub, or from the bundled family."""
+"""Pairs from local folders, from the hub, or from the bundled family."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.errors import UserError
 from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
 from specdec.models.bundled import family_path
-from specdec.models.execution import Execution
-from specdec.models.exits import HeadWeights, read_head
 from specdec.models.loading import end_tokens, load_stage, weight_bytes
-from specdec.models.medusa import Weights, read_medusa
 from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.pairs.huggingface import HuggingFacePair, head_cost
-from specdec.sources.katz import KatzModel
 from specdec.tensor_parallel import Collective
+from specdec.types import IntArray
 
 
 class PretrainedPair(HuggingFacePair):
-    """Models from folders, from the hub, or from the bundled family.
+    """Models from local folders, from the hub, or from the bundled family.
+
+        pair = PretrainedPair(target="path/to/target", draft="path/to/draft")
+
+    The defaults are those of ``model=hf``.
 
     Attributes:
-        parts_only: true in ranks of a pipeline: stages load their own layers and nothing else.
+        parts_only: load only the requested layers of the target (set in ranks of a pipeline).
     """
 
     parts_only = False
@@ -36,11 +37,11 @@ class PretrainedPair(HuggingFacePair):
         self,
         *,
         target: str,
-        draft: str | None,
-        ngram: str | None,
-        dtype: str,
-        device: str,
-        attention: str,
+        draft: str | None = None,
+        ngram: str | None = None,
+        dtype: str = "float32",
+        device: str = "auto",
+        attention: str = "auto",
         graphs: str = "off",
         kernels: str = "torch",
         compile: bool = False,
@@ -49,35 +50,37 @@ class PretrainedPair(HuggingFacePair):
         exit_head: str = "transformer",
         exit_heads: str | None = None,
     ) -> None:
-        """Checks the paths; nothing is loaded yet.
+        """Checks paths and vocabularies; loads nothing yet.
 
         Args:
             target: path, hub id or ``bundled:NAME``.
-            draft: likewise; None where no strategy needs one.
-            ngram: safetensors file of token samples that n-gram models are counted from.
-            dtype, device, attention, exit_layer, exit_head: see ``HuggingFacePair``.
-            graphs, kernels, compile: see ``specdec.models.execution.Execution``.
-            quantization: see ``specdec.models.quantize``.
-            exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for an untrained one.
+            draft: likewise; None if no strategy needs a draft.
+            ngram: safetensors file of token samples for n-gram counts.
+            dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
+                exit_head: see ``HuggingFacePair``.
+            exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
 
         Raises:
-            UserError: for a path without a usable model, or vocabularies that differ.
+            UserError: a path without a usable model, or vocabularies that differ.
         """
         super().__init__(
             dtype=dtype,
             device=device,
             attention=attention,
-            execution=Execution(graphs=graphs, kernels=kernels, compile=compile),
+            graphs=graphs,
+            kernels=kernels,
+            compile=compile,
             quantization=quantization,
             exit_layer=exit_layer,
             exit_head=exit_head,
         )
-        self._heads = None if exit_heads is None else Path(family_path(exit_heads))
-        if self._heads is not None and not self._heads.is_dir():
-            raise UserError(
-                f"model.exit_heads={exit_heads} is not a folder: name the one that holds the heads,"
-                " or take an untrained head with model.exit_heads=null"
-            )
+        if exit_heads is not None:
+            self.heads_folder = Path(family_path(exit_heads))
+            if not self.heads_folder.is_dir():
+                raise UserError(
+                    f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
+                    " or use untrained heads with model.exit_heads=null"
+                )
         self._target_info = inspect_model(family_path(target))
         self._draft_info = None if draft is None else inspect_model(family_path(draft))
         self._ngram = None if ngram is None else Path(family_path(ngram))
@@ -105,56 +108,44 @@ class PretrainedPair(HuggingFacePair):
         return quantize(loaded, self._quantization)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
-        """The whole target; only the layers asked for where ``parts_only`` is set."""
+        """The whole target, or the requested layers alone if ``parts_only`` is set."""
         if self.parts_only and last - first < self.num_layers:
             return self.lone_part(first, last)
         return self.target
 
     def lone_part(self, first: int, last: int) -> PreTrainedModel:
-        """The target's layers ``first`` .. ``last`` and nothing else of it."""
+        """Target layers ``first`` .. ``last`` alone."""
         info = self._target_info
         loaded = load_stage(info, first, last, dtype=self.dtype, device=self.device)
         return quantize(loaded, self._quantization)
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        """One rank's share of the target's layers, which is all that is read."""
+        """One rank's tensor-parallel share of target layers; nothing else is read."""
         info = self._target_info
         return load_stage(info, first, last, dtype=self.dtype, device=self.device, group=group)
 
     def draft_share(self, group: Collective) -> PreTrainedModel:
-        """One rank's share of the draft, which is all that is read."""
+        """One rank's tensor-parallel share of the draft; nothing else is read."""
         info = self._draft_info
         if info is None:
-            return super().draft_share(group)  # which says what is missing
+            return super().draft_share(group)  # raises: there is no draft
         return load_stage(
             info, 0, info.num_layers, dtype=self.dtype, device=self.device, group=group
         )
 
-    def head_weights(self, layer: int) -> HeadWeights:
-        """The exit head from its file; an untrained one where no folder is given."""
-        if self._heads is None:
-            return super().head_weights(layer)
-        return read_head(self._heads, self._exit[1], layer)
-
-    def medusa_weights(self, num_heads: int) -> list[Weights]:
-        """Medusa heads from their files; untrained ones where no folder is given."""
-        if self._heads is None:
-            return super().medusa_weights(num_heads)
-        return read_medusa(self._heads, self.num_layers, num_heads)
-
     @property
     def num_layers(self) -> int:
-        """Layers of the target, from its config."""
+        """Number of layers of the target, from its config."""
         return self._target_info.num_layers
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the target's vocabulary, from its config."""
+        """Size of the target's vocabulary, from its config."""
         return self._target_info.vocab_size
 
     @property
     def head_cost(self) -> float:
-        """Weights of the head over those of a layer, from the config, without loading them."""
+        """Weights of the output head over those of a layer, from the config."""
         info = self._target_info
         total = self.weight_bytes[0] // getattr(torch, self.dtype).itemsize
         matrix = info.vocab_size * info.hidden_size
@@ -162,12 +153,12 @@ class PretrainedPair(HuggingFacePair):
 
     @property
     def max_positions(self) -> int | None:
-        """Positions of the target, from its config; None where that is silent."""
+        """Positions of the target, from its config; None if it states none."""
         return self._target_info.max_positions or None
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a request, without loading the model."""
+        """End-of-sequence tokens, without loading the model."""
         return end_tokens(self._target_info)
 
     @cached_property
@@ -177,7 +168,7 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of weights, without loading them unless quantised; 0 for an absent draft."""
+        """Bytes of weights, without loading them unless quantised; 0 without a draft."""
         draft = self._draft_info
         if self._quantization != Quantization.NONE:
             return num_bytes(self.target), 0 if draft is None else num_bytes(self.draft)
@@ -186,18 +177,22 @@ class PretrainedPair(HuggingFacePair):
             0 if draft is None else weight_bytes(draft, self.dtype),
         )
 
-    def katz(self) -> KatzModel:
-        """Counted from the pair's token samples, once per process."""
+    def token_samples(self) -> IntArray:
+        """The samples of ``model.ngram``, read once per process.
+
+        Raises:
+            UserError: no file is configured, or it has no usable samples.
+        """
         if self._ngram is None:
             raise UserError(
                 "this strategy needs n-gram counts; give model.ngram=FILE (safetensors with a 1-d"
                 " integer tensor `tokens`), or choose source=prompt_lookup"
             )
-        return _katz_from_file(self._ngram, self.vocab_size)
+        return _read_samples(self._ngram)
 
 
 def check_vocabularies(target: ModelInfo, draft: ModelInfo | None) -> None:
-    """Refuses a draft whose vocabulary is not the target's.
+    """Checks that draft and target have the same vocabulary.
 
     Raises:
         UserError: naming both sizes, or the differing tokenizers.
@@ -220,10 +215,9 @@ def check_vocabularies(target: ModelInfo, draft: ModelInfo | None) -> None:
 
 
 @cache
-def _katz_from_file(path: Path, vocab_size: int) -> KatzModel:
+def _read_samples(path: Path) -> IntArray:
     try:
-        tokens = load_file(path)["tokens"].astype("int64").ravel()
-        return KatzModel.from_tokens(tokens, order=3, vocab_size=vocab_size, separator=0)
+        return load_file(path)["tokens"].astype("int64").ravel()
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(
             f"model.ngram={path.name} cannot be used ({type(error).__name__}: {error}); give a"

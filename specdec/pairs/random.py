@@ -1,4 +1,4 @@
-"""Tiny untrained pairs: for tests, where only equality matters."""
+"""Small untrained pairs, for tests of equality."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.execution import Execution
 from specdec.models.quantize import Quantization, quantize
 from specdec.models.random import random_model
 from specdec.pairs.huggingface import HuggingFacePair
-from specdec.sources.katz import KatzModel
 from specdec.types import IntArray
 
 
 class RandomPair(HuggingFacePair):
-    """Tiny random Llama models: for tests, where only equality matters."""
+    """Small models with random weights and no end tokens, for tests of equality."""
 
     def __init__(
         self,
@@ -44,28 +42,29 @@ class RandomPair(HuggingFacePair):
         exit_layer: int | None = None,
         exit_head: str = "norm",
     ) -> None:
-        """Describes the models; they are made when first asked for.
+        """Describes the models; they are created on first use.
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers, draft_layers: of the target; the draft is so many of its first layers.
+            num_layers, draft_layers: of the target and of the draft, the target's first layers.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
             seed: of the weights.
-            logit_scale: both models' logits are multiplied by it; larger ones are surer.
-            logit_step: both models' logits are rounded to multiples of it, so that equal ones are
-                common and the rule for ties is put to the test; 0 is off.
-            dtype, device, attention, quantization, exit_layer, exit_head: see ``HuggingFacePair``;
-                the exit head is untrained, so a norm head guesses as the first layers would.
-            graphs, kernels, compile: see ``specdec.models.execution.Execution``.
+            logit_scale: factor of both models' logits; a larger one sharpens the distributions.
+            logit_step: both models' logits are rounded to multiples of it, which makes ties
+                frequent; 0 for no rounding.
+            dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
+                exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
-            UserError: for a draft deeper than the target or a family that transformers lacks.
+            UserError: a draft deeper than the target, or an unknown family.
         """
         super().__init__(
             dtype=dtype,
             device=device,
             attention=attention,
-            execution=Execution(graphs=graphs, kernels=kernels, compile=compile),
+            graphs=graphs,
+            kernels=kernels,
+            compile=compile,
             quantization=quantization,
             exit_layer=exit_layer,
             exit_head=exit_head,
@@ -88,23 +87,16 @@ class RandomPair(HuggingFacePair):
 
     @cached_property
     def draft(self) -> PreTrainedModel:
-        """The target's first layers: agreement well above chance, far from certain."""
+        """The target's first layers: often right, often not."""
         draft = self._make(self._layers[1], self._seed)
         exact = self._quantization == Quantization.NONE
         whole = self.target if exact else self._make(self._layers[0], self._seed)
         draft.load_state_dict(whole.state_dict(), strict=False)
         return quantize(draft, self._quantization)
 
-    def katz(self) -> KatzModel:
-        """Counted from greedy continuations of the draft."""
-        return KatzModel.from_tokens(
-            self._samples, order=3, vocab_size=self.vocab_size, separator=0
-        )
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """None: random models would end at random."""
-        return frozenset()
+    def token_samples(self) -> IntArray:
+        """Greedy continuations of the draft."""
+        return self._samples
 
     def _make(self, num_layers: int, seed: int) -> PreTrainedModel:
         model = random_model(
@@ -116,7 +108,7 @@ class RandomPair(HuggingFacePair):
             **self._sizes,
         )
         if self._logits != (1.0, 0.0):
-            model.get_output_embeddings().register_forward_hook(_Changed(*self._logits))
+            model.get_output_embeddings().register_forward_hook(_RescaleLogits(*self._logits))
         return model
 
     @cached_property
@@ -131,7 +123,7 @@ class RandomPair(HuggingFacePair):
 
 
 def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int) -> dict[str, Any]:
-    """Shapes that target and draft share, half as many key/value heads where that is whole."""
+    """Shapes of target and draft: half as many key/value heads as heads if those are even."""
     if hidden_size % num_heads:
         raise UserError(
             f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
@@ -145,8 +137,8 @@ def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int
     }
 
 
-class _Changed:
-    """Forward hook that scales, then rounds, what the output head gives."""
+class _RescaleLogits:
+    """Forward hook of the output head that scales, then rounds, the logits."""
 
     def __init__(self, scale: float, step: float) -> None:
         self.scale = scale

@@ -1,6 +1,6 @@
-"""The record of a run: how the draft ranked what the target chose (``record=true``).
+"""The record of a run: the draft's ranks of the target's tokens (``record=true``).
 
-A record is one ``.npz`` file, described in docs/replay.md. It holds ranks and probabilities, no
+A record is one ``.npz`` file, described in docs/replay.md. It contains ranks and probabilities, no
 tokens and no text.
 
 Shape letters: R requests, P recorded positions of all requests, K candidates.
@@ -26,9 +26,9 @@ from specdec.types import IntArray
 FORMAT = "specdec-record"
 VERSION = 1
 NUM_LOGPROBS = 32
-"""K of new records: what the widest expansions of the presets ask for."""
+"""K of new records: the largest number of candidates in the presets."""
 MAX_RANK = 256
-"""Ranks are exact below; this one stands for all from it on."""
+"""Ranks are exact below it; it represents itself and all larger ranks."""
 
 _ARRAYS = ("ids", "num_prompt", "num_output", "ranks", "logprobs")
 
@@ -40,10 +40,10 @@ class RecordedRequest:
     Attributes:
         id: the prompt's id.
         num_prompt: prompt tokens.
-        ranks: int64[L], how many tokens the draft put before the target's own; ``MAX_RANK`` for
-            that many or more, and where the draft had no positions left.
-        logprobs: float16[L, K], log probabilities of the draft's best candidates, falling;
-            -inf where there is none.
+        ranks: int64[L], number of tokens that the draft ranked above the target's; ``MAX_RANK`` for
+            that many or more, and beyond the draft's positions.
+        logprobs: float16[L, K], log probabilities of the draft's best candidates in descending
+            order; -inf for none.
     """
 
     id: int
@@ -53,19 +53,19 @@ class RecordedRequest:
 
     @property
     def num_output(self) -> int:
-        """L, tokens that the target generated."""
+        """L, number of generated tokens."""
         return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """All requests of a run, and what was run.
+    """The requests of a run and its origin.
 
     Attributes:
         requests: in the order of the run.
         vocab_size: of the models.
         weight_bytes: of the target and of the draft.
-        about: where it comes from: models, sampling, data, dtype, seed, versions, command.
+        about: origin: models, sampling, data, dtype, seed, versions, command.
     """
 
     requests: tuple[RecordedRequest, ...]
@@ -74,13 +74,13 @@ class Record:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def top_share(self, k: int) -> float:
-        """Share of the positions at which the target's token is among the draft's ``k`` best."""
+        """Share of positions whose target token is among the draft's ``k`` best."""
         ranks = np.concatenate([request.ranks for request in self.requests])
         return float((ranks < k).mean())
 
 
 def write_record(path: str | Path, record: Record) -> Path:
-    """Writes a record atomically; returns its path."""
+    """Writes a record atomically and returns its path."""
     requests = record.requests
     head = {
         "format": FORMAT,
@@ -106,16 +106,16 @@ def read_record(path: str | Path) -> Record:
     """Reads a record.
 
     Raises:
-        UserError: no such file, not a record, one of another version, or a damaged one.
+        UserError: no such file, not a record, another version, or a damaged record.
     """
     name = str(path)
     try:
         with np.load(path, allow_pickle=False) as file:
             head = json.loads(str(file["head"]))
-            found = {key: file[key] for key in _ARRAYS}
+            arrays = {key: file[key] for key in _ARRAYS}
     except FileNotFoundError as error:
         raise UserError(
-            f"model.record={name}: there is no such file; `specdec run record=true` writes one as"
+            f"model.record={name}: no such file; `specdec run record=true` writes one as"
             " record.npz in its run folder"
         ) from error
     except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
@@ -125,51 +125,49 @@ def read_record(path: str | Path) -> Record:
         ) from error
     if not isinstance(head, dict) or head.get("format") != FORMAT or head.get("version") != VERSION:
         raise UserError(
-            f"model.record={name} is no {FORMAT} of version {VERSION}, which this version reads;"
-            " record the run again with record=true"
+            f"model.record={name} is not a {FORMAT} of version {VERSION}; record the run again with"
+            " record=true"
         )
-    _check(name, found)
+    _check(name, arrays)
     return Record(
-        requests=_split(found),
+        requests=_split(arrays),
         vocab_size=int(head["vocab_size"]),
         weight_bytes=(int(head["weight_bytes"][0]), int(head["weight_bytes"][1])),
         about=head["about"],
     )
 
 
-def _check(name: str, found: Mapping[str, npt.NDArray[Any]]) -> None:
-    ids, num_prompt, num_output = found["ids"], found["num_prompt"], found["num_output"]
-    ranks, logprobs = found["ranks"], found["logprobs"]
+def _check(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    ids, num_prompt, num_output = arrays["ids"], arrays["num_prompt"], arrays["num_output"]
+    ranks, logprobs = arrays["ranks"], arrays["logprobs"]
     total = int(num_output.sum())
     problems = {
-        "it holds no requests": not len(ids),
+        "it has no requests": not len(ids),
         "a request id occurs twice": len(set(ids.tolist())) != len(ids),
-        "its lists of requests differ in length": not len(ids)
-        == len(num_prompt)
-        == len(num_output),
+        "its request arrays differ in length": not len(ids) == len(num_prompt) == len(num_output),
         "a request has no prompt or no output": (num_prompt < 1).any() or (num_output < 1).any(),
-        "its positions do not add up": ranks.shape != (total,) or len(logprobs) != total,
-        "its log probabilities are no table": logprobs.ndim != 2 or not logprobs.shape[1:],
+        "its positions differ in number": ranks.shape != (total,) or len(logprobs) != total,
+        "its log probabilities are not a table": logprobs.ndim != 2 or not logprobs.shape[1:],
     }
     wrong = [text for text, is_wrong in problems.items() if is_wrong]
     if not wrong and (np.isnan(logprobs).any() or (logprobs > 0).any()):
         wrong.append("a log probability is above 0 or not a number")
     if not wrong and (logprobs[:, 1:] > logprobs[:, :-1]).any():
-        wrong.append("candidates are not in falling order")
+        wrong.append("candidates are not in descending order")
     if wrong:
         raise UserError(f"model.record={name} is damaged: {wrong[0]}; record the run again")
 
 
-def _split(found: Mapping[str, npt.NDArray[Any]]) -> tuple[RecordedRequest, ...]:
-    stops = np.cumsum(found["num_output"]).tolist()
+def _split(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[RecordedRequest, ...]:
+    stops = np.cumsum(arrays["num_output"]).tolist()
     requests = []
     for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
         requests.append(
             RecordedRequest(
-                id=int(found["ids"][i]),
-                num_prompt=int(found["num_prompt"][i]),
-                ranks=found["ranks"][start:stop].astype(np.int64),
-                logprobs=found["logprobs"][start:stop],
+                id=int(arrays["ids"][i]),
+                num_prompt=int(arrays["num_prompt"][i]),
+                ranks=arrays["ranks"][start:stop].astype(np.int64),
+                logprobs=arrays["logprobs"][start:stop],
             )
         )
     return tuple(requests)

@@ -1,4 +1,4 @@
-"""Looks at a finished run through its draft: one pass per prompt, after the run.
+"""Records a finished run: one pass of the draft per prompt, after the run.
 
 Shape letters: L generated tokens of a request, K candidates, V vocabulary.
 """
@@ -27,9 +27,9 @@ _CHUNK = 512  # rows per pass: their logits are V numbers each
 class DraftRecorder:
     """Ranks the target's tokens under a draft, at every position of a request.
 
-    The draft sees the target's own committed tokens, and its candidates are scored by the
-    transform that sources use (``SamplingTransform.top``), so an entry is what ``expand`` would
-    have answered for the node on the target's path at that position.
+    The draft reads the target's committed tokens, and candidates are scored by the transform of
+    sources (``SamplingTransform.top``). So an entry equals the result of ``expand`` for the node on
+    the target's path at that position.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class DraftRecorder:
         """Wraps a draft.
 
         Args:
-            runner: all layers of the draft, on a meter of its own.
+            runner: of the whole draft, with a separate meter.
             sampling: of the run.
-            num_logprobs: K, candidates whose log probabilities are kept.
+            num_logprobs: K, number of candidates whose log probabilities are recorded.
         """
         self._runner = runner
         self._transform = SamplingTransform(sampling)
         self._num_logprobs = num_logprobs
 
     def record(self, request_id: int, prompt: IntArray, output: IntArray) -> RecordedRequest:
-        """Computes one request.
+        """Records one request.
 
         Args:
             request_id: its id.
             prompt: int64[T >= 1].
-            output: int64[L >= 1], what the target generated.
+            output: int64[L >= 1], generated tokens.
         """
         tokens = np.concatenate([prompt, output])
         first, num_nodes = len(prompt) - 1, len(tokens) - 1
@@ -67,17 +67,17 @@ class DraftRecorder:
         reach = min(num_nodes, self._runner.max_positions)
         for start in range(0, reach, _CHUNK):
             stop = min(start + _CHUNK, reach)
-            wanted = np.arange(max(start, first), stop)
+            positions = np.arange(max(start, first), stop)
             rows = cache.rows(prefix_tokens=tokens[start:stop])
-            logits = self._runner.forward([rows], logits_rows=wanted - start).logits
+            logits = self._runner.forward([rows], logits_rows=positions - start).logits
             if logits is None:  # rows of the prompt only
                 continue
             histories = None
             if self._transform.params.needs_history:
-                histories = [tokens[: p + 1] for p in wanted.tolist()]
+                histories = [tokens[: p + 1] for p in positions.tolist()]
             best, scores = self._transform.top(logits, MAX_RANK, histories)
-            right = (best == tokens[wanted + 1][:, None]) & (scores > -np.inf)
-            entries = wanted - first
+            right = (best == tokens[positions + 1][:, None]) & (scores > -np.inf)
+            entries = positions - first
             ranks[entries] = np.where(right.any(axis=1), right.argmax(axis=1), MAX_RANK)
             logprobs[entries] = scores[:, :width]
         return RecordedRequest(
@@ -94,26 +94,26 @@ def record_run(
     about: Mapping[str, Any],
     on_request: Callable[[int], None] = lambda _: None,
 ) -> Record:
-    """Records finished requests. Touches nothing of the run: neither its tokens nor its counts.
+    """Records finished requests without changing the run's tokens or counts.
 
     Args:
-        pair: its models; the draft is run on a meter of its own.
+        pair: the models; the draft runs with a separate meter.
         prompts: prompt id -> int64[T].
-        results: requests that were not cancelled before their first token.
-        sampling: the run's transform.
-        about: where the run comes from; ``loop_share`` is added, which made-up tokens cannot show.
-        on_request: told of every request's id when it is done.
+        results: of the run; requests without a token are skipped.
+        sampling: of the run.
+        about: origin of the run; ``loop_share`` is added, since replayed tokens are made up.
+        on_request: called with the id of every recorded request.
     """
     recorder = DraftRecorder(runner=pair.draft_runner(Meter()), sampling=sampling)
-    found, outputs = [], []
+    recorded, outputs = [], []
     for result in results:
         if result.output:
             outputs.append(result.output)
             output = np.array(result.output, np.int64)
-            found.append(recorder.record(result.id, prompts[result.id], output))
+            recorded.append(recorder.record(result.id, prompts[result.id], output))
         on_request(result.id)
     return Record(
-        requests=tuple(found),
+        requests=tuple(recorded),
         vocab_size=pair.vocab_size,
         weight_bytes=pair.weight_bytes,
         about={**about, "loop_share": loop_share(outputs)},
@@ -121,18 +121,23 @@ def record_run(
 
 
 def check_recordable(pair: ModelPair, name: str, claims: Lossless) -> None:
-    """Refuses ``record=true`` where there is nothing to record.
+    """Checks that a run can be recorded.
+
+    Args:
+        pair: the models.
+        name: of the strategy.
+        claims: what its verifier promises.
 
     Raises:
         UserError: the pair has no models, or the strategy's output is not the target's.
     """
     if pair.is_synthetic:
         raise UserError(
-            "record=true looks at the run through the draft model, which this model= has not; use"
-            " model=tiny or model=hf, or record=false"
+            "record=true needs a draft model, which this model= does not have; use model=tiny or"
+            " model=hf, or record=false"
         )
     if claims is Lossless.LOSSY:
         raise UserError(
-            f"record=true holds the target's own tokens against the draft, but strategy={name}"
-            " emits others (its verifier is lossy); use verifier=match"
+            f"record=true compares the target's tokens with the draft, but strategy={name} emits"
+            " other tokens (its verifier is lossy); use verifier=match"
         )

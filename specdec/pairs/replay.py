@@ -1,13 +1,13 @@
-"""Pairs without models that play a recorded run (``model=replay``).
+"""Pairs without models that replay a recorded run (``model=replay``).
 
-A record says, for every position of every prompt, what the draft thought of it and where the
-target's own token stood. The tokens themselves do not matter to a strategy, so they are made up:
-hidden sequences of the recorded lengths. A node on the target's path gets the recorded candidates
-of its position, with the target's token at its recorded rank. What the draft would have said after
-a wrong token is not in the record; such a node gets the candidates of another position of the same
-prompt, drawn by keyed hash. That is an approximation wherever wrong nodes compete for places.
+A record has, for every position of every prompt, the draft's probabilities and the rank of the
+target's token. Strategies do not depend on the tokens themselves, so these are made up: hidden
+sequences of the recorded lengths. A node on the target's path gets the recorded candidates of its
+position, with the target's token at its recorded rank. The record has no candidates after a wrong
+token; such a node gets those of another position of the same prompt, drawn by keyed hash. This is
+an approximation wherever wrong nodes compete for the budget.
 
-Shape letters: P recorded positions of all requests, K candidates, n positions asked for.
+Shape letters: P recorded positions of all requests, K candidates, n given positions.
 """
 
 from __future__ import annotations
@@ -17,30 +17,21 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer
-from specdec.executors.stage import NullStage, Stage
-from specdec.models import ModelRunner
 from specdec.models.bundled import record_path
 from specdec.pairs.acceptance_traces import TracedRequest, is_trace, read_traces
-from specdec.pairs.interface import NoExit
 from specdec.pairs.record import Record, RecordedRequest, read_record
-from specdec.pairs.synthetic import SyntheticAnswerer
-from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sources.contexts import hash_u64
-from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import HiddenPair, SyntheticTarget
+from specdec.pairs.synthetic import DRAFT_MODEL, SYNTHETIC, HiddenModels
+from specdec.sources.hashing import hash_u64
+from specdec.sources.synthetic import SyntheticTarget
 from specdec.types import FloatArray, IntArray
 
 END = 0
-"""Token that ends every hidden sequence, where the record ends; it stands nowhere else."""
+"""Last token of every hidden sequence; it occurs nowhere else."""
 
-_MIN_VOCAB = 4096  # enough for all candidates of a node to differ
-_TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the hash
+_MIN_VOCAB = 4096  # so that all candidates of a node differ
+_TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the keyed hash
 
-_DRAFT_MODEL = "specdec.sources.DraftModelSource"
-_REPLAYED = "specdec.sources.SyntheticSource"
 _NO_SOURCE = "specdec.sources.NullSource"
 
 
@@ -48,31 +39,30 @@ class HiddenSequences:
     """Made-up target sequences of given lengths, each ending in ``END``."""
 
     def __init__(self, *, requests: Sequence[RecordedRequest | TracedRequest], seed: int) -> None:
-        """Keys the sequences.
+        """Takes ids and lengths.
 
         Args:
             requests: ids and lengths.
-            seed: of tokens and of what wrong nodes draw.
+            seed: of tokens and of the draws of wrong nodes.
         """
         self.vocab_size = _MIN_VOCAB
         self.seed = seed
         self._requests = {request.id: request for request in requests}
 
     def request(self, request_id: int) -> RecordedRequest | TracedRequest:
-        """What is known of a request.
+        """The recorded request.
 
         Raises:
             UserError: the record has no such prompt.
         """
         if request_id not in self._requests:
             raise UserError(
-                f"the record has no prompt {request_id}; model=replay decodes the recorded prompts"
-                " only"
+                f"the record has no prompt {request_id}; model=replay decodes recorded prompts only"
             )
         return self._requests[request_id]
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: the hidden sequence at absolute positions."""
+        """int64[n]: tokens of the hidden sequence at absolute positions."""
         request = self.request(request_id)
         drawn = hash_u64(self.seed, _TOKEN, request_id, positions) % np.uint64(self.vocab_size - 1)
         last = request.num_prompt + request.num_output - 1
@@ -92,7 +82,7 @@ class HiddenSequences:
 
 
 class RecordedPair(HiddenSequences):
-    """A recorded draft: the classes of its hidden sequences are the recorded positions.
+    """A recorded draft; classes are the recorded positions.
 
     Attributes:
         class_logprobs: float64[P, K].
@@ -100,7 +90,7 @@ class RecordedPair(HiddenSequences):
     """
 
     def __init__(self, *, record: Record, seed: int = 0) -> None:
-        """Lays the requests of ``record`` end to end."""
+        """Concatenates the requests of ``record``."""
         super().__init__(requests=record.requests, seed=seed)
         self.class_logprobs: FloatArray = np.concatenate(
             [request.logprobs for request in record.requests]
@@ -114,7 +104,7 @@ class RecordedPair(HiddenSequences):
         self.target = SyntheticTarget(self)
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: the recorded position; where the record has ended, one drawn from it."""
+        """int64[n]: the recorded position; beyond the record a drawn one."""
         request = self.request(request_id)
         entry = positions - (request.num_prompt - 1)
         drawn = self._drawn(request, hash_u64(self.seed, _POSITION, request_id, positions))
@@ -126,13 +116,13 @@ class RecordedPair(HiddenSequences):
         return self._ranks[self.classes(request_id, positions)]
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """None: a draft model's ranks do not depend on the root."""
+        """None: ranks do not depend on the root."""
         return None
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """(first token, class) int64[n] each after wrong nodes: a position of the same prompt."""
+        """(first token, class) int64[n] each after wrong nodes: drawn positions of the prompt."""
         request = self.request(request_id)
         drawn = hash_u64(self.seed, _NODE_POSITION, request_id, positions, tokens)
         first = self.first_wrong(request_id, positions, tokens)
@@ -144,7 +134,7 @@ class RecordedPair(HiddenSequences):
 
 
 class TracedPair(HiddenSequences):
-    """A draft of which only accepted lengths are known: right as far as the trace says.
+    """A draft of known accepted lengths: its chain is right for as many tokens as recorded.
 
     Attributes:
         class_logprobs: float64[1, 1], the log share of positions with an accepted token.
@@ -152,7 +142,7 @@ class TracedPair(HiddenSequences):
     """
 
     def __init__(self, *, requests: Sequence[TracedRequest], seed: int = 0) -> None:
-        """Lays the lengths of each request beside its positions."""
+        """Takes the lengths of each request."""
         super().__init__(requests=requests, seed=seed)
         share = np.mean(np.concatenate([request.emitted for request in requests]) > 1)
         self.class_logprobs: FloatArray = np.log(np.clip(share, 1e-3, 1.0)).reshape(1, 1)
@@ -164,11 +154,11 @@ class TracedPair(HiddenSequences):
         return np.zeros(len(positions), np.int64)
 
     def ranks(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: not asked for, since ``reach`` is given; all 0."""
+        """int64[n]: all 0; unused, since ``reach`` is given."""
         return np.zeros(len(positions), np.int64)
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """int64[n]: accepted tokens of a chain whose root stands there; 0 beyond the trace."""
+        """int64[n]: accepted tokens of a chain with its root there; 0 beyond the trace."""
         emitted = self._emitted[request_id]
         entry = positions - (self.request(request_id).num_prompt - 1)
         inside = (entry >= 0) & (entry < len(emitted))
@@ -182,14 +172,15 @@ class TracedPair(HiddenSequences):
         return first, np.zeros(len(positions), np.int64)
 
 
-class ReplayModels(NoExit):
-    """No models: a record (see the module)."""
+class ReplayModels(HiddenModels):
+    """Plays a record: hidden sequences of recorded lengths and the recorded draft.
 
-    is_synthetic = True
-    tokenizer = None
+    Attributes:
+        about: origin of the record: models, data, sampling.
+    """
+
+    option = "replay"
     eos_ids = frozenset({END})
-    max_positions = None
-    head_cost = 0.0
 
     def __init__(
         self,
@@ -199,35 +190,27 @@ class ReplayModels(NoExit):
         weight_bytes: tuple[int, int] = (0, 0),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Wraps a hidden pair.
+        """Wraps recorded sequences.
 
         Args:
-            pair: what is played.
-            num_layers: bounds the number of stages.
-            weight_bytes: of the recorded target and draft.
-            about: where the record comes from.
+            pair, num_layers, weight_bytes: see ``HiddenModels``.
+            about: origin of the record.
         """
-        self._pair = pair
-        self.num_layers = num_layers
-        self.weight_bytes = weight_bytes
+        super().__init__(pair=pair, num_layers=num_layers, weight_bytes=weight_bytes)
+        self._recorded = pair
         self.about = dict(about or {})
 
     @property
     def chain_only(self) -> bool:
-        """Whether the record knows a chain's accepted lengths only."""
-        return isinstance(self._pair, TracedPair)
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the made-up vocabulary."""
-        return self._pair.vocab_size
+        """Whether the record has accepted lengths of chains only."""
+        return isinstance(self._recorded, TracedPair)
 
     def prompts(self) -> list[tuple[int, IntArray]]:
         """(id, int64[T]) of every recorded prompt; the tokens are made up."""
-        return self._pair.prompts()
+        return self._recorded.prompts()
 
     def conditions(self) -> dict[str, Any]:
-        """What a table must say beside figures of a replay."""
+        """Conditions of the recorded run, and a note on the approximation."""
         known = {k: self.about.get(k) for k in ("data", "sampling", "dtype")}
         of = ("model", "strategy", "seed", "max_new_tokens", "traces", "method")
         record = {k: self.about[k] for k in of if self.about.get(k) is not None}
@@ -239,53 +222,27 @@ class ReplayModels(NoExit):
         )
         return {**known, "replay": note, "record": record}
 
-    def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
-    ) -> Stage:
-        """A stage that computes nothing."""
-        return NullStage()
-
-    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Answers from the hidden sequences; they have no distributions."""
-        if needs_probs:
-            raise UserError(
-                "model=replay has the target's tokens but not its distributions; use verifier=match"
-            )
-        return SyntheticAnswerer(target=self._pair.target)
-
-    def draft_runner(self, meter: Meter) -> ModelRunner:
-        """Refused: compose puts the recorded draft in place of a draft model."""
-        _refuse("it has no draft model to run")
-
-    def katz(self) -> KatzModel:
-        """Refused: there is no text."""
-        _refuse("it has no text to count n-grams from")
-
-    def synthetic(self) -> HiddenPair:
-        """The hidden pair."""
-        return self._pair
-
-    def fitted_source(self, node: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
-        """The source node with a draft model replaced by the recorded one.
+    def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> dict[str, Any]:
+        """The source node with the recorded draft in place of a draft model.
 
         Raises:
-            UserError: for a source that is not in the record, or a policy that needs more of the
-                draft than the record has.
+            UserError: a source that cannot be replayed, or a policy that needs more of the draft
+                than the record has.
         """
-        target = node.get("_target_")
+        target = source.get("_target_")
         if target == _NO_SOURCE:
-            return dict(node)
-        if target not in (_DRAFT_MODEL, _REPLAYED):
-            _refuse(f"{target} proposes from tokens, which a record does not hold")
-        if node.get("guess_draw"):
+            return dict(source)
+        if target not in (DRAFT_MODEL, SYNTHETIC):
+            _refuse(f"{target} proposes from tokens, which a record does not contain")
+        if source.get("guess_draw"):
             _refuse("source.guess_draw=true needs the target's draws and the draft's distribution")
         kind = str(policy.get("_target_"))
         if self.chain_only and not kind.endswith((".Chain", ".RootOnly")):
             raise UserError(
-                f"the record is a trace of accepted lengths, which says nothing of a tree's other"
-                f" branches: {kind} cannot be replayed from it; use policy=chain, or a record.npz"
+                f"the record is a trace of accepted lengths without a tree's other branches:"
+                f" {kind} cannot be replayed from it; use policy=chain, or a record.npz"
             )
-        return {"_target_": _REPLAYED}
+        return {"_target_": SYNTHETIC}
 
 
 def build_replay(
@@ -296,12 +253,12 @@ def build_replay(
     Args:
         record: a ``record.npz``, ``bundled:NAME``, or a ``.jsonl`` (``.jsonl.gz``) of acceptance
             lengths.
-        method: which of a trace's methods; None for a trace of one, and for records.
-        num_layers: bounds the number of stages.
-        seed: of what wrong nodes draw.
+        method: which of a trace's methods; None for a trace of one method, and for records.
+        num_layers: of the target; the largest possible number of stages.
+        seed: of the draws of wrong nodes.
 
     Raises:
-        UserError: for a file that cannot be used.
+        UserError: a file that cannot be used.
     """
     if is_trace(record):
         traced = read_traces(record, method)
@@ -310,17 +267,17 @@ def build_replay(
         return ReplayModels(pair=pair, num_layers=num_layers, about=about)
     if method is not None:
         raise UserError(
-            f"model.method={method} chooses among the methods of an acceptance trace (.jsonl);"
-            f" model.record={record} is a record: leave it null"
+            f"model.method={method} chooses a method of an acceptance trace (.jsonl), but"
+            f" model.record={record} is a record: use model.method=null"
         )
-    found = read_record(record_path(record))
+    recorded = read_record(record_path(record))
     return ReplayModels(
-        pair=RecordedPair(record=found, seed=seed),
+        pair=RecordedPair(record=recorded, seed=seed),
         num_layers=num_layers,
-        weight_bytes=found.weight_bytes,
-        about=found.about,
+        weight_bytes=recorded.weight_bytes,
+        about=recorded.about,
     )
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise UserError(f"model=replay plays a recorded draft: {reason}; use source=draft_model")
+    raise UserError(f"model=replay replays a recorded draft: {reason}; use source=draft_model")

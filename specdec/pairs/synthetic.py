@@ -1,46 +1,77 @@
-"""Pairs without models: hidden target sequences and a draft of known quality."""
+"""Pairs without models: made-up target tokens and a draft of known quality.
+
+``SyntheticModels`` draws the draft's quality from a law (``model=synthetic``); ``ReplayModels``
+(``specdec.pairs.replay``) takes it from a record.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import AnsweredRequest, Answerer
+from specdec.executors.answerer import AnsweredRequest, Answerer
+from specdec.executors.exits import ExitStage
 from specdec.executors.stage import NullStage, Stage
 from specdec.models import ModelRunner
-from specdec.pairs.interface import NoExit
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import SyntheticPair
+from specdec.sources.pair import A
+from specdec.sources.synthetic import HiddenPair, SyntheticPair, SyntheticTarget
 from specdec.types import Answers, Batch, Commit
 
-if TYPE_CHECKING:
-    from specdec.sources.synthetic import SyntheticTarget
+DRAFT_MODEL = "specdec.sources.DraftModelSource"
+SYNTHETIC = "specdec.sources.SyntheticSource"
+
+_REAL = "use model=tiny, model=hf or model=random"
 
 
-class SyntheticModels(NoExit):
-    """No models: hidden target sequences and a draft of known quality."""
+class Sequences(HiddenPair, Protocol):
+    """Hidden sequences with a target that answers from them."""
+
+    target: SyntheticTarget
+
+
+class HiddenModels:
+    """A pair whose target is a hidden token sequence per request.
+
+    Attributes:
+        hidden: the sequences and the draft's law.
+        option: the value of ``model=`` in messages.
+    """
 
     is_synthetic = True
+    option = "synthetic"
+    dtype = "float32"
     tokenizer = None
     eos_ids: frozenset[int] = frozenset()
     max_positions = None
     head_cost = 0.0
-    weight_bytes = (0, 0)
 
-    def __init__(self, *, pair: SyntheticPair, num_layers: int = 80) -> None:
-        """Wraps ``pair``; ``num_layers`` bounds the number of stages."""
-        self._pair = pair
+    def __init__(
+        self,
+        *,
+        pair: Sequences,
+        num_layers: int = 80,
+        weight_bytes: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Wraps hidden sequences.
+
+        Args:
+            pair: the sequences and the draft's law.
+            num_layers: of the target; the largest possible number of stages.
+            weight_bytes: of target and draft.
+        """
+        self.hidden = pair
         self.num_layers = num_layers
+        self.weight_bytes = weight_bytes
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the synthetic vocabulary."""
-        return self._pair.vocab_size
+        """Size of the made-up vocabulary."""
+        return self.hidden.vocab_size
 
     def stage(
         self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
@@ -49,45 +80,78 @@ class SyntheticModels(NoExit):
         return NullStage()
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Answers from the hidden sequences; they have no distributions."""
+        """Answers with the hidden sequences.
+
+        Raises:
+            UserError: ``needs_probs``; there are no distributions.
+        """
         if needs_probs:
             raise UserError(
-                "model=synthetic has target tokens but no target distributions; use verifier=match"
+                f"model={self.option} has target tokens but no target distributions; use"
+                " verifier=match"
             )
-        return SyntheticAnswerer(target=self._pair.target)
+        return SyntheticAnswerer(target=self.hidden.target)
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
-        """Refused: compose replaces draft models by the synthetic source."""
-        raise UserError("model=synthetic has no draft model; choose source=synthetic")
-
-    def katz(self) -> KatzModel:
-        """Refused: there is no text."""
+    @property
+    def exit_layer(self) -> int:
+        """Raises ``UserError``: there are no hidden states."""
         raise UserError(
-            "model=synthetic has no text to count n-grams from; choose source=synthetic"
+            f"source=early_exit reads the target's hidden states, which model={self.option} does"
+            f" not have; {_REAL}"
         )
 
-    def synthetic(self) -> SyntheticPair:
-        """The pair itself."""
-        return self._pair
+    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
+        """Raises ``UserError``, as ``exit_layer``."""
+        raise AssertionError(self.exit_layer)
+
+    def artefact(self, kind: type[A], **options: Any) -> A:
+        """Raises ``UserError``: there are no weights and no text."""
+        raise UserError(
+            f"{kind.__name__} needs a model or text, which model={self.option} does not have;"
+            f" {_REAL}, or source=draft_model"
+        )
+
+    def draft_runner(self, meter: Meter) -> ModelRunner:
+        """Raises ``UserError``: ``fitted_source`` replaces the draft model."""
+        raise UserError(f"model={self.option} has no draft model; choose source=synthetic")
+
+    def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
+        """The source node with the pair's own draft in place of draft models.
+
+        Args:
+            source: configuration node of the source.
+            policy: configuration node of the policy.
+        """
+        if isinstance(source, list):
+            return [self.fitted_source(item, policy) for item in source]
+        if not isinstance(source, Mapping):
+            return source
+        if source.get("_target_") == DRAFT_MODEL:
+            return {"_target_": SYNTHETIC}
+        return {key: self.fitted_source(value, policy) for key, value in source.items()}
+
+
+class SyntheticModels(HiddenModels):
+    """Hidden sequences and a draft by the laws of ``SyntheticPair`` (``model=synthetic``)."""
 
 
 def build_synthetic(*, num_layers: int = 80, **keys: Any) -> SyntheticModels:
-    """The models of a ``SyntheticPair`` with the given laws."""
+    """The models of ``SyntheticPair(**keys)``."""
     return SyntheticModels(pair=SyntheticPair(**keys), num_layers=num_layers)
 
 
 class SyntheticAnswerer:
-    """Answers from a hidden target sequence instead of a model (``model=synthetic``)."""
+    """Answers from a hidden target sequence instead of a model."""
 
     def __init__(self, *, target: SyntheticTarget) -> None:
-        """Asks ``target`` for the token after each position."""
+        """Takes the target that gives the token after each position."""
         self._target = target
 
     def open(self, request: AnsweredRequest) -> None:
-        """The sequence is keyed by the request's id; nothing to hold."""
+        """Does nothing: the sequence is keyed by the request's id."""
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """The hidden token after every row's position (off-path answers are never consumed)."""
+        """The hidden token after every row's position; those off the path are never used."""
         return tuple(
             Answers(
                 request=rows.request,
@@ -98,7 +162,7 @@ class SyntheticAnswerer:
         )
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Nothing to follow."""
+        """Does nothing."""
 
     def close(self, request_id: int) -> None:
-        """Nothing to forget."""
+        """Does nothing."""

@@ -1,15 +1,15 @@
-"""Pairs whose next token depends on the last one only, by tables: every law is known exactly.
+"""Pairs given by tables of logits: the next token depends on the last one only.
 
-They stand where models stand (slices, caches, logits per node), so a whole strategy is composed and
-run on them, thousands of requests at a time. For distribution tests.
+All laws are known exactly, so distribution tests can run strategies for thousands of requests.
+Tables replace models in slices, caches and logits per node.
 
-Shape letters: V vocabulary, R rows, A rows whose logits are asked for.
+Shape letters: V vocabulary, R rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,17 +18,19 @@ from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answering import Answerer, ModelAnswerer
+from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage, TransformerHead
 from specdec.executors.stage import ModelStage
 from specdec.models import ModelRunner, RunnerOutput
+from specdec.models.exits import HeadWeights
 from specdec.models.medusa import MedusaHeads
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler
 from specdec.sources.katz import KatzModel
-from specdec.sources.synthetic import SyntheticPair
+from specdec.sources.pair import A
+from specdec.types import IntArray
 
-_NUM_LAYERS = 64  # as many stages as anybody asks for
+_NUM_LAYERS = 64  # the largest number of stages
 _NUM_SAMPLES = 64
 _SAMPLE_LENGTH = 16
 
@@ -36,11 +38,12 @@ _SAMPLE_LENGTH = 16
 class TablePair:
     """Target and draft as tables of logits given the last token; the draft is also the exit.
 
-    An exit twice as deep as ``exit_layer`` has logits half way from there to the target's, and so
-    on. The first one is shallow enough that strategies with several exits use them all.
+    Deeper exits interpolate towards the target: at twice ``exit_layer`` the logits are halfway. The
+    first exit is shallow enough that strategies with several exits use all of them.
     """
 
     is_synthetic = False
+    dtype = "float64"
     num_layers = _NUM_LAYERS
     exit_layer = _NUM_LAYERS // 8
     max_positions: int | None = 1 << 20
@@ -58,7 +61,7 @@ class TablePair:
             target, draft: [V, V], logits of the next token (column) after each token (row).
 
         Raises:
-            UserError: for tables that are not square, or not of one shape.
+            UserError: tables that are not square or differ in shape.
         """
         self.target_table = torch.tensor(target, dtype=torch.float64)
         self.draft_table = torch.tensor(draft, dtype=torch.float64)
@@ -77,7 +80,7 @@ class TablePair:
     def stage(
         self, first: int, last: int, meter: Meter, capture_layers: Sequence[int] = ()
     ) -> ModelStage:
-        """A slice: all but the last hand the tokens on."""
+        """A slice of the target; all but the last pass tokens on as hidden states."""
         runner = TableRunner(
             table=self.target_table,
             name="target",
@@ -97,14 +100,21 @@ class TablePair:
         captured = [layer - 1 for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 
-    def exit_bytes(self, *, with_layers: bool) -> int:
-        """None: tables are not read as weights are."""
-        return 0
+    def artefact(self, kind: type[A], **options: Any) -> A:
+        """A stand-in computed from the draft's table; exit heads have no weights.
 
-    def medusa_heads(self, num_heads: int, meter: Meter, *, alone: bool = False) -> MedusaHeads:
-        """Heads that guess as the draft's table would, so many tokens on."""
-        heads = TableHeads(table=self.draft_table, num_heads=num_heads, layer=self.num_layers - 1)
-        return cast("MedusaHeads", heads)
+        Raises:
+            UserError: there is no stand-in for the class.
+        """
+        if issubclass(kind, HeadWeights):
+            return cast("A", HeadWeights("table", options["layer"], {}))
+        if issubclass(kind, MedusaHeads):
+            size = options["num_heads"]
+            heads = TableHeads(table=self.draft_table, num_heads=size, layer=self.num_layers - 1)
+            return cast("A", heads)
+        if issubclass(kind, KatzModel):
+            return cast("A", kind.from_pair(self, **options))
+        raise UserError(f"model.kind=table has no {kind.__name__}; use model=tiny or model=random")
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's table."""
@@ -114,27 +124,18 @@ class TablePair:
         """The draft's table as a model."""
         return cast("ModelRunner", TableRunner(table=self.draft_table, name="draft"))
 
-    def katz(self) -> KatzModel:
-        """Counted from samples of the draft."""
+    def token_samples(self) -> IntArray:
+        """Samples of the draft, documents separated by token 0."""
         rng = np.random.default_rng(0)
         noise = rng.gumbel(size=(_SAMPLE_LENGTH, _NUM_SAMPLES, self.vocab_size))
         tokens = [np.arange(_NUM_SAMPLES) % self.vocab_size]
         for step in noise:
             tokens.append((self.draft_table.numpy()[tokens[-1]] + step).argmax(axis=1))
-        lines = np.stack([*tokens, np.zeros(_NUM_SAMPLES, np.int64)], axis=1)
-        return KatzModel.from_tokens(
-            lines.ravel(), order=3, vocab_size=self.vocab_size, separator=0
-        )
-
-    def synthetic(self) -> SyntheticPair:
-        """Refused: this pair has tables, not laws of agreement."""
-        raise UserError(
-            "source=synthetic proposes for model=synthetic only; choose source=draft_model"
-        )
+        return np.stack([*tokens, np.zeros(_NUM_SAMPLES, np.int64)], axis=1).ravel()
 
 
 class TableHeads:
-    """Powers of a table in the place of ``MedusaHeads``: the law of the token after so many."""
+    """Stand-in for ``MedusaHeads``: powers of a table, the law of later tokens."""
 
     head_bytes = 0
 
@@ -145,14 +146,14 @@ class TableHeads:
         self._laws = [torch.linalg.matrix_power(step, k + 1).log() for k in range(num_heads + 1)]
 
     def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, V] of head ``number`` for hidden states [R, 1], which are tokens."""
+        """logits[R, V] of head ``number`` for hidden states [R, 1], which are tokens."""
         return self._laws[number][hidden[:, 0].to(torch.int64)]
 
 
 class TableRunner:
-    """A table in the place of a ``ModelRunner``: the same calls, caches and shapes.
+    """Stand-in for ``ModelRunner``: a table with the same calls, caches and shapes.
 
-    Hidden states are the tokens themselves, so a stage that gets another's rows answers wrongly.
+    Hidden states are the tokens, so a stage that gets another's rows gives wrong answers.
     """
 
     def __init__(
@@ -169,9 +170,9 @@ class TableRunner:
         Args:
             table: [V, V].
             name: "target" or "draft".
-            first: 0 where it begins with token ids, else it takes hidden states.
-            is_last: whether it gives logits.
-            captured: layers whose hidden states every pass hands out.
+            first: 0 to take token ids, else hidden states.
+            is_last: whether it returns logits.
+            captured: layers whose hidden states every pass returns.
         """
         self._captured = tuple(captured)
         self.name = name
@@ -187,7 +188,7 @@ class TableRunner:
         self._table = table
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
-        """An empty cache: its books are kept, its values mean nothing."""
+        """An empty cache; its values are unused."""
         storage = None if pool is None else Paged(pool=pool)
         return TreeCache(spec=self.spec, capacity=capacity, storage=storage)
 
@@ -205,8 +206,8 @@ class TableRunner:
             tokens = hidden[:, 0].to(torch.int64)
         logits = None
         if self.is_last and (logits_rows is None or len(logits_rows)):
-            wanted = tokens if logits_rows is None else tokens[torch.from_numpy(logits_rows)]
-            logits = self._table[wanted]
+            selected = tokens if logits_rows is None else tokens[torch.from_numpy(logits_rows)]
+            logits = self._table[selected]
         passed = tokens[:, None].to(self.dtype)
         captured = dict.fromkeys(self._captured, passed)
         return RunnerOutput(hidden=passed, logits=logits, captured=captured)

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from specdec.parts.fields import Count, DraftCount, validated
-from specdec.policies.growing import (
-    NO_SLOTS,
+from specdec.policies.tree_growth import (
     Stateless,
     append_best,
-    bottom_level,
     expand,
-    last_position,
+    growable_level,
+    live_requests,
     open_bottom,
     ready_requests,
     unsubmitted,
@@ -25,30 +24,29 @@ if TYPE_CHECKING:
 
 
 class FixedWidth(Stateless):
-    """Each level holds the ``width`` candidates of highest cumulative probability.
+    """Each level has the ``width`` candidates of highest cumulative probability.
 
-    A level's candidates are the ``children`` best of each node of the level above.
+    The candidates of a level are the ``children`` best of each node of the level above.
 
-    *Pipelined* (``levels_per_step`` given): a step feeds so many levels. The draft forward of the
-    newest level runs in ``overlap`` while the pipeline works; the choice among its candidates is
-    made in the next ``select``, after the pruning of the step, which leaves more valid nodes
-    (PipeDec 3.3.4). After a miss the fresh root goes alone. Where pruning has emptied the deepest
-    levels, the tree goes on from the deepest level left: its candidates are known, so a partial
-    refill costs no draft forward. With more than one level per step the extra levels are grown in
-    ``overlap``, from the candidates known then. Hits need an executor of latency 2 or more.
+    *Pipelined form* (``levels_per_step`` set): each step submits that many levels. The draft
+    forward of the newest level runs in ``overlap`` while the pipeline computes; its candidates are
+    selected in the next ``select``, after the step's pruning, which leaves more valid nodes
+    (PipeDec 3.3.4). After a miss the new root is submitted alone. If pruning empties the deepest
+    levels, growth continues at the deepest remaining level, whose candidates are stored, so a
+    partial refill costs no draft forward. With several levels per step, the additional levels are
+    grown in ``overlap`` from the candidates known then. Hits need an executor of latency 2 or more.
 
-    *Serial* (``levels_per_step`` None): ``depth`` levels are grown in ``select``, the tree is
-    submitted whole, and nothing is fed until it is answered.
+    *Serial form* (``levels_per_step`` None): ``select`` grows ``depth`` levels and submits the tree
+    whole; nothing more is submitted until it is answered.
 
-    With a source whose proposals come with ``Output.exits`` (PPSD) a level is expanded when its
-    exits have arrived; until then nothing is fed. Width 1 with 1 child is PPSD's own chain. A chain
-    grows in that step also where it is another request's turn: so the child stands there, or not,
-    when its parent is judged, whoever shares the target (rejection verifiers draw otherwise for a
-    node with a child than for one without).
+    With a source that proposes through ``Output.exits`` (PPSD), a level is expanded once its exits
+    have arrived. Width 1 with 1 child is PPSD's own chain. A chain also grows when it is another
+    request's turn: whether a node has a child when it is judged must not depend on the batch, since
+    rejection verifiers draw differently for a node with and without children.
 
     Attributes:
-        value_dependent: false only for a chain, which takes candidates as they come.
-        follows_exits: whether it waits for exits; the pipelined form does.
+        value_dependent: false only for a chain, which takes candidates in their order.
+        follows_exits: whether the policy waits for exits; true for the pipelined form.
     """
 
     @validated
@@ -63,23 +61,23 @@ class FixedWidth(Stateless):
         """Sets the shape.
 
         Args:
-            width: nodes per level at most (SpecPipe: 64, PipeDec: 32).
-            children: candidates per node at most (16 in both).
-            levels_per_step: levels fed per step; None for the serial form.
-            depth: levels below the root, in the serial form only.
+            width: maximum number of nodes per level (SpecPipe: 64, PipeDec: 32).
+            children: maximum number of candidates per node (16 in both papers).
+            levels_per_step: levels submitted per step; None selects the serial form. Default: 1.
+            depth: levels below the root; serial form only.
 
         Raises:
-            ValueError: for a size below 1, or where not exactly one form is described.
+            ValueError: unless exactly one of ``levels_per_step`` and ``depth`` is set.
         """
         if levels_per_step is not None and depth is not None:
             raise ValueError(
-                f"policy.depth={depth} has no meaning with policy.levels_per_step="
-                f"{levels_per_step}; drop it, or set policy.levels_per_step=null"
+                f"policy.depth={depth} has no effect with policy.levels_per_step="
+                f"{levels_per_step}; remove it, or set policy.levels_per_step=null"
             )
         if levels_per_step is None and depth is None:
             raise ValueError(
-                "policy.levels_per_step=null submits whole trees, which needs policy.depth: give"
-                " the number of levels"
+                "policy.levels_per_step=null submits whole trees and needs policy.depth; set it"
+                " to the number of levels"
             )
         self.width = width
         self.children = children
@@ -90,68 +88,55 @@ class FixedWidth(Stateless):
         self.value_dependent = width > 1 or children > 1
 
     def held_nodes(self, latency: int) -> int:
-        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         if self.depth is not None:
             return 1 + self.depth * self.width
         return 1 + self.width * (self.levels_per_step or 1) * latency
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The next level(s) of every request, or the whole trees of idle ones (serial form)."""
+        """The next level(s) of every request; in the serial form, whole trees of ready requests."""
         requests = ready_requests(state, serial=self.serial)
         if self.depth is not None:
-            self._grow_serially(state, source, requests, self.depth)
-        else:
             growing = requests
-            if source.needs.exits:
-                if not self.value_dependent:
-                    growing = [r for r in state.requests.values() if not r.finished]
-                fed = [r for r in growing if r.tree.submitted_at[0] >= 0]
-                expand(state, source, [(r, open_bottom(r)) for r in fed], self.children)
-            for request in growing:
-                if request.tree.submitted_at[0] >= 0 or len(request.tree) > 1:
-                    self._append_level(request)
+            while growing := [r for r in growing if int(r.tree.depths.max()) < self.depth]:
+                expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
+                growing = [r for r in growing if len(self._append_level(r))]
+            return unsubmitted(requests)
+        growing = requests
+        if source.needs.exits:
+            if not self.value_dependent:
+                growing = live_requests(state)
+            submitted = [r for r in growing if r.tree.submitted_at[0] >= 0]
+            expand(state, source, [(r, open_bottom(r)) for r in submitted], self.children)
+        for request in growing:
+            if request.tree.submitted_at[0] >= 0 or len(request.tree) > 1:
+                self._append_level(request)
         return unsubmitted(requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
-        """Expands the newest level; grows and expands the extra levels of a multi-level step.
+        """Expands the newest level; grows and expands the additional levels of a multi-level step.
 
-        During a request's prefill its root is expanded once: draft and target prefill in parallel
-        (PipeDec 3.4).
+        During a request's prefill its root is expanded once: draft and target prefill run in
+        parallel (PipeDec 3.4).
         """
         if source.needs.exits:
-            return  # nothing has passed the exit since ``select`` asked
-        growing = [request for request in state.requests.values() if not request.finished]
+            return  # no node has passed the exit since ``select``
+        growing = live_requests(state)
         for extra in range(self.levels_per_step or 0):
             if extra:
                 growing = [
                     request
                     for request in growing
-                    if _fed_now(request, state.step) and len(self._append_level(request))
+                    if _submitting(request, state.step) and len(self._append_level(request))
                 ]
             expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
 
     def _append_level(self, request: RequestState) -> IntArray:
-        """Makes a level below the deepest one; int64[<= width] slots, none if nothing is known."""
-        tree = request.tree
-        bottom = bottom_level(tree)
-        if int(tree.positions[bottom[0]]) >= last_position(request):
-            return NO_SLOTS
-        return append_best(tree, bottom, self.width, self.children)
-
-    def _grow_serially(
-        self,
-        state: DecodeState,
-        source: TokenSource,
-        requests: list[RequestState],
-        depth: int,
-    ) -> None:
-        growing = requests
-        while growing := [r for r in growing if int(r.tree.depths.max()) < depth]:
-            expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
-            growing = [r for r in growing if len(self._append_level(r))]
+        """int64[<= width]: slots of a new level below the deepest one; may be empty."""
+        return append_best(request.tree, growable_level(request), self.width, self.children)
 
 
-def _fed_now(request: RequestState, step: int) -> bool:
-    """Whether a level below the root entered in this step or may enter in the next."""
+def _submitting(request: RequestState, step: int) -> bool:
+    """Whether the root and the newest submitted level allow a further level in this step."""
     submitted_at = request.tree.submitted_at
     return bool(submitted_at[0] >= 0) and int(submitted_at.max()) == step

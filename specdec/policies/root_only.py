@@ -1,10 +1,10 @@
-"""No speculation: one token per request in flight (autoregressive decoding, plain pipelines)."""
+"""No speculation: one token per request and target pass."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.policies.growing import Stateless, ready_requests, unsubmitted
+from specdec.policies.tree_growth import Stateless, ready_requests, unsubmitted
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class RootOnly(Stateless):
-    """Submits each root once and never asks the source: the baseline ``ar``."""
+    """Submits each root once and never calls the source (autoregressive decoding, ``ar``)."""
 
     value_dependent = False
     serial = True
 
     def held_nodes(self, latency: int) -> int:
-        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The roots that the target has not been given."""
+        """The unsubmitted roots of all ready requests."""
         return unsubmitted(ready_requests(state, serial=True))

@@ -6,17 +6,18 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from copy import copy
-from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from specdec.clocks import SimulatedClock
 from specdec.parts.fields import Count, validated
-from specdec.policies.growing import (
+from specdec.policies.tree_growth import (
     NO_SLOTS,
+    Stateless,
     expand,
     last_position,
+    live_requests,
     ready_requests,
     unsubmitted,
 )
@@ -28,29 +29,24 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-class DraftOverlap(StrEnum):
-    """When a tree is drafted that can only be known once the tree before it has been answered.
+class Static(Stateless):
+    """Level ``l`` has the first ``branching[l]`` candidates of every node of the level above.
 
-    ``NONE``: after that answer, while the target waits: fully serial.
-    ``RULE``: ahead, under guesses of the answer. While a tree is verified, one draft pass per step
-    of the target grows the next tree under each of the ``guesses`` most probable next roots, the
-    candidates of the submitted tree that it does not hold. If the answer ends in one of them, what
-    has been drafted is hidden and only what is missing is drafted serially; otherwise all of it is.
-    ``FULL``: a limit that no machine reaches: as if the answer were guessed always. Drafting then
-    takes no time as long as it is shorter than the verification before it.
-    """
+    This is SpecInfer's expansion configuration; the default is its <1,1,3,1,1,1,1,1>. The topology
+    does not depend on the candidates' values, so sampled candidates stay unbiased under rejection.
 
-    NONE = "none"
-    RULE = "rule"
-    FULL = "full"
+    ``draft_overlap`` sets when the tree after the one under verification is drafted:
 
+    *none*: after the answer, while the target waits.
 
-class Static:
-    """Level ``l`` takes the first ``branching[l]`` candidates of every node of the level above.
+    *rule*: ahead of the answer. While a tree is verified, one draft pass per target step grows the
+    next tree below each of the ``guesses`` most probable next roots, which are candidates that the
+    submitted tree does not contain. If the answer ends in one of them, only the rest of its tree is
+    drafted serially; otherwise the whole tree is. This selects by value, so rejection verifiers
+    refuse it.
 
-    SpecInfer's expansion configuration, by default its <1,1,3,1,1,1,1,1>. The topology does not
-    depend on the candidates' values, so sampled candidates stay unbiased under rejection; only
-    drafting ahead chooses by value, and is refused there.
+    *full*: an upper limit that no implementation reaches: the answer is always guessed. Drafting
+    then takes no time as long as it is shorter than the verification before it.
     """
 
     serial = True
@@ -66,90 +62,81 @@ class Static:
         """Sets the topology and when it is drafted.
 
         Args:
-            branching: children per node, level by level from the root down.
-            draft_overlap: none, rule or full; see ``DraftOverlap``.
-            guesses: next roots that the rule drafts under.
+            branching: children per node, level by level from the root down; not empty.
+            draft_overlap: none, rule or full, see above. Default: none.
+            guesses: number of next roots that ``rule`` drafts below. Default: 20.
 
         Raises:
-            ValueError: for an empty topology, an entry below 1 or an unknown overlap.
+            ValueError: for an empty topology.
         """
         if not branching:
             raise ValueError(
-                f"policy.branching={branching!r} must be a list of children per level with at"
-                " least one entry, e.g. [1,1,3,1]; to decode without drafts use policy=root_only"
+                f"policy.branching={branching!r} must list the children per level, with at least"
+                " one entry, e.g. [1,1,3,1]; to decode without drafts use policy=root_only"
             )
         self.branching = tuple(branching)
-        self.draft_overlap = DraftOverlap(draft_overlap)
+        self.draft_overlap = draft_overlap
         self.guesses = guesses
-        self.value_dependent = self.draft_overlap is DraftOverlap.RULE
+        self.value_dependent = draft_overlap == "rule"
         self._ahead: dict[int, tuple[int, IntArray]] = {}  # request -> (level, its node ids)
-        self._fed_s: dict[int, float] = {}  # request -> when its last tree was submitted
-        self._complete: set[int] = set()  # requests whose tree has nothing left to draft
-
-    def open(self, request: RequestState) -> None:
-        """Nothing to prepare."""
+        self._submitted_s: dict[int, float] = {}  # request -> when its last tree was submitted
+        self._complete: set[int] = set()  # requests whose tree is completely drafted
 
     def held_nodes(self, latency: int) -> int:
-        """Most nodes of one request that the target holds at a time; see ``TreePolicy``."""
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + sum(itertools.accumulate(self.branching, operator.mul))
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Grows every idle request's tree, one source call per level, and submits all of it."""
+        """Grows the tree of every ready request, one source call per level, and submits it."""
         requests = ready_requests(state, serial=True)
-        if self.draft_overlap is DraftOverlap.FULL:
+        if self.draft_overlap == "full":
             self._grow_hidden(state, source, requests)
         else:
             self._grow(state, source, requests)
         return unsubmitted(requests)
 
     def prepared(self, request: RequestState) -> bool:
-        """Whether a turn would be used at once; if not, drafting goes on beside other requests."""
+        """Whether the request's tree is completely drafted and ready for its turn."""
         return request.id in self._complete
 
     def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
-        """Drafts for requests that wait for their turn, while others are verified; the rule's pass.
+        """Drafts while the target is busy.
 
-        Where turns are given (``serving.feeding``) a tree is drafted in the time that the target
-        works for other requests, as far as that goes.
+        If requests take turns (``serving.feeding``), trees of waiting requests are grown until the
+        target is ready. With ``draft_overlap="rule"``, one pass drafts ahead.
         """
-        if state.turn is not None and self.draft_overlap is not DraftOverlap.FULL:
-            queue = [
-                request
-                for request in state.requests.values()
-                if request.prefill_sent >= request.num_prefill
-                and not request.finished
-                and not request.awaiting
-            ]
-            self._grow(state, source, queue, stop=ready)
-        if self.draft_overlap is not DraftOverlap.RULE:
+        live = live_requests(state)
+        if state.turn is not None and self.draft_overlap != "full":
+            waiting = [r for r in live if r.prefill_sent >= r.num_prefill and not r.awaiting]
+            self._grow(state, source, waiting, stop=ready)
+        if self.draft_overlap != "rule":
             return
-        waiting = [r for r in state.requests.values() if r.awaiting and not r.finished]
-        levels = [(r, *self._next_ahead(r)) for r in waiting]
-        # Level -1: the submitted tree's own leaves, whose candidates are next roots as well.
-        fresh = [(r, _open_slots(r, slots)) for r, _, slots in levels]
+        levels = [(r, *self._next_ahead(r)) for r in live if r.awaiting]
+        # Level -1: the nodes of the submitted tree, whose candidates are next roots.
+        fresh = [(r, _expandable(r, slots)) for r, _, slots in levels]
         expand(state, source, fresh, max(self.branching) + self.guesses)
         for request, level, slots in levels:
             if level < 0:
                 parents, columns, _ = request.tree.best_candidates(self.guesses)
-                made = request.tree.take(parents, columns)
+                children = request.tree.take(parents, columns)
             else:
-                made = _next_level(request.tree, slots, self.branching[level])
-            self._ahead[request.id] = (level + 1, request.tree.ids[made])
+                children = _next_level(request.tree, slots, self.branching[level])
+            self._ahead[request.id] = (level + 1, request.tree.ids[children])
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Ends the guessing about requests that were answered."""
+        """Ends drafting ahead for the answered requests."""
         for commit in commits:
             self._ahead.pop(commit.request, None)
             self._complete.discard(commit.request)
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
+        """Drops the request's state."""
         self._ahead.pop(request_id, None)
         self._complete.discard(request_id)
-        self._fed_s.pop(request_id, None)
+        self._submitted_s.pop(request_id, None)
 
     def _next_ahead(self, request: RequestState) -> tuple[int, IntArray]:
-        """(level, its slots) that the rule expands next; no slots where the trees are complete."""
+        """(level, its slots) that ``rule`` expands next; no slots if the trees are complete."""
         if request.id not in self._ahead:
             return -1, np.arange(len(request.tree))
         level, ids = self._ahead[request.id]
@@ -164,9 +151,9 @@ class Static:
         requests: Sequence[RequestState],
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Completes the trees of the requests, or drafts level by level as long as not ``stop``."""
+        """Completes the requests' trees level by level, until ``stop`` returns true."""
         growing = [(request, np.zeros(1, np.int64)) for request in requests]
-        spare = self.guesses if self.draft_overlap is DraftOverlap.RULE else 0
+        spare = self.guesses if self.draft_overlap == "rule" else 0
         for children in self.branching:
             growing = [
                 (r, level)
@@ -185,34 +172,32 @@ class Static:
     def _grow_hidden(
         self, state: DecodeState, source: TokenSource, requests: Sequence[RequestState]
     ) -> None:
-        """As if drafting had begun with the verification of the tree before."""
+        """Grows the trees as if drafting had begun with the verification before it."""
         if not requests:
             return
         clock = state.clock
-        assert isinstance(clock, SimulatedClock), "draft_overlap=full is checked when composed"
-        beside = copy(state)
-        beside.clock = SimulatedClock(clock.profile, scale=clock.scale)
-        self._grow(beside, source, requests)
-        now = clock.now()
-        began = max(self._fed_s.get(r.id, now) for r in requests)
-        took = beside.clock.now()
-        clock.drafted.add(began_s=began, seconds=took, target_done_s=now)
-        clock.wait_until(began + took)
-        self._fed_s.update((request.id, clock.now()) for request in requests)
+        assert isinstance(clock, SimulatedClock), "draft_overlap=full is checked at composition"
+        draft_state = copy(state)
+        draft_state.clock = SimulatedClock(clock.profile, scale=clock.scale)
+        self._grow(draft_state, source, requests)
+        now, seconds = clock.now(), draft_state.clock.now()
+        began = max(self._submitted_s.get(r.id, now) for r in requests)
+        clock.drafted.add(began_s=began, seconds=seconds, target_done_s=now)
+        clock.wait_until(began + seconds)
+        self._submitted_s.update((request.id, clock.now()) for request in requests)
 
 
-def _open_slots(request: RequestState, slots: IntArray) -> IntArray:
-    """int64[<= W]: those of some nodes that are not expanded and may have children."""
+def _expandable(request: RequestState, slots: IntArray) -> IntArray:
+    """int64[<= W]: the unexpanded nodes of ``slots`` that can have children."""
     tree = request.tree
-    wanted = ~tree.expanded[slots] & (tree.positions[slots] < last_position(request))
-    return slots[wanted]
+    return slots[~tree.expanded[slots] & (tree.positions[slots] < last_position(request))]
 
 
 def _next_level(tree: TokenTree, level: IntArray, children: int) -> IntArray:
-    """int64[W]: slots of all nodes one below ``level``, made of the first candidates where new."""
-    known = NO_SLOTS
+    """int64[W]: slots of all children of ``level``, after taking its first untaken candidates."""
+    existing = NO_SLOTS
     if len(level) and int(level[-1]) + 1 < len(tree):  # part of a tree survived a commit
-        known = np.flatnonzero(np.isin(tree.parents, level))
+        existing = np.flatnonzero(np.isin(tree.parents, level))
     rows, columns = np.nonzero(tree.candidate_logprobs[level, :children] > -np.inf)
-    made = tree.take(level.take(rows), columns)
-    return np.concatenate([known, made]) if len(known) else made
+    new = tree.take(level.take(rows), columns)
+    return np.concatenate([existing, new]) if len(existing) else new

@@ -1,5 +1,4 @@
-"""``specdec profile``: what work costs on this hardware, and which tree that recommends.
+"""``specdec profile``: measures a latency profile and proposes a tree and a device split.
 
-Nothing is imported here: the processes that measure transfers import a submodule of this package,
-and what the others need (transformers) takes longer to import than they take to measure.
+This file imports nothing, so that the processes that measure transfers start without transformers.
 """

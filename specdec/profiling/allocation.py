@@ -1,34 +1,34 @@
-"""How to split devices between target and draft, and which tree to grow (SwiftSpec 3.1, 5.5)."""
+"""Search for the device split between target and draft and its tree (SwiftSpec 3.1, 5.5)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from specdec.clocks import LatencyProfile, Work
 from specdec.clocks.build import build_profile
 from specdec.clocks.profile import curve_at
 from specdec.errors import UserError
-from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.policies.best_first import UNTIL_READY
-from specdec.profiling.proposal import clock_node
-from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.profiling.proposal import clock_node, decode_summary
+from specdec.runs.runners import TokenPrompt
 from specdec.state import StopRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One split and tree, tried. Times in milliseconds.
+    """The result of one device split and tree. Times in milliseconds.
 
     Attributes:
         target, draft: devices of the two groups.
-        bs, w, d: of the tree.
-        target_ms, draft_ms: of a target pass and a draft pass; None where measured.
-        interpolated: whether the profile lacks one of the degrees.
+        bs, w, d: parameters of the tree, see ``specdec.policies.BestFirst``.
+        target_ms, draft_ms: time of a target pass and of a draft pass; None if not simulated.
+        interpolated: whether the time of a degree is interpolated between those of the profile.
         acceptance_length: emitted tokens per target pass.
-        tokens_per_s: of the decode phases.
+        tokens_per_s: speed of the decode phase.
     """
 
     target: int
@@ -42,101 +42,77 @@ class Split:
     acceptance_length: float
     tokens_per_s: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What is tried: every combination.
-
-    Attributes:
-        devices: in all.
-        targets: devices of the target; the others are the draft's.
-        sizes: bs.
-        leaves: w.
-    """
-
-    devices: int
-    targets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    leaves: tuple[int, ...]
-
-    @property
-    def trees(self) -> list[tuple[int, int, int]]:
-        """(devices of the target, bs, w) of every combination."""
-        return [(t, bs, w) for t in self.targets for bs in self.sizes for w in self.leaves]
-
-    def check(self) -> None:
-        """Refuses splits that leave a group without devices.
-
-        Raises:
-            UserError: naming the first.
-        """
-        wrong = [t for t in self.targets if not 1 <= t < self.devices]
-        if wrong:
-            raise UserError(
-                f"profiling.targets={list(self.targets)}: {wrong[0]} of"
-                f" profiling.devices={self.devices} devices leaves none for the draft: name numbers"
-                f" from 1 to {self.devices - 1}"
-            )
-
 
 def allocate(
     cfg: Mapping[str, Any],
     pair: ModelPair,
     prompts: Sequence[TokenPrompt],
     stop: StopRules,
-    choices: Choices,
     *,
+    devices: int,
+    targets: Sequence[int],
+    sizes: Sequence[int],
+    leaves: Sequence[int],
     use: Mapping[str, Any] | None,
     on_split: Callable[[Split], None] = lambda _: None,
 ) -> list[Split]:
-    """Tries every split and tree.
+    """Decodes with every combination of split and tree.
 
     Args:
-        cfg: resolved; its source, verifier, sampling and seed are used.
-        pair, prompts, stop: what is decoded.
-        choices: what is tried.
-        use: a latency profile with times by degree (``name``, ``costs``, ``degrees``) to simulate,
-            each tree with d of the times' ratio and one more; None: real ranks by the wall clock,
-            with as many expansions as fit.
-        on_split: told of each.
+        cfg: resolved configuration; its source, verifier, sampling and seed are used.
+        pair, prompts, stop: models, prompts and stop rules.
+        devices: total number of devices.
+        targets: devices of the target to try; the draft has the others.
+        sizes, leaves: values of bs and of w to try.
+        use: a latency profile with times by degree (``name``, ``costs``, ``degrees``) to simulate;
+            each tree is tried with d = floor(target time / draft time) and with d + 1. None: runs
+            on real ranks, timed by the wall clock, with as many expansions as fit.
+        on_split: called with each result.
 
     Returns:
-        The splits, in the order tried.
+        The results, in the order tried.
 
     Raises:
-        UserError: a split without draft devices, or a profile that has no times for it.
+        UserError: a split leaves no device for a group, or the profile has no times for it.
     """
-    choices.check()
-    found: list[Split] = []
-    for target, bs, w in choices.trees:
-        draft = choices.devices - target
+    wrong = [t for t in targets if not 1 <= t < devices]
+    if wrong:
+        raise UserError(
+            f"profiling.targets={list(targets)}: {wrong[0]} of profiling.devices={devices} devices"
+            f" leaves none for the draft: name numbers from 1 to {devices - 1}"
+        )
+    splits: list[Split] = []
+    for target, bs, w in product(targets, sizes, leaves):
+        draft = devices - target
         profile, interpolated = (None, False) if use is None else _profile(use, target, draft)
-        numbers: list[int | str] = [UNTIL_READY]
+        target_ms = draft_ms = None
+        depths: list[int | str] = [UNTIL_READY]
         if profile is not None:
-            ratio = max(1, int(profile.ms(Work.STAGE, bs) / profile.ms(Work.DRAFT, w)))
-            numbers = [ratio, ratio + 1]
-        for d in numbers:
-            summary = _run(cfg, pair, prompts, stop, profile, (target, draft), (bs, w, d))
-            found.append(
+            target_ms, draft_ms = profile.ms(Work.STAGE, bs), profile.ms(Work.DRAFT, w)
+            ratio = max(1, int(target_ms / draft_ms))
+            depths = [ratio, ratio + 1]
+        for d in depths:
+            changes = _sections(cfg, profile, (target, draft), {"bs": bs, "w": w, "d": d})
+            # On real ranks the first calls allocate memory and load pages.
+            summary = decode_summary(
+                {**cfg, **changes}, pair, prompts, stop, warm_up=profile is None
+            )
+            splits.append(
                 Split(
                     target=target,
                     draft=draft,
                     bs=bs,
                     w=w,
                     d=d,
-                    target_ms=None if profile is None else profile.ms(Work.STAGE, bs),
-                    draft_ms=None if profile is None else profile.ms(Work.DRAFT, w),
+                    target_ms=target_ms,
+                    draft_ms=draft_ms,
                     interpolated=interpolated,
                     acceptance_length=summary["acceptance_length"],
                     tokens_per_s=summary["tokens_per_s"],
                 )
             )
-            on_split(found[-1])
-    return found
+            on_split(splits[-1])
+    return splits
 
 
 def preset(split: Split, *, name: str, about: str) -> str:
@@ -182,41 +158,20 @@ def _profile(use: Mapping[str, Any], target: int, draft: int) -> tuple[LatencyPr
     return build_profile(node), interpolated
 
 
-def _run(
+def _sections(
     cfg: Mapping[str, Any],
-    pair: ModelPair,
-    prompts: Sequence[TokenPrompt],
-    stop: StopRules,
     profile: LatencyProfile | None,
     groups: tuple[int, int],
-    tree: tuple[int, int, int | str],
+    tree: Mapping[str, int | str],
 ) -> dict[str, Any]:
-    bs, w, d = tree
-    policy = {
-        "_target_": "specdec.policies.BestFirst",
-        **{"bs": bs, "w": w, "d": d, "asynchronous": True},
+    """Policy, executor and clock sections of a split; simulated if there is a profile."""
+    return {
+        "policy": {"_target_": "specdec.policies.BestFirst", **tree, "asynchronous": True},
+        "executor": {
+            **cfg["executor"],
+            **{"stages": 1, "groups": None, "shared": False},
+            **{"target_degree": groups[0], "draft_degree": groups[1]},
+            "transport": "distributed" if profile is None else "in_process",
+        },
+        "clock": {"kind": "measured"} if profile is None else clock_node(profile),
     }
-    executor = {
-        **cfg["executor"],
-        **{"stages": 1, "groups": None, "shared": False},
-        **{"target_degree": groups[0], "draft_degree": groups[1]},
-        "transport": "in_process" if profile is not None else "distributed",
-    }
-    clock = {"kind": "measured"} if profile is None else clock_node(profile)
-    changed = {"policy": policy, "executor": executor, "clock": clock}
-    runner = PartsRunner(
-        cfg={**cfg, **changed, "batch_size": 1, "trace": False}, pair=pair, stop=stop
-    )
-    results: list[RequestResult] = []
-    try:
-        if profile is None:
-            runner.run(prompts[:1], lambda _: None)  # first calls allocate and page in
-        totals = [runner.run([prompt], results.append) for prompt in prompts]
-    finally:
-        runner.close()
-    summary = summarise(results, RunTotals.merge(totals))
-    if not summary["tokens_per_s"]:
-        raise UserError(
-            f"max_new_tokens={cfg['max_new_tokens']} is too few to see a tree at work: raise it"
-        )
-    return summary

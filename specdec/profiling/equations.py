@@ -1,7 +1,7 @@
-"""The papers' own estimates of the time between tokens, to be held against the simulator.
+"""The papers' estimates of the time between tokens, for comparison with the simulator.
 
 Letters: N stages, w tree width, p probability that the last stage's token is in the tree, T time of
-a step. Both of SpecPipe's equations are reconstructed: the text at hand has lost its formulas.
+a step. Both of SpecPipe's equations are reconstructed, because the available text has no formulas.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from specdec.clocks import LatencyProfile, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """What one step costs at a tree width, in milliseconds.
+    """Times of one step at a tree width, in milliseconds.
 
     Attributes:
-        stages: per stage, compute, pruning and transfer together; the head on the last.
-        compute: the longest stage's computation alone.
+        stages: compute, pruning and transfer of each stage; the last includes the output head.
+        compute: computation of the longest stage.
         compute_one: the same for one token.
-        transfer: of one level.
-        draft: one pass of the draft over one level.
+        transfer: transfer of one level.
+        draft: one draft pass over one level.
     """
 
     stages: tuple[float, ...]
@@ -32,13 +32,13 @@ class StepTimes:
 
     @staticmethod
     def of(profile: LatencyProfile, *, width: int, stages: int, group: int = 1) -> StepTimes:
-        """Prices a step.
+        """The times of a step on a profile.
 
         Args:
             profile: costs of one device.
             width: tokens per level.
             stages: N.
-            group: devices per stage, one after the other within a step (PipeDec's G).
+            group: devices per stage, which work in sequence within a step (PipeDec's G).
         """
         one, all_tokens = profile.ms(Work.STAGE, 1), profile.ms(Work.STAGE, width)
         transfer = profile.ms(Work.TRANSFER, width)
@@ -73,7 +73,7 @@ def plain_latency(times: StepTimes) -> float:
     """PipeDec 2.4, plain decoding: N computations and the N - 1 transfers between them.
 
     Args:
-        times: of a step of one token.
+        times: times of a step with one token.
     """
     num = len(times.stages)
     return num * times.compute + (num - 1) * times.transfer

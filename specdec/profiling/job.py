@@ -1,4 +1,4 @@
-"""The job of ``specdec profile``: measure, write the profile, propose, write and print the rest."""
+"""``specdec profile``: measures a latency profile and proposes a tree and grouping for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.errors import UserError
 from specdec.files import write_json, write_text
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.profiling.passes import Sample, measure_model
-from specdec.profiling.proposal import Cell, curve_node, propose
+from specdec.profiling.proposal import Cell, costs_node, propose
 from specdec.profiling.transfer import measure_transfer
 from specdec.report.provenance import provenance
 from specdec.report.tables import number, percent
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RESULT_FILE = "profile.json"
-_DIGITS = 4  # of milliseconds: 0.1 microseconds
+_DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
 _PHASES = 4  # stage, prune, head, draft
-_NOISY = 0.25  # spread of a stage's times from which the machine was not idle
+_NOISY = 0.25  # spread of a stage's times above which a warning is printed
 
 
 def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
-    """Measures (or takes) a profile and proposes a tree and a grouping for it.
+    """Measures a profile, or reads that of ``profiling.use``, and proposes a tree and grouping.
 
     Args:
-        cfg: resolved configuration with the section ``profiling`` and, where ``profiling.use``
-            names a profile, ``use`` with its costs.
-        folder: gets NAME.yaml, the profile; profile.json, every measurement and proposal.
-        progress: told of every repeat and every simulated tree.
+        cfg: resolved configuration with the section ``profiling`` and, if ``profiling.use`` names
+            a profile, the section ``use`` with its costs.
+        folder: for NAME.yaml (the profile) and profile.json (all measurements and proposals).
+        progress: advanced after every repeat and every simulated tree.
 
     Returns:
         The content of ``profile.json``.
 
     Raises:
-        UserError: nothing to measure, or a grouping that does not divide the devices.
+        UserError: there is no model to measure, or a grouping does not divide the devices.
     """
     section = cfg["profiling"]
     if cfg.get("threads"):
@@ -52,8 +52,9 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     progress.phase("loading models", None)
     pair, prompts, _ = prepare(cfg)
     samples: dict[Work, list[Sample]] = {}
-    profile = _given(cfg)
-    if profile is None:
+    if section["use"] is not None:
+        profile = build_profile({"profile": section["use"], **cfg["use"]})
+    else:
         samples = _measure(cfg, pair, progress)
         profile = profile_of(samples, name=section["name"], note=_note(cfg, pair))
         write_text(
@@ -72,76 +73,74 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
         groups=section["groups"],
         on_cell=lambda cell: progress.advance(detail=f"width {cell.width}"),
     )
-    found = {
-        "profile": {"name": profile.name, "note": profile.note, "costs": _costs(profile)},
-        "samples": {k.value: [_sample_json(s) for s in v] for k, v in samples.items()},
+    result = {
+        "profile": {"name": profile.name, "note": profile.note, "costs": costs_node(profile)},
+        "samples": {k.value: [s.to_json() for s in v] for k, v in samples.items()},
         "cells": [cell.to_json() for cell in cells],
         "proposal": proposal_of(cells),
         "provenance": provenance(command=sys.argv, config=cfg),
     }
-    write_json(folder / RESULT_FILE, found)
-    return found
+    write_json(folder / RESULT_FILE, result)
+    return result
 
 
 def profile_of(samples: Mapping[Work, Sequence[Sample]], *, name: str, note: str) -> LatencyProfile:
-    """A latency profile of measured medians; kinds that were not measured cost nothing."""
-    costs = {
-        kind.value: CostCurve(
-            tokens=tuple(s.tokens for s in found),
-            ms=tuple(round(s.median_ms, _DIGITS) for s in found),
-        )
-        for kind, found in samples.items()
-        if any(round(s.median_ms, _DIGITS) for s in found)
-    }
+    """A latency profile of the medians; kinds of work without samples cost nothing."""
+    costs = {}
+    for kind, of_kind in samples.items():
+        ms = tuple(round(s.median_ms, _DIGITS) for s in of_kind)
+        if any(ms):
+            costs[kind.value] = CostCurve(tokens=tuple(s.tokens for s in of_kind), ms=ms)
     return LatencyProfile(name=name, costs=costs, note=note)
 
 
 def profile_yaml(profile: LatencyProfile, *, stages: int) -> str:
-    """The file that ``clock.profile=PATH`` reads; ``stages``: of the pipeline that was measured."""
+    """The YAML that ``clock.profile=PATH`` reads; ``stages``: stages of the measured pipeline."""
     lines = ["# Measured by `specdec profile`; milliseconds against tokens."]
     lines += [f"note: {json.dumps(profile.note)}", f"stages: {stages}", "costs:"]
-    for kind, node in _costs(profile).items():
+    for kind, node in costs_node(profile).items():
         inner = ", ".join(f"{key}: {value}" for key, value in node.items())
         lines.append(f"  {kind}: {{{inner}}}")
     return "\n".join(lines) + "\n"
 
 
 def proposal_of(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What the simulator and what Eq. 2 would choose, and how far the equations are off."""
+    """The choices of the simulator and of Eq. 2, and the range of Eq. 2's error."""
     best, by_eq2 = min(cells, key=lambda c: c.tbt), min(cells, key=lambda c: c.eq2)
-    errors = [cell.eq2_error for cell in cells]
+    errors = [cell.to_json()["eq2_error"] for cell in cells]
     return {
         "simulated": _tree_json(best),
         "eq2": _tree_json(by_eq2),
         "eq2_loses": by_eq2.tbt / best.tbt - 1.0,
         "eq2_error_range": [min(errors), max(errors)],
-        "overrides": " ".join(_overrides(best)),
+        "overrides": _overrides(best),
     }
 
 
-def _overrides(cell: Cell) -> list[str]:
-    """The cell as words of the command line."""
-    words = [f"policy.width={cell.width}", f"policy.children={cell.children}"]
-    words.append(f"executor.stages={cell.stages}")
+def _overrides(cell: Cell) -> str:
+    """The cell as overrides of the command line."""
+    overrides = f"policy.width={cell.width} policy.children={cell.children}"
+    overrides += f" executor.stages={cell.stages}"
     if cell.group > 1:
-        words.append(f"'executor.groups={[cell.group] * cell.stages}'".replace(" ", ""))
-    return words
+        groups = ",".join([str(cell.group)] * cell.stages)
+        overrides += f" 'executor.groups=[{groups}]'"
+    return overrides
 
 
-def print_profile(found: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the profile's curves, the trees tried and the proposal."""
+def print_profile(result: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the cost curves, the simulated trees and the proposal."""
     from rich.console import Console
     from rich.table import Table
 
     console = console or Console(width=120, soft_wrap=True)
-    costs = found["profile"]["costs"]
+    costs = result["profile"]["costs"]
     points = sorted({n for curve in costs.values() for n in curve["tokens"]})
     table = Table("ms at tokens", *map(str, points), box=None, padding=(0, 1))
     for kind, curve in costs.items():
         ms = dict(zip(curve["tokens"], curve["ms"], strict=True))
         table.add_row(kind, *(number(ms.get(n), 2) for n in points))
     console.print(table)
-    spread = max((s["spread"] for s in found["samples"].get(Work.STAGE, ())), default=0.0)
+    spread = max((s["spread"] for s in result["samples"].get(Work.STAGE, ())), default=0.0)
     if spread > _NOISY:
         console.print(
             f"A stage's times scatter by up to {percent(spread)}: the machine was busy. Measure"
@@ -150,7 +149,7 @@ def print_profile(found: Mapping[str, Any], console: Console | None = None) -> N
         )
     heads = ("width", "children", "stages", "devices/stage", "hit rate", "steps/token", "TBT ms")
     trees = Table(*heads, "Eq. 1", "Eq. 2", "PipeDec", box=None, padding=(0, 1))
-    for cell in found["cells"]:
+    for cell in result["cells"]:
         shape = (str(cell[key]) for key in ("width", "children", "stages", "group"))
         simulated = (number(cell["steps_per_token"]), number(cell["tbt"]))
         estimates = (
@@ -158,25 +157,19 @@ def print_profile(found: Mapping[str, Any], console: Console | None = None) -> N
         )
         trees.add_row(*shape, percent(cell["hit_rate"]), *simulated, *estimates)
     console.print(trees)
-    low, high = found["proposal"]["eq2_error_range"]
+    low, high = result["proposal"]["eq2_error_range"]
     console.print(
         "TBT simulated; in brackets the equations' error against it. They take the simulated hit"
         " rate as p and leave out partial refills (SpecPipe's) or every miss (PipeDec's);"
         f" Eq. 2 is off by {percent(low)} to {percent(high)}.",
         highlight=False,
     )
-    loses = found["proposal"]["eq2_loses"]
+    loses = result["proposal"]["eq2_loses"]
     console.print(
-        f"proposed: {found['proposal']['overrides']}"
+        f"proposed: {result['proposal']['overrides']}"
         f" (what Eq. 2 would choose is {percent(loses, 1)} slower)",
         highlight=False,
     )
-
-
-def _given(cfg: Mapping[str, Any]) -> LatencyProfile | None:
-    """The profile that ``profiling.use`` names; None where one is to be measured."""
-    name = cfg["profiling"]["use"]
-    return None if name is None else build_profile({"profile": name, **cfg["use"]})
 
 
 def _measure(
@@ -185,8 +178,8 @@ def _measure(
     section = cfg["profiling"]
     if not isinstance(pair, HuggingFacePair):
         raise UserError(
-            "there is nothing to measure without models: use model=tiny, hf or random, or name a"
-            " profile with profiling.use=NAME"
+            f"model.kind={cfg['model']['kind']}: there is nothing to measure without models: use"
+            " model=tiny, hf or random, or a profile with profiling.use=NAME"
         )
     repeats, tokens = section["repeats"], section["tokens"]
     progress.phase("measuring", _PHASES * (repeats + 1))
@@ -209,7 +202,7 @@ def _measure(
 
 
 def _note(cfg: Mapping[str, Any], pair: ModelPair) -> str:
-    """Under which conditions the figures hold."""
+    """The conditions of the measurement."""
     section, model = cfg["profiling"], cfg["model"]
     dtype = model.get("dtype")
     return (
@@ -218,19 +211,6 @@ def _note(cfg: Mapping[str, Any], pair: ModelPair) -> str:
         f" {section['context']} tokens of context; {torch.get_num_threads()} threads;"
         f" device {getattr(pair, 'device', 'cpu')}; transfers over gloo on loopback"
     )
-
-
-def _costs(profile: LatencyProfile) -> dict[str, Any]:
-    return {kind: curve_node(curve) for kind, curve in profile.costs.items()}
-
-
-def _sample_json(sample: Sample) -> dict[str, Any]:
-    return {
-        "tokens": sample.tokens,
-        "median_ms": sample.median_ms,
-        "spread": sample.spread,
-        "ms": list(sample.ms),
-    }
 
 
 def _tree_json(cell: Cell) -> dict[str, Any]:

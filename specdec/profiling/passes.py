@@ -1,7 +1,7 @@
-"""Times of a model's own work: a stage, the output head, a draft pass, pruning.
+"""Measures the times of a stage, the output head, a draft pass and pruning.
 
-Every repeat goes through all numbers of tokens, so that a machine's drift falls on all alike; the
-median is what counts. W is the number of tree rows of a pass, one level under a root.
+Every repeat covers all numbers of tokens, so that a drift of the machine affects them equally; the
+profile takes the medians.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +19,13 @@ import torch
 from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import Work
 from specdec.clocks.meter import Meter
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import ModelStage, split_layers
 from specdec.models import NO_ROWS, ModelRunner
 from specdec.pairs import HuggingFacePair
 from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, TreeRows
 
-_CANDIDATES = 16  # that a draft pass takes from each row (SpecPipe, PipeDec: 16 children)
+_CANDIDATES = 16  # per row of a draft pass (SpecPipe, PipeDec: 16 children)
 _PREFILL_ROWS = 256
 
 
@@ -40,29 +41,29 @@ def measure_model(
     """Measures target and draft.
 
     Args:
-        pair: real models.
-        stages: the target is cut into so many; the longest slice is what a stage costs.
+        pair: models in memory.
+        stages: number of pipeline stages; the longest slice of the target is measured.
         tokens: numbers of rows per pass, increasing.
-        repeats: of everything, after one uncounted round.
+        repeats: measurements of each, after an uncounted one.
         context: committed tokens before the tree.
-        on_repeat: told of each repeat's kind of work.
+        on_repeat: called after each repeat with the kind of work.
 
     Returns:
-        Samples of stage, head, draft and prune. The head is what the last slice takes more when it
-        hands out the logits of all its rows, one pass right after the other.
+        Samples of stage, head, draft and prune. The time of the head is that of the last slice
+        with the logits of all rows minus that of a pass without logits directly before.
     """
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
     longest = max(bounds, key=lambda bound: bound[1] - bound[0])
-    found: dict[Work, list[Sample]] = {}
+    samples: dict[Work, list[Sample]] = {}
     stage = _Bench(_runner(pair, longest, meter), context, max(tokens))
-    found[Work.STAGE] = stage.repeat(stage.layers, tokens, repeats, lambda: on_repeat("stage"))
-    found[Work.PRUNE] = stage.repeat(stage.prune, tokens, repeats, lambda: on_repeat("prune"))
+    samples[Work.STAGE] = stage.repeat(stage.layers, tokens, repeats, lambda: on_repeat("stage"))
+    samples[Work.PRUNE] = stage.repeat(stage.prune, tokens, repeats, lambda: on_repeat("prune"))
     last = _Bench(_runner(pair, bounds[-1], meter), context, max(tokens))
-    found[Work.HEAD] = last.repeat(last.head, tokens, repeats, lambda: on_repeat("head"))
+    samples[Work.HEAD] = last.repeat(last.head, tokens, repeats, lambda: on_repeat("head"))
     draft = _Bench(pair.draft_runner(meter), context, max(tokens))
-    found[Work.DRAFT] = draft.repeat(draft.proposals, tokens, repeats, lambda: on_repeat("draft"))
-    return found
+    samples[Work.DRAFT] = draft.repeat(draft.proposals, tokens, repeats, lambda: on_repeat("draft"))
+    return samples
 
 
 def _runner(pair: HuggingFacePair, bounds: tuple[int, int], meter: Meter) -> ModelRunner:
@@ -72,7 +73,7 @@ def _runner(pair: HuggingFacePair, bounds: tuple[int, int], meter: Meter) -> Mod
 
 
 class _Bench:
-    """One slice of a model with a filled cache."""
+    """A slice of a model with a filled cache."""
 
     def __init__(self, runner: ModelRunner, context: int, max_tokens: int) -> None:
         self._runner = runner
@@ -88,7 +89,7 @@ class _Bench:
         repeats: int,
         on_repeat: Callable[[], None],
     ) -> list[Sample]:
-        """Samples of ``work``, which takes a number of tokens and returns seconds."""
+        """Samples of ``work``, a function from a number of tokens to seconds."""
         times: dict[int, list[float]] = defaultdict(list)
         for i in range(repeats + 1):
             for num in tokens:
@@ -99,21 +100,20 @@ class _Bench:
         return [Sample(num, tuple(times[num])) for num in tokens]
 
     def layers(self, num: int) -> float:
-        """Seconds of the layers alone, rows packed and masked as in a run."""
+        """Seconds of the layers without logits, rows packed and masked as in a run."""
         return self._timed(num, NO_ROWS)
 
     def head(self, num: int) -> float:
-        """Seconds that the pass takes more when it hands out all rows' logits; noise may be less
-        than nothing."""
+        """Additional seconds of a pass with the logits of all rows; noise may make it negative."""
         bare = self._timed(num, NO_ROWS)
         return self._timed(num, None) - bare
 
     def proposals(self, num: int) -> float:
-        """Seconds of a draft pass and the choice of its candidates."""
+        """Seconds of a draft pass and of selecting its candidates."""
         return self._timed(num, None, candidates=_CANDIDATES)
 
     def prune(self, num: int) -> float:
-        """Seconds of following a hit that keeps half of ``num`` nodes: cache and rows in flight."""
+        """Seconds of pruning the cache and the rows in flight to half of ``num`` nodes."""
         rows = _level(num, self._context)
         self._pass(num, NO_ROWS)
         self._step += 1
@@ -167,7 +167,7 @@ class _Bench:
         ).logits
 
     def _fill(self) -> None:
-        """Commits ``context`` tokens, in chunks."""
+        """Prefills ``context`` tokens in chunks."""
         for start in range(0, self._context, _PREFILL_ROWS):
             tokens = np.arange(start, min(start + _PREFILL_ROWS, self._context))
             rows = self._cache.rows(prefix_tokens=tokens % self._runner.vocab_size)
@@ -200,11 +200,11 @@ def _level(num: int, context: int) -> TreeRows:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Repeated measurements of one piece of work.
+    """Repeated measurements of one kind of work.
 
     Attributes:
-        tokens: rows that it was about.
-        ms: one time per repeat, in order; of a difference, it may be below 0.
+        tokens: number of rows.
+        ms: milliseconds per repeat; a difference of times may be negative.
     """
 
     tokens: int
@@ -212,10 +212,19 @@ class Sample:
 
     @property
     def median_ms(self) -> float:
-        """What goes into a profile."""
+        """The median, at least 0: the time in a profile."""
         return max(0.0, median(self.ms))
 
     @property
     def spread(self) -> float:
-        """Half of the range over the median: how far to trust it."""
+        """Half of the range over the median; 0 if the median is."""
         return (max(self.ms) - min(self.ms)) / 2 / self.median_ms if self.median_ms else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, median and spread included."""
+        return {
+            "tokens": self.tokens,
+            "median_ms": self.median_ms,
+            "spread": self.spread,
+            "ms": list(self.ms),
+        }

@@ -1,12 +1,12 @@
-"""Which width, children and grouping a profile recommends: the equations beside the simulator."""
+"""Simulates trees and device groupings on a profile, with the equations' estimates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from specdec.clocks import CostCurve, LatencyProfile
+from specdec.clocks import LatencyProfile
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
@@ -17,17 +17,17 @@ from specdec.state import StopRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One tree and grouping, simulated and estimated. Times in milliseconds.
+    """The result of one tree and grouping. Times in milliseconds.
 
     Attributes:
-        width, children: of the tree.
-        stages, group: pipeline stages, and devices in each.
-        hit_rate: simulated; what the equations take as p.
+        width, children: nodes per level and candidates per node of the tree.
+        stages, group: number of pipeline stages, and devices per stage.
+        hit_rate: simulated hit rate, p of the equations.
         steps_per_token: simulated.
-        tbt: simulated, mean.
+        tbt: simulated mean time between tokens.
         eq1, eq2: SpecPipe's equations at that hit rate.
         pipedec: PipeDec's latency, which assumes that every token is a hit.
-        draft_bound: whether the draft, which works beside the stages' computation, takes longer.
+        draft_bound: whether a draft pass takes longer than the stages' computation.
     """
 
     width: int
@@ -42,19 +42,13 @@ class Cell:
     pipedec: float
     draft_bound: bool
 
-    @property
-    def eq2_error(self) -> float:
-        """Of Eq. 2 against the simulator, relative."""
-        return self.eq2 / self.tbt - 1.0
-
     def to_json(self) -> dict[str, Any]:
-        """Plain values, errors included."""
-        found = {name: getattr(self, name) for name in self.__slots__}
+        """All attributes, and the equations' relative errors against the simulator."""
+        values = asdict(self)
         errors = {
-            f"{name}_error": getattr(self, name) / self.tbt - 1.0
-            for name in ("eq1", "eq2", "pipedec")
+            f"{name}_error": values[name] / self.tbt - 1.0 for name in ("eq1", "eq2", "pipedec")
         }
-        return {**found, **errors}
+        return {**values, **errors}
 
 
 def propose(
@@ -69,24 +63,24 @@ def propose(
     groups: Sequence[int],
     on_cell: Callable[[Cell], None] = lambda _: None,
 ) -> list[Cell]:
-    """Simulates trees and groupings of SpecPipe on a profile and sets the equations beside them.
+    """Simulates SpecPipe with several trees and groupings on a profile.
 
-    Every width is tried with every number of children at one device per stage; then the fastest
-    of them with every grouping.
+    Tries every width with every number of children at one device per stage, then every grouping
+    with the fastest tree.
 
     Args:
-        cfg: resolved; its source, verifier, sampling and seed are used, ``executor.stages`` is the
-            number of devices.
-        pair, prompts, stop: what is decoded.
+        cfg: resolved configuration; its source, verifier, sampling and seed are used, and
+            ``executor.stages`` is the number of devices.
+        pair, prompts, stop: models, prompts and stop rules.
         profile: costs of one device.
-        widths, children, groups: what is tried.
-        on_cell: told of each cell.
+        widths, children, groups: the values to try.
+        on_cell: called with each result.
 
     Returns:
-        The cells, in the order tried.
+        The results, in the order tried.
 
     Raises:
-        UserError: a grouping that does not divide the devices.
+        UserError: a grouping does not divide the number of devices.
     """
     devices = int(cfg["executor"]["stages"])
     wrong = [g for g in groups if devices % g]
@@ -126,21 +120,11 @@ def _cell(
         **{"width": width, "children": children, "levels_per_step": 1},
     }
     clock, groups = clock_node(profile), None if group == 1 else [group] * stages
-    # Nothing of the simulator runs in other processes.
+    # The simulated clock runs in one process.
     executor = {**cfg["executor"], "stages": stages, "groups": groups, "transport": "in_process"}
-    changed = {"policy": policy, "clock": clock, "executor": executor, "batch_size": 1}
-    runner = PartsRunner(cfg={**cfg, **changed, "trace": False}, pair=pair, stop=stop)
-    results: list[RequestResult] = []
-    try:
-        totals = [runner.run([prompt], results.append) for prompt in prompts]
-    finally:
-        runner.close()
-    found = summarise(results, RunTotals.merge(totals))
-    hit_rate, tbt = found["hit_rate"], found["tbt_ms_mean"]
-    if hit_rate is None or not tbt:
-        raise UserError(
-            f"max_new_tokens={cfg['max_new_tokens']} is too few to see a tree at work: raise it"
-        )
+    changes = {"policy": policy, "clock": clock, "executor": executor}
+    summary = decode_summary({**cfg, **changes}, pair, prompts, stop, needs=("hit_rate",))
+    hit_rate = summary["hit_rate"]
     times = StepTimes.of(profile, width=width, stages=stages, group=group)
     return Cell(
         width=width,
@@ -148,8 +132,8 @@ def _cell(
         stages=stages,
         group=group,
         hit_rate=hit_rate,
-        steps_per_token=found["steps_per_token"],
-        tbt=tbt,
+        steps_per_token=summary["steps_per_token"],
+        tbt=summary["tbt_ms_mean"],
         eq1=eq1_tbt(times.stages, hit_rate),
         eq2=eq2_tbt(max(times.stages), stages, hit_rate),
         pipedec=pipedec_latency(times),
@@ -157,20 +141,58 @@ def _cell(
     )
 
 
+def decode_summary(
+    cfg: Mapping[str, Any],
+    pair: ModelPair,
+    prompts: Sequence[TokenPrompt],
+    stop: StopRules,
+    *,
+    warm_up: bool = False,
+    needs: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Summary of decoding the prompts one by one.
+
+    Args:
+        cfg: resolved configuration, without regard to ``batch_size`` and ``trace``.
+        pair, prompts, stop: models, prompts and stop rules.
+        warm_up: decode the first prompt once before.
+        needs: metrics that must not be None, besides the time between tokens.
+
+    Raises:
+        UserError: the outputs are too short for these metrics.
+    """
+    runner = PartsRunner(cfg={**cfg, "batch_size": 1, "trace": False}, pair=pair, stop=stop)
+    results: list[RequestResult] = []
+    try:
+        if warm_up:
+            runner.run(prompts[:1], lambda _: None)
+        totals = [runner.run([prompt], results.append) for prompt in prompts]
+    finally:
+        runner.close()
+    summary = summarise(results, RunTotals.merge(totals))
+    if not summary["tbt_ms_mean"] or any(summary[name] is None for name in needs):
+        raise UserError(
+            f"max_new_tokens={cfg['max_new_tokens']} is too few for a measurement: raise it"
+        )
+    return summary
+
+
 def clock_node(profile: LatencyProfile) -> dict[str, Any]:
-    """The ``clock`` section that simulates a profile."""
+    """The ``clock`` section of a configuration that simulates a profile."""
     return {
         "kind": "simulated",
         "profile": profile.name,
         "scale": 1.0,
         "note": profile.note,
-        "costs": {kind: curve_node(curve) for kind, curve in profile.costs.items()},
+        "costs": costs_node(profile),
     }
 
 
-def curve_node(curve: CostCurve) -> dict[str, Any]:
-    """A curve as a profile's YAML states it."""
-    found: dict[str, Any] = {"tokens": list(curve.tokens), "ms": list(curve.ms)}
-    if curve.block_tokens:
-        found |= {"block_tokens": curve.block_tokens, "block_ms": curve.block_ms}
-    return found
+def costs_node(profile: LatencyProfile) -> dict[str, Any]:
+    """The cost curves by kind, as in a profile's YAML."""
+    costs: dict[str, Any] = {}
+    for kind, curve in profile.costs.items():
+        costs[kind] = {"tokens": list(curve.tokens), "ms": list(curve.ms)}
+        if curve.block_tokens:
+            costs[kind] |= {"block_tokens": curve.block_tokens, "block_ms": curve.block_ms}
+    return costs

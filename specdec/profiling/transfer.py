@@ -1,4 +1,4 @@
-"""Time of handing hidden states from one rank to the next: two processes, gloo, loopback."""
+"""Measures the transfer of hidden states between two processes over gloo on loopback."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TIMEOUT_S = 180.0
 def measure_transfer(
     *, width: int, dtype: torch.dtype, tokens: Sequence[int], repeats: int
 ) -> list[Sample]:
-    """Measures by ping-pong between two processes, over the pipeline's own transport.
+    """Measures round trips between two processes over the transport of the pipeline.
 
     Args:
-        width: numbers per row (the hidden size).
-        dtype: of the rows.
+        width: values per row (the hidden size).
+        dtype: dtype of the rows.
         tokens: numbers of rows per message, increasing.
-        repeats: per number, after one uncounted.
+        repeats: measurements of each, after an uncounted one.
 
     Returns:
-        Half the way there and back, per number of rows.
+        Half of the round-trip times, per number of rows.
 
     Raises:
         UserError: the two processes did not finish in time.
@@ -37,23 +37,23 @@ def measure_transfer(
     # Fresh processes: gloo's and torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mine, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     plan = (width, dtype, tuple(tokens), repeats)
     processes = [
-        context.Process(target=_side, args=(rank, store.port, plan, theirs), daemon=True)
+        context.Process(target=_side, args=(rank, store.port, plan, sender), daemon=True)
         for rank in (0, 1)
     ]
     try:
         for process in processes:
             process.start()
-        wait([mine, *(process.sentinel for process in processes)], _TIMEOUT_S)
-        if not mine.poll():
+        wait([receiver, *(process.sentinel for process in processes)], _TIMEOUT_S)
+        if not receiver.poll():
             raise UserError(
                 "two processes on this machine did not exchange messages over gloo on 127.0.0.1"
                 f" (waited {_TIMEOUT_S:.0f} s, or one of them ended; its own message is above):"
                 " leave transfers out with profiling.transfer=false"
             )
-        times: list[list[float]] = mine.recv()
+        times: list[list[float]] = receiver.recv()
     finally:
         for process in processes:
             process.join(5.0)
@@ -69,20 +69,20 @@ def _side(
     plan: tuple[int, torch.dtype, tuple[int, ...], int],
     results: Connection,
 ) -> None:
-    """One end: rank 0 sends and times, rank 1 sends back."""
+    """One process: rank 0 sends and measures, rank 1 sends back."""
     from specdec.distributed.transport import control_group
 
     width, dtype, tokens, repeats = plan
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    group: Any = control_group(store, rank, 2, loopback=True)  # its stubs lack send and recv
+    group: Any = control_group(store, rank, 2, loopback=True)  # stubs lack send and recv
     peer = 1 - rank
     times: list[list[float]] = [[] for _ in tokens]
     for i in range(repeats + 1):
         for at, num in enumerate(tokens):
             rows = torch.ones(num, width, dtype=dtype)
             received = torch.empty_like(rows)
-            posted = group.recv([received], peer, 0)  # ahead, as between stages
+            posted = group.recv([received], peer, 0)  # posted ahead, as between stages
             start = perf_counter()
             if rank == 1:
                 posted.wait()
@@ -95,4 +95,4 @@ def _side(
     if rank == 0:
         results.send(times)
     store.set(f"done/{rank}", "1")
-    store.wait([f"done/{peer}"])  # the other may still read what this one has sent
+    store.wait([f"done/{peer}"])  # the peer may still be reading

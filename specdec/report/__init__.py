@@ -1,4 +1,4 @@
-"""Results as files, tables and pictures, with where each number comes from."""
+"""Result files, tables, plots, HTML pages and provenance."""
 
 from specdec.files import plain, write_bytes, write_json, write_text
 from specdec.report.folders import write_comparison, write_run

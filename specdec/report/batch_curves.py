@@ -1,4 +1,4 @@
-"""Curves over batch sizes as a picture and as a page."""
+"""Curves over batch sizes: a plot and a page in Markdown."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from specdec.report.plots import figure_of, png, tidy
 from specdec.report.tables import NONE, number, percent, title_of
 
 Row = Mapping[str, Any]
-
-PAPER = {"throughput": (1.64, 2.08), "tbt": (1.61, 2.06)}
-"""SpecPipe-DB over PP-vLLM, section 4.4, over the batch sizes of Fig. 16."""
 
 _COLUMNS = (
     ("batch", "batch_size", 0),
@@ -35,13 +32,20 @@ _MARKERS = "osD^vPX*"
 
 
 def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
-    """Throughput against time between tokens (Fig. 16), and p99 over batch sizes (Fig. 17)."""
+    """PNG: throughput against time between tokens, and p99 over batch sizes.
+
+    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2).
+
+    Args:
+        rows: one per strategy and batch size.
+        conditions: of the comparison, for the title.
+    """
     figure = figure_of(11.0, 4.8)
     speed, tail = figure.subplots(1, 2)
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     for i, name in enumerate(names):
-        mine = [row for row in rows if row["strategy"] == name]
-        sizes = [row["batch_size"] for row in mine]
+        points = [row for row in rows if row["strategy"] == name]
+        sizes = [row["batch_size"] for row in points]
         style = {
             "marker": _MARKERS[i % len(_MARKERS)],
             "ms": 5,
@@ -50,14 +54,14 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
             "color": f"C{i}",
             "label": f"{name} (cross-profile)" if name.startswith("ar on ") else name,
         }
-        at = [row["tbt_ms_mean"] for row in mine]
-        speed.plot(at, [row["throughput_tokens_per_s"] for row in mine], **style)
-        for x, row in zip(at, mine, strict=True):
+        tbt = [row["tbt_ms_mean"] for row in points]
+        speed.plot(tbt, [row["throughput_tokens_per_s"] for row in points], **style)
+        for x, row in zip(tbt, points, strict=True):
             place = (x, row["throughput_tokens_per_s"])
             text = str(row["batch_size"])
             speed.annotate(text, place, (4, 4), textcoords="offset points", fontsize=7)
-        tail.plot(sizes, [row["tbt_ms_p99"] for row in mine], **style)
-        means = [row.get("tbt_ms_request_p99") for row in mine]
+        tail.plot(sizes, [row["tbt_ms_p99"] for row in points], **style)
+        means = [row.get("tbt_ms_request_p99") for row in points]
         if None not in means:
             tail.plot(sizes, means, color=f"C{i}", ls=":", lw=1.2)
     speed.set_xlabel("mean time between tokens of a request (ms)")
@@ -84,8 +88,17 @@ def curves_markdown(
     conditions: Mapping[str, Any],
     crossovers: Mapping[str, int | None],
     cross: str | None,
+    remarks: Sequence[str] = (),
 ) -> str:
-    """The page: every row at every batch size, ratios against the paper's, conditions."""
+    """The page in Markdown: every row at every batch size, ratios, conditions.
+
+    Args:
+        rows: one per strategy and batch size.
+        conditions: of the comparison.
+        crossovers: see ``specdec.runs.batch_sizes.crossovers``.
+        cross: name of the row on another profile; None without one.
+        remarks: lines below the table.
+    """
     columns = [c for c in _COLUMNS if any(row.get(c[1]) is not None for row in rows)]
     lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]
     lines.append("| strategy | " + " | ".join(head for head, _, _ in columns) + " | loops |")
@@ -100,24 +113,8 @@ def curves_markdown(
             f"`{cross}` is cross-profile: another engine's stage times, so the ratios over it"
             " (x cross) mix strategy and engine, as the paper's do."
         )
-    lines += ["", *_against_paper(rows), "", "From which batch size on throughput is behind:", ""]
+    lines += ["", *remarks, "", "From which batch size on throughput is behind:", ""]
     lines += [f"- {what}: {NONE if at is None else at}" for what, at in crossovers.items()]
     lines += ["", "## Conditions", ""]
     lines += [f"- {key}: {value}" for key, value in conditions.items()]
     return "\n".join(lines) + "\n"
-
-
-def _against_paper(rows: Sequence[Row]) -> list[str]:
-    """SpecPipe-DB's ratios at batch 4 and 8, beside what the paper states over PP-vLLM."""
-    lines = []
-    for row in rows:
-        if row["strategy"] != "specpipe_db" or row["batch_size"] not in (4, 8):
-            continue
-        for what, stated in PAPER.items():
-            same, other = row.get(f"{what}_over_ar"), row.get(f"{what}_over_cross")
-            lines.append(
-                f"- specpipe_db at batch {row['batch_size']}, {what}: {number(same)}x over ar on"
-                f" the same profile, {number(other)}x cross-profile; the paper"
-                f" {stated[0]}-{stated[1]}x over PP-vLLM"
-            )
-    return lines

@@ -1,4 +1,4 @@
-"""The files of a comparison's folder and of a run's folder."""
+"""Writes the result files of a comparison and of a run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def write_comparison(
     """Writes comparison.json, comparison.md and comparison.png; returns their paths.
 
     Args:
-        folder: made as needed.
+        folder: created if missing.
         rows: one object per strategy (``metrics.comparison_row``).
-        conditions: what was compared, where and how; provenance included.
-        runs: strategy -> repeats, for the picture's spread over prompts.
+        conditions: data, models and environment, including provenance.
+        runs: strategy -> repeats, for the spread over prompts in the plot (default: omitted).
     """
     base = Path(folder)
     return [
@@ -42,9 +42,9 @@ def write_run(
     results: Sequence[RequestResult],
     conditions: Mapping[str, Any],
 ) -> list[Path]:
-    """Writes run.png and, last, summary.json (metrics and ``conditions``); returns their paths.
+    """Writes run.png and then summary.json (metrics and ``conditions``); returns their paths.
 
-    Where summary.json exists the run is complete.
+    The existence of summary.json marks a run as complete.
     """
     base = Path(folder)
     return [

@@ -1,7 +1,6 @@
-"""Which source proposed which token: names, texts per token, and the text in colours.
+"""Which source proposed each token: source names, text per token, and coloured text.
 
-Staged Speculative Decoding (2308.04623), Figure 3: the output with every token in the colour of the
-model that it came from.
+As in Staged Speculative Decoding (2308.04623), Figure 3, each token has its source's colour.
 """
 
 from __future__ import annotations
@@ -10,34 +9,35 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from io import BytesIO
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
 from rich.text import Text
 
 from specdec.files import write_json
 from specdec.metrics.results import RequestResult
+from specdec.report.plots import png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ENDS_FILE = "token_ends.json"
-"""In a run folder: strategy -> prompt id -> where each token's text ends within the output's."""
+"""File in a run folder: strategy -> prompt id -> ``token_ends`` of the output."""
 
 TARGET = -1
 TARGET_NAME = "target"
 
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
-"""Background colours of sources 0, 1, ...; the target's tokens have none."""
+"""Background colours of sources 0, 1, ...; tokens of the target have none."""
 
 _TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "bright_black")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # an unfinished character of several bytes
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
-_POINTS = 8.0  # of the picture's face; DejaVu Sans Mono advances 0.602 em
+_POINTS = 8.0  # font size; DejaVu Sans Mono advances 0.602 em
 _WIDE, _HIGH = 0.602 * _POINTS / 72, 1.35 * _POINTS / 72  # a character, inches
 _MARGIN, _HEAD = 0.15, 0.55  # inches
 
@@ -46,25 +46,25 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of output from one source: its text, and the source's index (-1 the target)."""
+    """A part of the output from one source: its text, and the source's index (-1: target)."""
 
     text: str
     origin: int
 
 
 def token_ends(tokens: Sequence[int], decode: Decode) -> list[int]:
-    """Where each token's text ends in the whole text, by decoding as it would be streamed.
+    """End index of each token's text within the whole text, by incremental decoding.
 
-    A token that leaves a character unfinished ends where the one before ends; the token that
-    completes it gets the character.
+    A token that leaves a character incomplete ends where the previous token ends; the character
+    belongs to the token that completes it.
 
     Args:
         tokens: one output.
-        decode: token ids -> text. Tokenizers may drop a leading space, so tokens are never decoded
-            alone, but behind the last ones that ended with a whole character.
+        decode: token ids -> text. Tokenizers may drop a leading space, so tokens are decoded
+            together with the preceding ones up to the last complete character.
     """
     ends: list[int] = []
-    begin, seen, end = 0, 0, 0  # window [begin, i]; text of [begin, seen) has been given out
+    begin, seen, end = 0, 0, 0  # window [begin, i]; the text of [begin, seen) ends at ``end``
     for i in range(len(tokens)):
         before, now = decode(tokens[begin:seen]), decode(tokens[begin : i + 1])
         if len(now) > len(before) and not now.endswith(_REPLACEMENT):
@@ -77,12 +77,12 @@ def token_ends(tokens: Sequence[int], decode: Decode) -> list[int]:
 def write_token_ends(
     folder: str | Path, results: Mapping[str, Iterable[RequestResult]], tokenizer: Any
 ) -> Path | None:
-    """Writes what a report needs to lay texts over tokens; nothing without a tokenizer.
+    """Writes ``token_ends`` of all outputs, from which a report assigns text to tokens.
 
     Args:
         folder: the run folder.
-        results: strategy -> finished prompts (of one repeat).
-        tokenizer: of the models, as transformers makes them, or None.
+        results: strategy -> finished prompts of one repeat.
+        tokenizer: transformers tokenizer; None writes nothing.
     """
     if tokenizer is None:
         return None
@@ -90,52 +90,50 @@ def write_token_ends(
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens)))
 
-    found = {
+    ends = {
         strategy: {str(r.id): token_ends(r.output, decode) for r in outputs}
         for strategy, outputs in results.items()
     }
-    return write_json(Path(folder) / ENDS_FILE, found)
+    return write_json(Path(folder) / ENDS_FILE, ends)
 
 
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[Piece]:
-    """The output in order, neighbours of one source joined.
+    """The output as pieces; consecutive tokens of one source are joined.
 
-    Without ``ends`` (no tokenizer, or an interrupted run) tokens are shown by their numbers.
+    Without ``ends`` (no tokenizer, or an interrupted run) tokens are shown as ``#<id>``.
     """
     if ends is None or len(ends) != len(result.output):
         texts = [f"#{token} " for token in result.output]
     else:
-        marks = [0, *(min(end, len(result.text)) for end in ends)]
-        marks[-1] = len(result.text)
-        texts = [result.text[a:b] for a, b in pairwise(marks)]
-    found: list[Piece] = []
-    for text, origin in zip(texts, result.origins, strict=True):
-        if found and found[-1].origin == origin:
-            found[-1] = Piece(found[-1].text + text, origin)
-        else:
-            found.append(Piece(text, origin))
-    return found
+        bounds = [0, *(min(end, len(result.text)) for end in ends)]
+        bounds[-1] = len(result.text)
+        texts = [result.text[a:b] for a, b in pairwise(bounds)]
+    tokens = zip(result.origins, texts, strict=True)
+    return [
+        Piece("".join(text for _, text in run), origin)
+        for origin, run in groupby(tokens, key=itemgetter(0))
+    ]
 
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
-    """Index of a source -> its name, as a resolved configuration composes them; -1 the target."""
+    """Index of each source in a resolved configuration -> its name; -1 is the target."""
     names = {TARGET: TARGET_NAME}
     source, policy = config.get("source"), config.get("policy")
-    if not source:  # transformers' own
+    if not source:  # decoding by transformers
         method = str(config["strategy"].get("method", ""))
         return {**names, 0: "prompt lookup" if "lookup" in method else "draft model"}
     nested = source.get("sources")
     if isinstance(nested, list):
         return names | {i: _name(node) for i, node in enumerate(nested)}
-    # A tree that a cheaper source extends counts the cheaper one as 1 (policies.staged).
+    # In a tree that a cheaper source extends, that source has index 1 (policies.staged).
     if policy and "inner" in policy and isinstance(source.get("cheap"), Mapping):
         return {**names, 0: _name(source["draft"]), 1: _name(source["cheap"])}
-    inside = source.get("draft")
-    return {**names, 0: _name(inside if isinstance(inside, Mapping) else source)}
+    draft = source.get("draft")
+    return {**names, 0: _name(draft if isinstance(draft, Mapping) else source)}
 
 
 def shares(results: Iterable[RequestResult]) -> dict[int, float]:
-    """Origin -> share of the generated tokens, in order of the origins."""
+    """Source index -> share of the generated tokens, in ascending order of index."""
     counts: Counter[int] = Counter()
     for result in results:
         counts.update(result.origins)
@@ -144,7 +142,7 @@ def shares(results: Iterable[RequestResult]) -> dict[int, float]:
 
 
 def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:
-    """The output for a terminal, sources by background colour."""
+    """The output for a terminal, with sources as background colours."""
     text = Text()
     for piece in pieces(result, ends):
         text.append(piece.text, style=terminal_style(piece.origin))
@@ -152,16 +150,15 @@ def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:
 
 
 def terminal_style(origin: int) -> str:
-    """rich's style of a source."""
+    """Style of a source, for rich."""
     return "" if origin < 0 else f"black on {_TERMINAL[origin % len(_TERMINAL)]}"
 
 
-def html_text(result: RequestResult, ends: Sequence[int] | None) -> str:
-    """The output as HTML spans of the classes ``o0``, ``o1``, ...; the target's text is bare."""
-    return "".join(
-        escape(p.text)
-        if p.origin < 0
-        else f'<span class="o{p.origin % len(PALETTE)}">{escape(p.text)}</span>'
+def html_text(result: RequestResult, ends: Sequence[int] | None) -> Markup:
+    """The output as escaped HTML: spans of classes ``o0``, ``o1``, ...; none for the target."""
+    span = Markup('<span class="o{}">{}</span>')
+    return Markup("").join(
+        p.text if p.origin < 0 else span.format(p.origin % len(PALETTE), p.text)
         for p in pieces(result, ends)
     )
 
@@ -175,50 +172,46 @@ def origins_png(
     columns: int = 100,
     max_lines: int = 60,
 ) -> bytes:
-    """The output as a picture, set in a fixed-width face on the colours of its sources.
+    """The output as a picture: fixed-width text on the colours of its sources.
 
     Args:
         result: a finished prompt.
         ends: its ``token_ends``.
-        names: origin -> name, for the legend.
-        title: one line above.
+        names: source index -> name, for the legend.
+        title: one line above the text.
         columns: characters per line; longer lines are broken.
-        max_lines: lines shown; what follows is left out, which the picture says.
+        max_lines: maximum number of lines; the picture states how many more there are.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lines = _lines(pieces(result, ends), columns)
     shown = lines[:max_lines]
     width, height = columns * _WIDE + 2 * _MARGIN, len(shown) * _HIGH + _HEAD + _MARGIN
     figure = Figure((width, height), dpi=150)
-    FigureCanvasAgg(figure)
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
     for row, line in enumerate(shown):
         _draw_line(ax, line, _HEAD + row * _HIGH)
-    left_out = len(lines) - len(shown)
-    more = f"  ({left_out} more line{'s' if left_out > 1 else ''})" if left_out else ""
+    hidden = len(lines) - len(shown)
+    more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
     ax.text(_MARGIN, 0.17, f"{title}{more}", fontsize=9, va="center", parse_math=False)
     _draw_legend(figure, shares([result]), names)
-    stream = BytesIO()
-    figure.savefig(stream, format="png")
-    return stream.getvalue()
+    return png(figure)
 
 
 def _draw_line(ax: Axes, line: Iterable[Piece], top: float) -> None:
-    """One line of text on the colours of its sources; ``top`` in inches."""
+    """Draws a line of text on the colours of its sources; ``top`` in inches."""
     from matplotlib.patches import Rectangle
 
-    face: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": _POINTS, "va": "center"}
+    font: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": _POINTS, "va": "center"}
     left = _MARGIN
     for piece in line:
         width = len(piece.text) * _WIDE
         if piece.origin >= 0:
             color = PALETTE[piece.origin % len(PALETTE)]
             ax.add_patch(Rectangle((left, top), width, _HIGH, color=color, lw=0))
-        ax.text(left, top + 0.52 * _HIGH, piece.text, parse_math=False, **face)
+        ax.text(left, top + 0.52 * _HIGH, piece.text, parse_math=False, **font)
         left += width
 
 
@@ -247,11 +240,11 @@ def _draw_legend(figure: Figure, used: Mapping[int, float], names: Mapping[int, 
     )
 
 
-def _lines(found: Iterable[Piece], columns: int) -> list[list[Piece]]:
-    """Pieces broken at line ends and at the right edge; tabs are four spaces."""
+def _lines(parts: Iterable[Piece], columns: int) -> list[list[Piece]]:
+    """Pieces split at line ends and at ``columns``; tabs become four spaces."""
     lines: list[list[Piece]] = [[]]
     room = columns
-    for piece in found:
+    for piece in parts:
         for part in re.split(r"(\n)", piece.text.replace("\t", "    ").replace("\r", "")):
             if part == "\n":
                 lines.append([])
@@ -267,7 +260,7 @@ def _lines(found: Iterable[Piece], columns: int) -> list[list[Piece]]:
 
 
 def _name(node: Mapping[str, Any]) -> str:
-    """A part's class in words: DraftModelSource is "draft model"."""
+    """Name of a part from its class: "draft model" for DraftModelSource."""
     cls = str(node["_target_"]).rpartition(".")[2].removesuffix("Source")
     known = {"NGram": "n-gram"}
     return known.get(cls) or " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*", cls)).lower()

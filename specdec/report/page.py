@@ -1,4 +1,4 @@
-"""One HTML page per folder of results: table, pictures, coloured texts, timeline; no network."""
+"""One self-contained HTML page per results folder: table, plots, coloured texts and timeline."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +13,20 @@ import yaml
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
-from specdec.metrics import Run, comparison_row
-from specdec.report.origins import (
-    ENDS_FILE,
-    PALETTE,
-    html_text,
-    origin_names,
-    origins_png,
-    shares,
-)
+from specdec.metrics import RequestResult, Run, comparison_row
+from specdec.report.origins import ENDS_FILE, PALETTE, html_text, origin_names, origins_png, shares
 from specdec.report.result_plots import Curve, acceptance_png, prompts_png, throughput_png
-from specdec.report.results import Result, partner, read
+from specdec.report.results import Result, baseline_of, read
 from specdec.report.tables import COLUMNS, notes_of, title_of, used_columns
 from specdec.trace.files import TIMELINE_FILE, TREES_FILE
-from specdec.trace.page import commit_kinds, tree_page
+from specdec.trace.page import commit_kinds, html_template, tree_page
 from specdec.trace.timeline import timeline_png
 
 PAGE_FILE = "report.html"
 PICTURES = "pictures"
 
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
-_MAX_PICTURES = 8  # of them, those whose text is also a picture
+_MAX_PICTURES = 8  # strategies or jobs whose first text is also drawn as a picture
 _MAX_TREES_BYTES = 12_000_000
 _SECTIONS = (
     ("prompts", "Speed per prompt"),
@@ -47,13 +38,13 @@ _SECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a folder's results say.
+    """Results of a folder, ready for display.
 
     Attributes:
-        folder: where they were read from.
-        results: per strategy and run folder.
-        rows: table rows, as ``metrics.comparison_row`` makes them; without interrupted runs.
-        ends: per result its texts' ends, prompt id -> ``token_ends``.
+        folder: the folder that was read.
+        results: one per strategy and run folder.
+        rows: table rows (``metrics.comparison_row``) of complete runs.
+        ends: per result, prompt id -> ``token_ends``.
     """
 
     folder: Path
@@ -63,20 +54,20 @@ class Report:
 
     @property
     def conditions(self) -> Mapping[str, Any]:
-        """Those of the first complete run."""
+        """Conditions of the first complete run."""
         return next((r.conditions for r in self.results if r.conditions), {})
 
     @property
     def unfinished(self) -> list[str]:
-        """Names of runs that were interrupted or have failed."""
+        """Names of runs that were interrupted or failed."""
         return [r.name for r in self.results if r.summary is None]
 
 
 def load_report(folder: str | Path) -> Report:
-    """Reads a folder; rows of a sweep are held against the ``ar`` job of the same conditions.
+    """Reads a folder; jobs of a sweep are compared with its ``ar`` job of the same conditions.
 
     Raises:
-        UserError: see ``specdec.report.results.read``; or nothing has finished yet.
+        UserError: see ``specdec.report.results.read``; or no prompt has finished yet.
     """
     results = read(folder)
     if not any(result.records for result in results):
@@ -87,11 +78,11 @@ def load_report(folder: str | Path) -> Report:
 
 
 def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
-    """Writes ``report.html`` and the pictures in it; returns their paths.
+    """Writes ``report.html`` and its pictures; returns their paths.
 
     Args:
         report: from ``load_report``.
-        num_texts: prompts per strategy whose text is shown.
+        num_texts: number of prompts per strategy whose text is shown.
     """
     pictures = _pictures(report)
     paths = [
@@ -101,45 +92,61 @@ def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
     return [write_text(report.folder / PAGE_FILE, _page(report, pictures, num_texts)), *paths]
 
 
-def _row(result: Result, among: Sequence[Result]) -> Mapping[str, Any]:
-    """The table's row: a comparison's own, or made from the run and its plain decoding."""
+def text_of(
+    report: Report, prompt: int
+) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
+    """Per strategy, the output of one prompt and its ``token_ends``.
+
+    Raises:
+        UserError: no strategy has finished that prompt.
+    """
+    texts = [
+        (result, output, ends.get(str(output.id)))
+        for result, ends in zip(report.results, report.ends, strict=True)
+        for output in result.results
+        if output.id == prompt
+    ]
+    if not texts:
+        ids = sorted({output.id for result in report.results for output in result.results})
+        raise UserError(f"text={prompt}: no such prompt; there are {ids[:20]}")
+    return texts
+
+
+def _row(result: Result, results: Sequence[Result]) -> Mapping[str, Any]:
+    """The table row: the comparison's own, or computed from the run and its baseline."""
     assert result.summary is not None
     if "speedup_wall" in result.summary:
         return result.summary
-    plain = _plain_runs(result, among)
+    baseline = _baseline_runs(result, results)
     claims = str(result.summary.get("claims", "token"))
-    row = comparison_row(result.name, result.runs(), plain or None, claims=claims)
-    return {**row, "loop_share": result.summary.get("loop_share")}  # a replay's is the record's
+    row = comparison_row(result.name, result.runs(), baseline or None, claims=claims)
+    # A replay's loop_share is that of the recorded run.
+    return {**row, "loop_share": result.summary.get("loop_share")}
 
 
-def _plain_runs(result: Result, among: Sequence[Result]) -> list[Run]:
-    """Plain decoding's repeats; in a comparison those of its own folder, whatever their devices."""
+def _baseline_runs(result: Result, results: Iterable[Result]) -> list[Run]:
+    """Repeats of plain decoding; within a comparison its own ``ar`` row, whatever the devices."""
     if "speedup_wall" in (result.summary or {}):
-        among = [r for r in among if r.folder == result.folder]
-        found = next((r for r in among if r.strategy == "ar"), None)
+        rows = (r for r in results if r.folder == result.folder and r.strategy == "ar")
+        baseline = next(rows, None)
     else:
-        found = partner(result, among)
-    runs = found.runs() if found is not None else []
+        baseline = baseline_of(result, results)
+    runs = baseline.runs() if baseline is not None else []
     return runs if len(runs) == len(result.runs()) else []
 
 
 def _ends(result: Result) -> Mapping[str, Sequence[int]]:
-    path = result.folder / ENDS_FILE
-    if not path.is_file():
-        return {}
-    found: Mapping[str, Sequence[int]] = json.loads(path.read_text(encoding="utf-8")).get(
-        result.strategy, {}
-    )
-    return found
+    ends: Mapping[str, Any] = _json(result.folder / ENDS_FILE) or {}
+    return ends.get(result.strategy, {})
 
 
 def _pictures(report: Report) -> dict[str, bytes]:
-    """Name of a file -> its content."""
+    """File name without extension -> PNG."""
     curves = [
         Curve(
             label=result.name,
             runs=result.runs(),
-            plain=_plain_runs(result, report.results),
+            plain=_baseline_runs(result, report.results),
             is_plain=result.strategy == "ar",
             acceptance=(result.summary or {}).get("acceptance_by_depth") or {},
             judged=(result.summary or {}).get("judged_by_depth") or {},
@@ -148,22 +155,22 @@ def _pictures(report: Report) -> dict[str, bytes]:
         if result.records
     ]
     clock = str(report.conditions.get("clock", "measured"))
-    found = {
+    pictures = {
         "prompts": prompts_png(curves, clock),
         "throughput": throughput_png(curves, clock),
         "acceptance": acceptance_png(curves),
     }
     timeline = _timeline(report)
     if timeline is not None:
-        found["timeline"] = timeline
+        pictures["timeline"] = timeline
     for i, (result, ends) in enumerate(zip(report.results, report.ends, strict=True)):
         if result.results and i < _MAX_PICTURES:
             first = result.results[0]
-            name = f"text-{i + 1:02d}-{result.strategy}"
             title = f"{result.name}, prompt {first.id}"
             names = origin_names(result.config)
-            found[name] = origins_png(first, ends.get(str(first.id)), names, title=title)
-    return found
+            png = origins_png(first, ends.get(str(first.id)), names, title=title)
+            pictures[f"text-{i + 1:02d}-{result.strategy}"] = png
+    return pictures
 
 
 def _timeline(report: Report) -> bytes | None:
@@ -172,130 +179,87 @@ def _timeline(report: Report) -> bytes | None:
         trace, trees = (_json(result.folder / name) for name in (TIMELINE_FILE, TREES_FILE))
         if trace and trees:
             try:
-                commits = commit_kinds(trees)
-                return timeline_png(trace, commits=commits, title=result.name)
-            except ValueError:  # no step is on record
+                return timeline_png(trace, commits=commit_kinds(trees), title=result.name)
+            except ValueError:  # no step was recorded
                 return None
     return None
 
 
 def _page(report: Report, pictures: Mapping[str, bytes], num_texts: int) -> str:
-    template = resources.files("specdec.report").joinpath("page.html").read_text("utf-8")
-    body = [
-        _head(report),
-        _table(report.rows),
-        *(
-            f'<h2 id="{name}">{escape(title)}</h2>\n{_image(pictures[name], title)}'
-            for name, title in _SECTIONS
-            if name in pictures
-        ),
-        _trees(report),
-        _texts(report, num_texts),
-        _provenance(report),
-    ]
-    values = {
-        "TITLE": escape(f"{report.folder.resolve().name}: results"),
-        "COLORS": "\n".join(f".o{i} {{ background: {c}; }}" for i, c in enumerate(PALETTE)),
-        "BODY": "\n".join(body),
-    }
-    for key, value in values.items():
-        mark = f"<!--{key}-->" if key != "COLORS" else "/*COLORS*/"
-        assert mark in template, f"the page has a place for {key}"
-        template = template.replace(mark, value)
-    return template
+    jobs = _json(report.folder / "sweep.json") or ()
+    return html_template("specdec.report", "page.html").render(
+        name=report.folder.resolve().name,
+        palette=PALETTE,
+        conditions=title_of(report.conditions),
+        unfinished=report.unfinished,
+        failed_jobs=[job for job in jobs if job["status"] not in ("ok", "skipped")],
+        rows=report.rows,
+        columns=used_columns(report.rows),
+        left_columns=COLUMNS[:2],
+        notes=notes_of(report.rows),
+        sections=_SECTIONS,
+        pictures={name: b64encode(data).decode() for name, data in pictures.items()},
+        trees=_trees(report),
+        texts=_texts(report, num_texts),
+        provenance=_provenance(report),
+    )
 
 
-def _head(report: Report) -> str:
-    complete = len(report.rows)
-    lines = [
-        f"<h1>{escape(report.folder.resolve().name)}</h1>",
-        f"<p>{escape(title_of(report.conditions))}; {complete} complete"
-        f" run{'s' if complete != 1 else ''}.</p>",
-    ]
-    if report.unfinished:
-        names = ", ".join(report.unfinished)
-        lines.append(f'<p class="bad">Not complete, not in the table: {escape(names)}.</p>')
-    for record in _json(report.folder / "sweep.json") or ():
-        if record["status"] not in ("ok", "skipped"):
-            said = f"{record['job']} ({record['status']}): {record['error']}"
-            lines.append(f'<p class="bad">{escape(said)}</p>')
-    return "\n".join(lines)
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return ""
-    columns = used_columns(rows)
-    head = "".join(f'<th title="{escape(c.about)}">{escape(c.heading)}</th>' for c in columns)
-    lines = [f"<table><tr>{head}</tr>"]
-    for row in rows:
-        cells = "".join(
-            f"<td{'' if c in COLUMNS[:2] else ' class=n'}>{escape(c.cell(row))}</td>"
-            for c in columns
-        )
-        lines.append(f"<tr>{cells}</tr>")
-    notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(rows))
-    return "\n".join([*lines, "</table>", f"<ul>{notes}</ul>" if notes else ""])
-
-
-def _image(data: bytes, title: str) -> str:
-    return f'<img alt="{escape(title)}" src="data:image/png;base64,{b64encode(data).decode()}">'
-
-
-def _trees(report: Report) -> str:
-    """The trees step by step, as a page within the page."""
+def _trees(report: Report) -> dict[str, Any]:
+    """``page``: trees of the first traced run as HTML; or ``folder``, if they are too large."""
     for result in report.results:
         path = result.folder / TREES_FILE
         if not path.is_file():
             continue
         if path.stat().st_size > _MAX_TREES_BYTES:
-            return f"<p>The trees are too many for this page: specdec trace {result.folder}</p>"
+            return {"folder": result.folder}
         trees = _json(path)
         if trees and any(request["steps"] for request in trees["requests"]):
-            page = escape(tree_page(trees, title=result.name), quote=True)
-            return (
-                '<h2 id="trees">Token trees, step by step</h2>\n'
-                f'<iframe title="token trees" loading="lazy" srcdoc="{page}"></iframe>'
-            )
-    return ""
+            return {"page": tree_page(trees, title=result.name)}
+    return {}
 
 
-def _texts(report: Report, num_texts: int) -> str:
-    """Outputs with every token in the colour of its source."""
-    lines = ['<h2 id="texts">Who proposed which token</h2>']
+def _texts(report: Report, num_texts: int) -> list[dict[str, Any]]:
+    """Per strategy or job, its outputs with each token in the colour of its source."""
+    texts = []
     for i, (result, ends) in enumerate(zip(report.results, report.ends, strict=True)):
         if not result.results or i >= _MAX_TEXTS:
             continue
         names = origin_names(result.config)
-        legend = " ".join(
-            f'<span class="key{"" if o < 0 else f" o{o % len(PALETTE)}"}">'
-            f"{escape(names.get(o, f'source {o}'))} {100 * share:.0f} %</span>"
-            for o, share in shares(result.results).items()
+        legend = [
+            {
+                "name": names.get(origin, f"source {origin}"),
+                "percent": f"{100 * share:.0f}",
+                "style": "" if origin < 0 else f" o{origin % len(PALETTE)}",
+            }
+            for origin, share in shares(result.results).items()
+        ]
+        outputs = [
+            (output.id, html_text(output, ends.get(str(output.id))))
+            for output in result.results[:num_texts]
+        ]
+        texts.append(
+            {
+                "name": result.name,
+                "open": len(report.results) == 1 or i == 1,
+                "legend": legend,
+                "outputs": outputs,
+                "num_more": len(result.results) - num_texts,
+            }
         )
-        opened = " open" if len(report.results) == 1 or i == 1 else ""
-        lines.append(f"<details{opened}><summary>{escape(result.name)} {legend}</summary>")
-        for found in result.results[:num_texts]:
-            text = html_text(found, ends.get(str(found.id)))
-            lines.append(f"<h3>prompt {found.id}</h3><pre>\n{text}</pre>")
-        more = len(result.results) - num_texts
-        lines.append(f"<p>{more} more prompts are in requests.jsonl.</p>" if more > 0 else "")
-        lines.append("</details>")
-    return "\n".join(lines)
+    return texts
 
 
-def _provenance(report: Report) -> str:
-    lines = ['<h2 id="provenance">Where this comes from</h2>']
-    done: set[Path] = set()
-    for result in report.results:
-        if result.folder in done:
-            continue
-        done.add(result.folder)
-        found = _json(result.folder / "provenance.json")
-        text = yaml.safe_dump({"config": result.config, "provenance": found}, sort_keys=False)
-        name = result.folder.name
-        lines.append(f"<details><summary>{escape(name)}</summary><pre>\n{escape(text)}</pre>")
-        lines.append("</details>")
-    return "\n".join(lines)
+def _provenance(report: Report) -> dict[Path, str]:
+    """Run folder -> its configuration and provenance, as YAML."""
+    configs = {result.folder: result.config for result in reversed(report.results)}
+    return {
+        folder: yaml.safe_dump(
+            {"config": configs[folder], "provenance": _json(folder / "provenance.json")},
+            sort_keys=False,
+        )
+        for folder in dict.fromkeys(result.folder for result in report.results)
+    }
 
 
 def _json(path: Path) -> Any:
@@ -305,21 +269,3 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): run it again") from error
-
-
-def text_of(report: Report, prompt: int) -> Iterable[tuple[Result, Any, Sequence[int] | None]]:
-    """Per strategy the output of one prompt, and its texts' ends.
-
-    Raises:
-        UserError: no strategy has finished that prompt.
-    """
-    found = [
-        (result, output, ends.get(str(output.id)))
-        for result, ends in zip(report.results, report.ends, strict=True)
-        for output in result.results
-        if output.id == prompt
-    ]
-    if not found:
-        known = sorted({output.id for result in report.results for output in result.results})
-        raise UserError(f"text={prompt}: no such prompt; there are {known[:20]}")
-    return found

@@ -1,4 +1,4 @@
-"""Pictures of a comparison and of one run. Matplotlib's Agg canvas; no window is ever opened."""
+"""Plots of a comparison and of one run, as PNG; no window is opened."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def comparison_png(
     """Speed-up over ``ar``, tokens per second and acceptance of each strategy, as a PNG.
 
     Args:
-        rows: the rows of the comparison, drawn from the top in this order.
-        conditions: what was compared; its clock is named in the title.
-        runs: strategy -> repeats, for the spread over prompts; without it only medians are drawn.
+        rows: rows of the comparison, drawn from top to bottom.
+        conditions: of the comparison; the title names the clock.
+        runs: strategy -> repeats, for the spread over prompts (default: only medians are drawn).
     """
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
     axes = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
@@ -57,7 +57,7 @@ def comparison_png(
 def run_png(
     summary: Mapping[str, Any], results: Sequence[RequestResult], conditions: Mapping[str, Any]
 ) -> bytes:
-    """One run: emission over time, tokens per answer, acceptance by depth, as a PNG."""
+    """Plots a run: tokens over time, tokens per answer, acceptance by depth."""
     figure = figure_of(11.0, 3.9)
     emission, paths, depth = figure.subplots(1, 3)
     for result in results[:32]:
@@ -104,7 +104,7 @@ def _gap_panel(ax: Axes, results: Sequence[RequestResult]) -> None:
 
     gaps = [decode_phase(result).gaps_s for result in results]
     ms = np.concatenate(gaps) * 1e3 if gaps else np.zeros(0)
-    # On a virtual clock all gaps may be equal but for rounding, which no 40 bins can divide.
+    # On a simulated clock all gaps may be equal up to rounding: too narrow a range for 40 bins.
     edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
     ax.hist(ms, bins=40, range=edges, color=_OURS, alpha=0.85, zorder=2)
     ax.set_xlabel("milliseconds between tokens")
@@ -130,15 +130,8 @@ def _speedup_panel(
         spread = row.get("speedup_wall_range")
         if spread and spread[0] < spread[1]:
             ax.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
-        ax.annotate(  # at the bar's end, above the dots: beside the last it would read as its value
-            f"{value:.2f}x",
-            (value, y),
-            (4, 11),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            zorder=5,
-        )
+        # Above the dots, so that it does not read as the value of the last dot.
+        _annotate(ax, f"{value:.2f}x", (value, y), above=11)
     ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
     ax.set_xlabel("speed-up over ar (tokens per second of decoding, ar = 1)")
     _room(ax)
@@ -148,8 +141,8 @@ def _speedup_panel(
 def _spread(
     row: Row, runs: Mapping[str, Sequence[Run]], plain: Sequence[Run] | None, ratios: Any
 ) -> npt.NDArray[np.float64]:
-    mine = runs.get(row["strategy"])
-    return ratios(mine, plain) if mine and plain else np.zeros(0)
+    repeats = runs.get(row["strategy"])
+    return ratios(repeats, plain) if repeats and plain else np.zeros(0)
 
 
 def _bar_panel(
@@ -158,20 +151,17 @@ def _bar_panel(
     for y, (row, color) in enumerate(zip(rows, colors, strict=True)):
         value = row.get(name)
         if value is None:
-            ax.annotate("-", (0, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            _annotate(ax, "-", (0, y))
             continue
         ax.barh(y, value, height=0.62, color=color, alpha=0.85, zorder=2)
-        ax.annotate(
-            form.format(value),
-            (value, y),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
+        _annotate(ax, form.format(value), (value, y))
     ax.set_xlabel(label)
     _room(ax)
     tidy(ax)
+
+
+def _annotate(ax: Axes, text: str, at: tuple[float, float], above: int = 0) -> None:
+    ax.annotate(text, at, (4, above), textcoords="offset points", va="center", fontsize=8, zorder=5)
 
 
 def _histogram(ax: Axes, counts: Mapping[str, float]) -> None:
@@ -209,12 +199,12 @@ def _color(row: Row) -> str:
 
 
 def _room(ax: Axes) -> None:
-    """Room on the right for the numbers at the bars' ends."""
+    """Leaves space on the right for the numbers at the bars' ends."""
     ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)
 
 
 def tidy(ax: Axes) -> None:
-    """The look that all pictures share."""
+    """Applies the common axis style."""
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     ax.grid(axis="both" if ax.get_ylabel() else "x", color="#dddddd", lw=0.6, zorder=0)
@@ -230,16 +220,14 @@ def _wrap(text: str, width: int = 118) -> str:
 
 
 def figure_of(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """An empty figure; width and height in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a file's content."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
+    """Content of a PNG file of the figure."""
     stream = BytesIO()
-    FigureCanvasAgg(figure).print_png(stream)
+    figure.savefig(stream, format="png")
     return stream.getvalue()

@@ -1,4 +1,4 @@
-"""Where a number comes from: versions, hardware, revision, command, configuration."""
+"""Provenance of results: versions, hardware, revision, command, configuration."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,15 @@ def provenance(
     config: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything that a reader needs to judge or repeat a run.
+    """Information needed to judge or repeat a run.
 
-    Paths are given relative to the working directory or the home folder where they lie in one of
-    them; values whose key or option looks like a secret are left out; the host's name is not
-    recorded.
+    Paths inside the working directory or the home folder are written relative to it. Values whose
+    key looks like a secret are redacted. The host name is not recorded.
 
     Args:
         command: the command line (``sys.argv``).
-        config: the resolved configuration, hashed.
-        extra: more facts, such as ``data.data_provenance``.
+        config: the resolved configuration, of which only the hash is recorded.
+        extra: additional entries, such as ``data.data_provenance``.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -62,27 +62,25 @@ def provenance(
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a resolved configuration, independent of the order of its keys."""
+    """SHA-256 of a resolved configuration, independent of key order."""
     return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:
-    """Python's version, ours and those of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    """Versions of Python, this package and the packages that results depend on."""
+    versions = {"python": platform.python_version()}
     for name in ("specdec-lab", *_PACKAGES):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, cores, memory, threads and accelerators, as far as this process knows.
+    """CPU model, cores, memory, threads and GPUs.
 
-    torch is asked only where it is loaded already.
+    Threads and GPUs are only reported if torch has been imported already.
     """
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),
         "cpu": _cpu_model(),
@@ -93,15 +91,15 @@ def hardware() -> dict[str, Any]:
     }
     torch = sys.modules.get("torch")
     if torch is not None:
-        found["torch_threads"] = torch.get_num_threads()
+        facts["torch_threads"] = torch.get_num_threads()
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
-            found["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
-    return found
+            facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
+    return facts
 
 
 def git_state() -> dict[str, Any] | None:
-    """Revision of the repository that this package was imported from; None outside of one.
+    """Git revision of the repository that contains this package; None outside a repository.
 
     Returns:
         ``revision``, ``dirty``, and for a dirty tree ``diff_sha256`` of its tracked changes.
@@ -110,7 +108,7 @@ def git_state() -> dict[str, Any] | None:
     revision = _git(folder, "rev-parse", "HEAD")
     status = _git(folder, "status", "--porcelain")
     tracked = _git(folder, "ls-files", "--error-unmatch", "provenance.py") is not None
-    # Installed into an environment that lies inside somebody else's repository: not our revision.
+    # A package installed inside another project's repository is not tracked by that repository.
     if revision is None or status is None or not tracked:
         return None
     state: dict[str, Any] = {"revision": revision, "dirty": bool(status)}
@@ -121,16 +119,17 @@ def git_state() -> dict[str, Any] | None:
 
 
 def redact(part: str) -> str:
-    """One word of a command line without secrets and without the machine's own folders."""
+    """A command-line argument without secrets, and with local folders abbreviated."""
     key, equals, _ = part.partition("=")
     if equals and _SECRET_KEY.search(key):
         return f"{key}=<redacted>"
-    found = _SECRET_VALUE.sub("<redacted>", part)
+    redacted = _SECRET_VALUE.sub("<redacted>", part)
     for folder, short in ((str(Path.cwd()), "."), (str(Path.home()), "~")):
-        # Whole path components only: a home folder must not eat the start of a longer name.
+        # Match whole path components only.
         if folder != "/":
-            found = re.sub(rf"(?<![\w.]){re.escape(folder)}(?=/|$|[,\]\s])", short, found)
-    return found
+            pattern = rf"(?<![\w.]){re.escape(folder)}(?=/|$|[,\]\s])"
+            redacted = re.sub(pattern, short, redacted)
+    return redacted
 
 
 def _without_paths(value: Any) -> Any:
@@ -148,7 +147,7 @@ def _without_paths(value: Any) -> Any:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(  # noqa: S603 - fixed arguments
+        process = subprocess.run(  # noqa: S603 - fixed arguments
             ["git", "-C", str(folder), *arguments],  # noqa: S607
             capture_output=True,
             text=True,
@@ -157,7 +156,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _cpu_model() -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from specdec.errors import UserError
@@ -16,14 +16,14 @@ from specdec.metrics.results import RequestResult, RunTotals
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One line.
+    """One line of ``requests.jsonl``.
 
     Attributes:
-        strategy: the row it belongs to.
-        repeat: which repeat, from 0.
+        strategy: name of the strategy.
+        repeat: index of the repeat, from 0.
         result: the finished request.
-        totals: the run's totals while it alone was served; None where requests shared steps.
-        prompt: the prompt's name ("humaneval/3"), "" where not given.
+        totals: the run's totals during this request; None if requests shared steps.
+        prompt: name of the prompt ("humaneval/3"), or "".
     """
 
     strategy: str
@@ -34,15 +34,15 @@ class RequestRecord:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """(strategy, repeat, prompt id): what a resumed run need not do again."""
+        """(strategy, repeat, prompt id), which identifies the request in a resumed run."""
         return self.strategy, self.repeat, self.result.id
 
 
-class RequestWriter:
-    """Appends lines; a line that an earlier process left unfinished is removed first."""
+class RequestWriter(AbstractContextManager["RequestWriter"]):
+    """Appends lines; removes an incomplete last line left by an earlier process."""
 
     def __init__(self, path: str | Path) -> None:
-        """Opens the file for appending, making it and its folder as needed.
+        """Opens the file for appending; creates it and its folder if missing.
 
         Raises:
             UserError: a line other than the last is damaged.
@@ -50,9 +50,7 @@ class RequestWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            whole = _whole_length(self.path.read_bytes(), self.path)
-            if whole != self.path.stat().st_size:
-                os.truncate(self.path, whole)
+            os.truncate(self.path, _complete_length(self.path.read_bytes(), self.path))
         self._stream = self.path.open("a", encoding="utf-8")
 
     def write(
@@ -64,7 +62,7 @@ class RequestWriter:
         totals: RunTotals | None = None,
         prompt: str = "",
     ) -> None:
-        """Appends one finished request and hands it to the operating system."""
+        """Appends one finished request and flushes the file."""
         line = {
             "strategy": strategy,
             "repeat": repeat,
@@ -79,22 +77,14 @@ class RequestWriter:
         """Closes the file."""
         self._stream.close()
 
-    def __enter__(self) -> RequestWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_requests(path: str | Path) -> list[RequestRecord]:
-    """Reads a file of finished requests; none where there is no file.
+    """Reads the finished requests; an empty list if the file does not exist.
 
-    An unfinished last line, left by a process that was killed, is ignored.
+    An incomplete last line, left by a killed process, is ignored.
 
     Raises:
         UserError: another line is damaged.
@@ -103,12 +93,12 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
     if not file.exists():
         return []
     data = file.read_bytes()
-    whole = data[: _whole_length(data, file)]
-    return [_record(json.loads(line)) for line in whole.splitlines() if line.strip()]
+    complete = data[: _complete_length(data, file)]
+    return [_record(json.loads(line)) for line in complete.splitlines() if line.strip()]
 
 
 def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, RequestRecord]:
-    """Prompt id -> what a file has of a strategy and repeat, totals included: not to be done again.
+    """Prompt id -> record with totals, of one strategy and repeat; a resumed run skips these.
 
     Raises:
         UserError: a line other than the last is damaged.
@@ -132,22 +122,18 @@ def _record(line: dict[str, Any]) -> RequestRecord:
     )
 
 
-def _whole_length(data: bytes, path: Path) -> int:
-    """Bytes up to the end of the last complete line."""
-    lines = data.split(b"\n")
+def _complete_length(data: bytes, path: Path) -> int:
+    """Number of bytes up to the end of the last complete line."""
+    *lines, _ = data.split(b"\n")  # without a newline the last line counts as incomplete
     length = 0
     for number, line in enumerate(lines, start=1):
-        ended = number < len(lines)
-        if line.strip():
-            try:
-                json.loads(line)
-            except ValueError as error:
-                if number < len(lines) - 1:
-                    raise UserError(
-                        f"{str(path)!r} line {number} is damaged; move the file away to start anew"
-                    ) from error
-                return length
-            if not ended:  # complete, but its newline is missing: written again on resume
-                return length
+        try:
+            json.loads(line.strip() or b"0")
+        except ValueError as error:
+            if number < len(lines):
+                raise UserError(
+                    f"{str(path)!r} line {number} is damaged; move the file away to start anew"
+                ) from error
+            return length
         length += len(line) + 1
-    return min(length, len(data))
+    return length

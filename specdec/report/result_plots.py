@@ -1,4 +1,4 @@
-"""Pictures over prompts, positions, depths and time, one colour per strategy or job."""
+"""Plots over prompts, positions, depths and time, with one colour per strategy or job."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _COLORS = (
 )
 _PLAIN = "#8a8a8a"
 _RATE_TOKENS = 16  # tokens per point of a rate
-_FEW = 20  # candidates of a depth below which its rate is mostly chance
-_MAX_CURVES = 20  # more cannot be told apart
+_FEW = 20  # depths with fewer judged candidates are drawn hollow
+_MAX_CURVES = 20  # more could not be distinguished
 
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What is drawn in one colour.
+    """Data drawn in one colour.
 
     Attributes:
-        label: the strategy's or the job's name.
+        label: name of the strategy or job.
         runs: its repeats.
-        plain: the runs of plain decoding that it is held against; empty where there are none.
+        plain: repeats of the plain decoding that it is compared with; may be empty.
         is_plain: whether it is plain decoding itself.
         acceptance, judged: ``acceptance_by_depth`` and ``judged_by_depth`` of its summary; empty
-            where undefined.
+            if undefined.
     """
 
     label: str
@@ -60,7 +60,7 @@ class Curve:
 
 
 def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
-    """Speed-up of every prompt over plain decoding; its speed where there is none to compare."""
+    """Speed-up of each prompt over plain decoding; tokens per second if there is no baseline."""
     shown = [c for c in curves if len(c.plain) and not c.is_plain]
     relative = bool(shown)
     shown = (shown or [c for c in curves if c.results])[:_MAX_CURVES]
@@ -71,20 +71,20 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
         if not len(values):
             continue
         color = _color(curves, curve)
-        # A beeswarm by rank, so that equal prompts stay visible: speed does not depend on y.
+        # Spread equal values vertically so that all dots stay visible.
         offset = (np.argsort(np.argsort(values)) % 5 - 2) * 0.09
         ax.scatter(values, y + offset, s=16, color=color, alpha=0.65, lw=0, zorder=3)
         low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
         ax.plot([low, high], [y, y], color="black", lw=1.2, zorder=4)
         ax.plot([middle, middle], [y - 0.28, y + 0.28], color="black", lw=2.0, zorder=4)
         text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
-        place: dict[str, Any] = {
+        style: dict[str, Any] = {
             "textcoords": "offset points",
             "ha": "center",
             "va": "bottom",
             "fontsize": 8,
         }
-        ax.annotate(text, (middle, y - 0.28), (0, 1), **place)
+        ax.annotate(text, (middle, y - 0.28), (0, 1), **style)
     ax.set_yticks(range(len(shown)), [c.label for c in shown])
     ax.set_ylim(len(shown) - 0.5, -0.65)
     if relative:
@@ -100,7 +100,7 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
 
 
 def acceptance_png(curves: Sequence[Curve]) -> bytes:
-    """Acceptance by depth below the root, and the share of proposed tokens by position."""
+    """Acceptance by depth below the root, and share of proposed tokens by output position."""
     figure = figure_of(11.0, 4.0)
     depth, position = figure.subplots(1, 2)
     for curve in curves[:_MAX_CURVES]:
@@ -110,7 +110,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
             _depth_line(depth, curve, style)
         drafted = drafted_by_position(curve.results)
         if drafted and not curve.is_plain:
-            # At the middle of its bucket; the first token is the prefill's.
+            # Drawn at the middle of each bucket.
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
             position.plot(middles, list(drafted.values()), label=curve.label, **style)
     depth.set_xlabel("depth below the root (draft tokens)")
@@ -118,7 +118,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     position.set_xlabel(f"position in the output (tokens, buckets of {POSITION_BUCKET})")
     position.set_ylabel("share of tokens that a source proposed")
     if not depth.lines:
-        _say(depth, "one level per step: every answer is at depth 0")
+        _message(depth, "one level per step: every answer is at depth 0")
     for ax in (depth, position):
         ax.set_ylim(0, 1.02)
         tidy(ax)
@@ -127,7 +127,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
 
 
 def _depth_line(ax: Axes, curve: Curve, style: Mapping[str, Any]) -> None:
-    """Acceptance by depth; what rests on few candidates is hollow."""
+    """Draws acceptance by depth, with hollow markers for few judged candidates."""
     depths, rates = [int(k) for k in curve.acceptance], list(curve.acceptance.values())
     ax.plot(depths, rates, label=curve.label, **style)
     few = [d for d in depths if curve.judged.get(str(d), 0) < _FEW]
@@ -136,7 +136,7 @@ def _depth_line(ax: Axes, curve: Curve, style: Mapping[str, Any]) -> None:
 
 
 def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
-    """Tokens over time since admission, and the rate by position; means over prompts."""
+    """Tokens over time since admission, and tokens per second by position, over all prompts."""
     figure = figure_of(11.0, 4.0)
     time, rate = figure.subplots(1, 2)
     for curve in curves[:_MAX_CURVES]:
@@ -160,7 +160,7 @@ def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
 
 
 def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
-    """First position of a bucket -> share of its tokens that a source proposed."""
+    """First position of each bucket -> share of its tokens that a source proposed."""
     drafted, emitted = Counter[int](), Counter[int]()
     for result in results:
         for position, origin in enumerate(result.origins):
@@ -171,9 +171,9 @@ def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
 
 
 def mean_emission(results: Sequence[RequestResult]) -> FloatArray:
-    """float64[N]: seconds since admission at which the n-th token came, mean over prompts.
+    """float64[N]: mean over prompts of the seconds from admission to the n-th token.
 
-    As far as at least half of the prompts go; beyond, the mean would be that of the longest ones.
+    N is the largest length that at least half of the prompts reach.
     """
     times = [np.asarray(r.emitted_s) - r.admitted_s for r in results if r.emitted_s]
     if not times:
@@ -186,14 +186,14 @@ def mean_emission(results: Sequence[RequestResult]) -> FloatArray:
 
 
 def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
-    """Middles of buckets of positions, and tokens per second in each, pooled over prompts.
+    """Middle position and tokens per second of each bucket, pooled over prompts.
 
-    Only the decode phase (``metrics.times.decode_phase``); buckets without time are left out.
+    Covers the decode phase (``metrics.times.decode_phase``); omits buckets without elapsed time.
     """
     tokens, seconds = Counter[int](), Counter[int]()
     for result in results:
         gaps = decode_phase(result).gaps_s
-        first = len(result.output) - len(gaps)  # tokens that came with the prefill
+        first = len(result.output) - len(gaps)  # tokens emitted by the prefill
         for i, gap in enumerate(gaps.tolist(), start=first):
             tokens[i // _RATE_TOKENS] += 1
             seconds[i // _RATE_TOKENS] += gap
@@ -212,14 +212,14 @@ def _speeds(curve: Curve) -> FloatArray:
 
 
 def _color(curves: Sequence[Curve], curve: Curve) -> str:
-    """A curve has the same colour in all pictures."""
+    """Colour of a curve, the same in all plots."""
     if curve.is_plain:
         return _PLAIN
     others = [c.label for c in curves if not c.is_plain]
     return _COLORS[others.index(curve.label) % len(_COLORS)]
 
 
-def _say(ax: Axes, text: str) -> None:
+def _message(ax: Axes, text: str) -> None:
     ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes, fontsize=9)
 
 

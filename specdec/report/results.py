@@ -1,4 +1,4 @@
-"""Reads run folders back: objects of our own classes, or pandas frames.
+"""Reads run folders, as ``Result`` objects or pandas data frames.
 
 from specdec.report import results
 frame = results.frame("outputs/sweep")          # one row per strategy and folder: every metric
@@ -31,23 +31,23 @@ _SHARED = (
     *("executor", "model", "data", "sampling", "clock", "seed", "batch_size"),
     *("max_new_tokens", "stop_strings", "ignore_eos"),
 )
-"""What a run and the plain decoding that it is held against have in common."""
+"""Configuration keys in which a run and its baseline must agree."""
 
 Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one strategy has left in one folder.
+    """Results of one strategy in one folder.
 
     Attributes:
-        folder: the run folder, or the comparison's.
-        name: the job's name within a sweep, else the strategy's.
-        strategy: the preset's name.
-        config: plain values, as in ``config.yaml``.
-        records: finished prompts, in the order of the file; also of a run that was interrupted.
-        summary: every metric of a complete run (for a comparison its row); None where interrupted.
-        conditions: what was decoded, where and how; empty where interrupted.
+        folder: the folder of the run or comparison.
+        name: name of the job within a sweep, otherwise of the strategy.
+        strategy: name of the preset.
+        config: content of ``config.yaml`` as plain values.
+        records: finished prompts in file order, also of an interrupted run.
+        summary: metrics of a complete run, or row of a comparison; None if interrupted.
+        conditions: data, models and environment of the run; empty if interrupted.
     """
 
     folder: Path
@@ -64,47 +64,47 @@ class Result:
         return [record.result for record in self.records if record.repeat == 0]
 
     def runs(self) -> list[Run]:
-        """Repeats that have finished prompts, as ``metrics.comparison_row`` takes them."""
+        """Repeats with finished prompts, for ``metrics.comparison_row``."""
         repeats: dict[int, list[RequestRecord]] = {}
         for record in self.records:
             if record.totals is not None:
                 repeats.setdefault(record.repeat, []).append(record)
         return [
             Run(
-                tuple(record.result for record in found),
-                RunTotals.merge([record.totals for record in found if record.totals]),
+                tuple(record.result for record in records),
+                RunTotals.merge([record.totals for record in records if record.totals]),
             )
-            for _, found in sorted(repeats.items())
+            for _, records in sorted(repeats.items())
         ]
 
 
 def read(folder: str | Path) -> list[Result]:
-    """Everything below a folder: a run's, a comparison's, a sweep's, or one that holds such.
+    """Reads all runs, comparisons and sweeps in a folder and its subfolders.
 
     Returns:
-        One entry per strategy and run folder, by folder; interrupted runs included.
+        One entry per strategy and run folder, ordered by folder; includes interrupted runs.
 
     Raises:
-        UserError: there is no run folder, or a file of one is damaged.
+        UserError: there is no run folder, or a file is damaged.
     """
     base = Path(folder).expanduser()
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
-    places = sorted(p.parent for p in base.rglob(CONFIG_FILE) if _is_run(p.parent))
-    if not places:
+    folders = sorted(p.parent for p in base.rglob(CONFIG_FILE) if _is_run(p.parent))
+    if not folders:
         raise UserError(
             f"{base} holds no results: name the output_dir of specdec run, run -m or compare"
         )
-    found = []
-    for place in places:
-        inside = place.relative_to(base).as_posix()
-        found += _read_folder(place, "" if inside == "." else inside)
-    return found
+    results = []
+    for path in folders:
+        name = path.relative_to(base).as_posix()
+        results += _read_folder(path, "" if name == "." else name)
+    return results
 
 
-def partner(result: Result, among: Iterable[Result]) -> Result | None:
-    """The plain decoding (``ar``) of the same prompts, models, devices, clock and seed, if any."""
-    for other in among:
+def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
+    """The ``ar`` result with the same prompts, models, devices, clock and seed, if any."""
+    for other in results:
         if other.strategy != "ar" or not other.records:
             continue
         if all(other.config.get(k) == result.config.get(k) for k in _SHARED):
@@ -116,8 +116,8 @@ def frame(*folders: str | Path) -> DataFrame:
     """A pandas frame with one row per strategy and run folder.
 
     Columns: ``folder``, ``name``, ``strategy``, ``complete``; every configuration key as
-    ``config.<key>``; every metric of docs/metrics.md by its name. Histograms and other mappings
-    stay mappings. Interrupted runs have the configuration and ``prompts_finished`` only.
+    ``config.<key>``; every metric of docs/metrics.md by its name. Histograms are mappings.
+    Interrupted runs only have the configuration and ``prompts_finished``.
 
     Raises:
         UserError: see ``read``.
@@ -126,7 +126,7 @@ def frame(*folders: str | Path) -> DataFrame:
     for result in _read_all(folders):
         rows.append(
             {
-                **_where(result),
+                **_identity(result),
                 "complete": result.summary is not None,
                 "prompts_finished": len(result.records),
                 **{f"config.{key}": value for key, value in _flat(result.config).items()},
@@ -148,7 +148,7 @@ def prompt_frame(*folders: str | Path) -> DataFrame:
         UserError: see ``read``.
     """
     rows = [
-        {**_where(result), "repeat": record.repeat, **prompt_metrics(record.result)}
+        {**_identity(result), "repeat": record.repeat, **prompt_metrics(record.result)}
         for result in _read_all(folders)
         for record in result.records
     ]
@@ -169,7 +169,7 @@ def token_frame(*folders: str | Path) -> DataFrame:
     for result in _read_all(folders):
         for record in result.records:
             r = record.result
-            head = {**_where(result), "repeat": record.repeat, "prompt": r.id}
+            head = {**_identity(result), "repeat": record.repeat, "prompt": r.id}
             lines = zip(r.output, r.origins, r.emitted_s, strict=True)
             for position, (token, origin, at) in enumerate(lines):
                 since = at - r.admitted_s
@@ -210,17 +210,17 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _read_folder(folder: Path, inside: str) -> list[Result]:
+def _read_folder(folder: Path, name: str) -> list[Result]:
     try:
         config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         records = read_requests(folder / REQUESTS_FILE)
         summary = _json(folder / SUMMARY_FILE)
         comparison = _json(folder / COMPARISON_FILE)
         if config.get("command") == "compare":
-            return _comparison(folder, inside, config, records, comparison or {})
+            return _comparison(folder, name, config, records, comparison or {})
         strategy = str(config["strategy"]["name"])
         conditions = (summary or {}).get("conditions", {})
-        name = inside or strategy
+        name = name or strategy
         return [Result(folder, name, strategy, config, tuple(records), summary, conditions)]
     except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(
@@ -231,7 +231,7 @@ def _read_folder(folder: Path, inside: str) -> list[Result]:
 
 def _comparison(
     folder: Path,
-    inside: str,
+    name: str,
     config: Config,
     records: list[RequestRecord],
     comparison: Mapping[str, Any],
@@ -240,27 +240,27 @@ def _comparison(
     return [
         Result(
             folder=folder,
-            name=f"{inside}/{strategy}" if inside else strategy,
+            name=f"{name}/{strategy}" if name else strategy,
             strategy=strategy,
-            config=own,
+            config=strategy_config,
             records=tuple(r for r in records if r.strategy == strategy),
             summary=rows.get(strategy),
             conditions=comparison.get("conditions", {}),
         )
-        for strategy, own in config["strategies"].items()
+        for strategy, strategy_config in config["strategies"].items()
     ]
 
 
 def _json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
-def _where(result: Result) -> dict[str, Any]:
-    where = result.folder.as_posix()
-    return {"folder": where, "name": result.name, "strategy": result.strategy}
+def _identity(result: Result) -> dict[str, Any]:
+    folder = result.folder.as_posix()
+    return {"folder": folder, "name": result.name, "strategy": result.strategy}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -274,7 +274,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _data_frame(rows: list[dict[str, Any]]) -> DataFrame:
-    # Here, not at the top: reading results as objects, and reports, do without it.
+    # Imported here because objects and reports do not need pandas.
     import pandas as pd
 
     return pd.DataFrame(rows)

@@ -1,4 +1,4 @@
-"""The comparison as a terminal table and as Markdown; both show the same columns."""
+"""Comparison tables for the terminal and in Markdown, with the same columns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.table import Table
 Row = Mapping[str, Any]
 
 NONE = "-"
-"""What stands for an undefined value."""
+"""Cell text of an undefined value."""
 
 _FEW_PROMPTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its heading, its unit or explanation, and how a row's cell is written."""
+    """A table column: heading, unit or explanation, and formatter of a row's cell."""
 
     heading: str
     about: str
@@ -28,20 +28,20 @@ class Column:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """A number with so many digits after the point, or the sign for undefined."""
+    """A number with ``digits`` decimals, or ``NONE``."""
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: Any, digits: int = 0) -> str:
-    """A share as per cent."""
+    """A fraction as a percentage, or ``NONE``."""
     return NONE if value is None else f"{100 * value:.{digits}f} %"
 
 
 def lossless_label(row: Row) -> str:
-    """What may be said about the row's tokens.
+    """Result of comparing the row's tokens with ``ar``.
 
-    "reference" for ``ar`` itself; "yes" and the number of ties; "NO" and how many prompts differ;
-    "in distribution" and "LOSSY" where token parity is not claimed.
+    "reference" for ``ar`` itself, "yes" with the number of ties, "NO" with the number of differing
+    prompts; "in distribution" or "LOSSY" if token parity is not claimed.
     """
     if row.get("strategy") == "ar":
         return "reference"
@@ -57,7 +57,7 @@ def lossless_label(row: Row) -> str:
 
 
 def speedup_label(row: Row) -> str:
-    """Median speed-up and, with several repeats, the least and the most."""
+    """Median speed-up and, with several repeats, minimum and maximum."""
     value, spread = row.get("speedup_wall"), row.get("speedup_wall_range")
     if value is None:
         return NONE
@@ -82,7 +82,7 @@ COLUMNS = (
 
 
 def used_columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns in which at least one row has a value."""
+    """Columns with a value in at least one row."""
     cells = [[column.cell(row) for row in rows] for column in COLUMNS]
     return [
         column
@@ -92,7 +92,7 @@ def used_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def title_of(conditions: Mapping[str, Any]) -> str:
-    """One line that says what was compared, under which clock and latency profile."""
+    """One line with clock, latency profile, data and sampling of the comparison."""
     time = f"{conditions.get('clock', 'measured')} time"
     if conditions.get("clock_profile") is not None:
         time += f" on {conditions['clock_profile']}"
@@ -129,9 +129,9 @@ def print_table(
 
 
 def _wide(console: Console, width: int) -> Console:
-    """The console itself, or one on the same stream on which so many characters fit.
+    """A console on the same stream that is at least ``width`` characters wide.
 
-    rich assumes 80 characters for files and pipes and would cut the cells.
+    rich assumes 80 characters for files and pipes and would truncate the cells.
     """
     if console.width >= width:
         return console
@@ -146,13 +146,13 @@ def _cells(row: Row, columns: Sequence[Column], best: Row | None) -> list[str]:
 
 
 def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
-    """Characters that these columns need, with their padding."""
+    """Width of these columns in characters, including padding."""
     longest = [max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns]
     return sum(longest) + 3 * len(columns) + 2  # two characters of padding, one between
 
 
 def _blocks(rows: Sequence[Row], console: Console) -> list[list[Column]]:
-    """All columns at once, or on a narrow terminal in blocks that each begin with the names."""
+    """All columns; on a narrow terminal several blocks that each repeat the first column."""
     first, *others = used_columns(rows)
     blocks = [[first]]
     for column in others:
@@ -164,8 +164,8 @@ def _blocks(rows: Sequence[Row], console: Console) -> list[list[Column]]:
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """The row with the highest speed-up over ``ar``, lossy and failed ones apart."""
-    able = [
+    """The row with the highest speed-up over ``ar`` among those that are not lossy."""
+    candidates = [
         row
         for row in rows
         if row.get("speedup_wall") is not None
@@ -173,17 +173,17 @@ def best_row(rows: Sequence[Row]) -> Row | None:
         and row.get("claims") != "lossy"
         and row.get("strategy") != "ar"
     ]
-    return max(able, key=lambda row: row["speedup_wall"], default=None)
+    return max(candidates, key=lambda row: row["speedup_wall"], default=None)
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    """What a reader must know beside the table: differing prompts, ties, loops."""
+    """Notes below the table: differing prompts, ties, caveats, loops."""
     notes = []
     for row in rows:
-        for found in list(row.get("differing") or ())[:3]:
-            notes.append(f"{row['strategy']} differs from ar: {_place(found)}")
-        for found in list(row.get("ties") or ())[:3]:
-            notes.append(f"{row['strategy']} tie: {_place(found)}")
+        for token in list(row.get("differing") or ())[:3]:
+            notes.append(f"{row['strategy']} differs from ar: {_difference(token)}")
+        for token in list(row.get("ties") or ())[:3]:
+            notes.append(f"{row['strategy']} tie: {_difference(token)}")
     for row in rows:
         if row.get("paced_counts") is False:
             notes.append(
@@ -202,7 +202,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
 
 
 def _few_prompts(rows: Sequence[Row]) -> list[str]:
-    """How far the speed-ups of a small sample can be trusted."""
+    """Confidence intervals of the speed-ups if there are few prompts."""
     few = [
         row
         for row in rows
@@ -212,17 +212,17 @@ def _few_prompts(rows: Sequence[Row]) -> list[str]:
     ]
     if not few:
         return []
-    told = (
+    intervals = (
         "{} {:.2f}-{:.2f}x".format(row["strategy"], *row["speedup_wall_interval"]) for row in few
     )
     return [
         f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
-        f" {', '.join(told)}."
+        f" {', '.join(intervals)}."
     ]
 
 
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
-    """The comparison as a Markdown page, with notes and all conditions."""
+    """The comparison in Markdown, with notes and all conditions."""
     columns = used_columns(rows)
     lines = [f"# Comparison: {title_of(conditions)}", ""]
     lines.append("| " + " | ".join(column.heading for column in columns) + " |")
@@ -236,12 +236,12 @@ def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _place(found: Mapping[str, Any]) -> str:
-    if found["position"] < 0:
-        return f"prompt {found['id']} has no answer to compare"
-    text = f"prompt {found['id']}, token {found['position']}: {found['token']}"
-    text += f" instead of {found['ar_token']}"
-    distance = found.get("distance")
+def _difference(token: Mapping[str, Any]) -> str:
+    if token["position"] < 0:
+        return f"prompt {token['id']} has no answer to compare"
+    text = f"prompt {token['id']}, token {token['position']}: {token['token']}"
+    text += f" instead of {token['ar_token']}"
+    distance = token.get("distance")
     return text if distance is None else f"{text} (distance {distance:.2g})"
 
 

@@ -1,5 +1,5 @@
-"""Baselines of other libraries, run and counted under our conditions."""
+"""Runs and comparisons, with transformers' own decoding as baselines."""
 
-from specdec.runs.hf_generate import HF_KINDS, HFBaseline, HFOptions, run_hf, weight_bytes
+from specdec.runs.hf_generate import HF_KINDS, HFBaseline, HFOptions
 
-__all__ = ["HF_KINDS", "HFBaseline", "HFOptions", "run_hf", "weight_bytes"]
+__all__ = ["HF_KINDS", "HFBaseline", "HFOptions"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,39 @@ def curve_jobs(
     progress: Progress,
     *,
     cross: str | None = None,
+    remarks: Callable[[Sequence[Row]], list[str]] | None = None,
 ) -> dict[str, Any]:
     """Compares the same strategies at every batch size and draws the curves.
 
     Args:
         cfgs: batch size -> one resolved configuration per row.
-        folder: gets a comparison's folder per batch size, and comparison.json, .md and .png over
+        folder: receives a comparison's folder per batch size, and comparison.json, .md and .png of
             all of them. Batch sizes that are complete there are not run again.
-        repeats, progress: as for ``compare_jobs``.
+        repeats, progress: see ``compare_jobs``.
         cross: name of the row that is ``ar`` on another profile.
+        remarks: rows -> further lines of comparison.md.
 
     Returns:
-        The content of ``comparison.json``: rows with their ``batch_size`` and ratios, the
-        ``conditions``, and ``crossovers``.
+        The content of ``comparison.json``: rows with their ``batch_size`` and ratios,
+        ``conditions`` and ``crossovers``.
     """
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
     for size, configs in cfgs.items():
-        place = folder / f"batch_{size}"
-        done = place / "comparison.json"
-        if done.is_file():
-            found = json.loads(done.read_text(encoding="utf-8"))
+        subfolder = folder / f"batch_{size}"
+        finished = subfolder / "comparison.json"
+        if finished.is_file():
+            comparison = json.loads(finished.read_text(encoding="utf-8"))
         else:
-            found = compare_jobs(configs, place, repeats, progress)
-        conditions = dict(found["conditions"])
-        rows += [{**row, "batch_size": size} for row in found["rows"]]
+            comparison = compare_jobs(configs, subfolder, repeats, progress)
+        conditions = dict(comparison["conditions"])
+        rows += [{**row, "batch_size": size} for row in comparison["rows"]]
     conditions["batch_size"] = list(cfgs)
     add_ratios(rows, cross)
     crossed = crossovers(rows, cross)
     result = {"rows": rows, "conditions": conditions, "crossovers": crossed}
-    page = curves_markdown(rows, conditions, crossed, cross)
+    lines = [] if remarks is None else remarks(rows)
+    page = curves_markdown(rows, conditions, crossed, cross, lines)
     write_text(folder / "comparison.md", page)
     write_bytes(folder / "comparison.png", curves_png(rows, conditions))
     write_json(folder / "comparison.json", result)
@@ -60,28 +63,29 @@ def curve_jobs(
 def add_ratios(rows: Sequence[Row], cross: str | None) -> None:
     """Adds to each row its ratios within its batch size; above 1 the row is better.
 
-    ``throughput_over_ar`` and ``tbt_over_ar`` (the time between tokens of ``ar`` over the row's);
-    the same over the cross-profile row as ``throughput_over_cross`` and ``tbt_over_cross``.
+    ``throughput_over_ar`` is the row's throughput over that of ``ar``, ``tbt_over_ar`` the time
+    between tokens of ``ar`` over the row's; ``throughput_over_cross`` and ``tbt_over_cross`` are
+    the same against the cross-profile row.
     """
     for name, suffix in (("ar", "ar"), (cross, "cross")):
         bases = {row["batch_size"]: row for row in rows if row["strategy"] == name}
         for row in rows:
             base = bases.get(row["batch_size"], {})
-            mine, plain = row["throughput_tokens_per_s"], base.get("throughput_tokens_per_s")
-            row[f"throughput_over_{suffix}"] = mine / plain if mine and plain else None
-            mine, plain = row["tbt_ms_mean"], base.get("tbt_ms_mean")
-            row[f"tbt_over_{suffix}"] = plain / mine if mine and plain else None
+            speed, plain = row["throughput_tokens_per_s"], base.get("throughput_tokens_per_s")
+            row[f"throughput_over_{suffix}"] = speed / plain if speed and plain else None
+            tbt, plain = row["tbt_ms_mean"], base.get("tbt_ms_mean")
+            row[f"tbt_over_{suffix}"] = plain / tbt if tbt and plain else None
 
 
 def crossovers(rows: Sequence[Row], cross: str | None) -> dict[str, int | None]:
-    """Per strategy the smallest batch size from which on a plain row has the higher throughput.
+    """Smallest batch size from which on plain decoding has the higher throughput, by strategy.
 
-    Keys are "NAME behind ar" and "NAME behind CROSS"; None where it is never behind at the largest
+    Keys are "NAME behind ar" and "NAME behind CROSS". None: the strategy is ahead at the largest
     size.
     """
     speed = {(r["strategy"], r["batch_size"]): r["throughput_tokens_per_s"] or 0.0 for r in rows}
     sizes = sorted({size for _, size in speed})
-    found: dict[str, int | None] = {}
+    crossed: dict[str, int | None] = {}
     for plain in filter(None, ("ar", cross)):
         for name in dict.fromkeys(row["strategy"] for row in rows):
             if name in ("ar", cross) or (plain, sizes[0]) not in speed:
@@ -89,5 +93,5 @@ def crossovers(rows: Sequence[Row], cross: str | None) -> dict[str, int | None]:
             behind = [n for n in sizes if speed[name, n] < speed[plain, n]]
             ahead = [n for n in sizes if n not in behind]
             last_ahead = max(ahead, default=0)
-            found[f"{name} behind {plain}"] = next((n for n in behind if n > last_ahead), None)
-    return found
+            crossed[f"{name} behind {plain}"] = next((n for n in behind if n > last_ahead), None)
+    return crossed

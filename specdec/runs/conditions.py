@@ -1,4 +1,4 @@
-"""Beside a run's figures: the conditions they hold under, and what forbids to compare them."""
+"""Conditions of a run, written beside its metrics, and why rows are not comparable."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from typing import Any
 
 import torch
 
-from specdec.pairs import ModelPair, ReplayModels
+from specdec.pairs import ModelPair
 
 
 def conditions_of(
     cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
 ) -> dict[str, Any]:
-    """What was decoded, where and how; ``cut``: prompts that were shortened."""
+    """The conditions of a run.
+
+    Args:
+        cfg: resolved configuration.
+        pair: the models.
+        num_prompts: number of decoded prompts.
+        cut: how many of them were shortened.
+        repeats: number of measurements.
+    """
     clock, model = cfg.get("clock", {}), cfg["model"]
-    found: dict[str, Any] = {
+    conditions: dict[str, Any] = {
         "clock": clock.get("kind", "measured"),
         "data": cfg["data"]["name"] if pair.tokenizer is not None else "random tokens",
         "num_prompts": num_prompts,
@@ -30,80 +38,80 @@ def conditions_of(
         "repeats": repeats,
     }
     if "profile" in clock:
-        found["clock_profile"] = clock["profile"]
-        found["clock_scale"] = clock["scale"]
-    if isinstance(pair, ReplayModels):
-        found |= pair.conditions()
-    return found
+        conditions["clock_profile"] = clock["profile"]
+        conditions["clock_scale"] = clock["scale"]
+    if hasattr(pair, "conditions"):
+        conditions |= pair.conditions()
+    return conditions
 
 
 def recorded_figures(pair: ModelPair) -> dict[str, Any]:
-    """What made-up tokens cannot show: how much of the recorded text was loops."""
-    if not isinstance(pair, ReplayModels):
-        return {}
-    return {"loop_share": pair.about.get("loop_share")}
+    """Metrics of a replay that come from the record: its tokens are made up."""
+    about = getattr(pair, "about", None)
+    return {} if about is None else {"loop_share": about.get("loop_share")}
 
 
 def caveat(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Why a row's times are not to be compared with others', where that is so."""
+    """Why a row's times are not comparable; empty if they are."""
     text = cfg.get("clock", {}).get("caveat")
     return {"caveat": text} if text else {}
 
 
-def tell_what_is_replayed(pair: ModelPair, note: Callable[[str], None]) -> None:
-    """Data and sampling of a replay are the record's, whatever the configuration says."""
-    if isinstance(pair, ReplayModels):
-        about = {k: v for k, v in pair.conditions().items() if isinstance(v, str) and k != "replay"}
-        told = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
-        note(f"model=replay plays what was recorded: {told}")
+def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
+    """Notes that data and sampling of a replay are the record's, not the configuration's."""
+    if not hasattr(pair, "conditions"):
+        return
+    about = {k: v for k, v in pair.conditions().items() if isinstance(v, str) and k != "replay"}
+    shown = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
+    note(f"model=replay plays what was recorded: {shown}")
 
 
-def tell_what_is_not_captured(
+def note_unused_options(
     cfgs: Sequence[Mapping[str, Any]], pair: ModelPair, note: Callable[[str], None]
 ) -> None:
-    """Where faster passes were asked for and cannot be had."""
-    told: dict[str, list[str]] = {}
+    """Notes options for faster passes that have no effect, with the rows concerned."""
+    rows: dict[str, list[str]] = {}
     for cfg in cfgs:
         for limit in limits(cfg, getattr(pair, "device", "cpu")):
-            told.setdefault(limit, []).append(cfg["strategy"]["name"])
-    for limit, names in told.items():
+            rows.setdefault(limit, []).append(cfg["strategy"]["name"])
+    for limit, names in rows.items():
         note(f"{', '.join(names)}: {limit}")
 
 
 def limits(config: Mapping[str, Any], device: str) -> list[str]:
-    """What a user is told who asked for faster passes and gets plain ones.
+    """Options for faster passes that have no effect.
 
     Args:
         config: resolved configuration of one strategy.
-        device: that its models run on.
+        device: of its models.
 
     Returns:
-        Sentences without a full stop; empty where every choice holds, or none was made.
+        Sentences without a full stop.
     """
     model = config["model"]
     graphs = str(model.get("graphs", "off"))
     captures = graphs in ("cuda", "replay") or (graphs == "auto" and device.startswith("cuda"))
-    asked = [f"model.graphs={graphs}"] if captures else []
+    options = [f"model.graphs={graphs}"] if captures else []
     if model.get("kernels", "torch") != "torch":
-        asked.append(f"model.kernels={model['kernels']}")
+        options.append(f"model.kernels={model['kernels']}")
     if model.get("compile"):
-        asked.append("model.compile=true")
-    if not asked:
+        options.append("model.compile=true")
+    if not options:
         return []
     if config["strategy"]["kind"] == "hf":
-        return [f"{', '.join(asked)}: not used, transformers' own generate runs its own passes"]
-    found = []
+        return [f"{', '.join(options)}: not used, transformers' own generate runs its own passes"]
+    notes = []
     executor, kv_tokens = config["executor"], config["serving"].get("kv_tokens")
     degrees = {key: executor.get(key) or 1 for key in ("target_degree", "draft_degree")}
     shared = [f"executor.{key}={degree}" for key, degree in degrees.items() if degree > 1]
     if shared and executor.get("transport") == "distributed":
-        found.append(
-            f"{', '.join(asked)}: not used for shares of a tensor-parallel group"
+        notes.append(
+            f"{', '.join(options)}: not used for shares of a tensor-parallel group"
             f" ({', '.join(shared)}), which run uncaptured and unfused"
         )
     if captures and kv_tokens is not None:
-        found.append(
+        notes.append(
             f"model.graphs={graphs}: not used for the target, whose paged caches"
             f" (serving.kv_tokens={kv_tokens}) have no fixed addresses"
         )
-    return found
+    return notes

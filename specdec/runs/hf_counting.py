@@ -1,4 +1,4 @@
-"""Watching transformers' ``generate`` from outside: passes by hooks, tokens by a streamer."""
+"""Counters for transformers' ``generate``: passes by hooks, tokens by a streamer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PassLog:
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Counts the model's forward passes within the block; its hooks go with the block."""
+        """Context manager that counts the model's forward passes by hooks."""
         before = model.register_forward_pre_hook(self._before)
         after = model.register_forward_hook(self._after, with_kwargs=True)
         try:
@@ -49,7 +49,7 @@ class PassLog:
 
 
 class EmissionLog(BaseStreamer):
-    """Receives tokens as ``generate`` emits them: one entry per target pass.
+    """Streamer of ``generate``: one entry per target pass.
 
     Attributes:
         chunks: emitted tokens per pass.
@@ -70,20 +70,20 @@ class EmissionLog(BaseStreamer):
         self.chunks.append(value.reshape(-1).tolist())
 
     def end(self) -> None:
-        """Called by ``generate`` at the end; nothing is buffered."""
+        """Called by ``generate`` at the end; does nothing."""
 
 
 class StopStrings(StoppingCriteria):
-    """Ends generation with the token that completes a stop string, by the engine's own rules."""
+    """Stopping criterion with the rules of ``StopRules``."""
 
     def __init__(self, stop: StopRules, *, num_prompt: int) -> None:
-        """Takes the rules and the number of prompt tokens, which do not count as output."""
+        """Takes the rules and the number of prompt tokens."""
         self._stop = stop
         self._checked = num_prompt
         self._num_prompt = num_prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
-        """bool[1]: whether one of the tokens that are new since the last call ends the request."""
+        """bool[1]: whether a token added since the last call ends the request."""
         output = input_ids[0, self._num_prompt :].tolist()
         first = self._checked - self._num_prompt + 1
         self._checked = input_ids.shape[1]

@@ -1,8 +1,7 @@
 """transformers' own ``generate`` as rows of our tables: same models, prompts, rules and counters.
 
-Three kinds: ``hf_generate`` (plain), ``hf_assisted`` (draft model) and ``hf_prompt_lookup``. They
-run with transformers' defaults for assisted decoding, which are its best general settings, and
-are watched from outside, so that rates come from the same counts as everybody else's.
+Three kinds: ``hf_generate`` (plain), ``hf_assisted`` (draft model) and ``hf_prompt_lookup``. Hooks
+and a streamer count passes and tokens, so rates are derived as for every other strategy.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from transformers.utils import logging as hf_logging
 
 from specdec.metrics.counters import RequestCounters
 from specdec.metrics.results import RequestResult, RunTotals
+from specdec.models.quantize import num_bytes
 from specdec.parts.fields import Count, Share
 from specdec.runs.hf_counting import EmissionLog, PassLog, StopStrings
 from specdec.sampling.transform import SamplingParams
@@ -36,10 +36,10 @@ class HFOptions:
     """Settings of transformers' assisted decoding; the defaults are its own.
 
     Attributes:
-        num_assistant_tokens: draft tokens per pass at most.
+        num_assistant_tokens: maximum draft tokens per pass.
         schedule: "constant", "heuristic" or "heuristic_transient".
-        confidence_threshold: the draft stops below this probability; 0 turns it off.
-        prompt_lookup_num_tokens: tokens that prompt lookup proposes at most.
+        confidence_threshold: the draft stops below this probability; 0 for never.
+        prompt_lookup_num_tokens: maximum tokens that prompt lookup proposes.
         max_matching_ngram: longest n-gram that prompt lookup matches.
     """
 
@@ -51,7 +51,7 @@ class HFOptions:
 
 
 class Detokenizer(Protocol):
-    """What is needed of a tokenizer here."""
+    """Decodes token ids."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids."""
@@ -61,8 +61,7 @@ class Detokenizer(Protocol):
 class HFBaseline:
     """One kind of baseline on one model pair; prompts are decoded one by one.
 
-    Nothing stays on the models: hooks and the replaced ``generation_config`` (whose defaults would
-    leak into the rules) are there only while ``generate_one`` runs.
+    Hooks and a neutral ``generation_config`` are on the models during ``generate_one`` only.
     """
 
     def __init__(
@@ -76,23 +75,22 @@ class HFBaseline:
         draft: PreTrainedModel | None = None,
         tokenizer: Detokenizer | None = None,
         options: HFOptions | None = None,
-        watch: bool = True,
     ) -> None:
         """Prepares the settings.
 
         Args:
             kind: one of ``HF_KINDS``.
-            target, draft: the models; a draft for ``hf_assisted`` and only there.
-            stop: as for our strategies; applied again token by token to what ``generate`` emits.
+            target: the target model.
+            draft: the draft model, for ``hf_assisted`` only.
+            stop: as for our strategies; applied token by token to the output of ``generate``.
             sampling: as for our strategies.
-            seed: of the global generator that ``generate`` draws from, mixed with the prompt's id.
-                Its draws are not ours, so tokens are comparable under greedy decoding only.
+            seed: of torch's global generator during ``generate``, combined with the prompt's id.
+                Its draws differ from ours, so tokens are comparable under greedy decoding only.
             tokenizer: for ``RequestResult.text``.
             options: of assisted decoding.
-            watch: False leaves out the hooks (passes are then not counted), to measure their cost.
 
         Raises:
-            ValueError: unknown kind, a draft too few or too many.
+            ValueError: an unknown kind, or a missing or unused draft.
         """
         if kind not in HF_KINDS:
             raise ValueError(f"{kind!r} is unknown: use one of {', '.join(HF_KINDS)}")
@@ -104,18 +102,19 @@ class HFBaseline:
         self._stop, self._sampling, self._seed = stop, sampling, seed
         self._tokenizer = tokenizer
         self._options = options or HFOptions()
-        self._watch = watch
         self._config = self._generation_config()
         self._processors = LogitsProcessorList(sampling.processors)
         self._origin_s = perf_counter()
-        self._totals = self._fresh_totals()
 
-    def generate_one(self, prompt_id: int, tokens: IntArray) -> RequestResult:
+    def generate_one(self, prompt_id: int, tokens: IntArray) -> tuple[RequestResult, RunTotals]:
         """Decodes one prompt.
 
         Args:
             prompt_id: keys the seed.
             tokens: int64[T >= 1].
+
+        Returns:
+            The request and its raw counts.
         """
         target_log, draft_log, emissions = PassLog(), PassLog(), EmissionLog()
         input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self._target.device)
@@ -133,21 +132,15 @@ class HFBaseline:
         with ExitStack() as stack:
             stack.enter_context(self._own_settings())
             stack.enter_context(self._own_generator(prompt_id))
-            if self._watch:
-                stack.enter_context(target_log.watching(self._target))
-                if self._draft is not None:
-                    stack.enter_context(draft_log.watching(self._draft))
+            stack.enter_context(target_log.watching(self._target))
+            if self._draft is not None:
+                stack.enter_context(draft_log.watching(self._draft))
             stack.enter_context(torch.inference_mode())
             start = perf_counter()
             self._target.generate(input_ids, **arguments)
             wall_s = perf_counter() - start
-        self._count(target_log, draft_log, emissions, num_prompt=len(tokens), wall_s=wall_s)
-        return self._result(prompt_id, len(tokens), start, target_log, emissions)
-
-    def take_totals(self) -> RunTotals:
-        """Totals of the prompts since the last call."""
-        totals, self._totals = self._totals, self._fresh_totals()
-        return totals
+        totals = self._totals(target_log, draft_log, emissions, len(tokens), wall_s)
+        return self._result(prompt_id, len(tokens), start, target_log, emissions), totals
 
     # ------------------------------------------------------------------ settings
 
@@ -172,10 +165,7 @@ class HFBaseline:
 
     @contextmanager
     def _own_settings(self) -> Iterator[None]:
-        """Replaces the models' ``generation_config``, so that none of its defaults leak in.
-
-        Quiet, too: assisted decoding warns about how it calls ``generate`` itself.
-        """
+        """Replaces the models' ``generation_config`` and silences transformers' warnings."""
         options = self._options
         replaced: list[tuple[Any, GenerationConfig]] = [(self._target, GenerationConfig())]
         if self._draft is not None:
@@ -199,7 +189,7 @@ class HFBaseline:
 
     @contextmanager
     def _own_generator(self, prompt_id: int) -> Iterator[None]:
-        """Seeds the global generator for one prompt and puts its state back afterwards."""
+        """Seeds the global generator for one prompt and restores it afterwards."""
         if self._sampling.greedy:
             yield
             return
@@ -211,40 +201,35 @@ class HFBaseline:
 
     # ------------------------------------------------------------------ counts
 
-    def _fresh_totals(self) -> RunTotals:
-        return RunTotals(
-            target_bytes=weight_bytes(self._target),
-            draft_bytes=weight_bytes(self._draft) if self._draft is not None else 0,
-        )
-
-    def _count(
+    def _totals(
         self,
         target: PassLog,
         draft: PassLog,
         emissions: EmissionLog,
-        *,
         num_prompt: int,
         wall_s: float,
-    ) -> None:
-        totals = self._totals
+    ) -> RunTotals:
         passes = len(emissions.chunks)
-        assert not self._watch or len(target.rows) == passes, (
+        assert len(target.rows) == passes, (
             f"{self.kind}: {len(target.rows)} target passes, {passes} emissions"
         )
-        totals.steps += passes
-        totals.target_passes += passes
-        # The prefill's last row is answered like a tree node; the others are prompt rows.
-        totals.prefill_rows += num_prompt - 1
-        totals.target_rows += sum(target.rows) - (num_prompt - 1 if target.rows else 0)
-        totals.draft_passes += len(draft.rows)
-        totals.draft_rows += sum(draft.rows)
-        totals.wall_s += wall_s
-        totals.clock_s += wall_s
-        totals.draft_total_s += draft.seconds
-        for name, log in (("target", target), ("draft", draft)):
-            if log.rows:
-                totals.model_s[name] = totals.model_s.get(name, 0.0) + log.seconds
-                totals.model_calls[name] = totals.model_calls.get(name, 0) + len(log.rows)
+        logs = {name: log for name, log in (("target", target), ("draft", draft)) if log.rows}
+        return RunTotals(
+            steps=passes,
+            target_passes=passes,
+            # The prefill's last row is answered like a tree node; the others are prompt rows.
+            prefill_rows=num_prompt - 1,
+            target_rows=sum(target.rows) - (num_prompt - 1),
+            draft_passes=len(draft.rows),
+            draft_rows=sum(draft.rows),
+            wall_s=wall_s,
+            clock_s=wall_s,
+            draft_total_s=draft.seconds,
+            model_s={name: log.seconds for name, log in logs.items()},
+            model_calls={name: len(log.rows) for name, log in logs.items()},
+            target_bytes=num_bytes(self._target),
+            draft_bytes=0 if self._draft is None else num_bytes(self._draft),
+        )
 
     def _result(
         self, prompt_id: int, num_prompt: int, start: float, target: PassLog, log: EmissionLog
@@ -256,9 +241,7 @@ class HFBaseline:
         counters = _counters(log.chunks, target.rows, num_prompt)
         counters.cut_tokens = len(decided) - length
         output = decided[:length]
-        text = ""
-        if self._tokenizer is not None:
-            text = self._tokenizer.decode(output)
+        text = "" if self._tokenizer is None else self._tokenizer.decode(output)
         return RequestResult(
             id=prompt_id,
             num_prompt=num_prompt,
@@ -273,8 +256,8 @@ class HFBaseline:
         )
 
     def _finish(self, decided: Sequence[int]) -> tuple[str, int]:
-        """Applies the stop rules token by token: the reason and the tokens that remain."""
-        if not self._stop.stop_strings:  # without them the rules need one look, not one per token
+        """Applies the stop rules token by token; returns the reason and the output's length."""
+        if not self._stop.stop_strings:  # end tokens and the limit need no check per token
             ends = [i for i, token in enumerate(decided) if token in self._stop.eos_ids]
             length = min([*(i + 1 for i in ends[:1]), self._stop.max_new_tokens, len(decided)])
             return self._stop.reason(decided[:length]) or "cancelled", length
@@ -285,57 +268,19 @@ class HFBaseline:
         return "cancelled", len(decided)
 
 
-def run_hf(
-    *,
-    kind: str,
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    prompts: Sequence[tuple[int, IntArray]],
-    stop: StopRules,
-    sampling: SamplingParams,
-    seed: int = 0,
-    tokenizer: Detokenizer | None = None,
-    options: HFOptions | None = None,
-) -> tuple[list[RequestResult], RunTotals]:
-    """Decodes prompts one after the other.
-
-    Args:
-        prompts: (id, int64[T]) per prompt.
-        kind, target, draft, stop, sampling, seed, tokenizer, options: as of ``HFBaseline``; a
-            draft that the kind has no use for is ignored.
-    """
-    baseline = HFBaseline(
-        kind=kind,
-        target=target,
-        draft=draft if kind == "hf_assisted" else None,
-        stop=stop,
-        sampling=sampling,
-        seed=seed,
-        tokenizer=tokenizer,
-        options=options,
-    )
-    results = [baseline.generate_one(prompt_id, tokens) for prompt_id, tokens in prompts]
-    return results, baseline.take_totals()
-
-
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's weights; tied ones count once."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
 def _counters(chunks: list[list[int]], rows: list[int], num_prompt: int) -> RequestCounters:
-    """Counts from tokens emitted and rows fed per target pass.
+    """Counts from the tokens emitted and the rows fed per target pass.
 
-    A pass feeds the last token and its candidates, the first one also the rest of the prompt. It
-    emits the accepted candidates and one more token.
+    A pass computes the last token and its candidates, the first one also the rest of the prompt,
+    and emits the accepted candidates and one more token.
     """
     counters = RequestCounters()
     for i, chunk in enumerate(chunks):
-        fed = rows[i] - (num_prompt if i == 0 else 1) if rows else len(chunk) - 1
+        fed = rows[i] - (num_prompt if i == 0 else 1)
         accepted = len(chunk) - 1
         judged = accepted + (fed > accepted)
         counters.answers += 1
-        counters.misses += 1  # the token after the path is never in a chain that was fed whole
+        counters.misses += 1  # a whole chain never contains the token after the accepted path
         counters.proposed += fed
         counters.accepted += accepted
         counters.verified += judged

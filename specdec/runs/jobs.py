@@ -1,9 +1,10 @@
-"""Runs and comparisons: prompts in, run folders out."""
+"""``specdec run`` and ``specdec compare``: prompts in, a folder of results out."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,22 +13,15 @@ import torch
 
 from specdec.data import (
     Request,
-    data_provenance,
     fit_prompt,
     load_requested,
     prompt_tokens,
+    section_provenance,
 )
-from specdec.distributed.lease import logs_in
+from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
-from specdec.pairs import (
-    ModelPair,
-    ReplayModels,
-    build_pair,
-    check_recordable,
-    record_run,
-    write_record,
-)
+from specdec.pairs import ModelPair, build_pair, check_recordable, record_run, write_record
 from specdec.report import (
     RequestWriter,
     finished,
@@ -41,24 +35,24 @@ from specdec.report.origins import write_token_ends
 from specdec.runs.conditions import (
     caveat,
     conditions_of,
+    note_replay,
+    note_unused_options,
     recorded_figures,
-    tell_what_is_not_captured,
-    tell_what_is_replayed,
 )
-from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, build_runner, sampling_params
+from specdec.runs.runners import Runner, TokenPrompt, build_runner, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
 from specdec.trace import write_trace
 
 LOGS_FOLDER = "logs"
-"""In a run folder: what its ranks have printed, ``rank<r>.log``."""
+"""Subfolder of a run folder with the output of its ranks, ``rank<r>.log``."""
 
 _SYNTHETIC_PROMPT_TOKENS = 16
-_ABOUT = ("data", "sampling", "dtype", "seed", "max_new_tokens")  # conditions that a record keeps
+_RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
 
 
 class Progress(Protocol):
-    """Where long work reports to."""
+    """Display of long work."""
 
     def phase(self, label: str, total: int | None) -> None: ...
 
@@ -67,57 +61,57 @@ class Progress(Protocol):
     def note(self, text: str) -> None: ...
 
 
+_Counted = list[tuple[RequestResult, RunTotals]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Prompts decoded by several strategies.
+
+    Attributes:
+        pair: the models.
+        prompts: decoded prompts.
+        cut: how many of them were shortened.
+        runners: one per strategy, closed.
+        runs: strategy -> repeat -> finished requests.
+    """
+
+    pair: ModelPair
+    prompts: Sequence[TokenPrompt]
+    cut: int
+    runners: Sequence[Runner]
+    runs: Mapping[str, Sequence[_Counted]]
+
+    def results(self, name: str) -> list[RequestResult]:
+        """Requests of a strategy's first repeat."""
+        return [result for result, _ in self.runs[name][0]]
+
+
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Decodes a workload with one strategy; resumes behind the prompts already on disk.
+    """Decodes a workload with one strategy; resumes after the prompts already on disk.
 
     Args:
         cfg: resolved configuration.
         output_dir: the run folder; ``requests.jsonl`` grows, ``summary.json`` is written last.
-        progress: told of every finished prompt.
+        progress: called for every finished prompt.
 
     Returns:
         The summary: every metric of docs/metrics.md.
     """
-    _set_threads(cfg)
-    progress.phase("loading models", None)
-    pair, prompts, cut = prepare(cfg)
-    tell_what_is_replayed(pair, progress.note)
-    tell_what_is_not_captured([cfg], pair, progress.note)
-    with logs_in(output_dir / LOGS_FOLDER):
-        runner = build_runner(cfg, pair, stop_rules(cfg, pair))
-    path = output_dir / "requests.jsonl"
-    results, totals, todo = _behind(path, runner.name, 0, prompts)
-    progress.phase(f"{runner.name}: decoding", len(todo))
-    try:
-        if cfg.get("record"):
-            check_recordable(pair, runner.name, runner.claims)
-        if todo and _on_wall_clock(cfg):
-            _warm_up(runner, todo[0])
-        with RequestWriter(path) as writer:
-
-            def book(result: RequestResult, total: RunTotals) -> None:
-                writer.write(runner.name, result, totals=total)
-                totals.append(total)
-                progress.advance(detail=f"prompt {result.id}")
-
-            for group in _groups(todo, cfg):
-                runner.run(group, results.append, book)
-    finally:
-        runner.close()
-    if cfg.get("record"):
-        _write_record(cfg, pair, prompts, results, output_dir, progress)
-    if isinstance(runner, PartsRunner) and runner.trace is not None:
+    decoded = _decode([cfg], output_dir, 1, progress)
+    (runner,), pair = decoded.runners, decoded.pair
+    if runner.trace is not None:
         _write_trace(runner, pair, output_dir)
-    write_token_ends(output_dir, {runner.name: results}, pair.tokenizer)
+    run = _as_run(decoded.runs[runner.name][0])
     summary = {
         "strategy": runner.name,
         "claims": str(runner.claims),
-        **summarise(results, RunTotals.merge(totals)),
+        **summarise(run.results, run.totals),
     }
     summary |= recorded_figures(pair) | caveat(cfg)
-    conditions = conditions_of(cfg, pair, len(prompts), cut, repeats=1)
+    conditions = conditions_of(cfg, pair, len(decoded.prompts), decoded.cut, repeats=1)
     _write_provenance(cfg, output_dir)
-    write_run(output_dir, summary, results, conditions)
+    write_run(output_dir, summary, run.results, conditions)
     print_table([summary], conditions)
     return summary
 
@@ -127,51 +121,21 @@ def compare_jobs(
 ) -> dict[str, Any]:
     """Decodes the same prompts with several strategies, interleaved prompt by prompt.
 
-    Interleaving lets a machine's drift fall on all rows alike; ratios are taken within a repeat.
+    Interleaving spreads a machine's drift evenly over the rows; ratios are taken within a repeat.
 
     Args:
         cfgs: one resolved configuration per row.
-        output_dir: gets requests.jsonl, comparison.json, comparison.md and comparison.png.
-        repeats: how often everything is measured.
-        progress: told of every finished prompt of every row.
+        output_dir: receives requests.jsonl, comparison.json, comparison.md and comparison.png.
+        repeats: number of measurements of every prompt.
+        progress: called for every finished prompt of every row.
 
     Returns:
         The content of ``comparison.json``.
     """
-    base = cfgs[0]
-    _set_threads(base)
-    progress.phase("loading models", None)
-    pair, prompts, cut = prepare(base)
-    tell_what_is_replayed(pair, progress.note)
-    tell_what_is_not_captured(cfgs, pair, progress.note)
-    runners: list[Runner] = []
-    runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {}
-    try:
-        with logs_in(output_dir / LOGS_FOLDER):
-            for cfg in cfgs:
-                runners.append(build_runner(cfg, pair, stop_rules(cfg, pair)))
-                runs[runners[-1].name] = []
-        if base.get("record"):
-            check_recordable(pair, runners[0].name, runners[0].claims)
-        if _on_wall_clock(base):
-            progress.phase("warming up", len(runners))
-            for runner in runners:
-                _warm_up(runner, prompts[0])
-                progress.advance(detail=runner.name)
-        progress.phase("decoding", repeats * len(prompts) * len(runners))
-        with RequestWriter(output_dir / "requests.jsonl") as writer:
-            for repeat in range(repeats):
-                _one_repeat(base, runners, prompts, repeat, runs, writer, progress)
-    finally:
-        for runner in runners:
-            runner.close()
-    if base.get("record"):
-        recorded = [result for result, _ in runs[runners[0].name][0]]
-        _write_record(base, pair, prompts, recorded, output_dir, progress)
-    first = {name: [result for result, _ in found[0]] for name, found in runs.items()}
-    write_token_ends(output_dir, first, pair.tokenizer)
-    conditions = conditions_of(base, pair, len(prompts), cut, repeats)
-    merged = {name: [_as_run(parts) for parts in found] for name, found in runs.items()}
+    base, decoded = cfgs[0], _decode(cfgs, output_dir, repeats, progress)
+    pair, runners = decoded.pair, decoded.runners
+    conditions = conditions_of(base, pair, len(decoded.prompts), decoded.cut, repeats)
+    merged = {name: [_as_run(counted) for counted in runs] for name, runs in decoded.runs.items()}
     rows = [
         comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims)
         | recorded_figures(pair)
@@ -184,25 +148,66 @@ def compare_jobs(
     return {"rows": rows, "conditions": conditions}
 
 
+def _decode(
+    cfgs: Sequence[dict[str, Any]], output_dir: Path, repeats: int, progress: Progress
+) -> _Decoded:
+    """Decodes the prompts of ``cfgs[0]`` with every strategy; writes requests, record and texts."""
+    base = cfgs[0]
+    if base.get("threads"):
+        torch.set_num_threads(int(base["threads"]))
+    progress.phase("loading models", None)
+    pair, prompts, cut = prepare(base)
+    note_replay(pair, progress.note)
+    note_unused_options(cfgs, pair, progress.note)
+    runners: list[Runner] = []
+    runs: dict[str, list[_Counted]] = {}
+    try:
+        with rank_logs_in(output_dir / LOGS_FOLDER):
+            for cfg in cfgs:
+                runners.append(build_runner(cfg, pair, stop_rules(cfg, pair)))
+                runs[runners[-1].name] = []
+        if base.get("record"):
+            check_recordable(pair, runners[0].name, runners[0].claims)
+        if base.get("clock", {}).get("kind", "measured") != "simulated":
+            progress.phase("warming up", len(runners))
+            for runner in runners:
+                _warm_up(runner, prompts[0])
+                progress.advance(detail=runner.name)
+        progress.phase("decoding", repeats * len(prompts) * len(runners))
+        with RequestWriter(output_dir / "requests.jsonl") as writer:
+            for repeat in range(repeats):
+                _one_repeat(base, runners, prompts, repeat, runs, writer, progress)
+    finally:
+        for runner in runners:
+            runner.close()
+    decoded = _Decoded(pair, prompts, cut, runners, runs)
+    if base.get("record"):
+        _write_record(base, decoded, output_dir, progress)
+    results = {runner.name: decoded.results(runner.name) for runner in runners}
+    write_token_ends(output_dir, results, pair.tokenizer)
+    return decoded
+
+
 def _one_repeat(
     base: Mapping[str, Any],
     runners: Sequence[Runner],
     prompts: Sequence[TokenPrompt],
     repeat: int,
-    runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]],
+    runs: dict[str, list[_Counted]],
     writer: RequestWriter,
     progress: Progress,
 ) -> None:
     left: dict[str, set[int]] = {}
     for runner in runners:
-        results, totals, todo = _behind(writer.path, runner.name, repeat, prompts)
-        runs[runner.name].append(list(zip(results, totals, strict=True)))
-        left[runner.name] = {prompt.id for prompt in todo}
-        progress.advance(len(results))
-    for turn, whole in enumerate(_groups(prompts, base)):
-        shift = (turn + repeat) % len(runners)  # nobody always runs first on a cold cache
+        done = finished(writer.path, runner.name, repeat)
+        counted = [(r.result, r.totals) for r in done.values() if r.totals is not None]
+        runs[runner.name].append(counted)
+        left[runner.name] = {prompt.id for prompt in prompts if prompt.id not in done}
+        progress.advance(len(counted))
+    for turn, together in enumerate(_groups(prompts, base)):
+        shift = (turn + repeat) % len(runners)  # rows take turns in running first, on a cold cache
         for runner in [*runners[shift:], *runners[:shift]]:
-            group = [prompt for prompt in whole if prompt.id in left[runner.name]]
+            group = [prompt for prompt in together if prompt.id in left[runner.name]]
 
             def book(result: RequestResult, total: RunTotals, name: str = runner.name) -> None:
                 writer.write(name, result, repeat=repeat, totals=total)
@@ -213,34 +218,33 @@ def _one_repeat(
                 runner.run(group, lambda _: None, book)
 
 
-def _behind(
-    path: Path, name: str, repeat: int, prompts: Sequence[TokenPrompt]
-) -> tuple[list[RequestResult], list[RunTotals], list[TokenPrompt]]:
-    """What an interrupted command has left of a strategy and repeat; the prompts behind it."""
-    done = finished(path, name, repeat)
-    found = [(r.result, r.totals) for r in done.values() if r.totals is not None]
-    todo = [prompt for prompt in prompts if prompt.id not in done]
-    return [result for result, _ in found], [totals for _, totals in found], todo
-
-
 def _groups(prompts: Sequence[TokenPrompt], cfg: Mapping[str, Any]) -> list[list[TokenPrompt]]:
-    """Prompts run together: one by one, or all where requests share batches or arrive in time."""
+    """Prompts that run together: one each, or all if they share batches or arrive over time."""
     at_once = (cfg.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE
     if cfg["batch_size"] == 1 and at_once:
         return [[p] for p in prompts]
     return [list(prompts)] if prompts else []
 
 
-def _as_run(parts: Sequence[tuple[RequestResult, RunTotals]]) -> Run:
-    return Run(tuple(result for result, _ in parts), RunTotals.merge([t for _, t in parts]))
+def _as_run(counted: _Counted) -> Run:
+    totals = RunTotals.merge([totals for _, totals in counted])
+    return Run(tuple(result for result, _ in counted), totals)
 
 
 def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
-    """Pair, tokenised prompts that fit its positions, and how many of them were cut."""
+    """Loads a pair and its prompts.
+
+    Returns:
+        The pair, tokenised prompts that fit its positions, and how many of them were shortened.
+
+    Raises:
+        UserError: ``max_new_tokens`` leaves no room for prompts.
+    """
     pair = build_pair(cfg["model"])
     data = cfg["data"]
-    if isinstance(pair, ReplayModels):
-        return pair, [TokenPrompt(*prompt) for prompt in pair.prompts()[: data["limit"]]], 0
+    recorded = getattr(pair, "prompts", None)
+    if recorded is not None:
+        return pair, [TokenPrompt(*prompt) for prompt in recorded()[: data["limit"]]], 0
     tokenizer, positions = pair.tokenizer, pair.max_positions
     least = 1 if tokenizer is not None else _SYNTHETIC_PROMPT_TOKENS
     room = None if positions is None else positions - int(cfg["max_new_tokens"])
@@ -250,12 +254,11 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
             f" in the model's {positions} positions; choose a smaller number"
         )
     if tokenizer is None:
-        return pair, _made_up_prompts(pair, data["limit"], int(cfg["seed"])), 0
-    found = load_requested(Request.of(data), tokenizer=tokenizer)
+        return pair, _random_prompts(pair, data["limit"], int(cfg["seed"])), 0
     limit = data.get("max_prompt_tokens")
     bounds = [b for b in (room, limit) if b is not None]
     prompts, cut = [], 0
-    for prompt in found:
+    for prompt in load_requested(Request.of(data), tokenizer=tokenizer):
         tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"))
         if bounds:
             tokens, num_cut = fit_prompt(
@@ -269,8 +272,8 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     return pair, prompts, cut
 
 
-def _made_up_prompts(pair: ModelPair, limit: int | None, seed: int) -> list[TokenPrompt]:
-    """Random prompts, where there is no tokenizer to read text with."""
+def _random_prompts(pair: ModelPair, limit: int | None, seed: int) -> list[TokenPrompt]:
+    """Random prompts, for pairs without a tokenizer."""
     rng = np.random.default_rng(seed)
     shape = (limit or 16, _SYNTHETIC_PROMPT_TOKENS)
     tokens = rng.integers(1, pair.vocab_size, shape, np.int64)
@@ -278,10 +281,10 @@ def _made_up_prompts(pair: ModelPair, limit: int | None, seed: int) -> list[Toke
 
 
 def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
-    """When requests are complete, as the configuration and the model's own end tokens say.
+    """Stop rules of the configuration, with the model's end-of-sequence tokens.
 
     Raises:
-        UserError: for stop strings without a tokenizer.
+        UserError: stop strings without a tokenizer.
     """
     tokenizer = pair.tokenizer
     strings = tuple(cfg.get("stop_strings") or ())
@@ -298,43 +301,29 @@ def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
 
 
 def _warm_up(runner: Runner, prompt: TokenPrompt) -> None:
-    """One uncounted prompt: first calls allocate, compile and page in."""
+    """Decodes one uncounted prompt, since first calls allocate and compile."""
     runner.run([prompt], lambda _: None)
-    if isinstance(runner, PartsRunner) and runner.trace is not None:
+    if runner.trace is not None:
         runner.trace.clear()
 
 
-def _on_wall_clock(cfg: Mapping[str, Any]) -> bool:
-    return cfg.get("clock", {}).get("kind", "measured") != "simulated"
-
-
-def _set_threads(cfg: Mapping[str, Any]) -> None:
-    if cfg.get("threads"):
-        torch.set_num_threads(int(cfg["threads"]))
-
-
 def _write_record(
-    cfg: Mapping[str, Any],
-    pair: ModelPair,
-    prompts: Sequence[TokenPrompt],
-    results: Sequence[RequestResult],
-    output_dir: Path,
-    progress: Progress,
+    cfg: Mapping[str, Any], decoded: _Decoded, output_dir: Path, progress: Progress
 ) -> None:
-    """``record=true``: one pass of the draft per finished prompt, in nobody's figures."""
+    """``record=true``: a draft pass per prompt of the first row, excluded from all metrics."""
+    results, pair = decoded.results(decoded.runners[0].name), decoded.pair
     progress.phase("recording the draft", len(results))
+    conditions = conditions_of(cfg, pair, len(results), 0, 1)
     model = cfg["model"]
     record = record_run(
         pair=pair,
-        prompts={prompt.id: prompt.tokens for prompt in prompts},
+        prompts={prompt.id: prompt.tokens for prompt in decoded.prompts},
         results=results,
         sampling=sampling_params(cfg["sampling"]),
         about={
             "strategy": cfg["strategy"]["name"],
             "model": {k: model[k] for k in ("kind", "target", "draft") if k in model},
-            **{
-                k: v for k, v in conditions_of(cfg, pair, len(results), 0, 1).items() if k in _ABOUT
-            },
+            **{k: v for k, v in conditions.items() if k in _RECORDED_CONDITIONS},
             "sampling_params": dict(cfg["sampling"]),
             "provenance": provenance(command=sys.argv, config=cfg),
         },
@@ -343,9 +332,10 @@ def _write_record(
     write_record(output_dir / "record.npz", record)
 
 
-def _write_trace(runner: PartsRunner, pair: ModelPair, output_dir: Path) -> None:
-    """``trace=true``: what this process has decoded (prompts that lay on disk are not in it)."""
+def _write_trace(runner: Runner, pair: ModelPair, output_dir: Path) -> None:
+    """``trace=true``: writes the prompts decoded by this process, not those read from disk."""
     assert runner.trace is not None
+    assert runner.parts is not None
     tokenizer = pair.tokenizer
     text = None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
     executor = runner.parts.executor
@@ -354,10 +344,6 @@ def _write_trace(runner: PartsRunner, pair: ModelPair, output_dir: Path) -> None
 
 
 def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:
-    chosen = {k: cfg["data"].get(k) for k in ("sets", "subset")}
-    data = {}
-    if cfg["model"]["kind"] == "pretrained":
-        origin = cfg["data"].get("origin", "local")
-        data = data_provenance(cfg["data"]["name"], origin=origin, **chosen)
-    found = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
-    write_json(output_dir / "provenance.json", found)
+    data = section_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
+    origin = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
+    write_json(output_dir / "provenance.json", origin)

@@ -1,4 +1,4 @@
-"""What all ranks have done so far, whichever process they are in."""
+"""Cumulative counts of all ranks, in this process and in others."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCounts:
-    """Cumulative counts; the difference of two is what happened between them.
+    """Cumulative counts; subtract an earlier instance for those of an interval.
 
     Attributes:
-        busy_s: stage's rank -> seconds of work on the run's clock; None where nobody knows.
-        pieces, overruns: of paced work, over all ranks; None on other clocks.
-        bytes_sent: between ranks; None where all ranks are in one process.
-        draft_s, draft_hidden_s: the controller's draft work and what of it passed beside the
-            target's; None on a clock that does not know when the target is at work, where the
-            meter's seconds stand for the first.
-        reports: clocks of the ranks that are wall clocks, spans handed over.
+        busy_s: stage's rank -> seconds of work on the run's clock; None if unknown.
+        pieces, overruns: pieces of paced work and those that took too long, over all ranks; None on
+            other clocks.
+        bytes_sent: between ranks; None if all ranks are in one process.
+        draft_s, draft_hidden_s: seconds of the controller's draft work, and those of them during
+            target work; None on a measured clock, where the meter gives the first.
+        reports: reports of the ranks' wall clocks, spans included.
     """
 
     busy_s: Mapping[int, float] | None = None
@@ -36,22 +36,23 @@ class RankCounts:
 
     @staticmethod
     def of(clock: Clock, executor: Executor) -> RankCounts:
-        """Asks every rank; costs a message to each where they are processes."""
-        from specdec.clocks import ClockKind, ClockReport, PacedClock, SimulatedClock
+        """Reads the counts of every rank; one message to each other process."""
+        from specdec.clocks import ClockKind, ClockReport, WallClock
 
-        if isinstance(clock, SimulatedClock):
+        drafted, busy_s = getattr(clock, "drafted", None), getattr(clock, "busy_s", None)
+        if clock.kind is ClockKind.SIMULATED:
             return RankCounts(
-                busy_s={r: s for r, s in clock.busy_s.items() if r > 0},
-                draft_s=clock.drafted.total_s,
-                draft_hidden_s=clock.drafted.hidden_s,
+                busy_s=None if busy_s is None else {r: s for r, s in busy_s.items() if r > 0},
+                draft_s=None if drafted is None else drafted.total_s,
+                draft_hidden_s=None if drafted is None else drafted.hidden_s,
             )
-        drafted = clock.drafted if isinstance(clock, PacedClock) else None
-        ask = getattr(executor, "reports", None)
-        found: list[dict[str, Any]] = [] if ask is None else ask()
-        workers = [ClockReport.from_json(report["clock"]) for report in found]
-        reports = (clock.report(), *workers)  # type: ignore[attr-defined]
+        read = getattr(executor, "reports", None)
+        answers: list[dict[str, Any]] = [] if read is None else read()
+        workers = [ClockReport.from_json(report["clock"]) for report in answers]
+        own = [clock.report()] if isinstance(clock, WallClock) else []
+        reports = (*own, *workers)
         paced = clock.kind is ClockKind.PACED
-        sent = sum(report["bytes_sent"] for report in found) + getattr(executor, "bytes_sent", 0)
+        sent = sum(report["bytes_sent"] for report in answers) + getattr(executor, "bytes_sent", 0)
         return RankCounts(
             busy_s={r.rank: r.busy_s for r in workers} if workers else None,
             pieces=sum(r.pieces for r in reports) if paced else None,
@@ -63,7 +64,7 @@ class RankCounts:
         )
 
     def book(self, totals: RunTotals, before: RankCounts) -> None:
-        """Writes what happened since ``before`` into a run's totals."""
+        """Writes the differences from ``before`` into a run's totals."""
         if self.busy_s is not None and before.busy_s is not None:
             earlier = before.busy_s
             totals.stage_busy_s = {r: s - earlier.get(r, 0.0) for r, s in self.busy_s.items()}

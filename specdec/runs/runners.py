@@ -1,6 +1,6 @@
-"""Runners: one strategy, ready to decode prompts, ours or transformers' own.
+"""Runners decode prompts with one strategy: ours or transformers' own.
 
-Both kinds hand back the same raw counts, so every rate of a table comes from the same code.
+Both kinds return the same raw counts, from which all rates are derived.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from specdec.compose.workbench import Parts
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.policies import Chain, FixedWidth
 from specdec.runs import HFBaseline, HFOptions
 from specdec.runs.totals import RunBook
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
-from specdec.sources import EarlyExitSource, MedusaSource, MultiExitSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
@@ -39,14 +37,27 @@ class TokenPrompt:
 
 
 Book = Callable[[RequestResult, RunTotals], None]
-"""Told of a request that ended, and of what was counted since the one before."""
+"""Called once per finished request with the counts since the last call."""
 
 
 class Runner(Protocol):
-    """One strategy of a comparison."""
+    """One strategy of a comparison.
+
+    Attributes:
+        name: of the strategy.
+        claims: what its verifier promises.
+        parts: of our own strategies; None for transformers' decoding.
+        trace: records the run for ``trace=true``; None without it.
+    """
 
     name: str
     claims: Lossless
+
+    @property
+    def parts(self) -> Parts | None: ...
+
+    @property
+    def trace(self) -> RunTrace | None: ...
 
     def run(
         self,
@@ -54,12 +65,12 @@ class Runner(Protocol):
         on_finish: Callable[[RequestResult], None],
         book: Book | None = None,
     ) -> RunTotals:
-        """Decodes the prompts, reporting each as it finishes; returns the totals of this call.
+        """Decodes prompts and returns the totals of this call.
 
         Args:
-            prompts: served together, as many at a time as ``batch_size`` says.
-            on_finish: told of each request that ends.
-            book: told besides what was counted since the request that ended before.
+            prompts: served together, up to ``batch_size`` at a time.
+            on_finish: called with each finished request.
+            book: called with each finished request and the counts since the last call.
         """
         ...
 
@@ -83,7 +94,7 @@ class PartsRunner:
             cfg: resolved configuration (see ``compose``).
             pair: target and draft.
             stop: when requests are complete.
-            on_step: told of the state after each step of ``run``; may cancel requests.
+            on_step: called with the state after each step of ``run``; may cancel requests.
 
         Raises:
             UserError: see ``compose``.
@@ -106,45 +117,44 @@ class PartsRunner:
     ) -> RunTotals:
         """Decodes the prompts; see ``Runner``."""
         state = self.parts.new_state()
-        ledger = RunBook(self.parts, state, self._new_totals)
+        counts = RunBook(self.parts, state, self._new_totals)
         if self.trace is not None:
-            self.trace.begin_run(ledger.ranks.reports)
-        found: list[RunTotals] = []
+            self.trace.begin_run(counts.ranks.reports)
+        totals: list[RunTotals] = []
         left = len(prompts)
 
         def finished(request: RequestState) -> None:
             nonlocal left
             left -= 1
-            found.append(ledger.take(at_end=not left))
+            totals.append(counts.take(at_end=not left))
             result = self._result(request)
             on_finish(result)
             if book is not None:
-                book(result, found[-1])
-            ledger.resume()
+                book(result, totals[-1])
+            counts.resume()
 
         for _ in self.steps(state, prompts, finished):
             if self._on_step is not None:
                 self._on_step(state)
         if self.trace is not None:
-            self.trace.end_run(ledger.ranks.reports)
-        return RunTotals.merge(found) if found else self._new_totals()
+            self.trace.end_run(counts.ranks.reports)
+        return RunTotals.merge(totals) if totals else self._new_totals()
 
     def _new_totals(self) -> RunTotals:
-        """Flags of this strategy's runs, no counts."""
+        """Totals with the flags of this strategy and no counts."""
         totals = RunTotals(
             clock=self.parts.clock.kind.value,
             latency=self.parts.executor.latency,
-            level_per_step=self._level_per_step,
-            whole_tree=not self._pipelined,
+            level_per_step=getattr(self.parts.policy, "levels_per_step", None) == 1,
+            whole_tree=getattr(self.parts.policy, "serial", True),
             kv_budget_tokens=self.parts.serving.kv_tokens,
         )
-        totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
-        if isinstance(self.parts.source, MedusaSource):
-            totals.draft_bytes = self.parts.source.head_bytes
-        if isinstance(self.parts.source, EarlyExitSource | MultiExitSource):
-            drafts_first = not self.parts.source.needs.exits
-            totals.draft_bytes = self._pair.exit_bytes(with_layers=drafts_first)
-            totals.early_exit = _exit_sizes(self.parts, self._pair)
+        source = self.parts.source
+        totals.target_bytes, draft_bytes = self._pair.weight_bytes
+        totals.draft_bytes = getattr(source, "pass_bytes", draft_bytes)
+        law = getattr(source, "speedup_law", None)
+        if law is not None:
+            totals.law = law(self.parts.policy, self.parts.executor.latency)
         return totals
 
     def steps(
@@ -153,7 +163,13 @@ class PartsRunner:
         prompts: Sequence[TokenPrompt],
         on_finish: Callable[[RequestState], None],
     ) -> Iterator[list[Commit]]:
-        """The loop over the prompts, step by step (streaming, checks between steps)."""
+        """The loop over the prompts, one item per step.
+
+        Args:
+            state: see ``Parts.new_state``.
+            prompts: served together.
+            on_finish: called with each finished request.
+        """
         parts = self.parts
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
@@ -187,14 +203,6 @@ class PartsRunner:
         """Releases the executor."""
         self.parts.executor.shutdown()
 
-    @property
-    def _pipelined(self) -> bool:
-        return not getattr(self.parts.policy, "serial", True)
-
-    @property
-    def _level_per_step(self) -> bool:
-        return getattr(self.parts.policy, "levels_per_step", None) == 1
-
     def _result(self, request: RequestState) -> RequestResult:
         tokenizer = self._pair.tokenizer
         text = "" if tokenizer is None else tokenizer.decode(request.output)
@@ -212,30 +220,22 @@ class PartsRunner:
         )
 
 
-def _exit_sizes(parts: Parts, pair: ModelPair) -> dict[str, int] | None:
-    """What PPSD's laws need to know of a strategy; None where none of them fits it."""
-    if isinstance(parts.source, MultiExitSource):
-        return None  # a token's exit differs, so no single E stands in a law
-    sizes = {"layers": pair.num_layers, "exit_layer": pair.exit_layer}
-    policy = parts.policy
-    if isinstance(policy, FixedWidth) and not policy.serial and parts.executor.latency > 1:
-        return {**sizes, "stages": parts.executor.latency, "width": policy.width}
-    return {**sizes, "gamma": policy.gamma} if isinstance(policy, Chain) else None
-
-
 class HFRunner:
-    """transformers' own generate, for comparison."""
+    """transformers' own ``generate``, for comparison."""
+
+    parts = None
+    trace = None
 
     def __init__(self, *, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> None:
         """Prepares a baseline.
 
         Args:
             cfg: resolved configuration of a strategy of kind ``hf``.
-            pair: target and draft; must be real models.
+            pair: target and draft, real models.
             stop: when requests are complete.
 
         Raises:
-            UserError: if there are no real models, or for options that do not apply.
+            UserError: a pair without real models.
         """
         strategy = dict(cfg["strategy"])
         self.name = str(strategy["name"])
@@ -263,44 +263,33 @@ class HFRunner:
         book: Book | None = None,
     ) -> RunTotals:
         """Decodes the prompts one by one; see ``Runner``."""
-        self._baseline.take_totals()
         parts: list[RunTotals] = []
         for prompt in prompts:
-            result = self._baseline.generate_one(prompt.id, prompt.tokens)
-            parts.append(self._baseline.take_totals())
-            parts[-1].target_bytes, parts[-1].draft_bytes = self._pair.weight_bytes
+            result, totals = self._baseline.generate_one(prompt.id, prompt.tokens)
+            totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
+            parts.append(totals)
             on_finish(result)
             if book is not None:
-                book(result, parts[-1])
+                book(result, totals)
         return RunTotals.merge(parts)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing."""
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    """The runner of one strategy: transformers' own for kind ``hf``, ours otherwise."""
+    """The runner of a strategy: transformers' own for kind ``hf``, else ours."""
     kind = HFRunner if cfg["strategy"]["kind"] == "hf" else PartsRunner
     return kind(cfg=cfg, pair=pair, stop=stop)
 
 
 def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:
-    """The sampling transform that ``sampling=`` describes.
+    """The sampling parameters of ``sampling=``.
 
     Raises:
-        UserError: for a value out of range.
+        UserError: a value out of range.
     """
     try:
         return SamplingParams(**cfg)
     except (TypeError, ValueError) as error:
         raise UserError(f"sampling: {error}") from error
-
-
-__all__ = [
-    "HFRunner",
-    "PartsRunner",
-    "Runner",
-    "TokenPrompt",
-    "build_runner",
-    "sampling_params",
-]

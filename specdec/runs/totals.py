@@ -1,4 +1,4 @@
-"""The totals of a run in parts: one part for every request that ends, so that nothing is lost."""
+"""Totals of a run per finished request, so that an interrupted run loses nothing."""
 
 from __future__ import annotations
 
@@ -18,37 +18,31 @@ if TYPE_CHECKING:
 
 
 class RunBook:
-    """Hands out what has been counted since it was last asked; the parts sum up to the run.
+    """Returns the counts since the last call; their sum is the run's.
 
-    Ranks that are processes are asked for their counts at the end only: asking would hold the
-    pipeline up. The parts before have empty counts of ranks.
+    Counts of other processes are read at the end of the run only, since reading them stalls the
+    pipeline; until then they are zero.
 
     Attributes:
-        ranks: what all ranks had done when they were last asked.
+        ranks: counts of all ranks when they were last read.
     """
 
     def __init__(self, parts: Parts, state: DecodeState, new_totals: Callable[[], RunTotals]):
-        """Starts to count.
+        """Starts counting.
 
         Args:
             parts, state: of the run.
-            new_totals: makes totals with the run's flags and no counts.
+            new_totals: creates totals with the run's flags and no counts.
         """
-        parts.meter.reset()
         self._parts = parts
         self._state = state
         self._new_totals = new_totals
         self.ranks = RankCounts.of(parts.clock, parts.executor)
-        self._ranks_are_near = getattr(parts.executor, "reports", None) is None
-        self._source = deepcopy(parts.source.counters)
-        self._executor = replace(parts.executor.counters)
-        self._load = replace(state.load)
-        self._step = state.step
-        self._clock_s = parts.clock.now()
-        self._wall_s = perf_counter()
+        self._in_process = getattr(parts.executor, "reports", None) is None
+        self._restart(parts.clock.now())
 
     def take(self, *, at_end: bool = False) -> RunTotals:
-        """What was counted since the last call."""
+        """The counts since the last call; ``at_end`` reads those of other processes."""
         parts, state, totals = self._parts, self._state, self._new_totals()
         now_s, clock_s = perf_counter(), parts.clock.now()
         totals.wall_s = now_s - self._wall_s
@@ -65,7 +59,7 @@ class RunBook:
         totals.kv_peak_tokens = state.load.kv_peak_tokens
         totals.add_source(parts.source.counters.since(self._source))
         totals.add_meter(parts.meter)
-        if at_end or self._ranks_are_near:
+        if at_end or self._in_process:
             ranks = RankCounts.of(parts.clock, parts.executor)
             ranks.book(totals, self.ranks)
             self.ranks = ranks
@@ -85,5 +79,5 @@ class RunBook:
         self._wall_s = perf_counter()
 
     def resume(self) -> None:
-        """Leaves out the wall time since the last ``take``: results were being written."""
+        """Excludes the wall time since the last ``take``, in which results were written."""
         self._wall_s = perf_counter()

@@ -1,1 +1,1 @@
-"""Sampling transforms, keyed random draws and the order of candidates."""
+"""Sampling: keyed draws, the transform from logits to distributions, draft candidates."""

@@ -1,4 +1,4 @@
-"""Candidates from a draft's logits: the most probable ones, or sampled ones by keyed draws.
+"""Draft candidates from logits: the most probable tokens, or tokens sampled by keyed draws.
 
 Shape letters: W nodes, K candidates, V vocabulary.
 """
@@ -6,32 +6,28 @@ Shape letters: W nodes, K candidates, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from specdec.device import DeviceProbs, Probs, taken
-from specdec.sampling import on_device
+from specdec.device import DeviceProbs, Probs, select_rows
+from specdec.sampling import host, on_device
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
-from specdec.sampling.transform import SamplingTransform, sample_candidates
+from specdec.sampling.transform import SamplingTransform
 from specdec.types import Candidates, FloatArray, IntArray
-
-if TYPE_CHECKING:
-    pass
 
 
 def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
-    """Candidates by ``uniforms``, float64[W, K], where the distributions lie."""
+    """Samples candidates on the device of ``probs`` [W, V] by ``uniforms``, float64[W, K]."""
     if isinstance(probs, DeviceProbs):
         tokens, logprobs, counts = on_device.sample_candidates(probs, k, uniforms)
     else:
-        tokens, logprobs, counts = sample_candidates(probs, k, uniforms)
+        tokens, logprobs, counts = host.sample_candidates(probs, k, uniforms)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
 
 
 def sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: int) -> FloatArray:
-    """float64[W, K]: the draw of each sibling of nodes at ``positions``[W]."""
+    """Returns float64[W, K]: the draw of each of K siblings below nodes at ``positions``[W]."""
     return draws.uniform(request_id, positions[:, None] + 1, Purpose.DRAFT, np.arange(k))
 
 
@@ -41,13 +37,13 @@ def top_candidates(
     k: int,
     histories: Sequence[IntArray] | None,
 ) -> Candidates:
-    """The ``k`` most probable candidates of each row of logits[W, V]."""
+    """Returns the ``k`` most probable candidates of each row of logits[W, V]."""
     tokens, logprobs = transform.top(logits, k, histories)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts_of(transform, logprobs))
 
 
 def counts_of(transform: SamplingTransform, logprobs: FloatArray) -> IntArray:
-    """int64[W]: candidates per row of ``logprobs``[W, K]; processors may ban tokens."""
+    """Returns int64[W]: candidates per row of ``logprobs``[W, K] that no processor bans."""
     if transform.params.needs_history:
         return np.asarray((logprobs > -np.inf).sum(axis=1), np.int64)
     return np.full(len(logprobs), logprobs.shape[1])
@@ -63,17 +59,17 @@ def candidates_of(
     request_id: int,
     positions: IntArray,
 ) -> Candidates:
-    """Candidates for nodes of one request, without a look at its tree.
+    """Returns candidates for nodes of one request.
 
     Args:
-        transform: the request's own.
+        transform: the request's sampling transform.
         logits: [W, V].
-        k: candidates per node at most.
+        k: maximum number of candidates per node.
         histories: for ``transform``.
-        draws: candidates are sampled by them (see ``sampled_candidates``) and come with their
-            distribution; None takes the most probable ones.
-        request_id: keys the draws.
-        positions: int64[W], of the nodes.
+        draws: sample the candidates, which are returned with their distribution; None: the most
+            probable candidates.
+        request_id: key of the draws.
+        positions: int64[W], absolute positions of the nodes.
     """
     if draws is None:
         return top_candidates(transform, logits, k, histories)
@@ -84,11 +80,11 @@ def candidates_of(
 
 
 def picked(candidates: Candidates, rows: IntArray) -> Candidates:
-    """The rows that ``rows``, int64[W], names, each as often as it is named."""
-    assert candidates.origins is None, "origins would be lost"
+    """Returns the rows of candidates with the indices ``rows``, int64[W], which may repeat."""
+    assert candidates.origins is None, "origins cannot be selected"
     return Candidates(
         tokens=candidates.tokens[rows],
         logprobs=candidates.logprobs[rows],
         counts=candidates.counts[rows],
-        probs=None if candidates.probs is None else taken(candidates.probs, rows),
+        probs=None if candidates.probs is None else select_rows(candidates.probs, rows),
     )

@@ -1,10 +1,10 @@
-"""Keyed draws: counter-based randomness, so that a draw depends on its key and on nothing else.
+"""Keyed draws: counter-based random numbers that depend on their key only.
 
-The draw for prompt r at position t is a function of (seed, r, t, purpose, index), the
-same on every rank, in every batch and under every strategy. The generator is Philox4x32-10 (Salmon
-et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised.
+The draw for prompt r at position t is a function of (seed, r, t, purpose, index): the same on every
+rank, in every batch and under every strategy. The generator is Philox4x32-10 (Salmon et al. 2011,
+"Parallel random numbers: as easy as 1, 2, 3"), vectorised.
 
-Shape letters: n draws, I sibling indices, T positions.
+Shape letters: I sibling indices, T positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from specdec.types import FloatArray, IntArray
 
-_Words = npt.NDArray[np.uint64]  # 32-bit words, kept in 64 bits so that products do not overflow
+_Words = npt.NDArray[np.uint64]  # 32-bit words in 64 bits, so that products do not overflow
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -28,15 +28,15 @@ _SHIFT = np.uint64(32)
 _INDEX_BITS = 24
 
 _BLOCK = 256  # positions computed at a time
-_MAX_BLOCKS = 4  # a table that would grow beyond so many blocks starts afresh
+_MAX_BLOCKS = 4  # per table; one that would grow larger is replaced
 _MAX_CACHED_INDEX = 128
 _MAX_TABLES = 4096
 
 
 class Purpose(IntEnum):
-    """What a draw decides; draws of different purposes are independent.
+    """Purpose of a draw; draws of different purposes are independent.
 
-    ``TARGET``: the target's own next token, also the bonus token. ``DRAFT``: a sampled candidate.
+    ``TARGET``: the target's next token, including the bonus token. ``DRAFT``: a sampled candidate.
     ``ACCEPT``: the acceptance test of a candidate. ``RESIDUAL``: the correction token.
     """
 
@@ -77,13 +77,13 @@ def keyed_uniforms(
     purpose: Purpose,
     index: int | IntArray = 0,
 ) -> FloatArray:
-    """Draws for any mixture of keys, without a cache; the definition of ``KeyedDraws``.
+    """Computes draws for arrays of keys; ``KeyedDraws`` caches its results.
 
     Args:
         seed: any integer; its low 64 bits are the key.
         prompt_ids: int or int64, broadcast against the others.
         positions: int or int64, 0 <= position < 2**32.
-        purpose: what the draws decide.
+        purpose: of all draws.
         index: int or int64, sibling number, 0 <= index < 2**24.
 
     Returns:
@@ -106,7 +106,7 @@ def keyed_uniforms(
 
 @dataclass(slots=True)
 class _Table:
-    """Draws of one prompt and purpose: values[I, T] for positions first .. first + T."""
+    """Draws of one prompt and purpose: values[I, T] for positions first .. first + T - 1."""
 
     first: int
     values: FloatArray
@@ -119,8 +119,7 @@ class _Table:
 class KeyedDraws:
     """The uniform draws of a run, keyed by (seed, prompt id, position, purpose, index).
 
-    Draws are computed in blocks of positions and kept in a bounded cache, which changes their cost
-    and never their values.
+    Draws are computed in blocks of positions and cached up to a limit.
 
     Attributes:
         seed: the run's seed.
@@ -130,7 +129,7 @@ class KeyedDraws:
         """Starts with an empty cache.
 
         Args:
-            seed: any integer; its low 64 bits count.
+            seed: any integer; its low 64 bits are the key.
         """
         self.seed = seed
         self._tables: dict[tuple[int, int], _Table] = {}
@@ -138,13 +137,13 @@ class KeyedDraws:
     def uniform(
         self, prompt_id: int, positions: IntArray, purpose: Purpose, index: int | IntArray = 0
     ) -> FloatArray:
-        """Draws for one prompt.
+        """Returns draws for one prompt.
 
         Args:
             prompt_id: the prompt's id.
-            positions: int64[n], absolute positions of the tokens that are drawn: a node at position
-                p has its next token at p + 1. Any shape is allowed.
-            purpose: what the draws decide.
+            positions: int64 of any shape, absolute positions of the drawn tokens: the token after
+                a node at position p is drawn at p + 1.
+            purpose: of all draws.
             index: sibling number, or an array that broadcasts against ``positions``.
 
         Returns:
@@ -174,10 +173,10 @@ class KeyedDraws:
         span: tuple[int, int],
         top: int,
     ) -> _Table:
-        """A table that covers the positions ``span`` and the index ``top``.
+        """Returns a table that covers the positions ``span`` (inclusive) and indices up to ``top``.
 
-        It keeps the old table's range where that is near: two users of one purpose may be a few
-        positions apart.
+        It also covers the old table's range if that is near, because two callers with the same
+        purpose may be a few positions apart.
         """
         first, stop = span[0] // _BLOCK, span[1] // _BLOCK + 1
         rows = 1 << top.bit_length()

@@ -1,13 +1,12 @@
-"""The sampling transform in torch, for logits that lie on an accelerator.
+"""The sampling transform in torch, for logits on an accelerator.
 
-The same distributions and the same draws as ``filters`` and ``distribution``, which work on arrays
-because a handful of numpy calls costs less than one launch; here whole rows stay where they are,
-the uniforms go there, and tokens come back. Sums are trees of elementwise additions: libraries
-choose the order of a reduction by the shape of the whole call, and then a row's last bits would
-depend on the rows beside it. Comparisons and integers do the rest, so that the host's result is
-reached but for draws within a rounding error of an edge.
+It computes the same distributions and draws as ``host``. Rows of logits stay on the device; the
+uniforms are sent there, and tokens are copied back. Sums are trees of elementwise additions,
+because libraries choose the order of a reduction by the shape of the whole call, and a row's last
+bits would then depend on the other rows. All other operations are comparisons and integer
+arithmetic, so that results equal the host's except for draws within a rounding error of an edge.
 
-Nothing here waits for the device except ``to_host``, once per call.
+Only ``to_host`` waits for the device, once per call.
 
 Shape letters: A rows, V vocabulary, S entries, B blocks, K candidates, J judged nodes, C children.
 """
@@ -25,26 +24,26 @@ from specdec.sampling.host import check_finite
 from specdec.types import FloatArray, IntArray
 
 BLOCK = 64
-"""Entries that are summed as one before a running sum over them; a power of two."""
+"""Entries per block in the first level of cumulative sums; a power of two."""
 
 NUCLEUS = 1024
-"""Most probable entries in which the cut of top-p is looked for before a row is sorted whole."""
+"""Number of most probable entries searched for top-p's cut before a whole row is sorted."""
 
-_ENTRIES = 1 << 24  # of logits at a time: 128 MiB per float64 intermediate
-_FAULTY = -1
+_ENTRIES = 1 << 24  # logits processed at a time: 128 MiB per float64 intermediate
+_FAULTY = -1  # instead of a token, for a row that cannot be sampled
 
 NOT_FOUND = -2
-"""Instead of a token, where top-p's cut was not among the entries that were looked at."""
+"""Instead of a token, if top-p's cut is not among the searched entries."""
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether this module's functions, and not numpy's, are to work on it (mps has no float64)."""
+    """Whether this module processes the tensor, instead of ``host`` (mps has no float64)."""
     return tensor.device.type not in ("cpu", "mps")
 
 
 def argmax(logits: torch.Tensor) -> IntArray:
-    """int64[A]: the first of the largest entries of each row of [A, V]."""
-    best = logits.max(dim=1)  # whose indices are the first
+    """Returns int64[A]: the first of the largest entries of each row of logits[A, V]."""
+    best = logits.max(dim=1)  # returns the first of equal entries
     tokens = torch.where(best.values.isfinite(), best.indices, _FAULTY)
     return checked(to_host(tokens), logits)
 
@@ -52,14 +51,14 @@ def argmax(logits: torch.Tensor) -> IntArray:
 def sample(
     logits: torch.Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
 ) -> IntArray:
-    """int64[A]: the token at ``uniforms``[A] of each processed row's CDF, in token order.
+    """Returns int64[A]: the token at ``uniforms``[A] of each row's processed CDF in token-id order.
 
     Args:
         logits: [A, V], float32 or float64.
         uniforms: float64[A] in [0, 1).
         temperature: above 0.
-        top_k: 0, or V and more, is off.
-        top_p: 1 is off.
+        top_k: 0, or at least V, disables it.
+        top_p: 1 disables it.
 
     Raises:
         ValueError: for rows with NaN, infinity or no allowed token.
@@ -69,17 +68,17 @@ def sample(
     draws = to_device(uniforms, logits.device)
     for width in (min(NUCLEUS, vocab_size), vocab_size):
         parts = []
-        for rows, some in zip(logits.split(step), draws.split(step), strict=True):
+        for rows, row_draws in zip(logits.split(step), draws.split(step), strict=True):
             weighted = weigh(rows, temperature=temperature, top_k=top_k, top_p=top_p, width=width)
-            parts.append(weighted.draw(some))
-        found = to_host(torch.cat(parts))
-        if not (found == NOT_FOUND).any():
+            parts.append(weighted.draw(row_draws))
+        tokens = to_host(torch.cat(parts))
+        if not (tokens == NOT_FOUND).any():
             break
-    return checked(found, logits)
+    return checked(tokens, logits)
 
 
 def checked(tokens: IntArray, logits: torch.Tensor) -> IntArray:
-    """``tokens``, unless one of them says that its row of logits[A, V] is at fault.
+    """Returns ``tokens`` after checking that none of them marks a faulty row of logits[A, V].
 
     Raises:
         ValueError: for rows with NaN, infinity or no allowed token.
@@ -94,32 +93,32 @@ class Weighted:
     """Rows of unnormalised probabilities.
 
     Attributes:
-        weights: float64[A, V], at most 1, 0 for what the filters drop.
+        weights: float64[A, V], at most 1; 0 for tokens that the filters remove.
         best: [A], the largest logit.
-        found: bool[A], whether top-p's cut was found; the weights hold only then.
+        cut_found: bool[A], whether top-p's cut was found; otherwise the row's weights are invalid.
     """
 
     weights: torch.Tensor
     best: torch.Tensor
-    found: torch.Tensor
+    cut_found: torch.Tensor
 
     def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
-        """int64[A] on the device: a token of each row, or below 0 for the fault that it has."""
-        tokens = torch.where(self.found, inverse_cdf(self.weights, uniforms), NOT_FOUND)
+        """Returns int64[A] on the device: a token per row, or a negative number for a fault."""
+        tokens = torch.where(self.cut_found, inverse_cdf(self.weights, uniforms), NOT_FOUND)
         return torch.where(self.best.isfinite(), tokens, _FAULTY)
 
     def sample(self, uniforms: FloatArray) -> IntArray:
-        """As ``Distribution.sample``; for rows whose cut was found."""
+        """As ``Distribution.sample``; only for rows with ``cut_found``."""
         draws = to_device(uniforms, self.weights.device)
         return checked(to_host(self.draw(draws)), self.best[:, None])
 
     def probs(self) -> DeviceProbs:
-        """Normalised."""
+        """Returns the normalised probabilities."""
         return DeviceProbs(self.weights / _total(self.weights), self.best)
 
 
 def one_hot(logits: torch.Tensor) -> Weighted:
-    """All weight on the first of the largest entries of each row."""
+    """Returns rows with all weight on the first of their largest entries."""
     best = logits.max(dim=1)
     weights = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     weights = weights.scatter(1, best.indices[:, None], 1.0)
@@ -134,12 +133,12 @@ def weigh(
     top_p: float = 1.0,
     width: int | None = None,
 ) -> Weighted:
-    """Temperature, top-k (with all that tie with the k-th), then top-p.
+    """Applies temperature, top-k (including all entries that tie with the k-th), then top-p.
 
     Args:
         logits: [A, V], float32 or float64.
         temperature, top_k, top_p: as in ``sample``.
-        width: top-p's cut is looked for among so many of the most probable entries; all where None.
+        width: number of most probable entries searched for top-p's cut; None: all.
     """
     vocab_size = logits.shape[1]
     best = logits.amax(dim=1)
@@ -152,17 +151,17 @@ def weigh(
         return Weighted(weights, best, everything)
     ordered = logits.topk(vocab_size if width is None else width, dim=1).values
     total = _total(weights)
-    # Of the descending order an entry stays while what comes from it on exceeds what may be cut.
+    # In descending order, an entry is kept if the mass from it on exceeds the mass that may be cut.
     rest = total - running_sums(_weights(ordered, best, temperature))
-    stays = rest > (1.0 - top_p) * total
-    num = (1 + stays.sum(dim=1, keepdim=True)).clamp(max=ordered.shape[1])
-    found = everything if ordered.shape[1] == vocab_size else ~stays[:, -1]
+    next_is_kept = rest > (1.0 - top_p) * total
+    num = (1 + next_is_kept.sum(dim=1, keepdim=True)).clamp(max=ordered.shape[1])
+    cut_found = everything if ordered.shape[1] == vocab_size else ~next_is_kept[:, -1]
     threshold = ordered.gather(1, num - 1)
-    # Of equal logits on both sides of the cut the lower token ids stay.
+    # Of equal logits at the cut, the lower token ids are kept.
     tied = logits == threshold
     room = num - (ordered > threshold).sum(dim=1, keepdim=True)
     keep = (logits > threshold) | (tied & (tied.cumsum(dim=1) <= room))
-    return Weighted(weights.masked_fill(~keep, 0.0), best, found)
+    return Weighted(weights.masked_fill(~keep, 0.0), best, cut_found)
 
 
 def _weights(logits: torch.Tensor, best: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -174,9 +173,9 @@ def _weights(logits: torch.Tensor, best: torch.Tensor, temperature: float) -> to
 
 
 def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens int64[W, k], scores[W, k]): the ``k`` best, ties in token-id order.
+    """Returns the ``k`` best (tokens int64[W, k], scores[W, k]), ties in token-id order.
 
-    ``topk`` alone leaves open which of several equal entries it takes, and in which order.
+    ``topk`` alone does not specify which of several equal entries it returns, or in which order.
     """
     kth = scores.topk(k, dim=1).values.amin(dim=1, keepdim=True)
     above, tied = scores > kth, scores == kth
@@ -184,15 +183,15 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     keep = above | (tied & (tied.cumsum(dim=1) <= room))
     places = torch.arange(scores.shape[1], 0, -1, device=scores.device)
     tokens = torch.where(keep, places, 0).topk(k, dim=1).indices  # in token-id order
-    ordered, at = scores.gather(1, tokens).sort(dim=1, descending=True, stable=True)
-    return tokens.gather(1, at), ordered
+    ordered, order = scores.gather(1, tokens).sort(dim=1, descending=True, stable=True)
+    return tokens.gather(1, order), ordered
 
 
 # ---------------------------------------------------------------------- sums and draws
 
 
 def block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """float64[A, B]: sums of ``BLOCK`` entries each, the last block padded with zeros."""
+    """Returns float64[A, B]: sums of ``BLOCK`` entries each, the last block padded with zeros."""
     parts = _blocks(weights)
     while parts.shape[-1] > 1:
         half = parts.shape[-1] // 2
@@ -203,11 +202,11 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
 def _blocks(weights: torch.Tensor) -> torch.Tensor:
     missing = -weights.shape[1] % BLOCK
     padded = pad(weights, (0, missing)) if missing else weights
-    return padded.unflatten(1, (-1, BLOCK))
+    return padded.unflatten(1, (-1, BLOCK))  # [A, B, BLOCK]; many times per draw: no einops
 
 
 def running_sums(values: torch.Tensor) -> torch.Tensor:
-    """[A, S]: inclusive, by doubling steps (Hillis and Steele 1986); entry i needs the first i."""
+    """Returns inclusive prefix sums [A, S] by doubling steps (Hillis and Steele 1986)."""
     step = 1
     while step < values.shape[1]:
         values = torch.cat([values[:, :step], values[:, step:] + values[:, :-step]], dim=1)
@@ -216,9 +215,9 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first entry of each row whose cumulative share exceeds the row's uniform.
+    """Returns the first entry of each row whose cumulative share exceeds the row's uniform.
 
-    Entries of weight 0 are never returned, but 0 for rows without any other.
+    It never returns entries of weight 0, except 0 for rows without positive entries.
 
     Args:
         weights: float64[A, S], >= 0.
@@ -237,9 +236,9 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(cdf: torch.Tensor, weights: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """int64[A]: the first entry with weight whose cdf exceeds the draw, or else the last with any.
+    """int64[A]: the first positive entry whose CDF exceeds the draw, else the last positive entry.
 
-    Sums of several roundings need not increase, so the draw may lie beyond the last.
+    The rounded sums need not increase, so the draw may lie beyond the last.
     """
     positive = weights > 0.0
     places = torch.arange(weights.shape[1], device=weights.device)
@@ -248,7 +247,7 @@ def _first_above(cdf: torch.Tensor, weights: torch.Tensor, draw: torch.Tensor) -
 
 
 def _first(hits: torch.Tensor) -> torch.Tensor:
-    """int64[A]: the first column of bool[A, S] that is set; S where none is."""
+    """int64[A]: the first true column of bool[A, S]; S if there is none."""
     places = torch.arange(hits.shape[1], device=hits.device)
     return torch.where(hits, places, hits.shape[1]).amin(dim=1)
 
@@ -256,28 +255,28 @@ def _first(hits: torch.Tensor) -> torch.Tensor:
 def sample_candidates(
     probs: DeviceProbs, k: int, uniforms: FloatArray
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """``distribution.sample_candidates`` for rows on a device; one copy of a few numbers per row.
+    """``host.sample_candidates`` for rows on a device; copies a few numbers per row, once.
 
     Raises:
         ValueError: for rows with NaN, infinity or no allowed token.
     """
     rows = probs.rows
     draws = to_device(uniforms, rows.device)
-    left, tokens, chances = rows, [], []
+    remaining, tokens, chances = rows, [], []
     for draw in range(k):
-        drawn = inverse_cdf(left, draws[:, draw])[:, None]
+        drawn = inverse_cdf(remaining, draws[:, draw])[:, None]
         tokens.append(drawn[:, 0])
         chances.append(rows.gather(1, drawn)[:, 0])
-        left = left.scatter(1, drawn, 0.0)
+        remaining = remaining.scatter(1, drawn, 0.0)
     possible = (rows > 0.0).sum(dim=1)
     numbers = [column.double() for column in [*tokens, *chances, possible, probs.best]]
-    found = to_host(torch.stack(numbers, dim=1))
-    check_finite(found[:, -1])
-    counts = np.minimum(found[:, -2].astype(np.int64), k)
+    results = to_host(torch.stack(numbers, dim=1))
+    check_finite(results[:, -1])
+    counts = np.minimum(results[:, -2].astype(np.int64), k)
     valid = np.arange(k) < counts[:, None]
     with np.errstate(divide="ignore"):
-        logprobs = np.log(np.where(valid, found[:, k : 2 * k], 0.0))
-    return np.where(valid, found[:, :k], 0.0).astype(np.int64), logprobs, counts
+        logprobs = np.log(np.where(valid, results[:, k : 2 * k], 0.0))
+    return np.where(valid, results[:, :k], 0.0).astype(np.int64), logprobs, counts
 
 
 def judge(
@@ -291,13 +290,14 @@ def judge(
 
     Args:
         target: float64[J, V], the target's distribution after each node.
-        draft: float64[J, V], the one that its children were sampled from.
+        draft: float64[J, V], the distribution that the node's children were sampled from.
         children: int64[J, C], tokens in sampling order, -1 after the last.
         tests: float64[J, C], draws of the acceptance tests.
         draws: float64[J], draws of the correction tokens.
 
     Returns:
-        (which child is accepted, C for none; the correction token in that case), int64[J] each.
+        (index of the accepted child, C for none; the correction token for that case), int64[J]
+        each.
     """
     device = target.device
     vocab_size = max(target.shape[1], draft.shape[1])
@@ -309,18 +309,19 @@ def judge(
         is_child = tokens[:, place, None] >= 0
         token = tokens[:, place, None].clamp(min=0)
         if place:
-            left = draft.scatter(1, tokens[:, place - 1, None].clamp(min=0), 0.0)
-            draft = left / _total(left)
+            rest = draft.scatter(1, tokens[:, place - 1, None].clamp(min=0), 0.0)
+            draft = rest / _total(rest)
         passes = limits[:, place, None] * draft.gather(1, token) < target.gather(1, token)
         passes = (passes & is_child)[:, 0]
         accepted = torch.where(passes & (accepted == width), place, accepted)
-        rest = (target - draft).clamp(min=0.0)
-        mass = _total(rest)
-        target = torch.where(is_child & (mass > 0.0), rest / mass, target)
+        residual = (target - draft).clamp(min=0.0)
+        mass = _total(residual)
+        target = torch.where(is_child & (mass > 0.0), residual / mass, target)
     corrections = inverse_cdf(target, to_device(draws, device))
     both = to_host(torch.stack([accepted, corrections]))
     return both[0], both[1]
 
 
 def _total(rows: torch.Tensor) -> torch.Tensor:
+    """[A, 1]: the sum of each row."""
     return running_sums(block_sums(rows))[:, -1:]

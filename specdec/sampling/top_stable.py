@@ -1,4 +1,4 @@
-"""The largest of many values, with ties that fall the same way everywhere."""
+"""Selection of the largest values, with ties broken by index."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from specdec.types import FloatArray, IntArray
 
-_FEW = 8  # up to so many maxima are cheaper found one by one than by a partition
-_SORT_ALL = 256  # up to so many values a full stable sort beats a partition
+_FEW = 8  # for at most this many maxima, repeated argmax is faster than a partition
+_SORT_ALL = 256  # for at most this many values, a full stable sort is faster than a partition
 
 
 def top_stable(values: FloatArray, num: int) -> IntArray:
-    """Indices of the ``num`` largest values, largest first, ties by index.
+    """Returns the indices of the ``num`` largest values, largest first, ties by index.
 
-    Ties must fall the same way on every machine and in every subset, hence not plain argpartition.
+    Unlike ``argpartition``, ties are broken the same way on every machine and in every subset.
     """
     if len(values) <= _SORT_ALL:
         return (-values).argsort(kind="stable")[: max(num, 0)]
@@ -22,7 +22,7 @@ def top_stable(values: FloatArray, num: int) -> IntArray:
 
 
 def top_set(values: FloatArray, num: int) -> IntArray:
-    """The same ``num`` indices as ``top_stable``, in increasing order (cheaper)."""
+    """Returns the same indices as ``top_stable`` in increasing order, which is faster."""
     if num >= len(values):
         return np.arange(len(values))
     if len(values) <= _SORT_ALL:
@@ -42,14 +42,14 @@ def top_set(values: FloatArray, num: int) -> IntArray:
 
 
 def _few_best(values: FloatArray, num: int) -> IntArray | None:
-    """``top_set`` by repeated maxima, for a handful; None where too few values are finite."""
-    left = values.copy()
+    """``top_set`` by repeated maxima; None if fewer than ``num`` values are above -inf."""
+    remaining = values.copy()
     chosen = np.empty(num, np.int64)
     for i in range(num):
-        best = left.argmax()  # the first of equals
-        if left[best] == -np.inf:
+        best = remaining.argmax()  # the first of equal values
+        if remaining[best] == -np.inf:
             return None
         chosen[i] = best
-        left[best] = -np.inf
+        remaining[best] = -np.inf
     chosen.sort()
     return chosen

@@ -1,6 +1,6 @@
-"""The sampling transform: from logits to the distribution that is sampled, the same for all models.
+"""The sampling transform, from logits to the sampled distribution; the same for target and draft.
 
-Order and meaning are those of transformers' ``generate``: no_repeat_ngram, other processors,
+Steps and their order are those of transformers' ``generate``: no_repeat_ngram, other processors,
 temperature, top-k, top-p. Probabilities are float64 from the temperature on.
 
 Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ import torch
 from specdec.device import Probs, to_host
 from specdec.sampling import on_device
 from specdec.sampling.captured import StaticDraws
-from specdec.sampling.history import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.sampling.host import (
     CHUNK,
     Distribution,
@@ -28,15 +27,13 @@ from specdec.sampling.host import (
     filter_top_k,
     filter_top_p,
     row_max,
-    sample_candidates,
     stacked,
     weights,
 )
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.on_device import Weighted, on_accelerator, weigh
+from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.types import Answers, FloatArray, IntArray
-
-__all__ = ["SamplingParams", "SamplingTransform", "TargetSampler", "sample_candidates"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +41,16 @@ class SamplingParams:
     """How the next token is chosen from the target's logits.
 
     Attributes:
-        temperature: 0 is greedy (the lowest token id wins a tie); then top_k and top_p do nothing.
-        top_k: keep the k most probable tokens, all those tied with the k-th included; 0 is off.
-        top_p: keep the smallest set of most probable tokens with at least this mass; 1 is off.
-        no_repeat_ngram: no n-gram of this size occurs twice in prompt and output; 0 is off.
+        temperature: 0 is greedy: the most probable token, of equal ones the lowest token id; top_k
+            and top_p then have no effect.
+        top_k: keep the k most probable tokens, including all that tie with the k-th; 0 disables it.
+        top_p: keep the smallest set of most probable tokens with at least this mass; 1 disables it.
+        no_repeat_ngram: ban tokens that would repeat an n-gram of this size in prompt and output; 0
+            disables it.
         processors: Hugging Face logits processors, applied before the temperature.
 
     Raises:
-        ValueError: for a value out of its range.
+        ValueError: for a value outside its range.
     """
 
     temperature: float = 0.0
@@ -85,31 +84,44 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken instead of a draw."""
+        """Whether the most probable token is chosen instead of a random one."""
         return self.temperature == 0.0
 
     @property
     def needs_history(self) -> bool:
-        """Whether the transform looks at the tokens before the one that is chosen."""
+        """Whether the transform needs the tokens before the sampled one."""
         return bool(self.no_repeat_ngram or self.processors)
 
 
 class SamplingTransform:
     """Applies ``SamplingParams`` to logits.
 
-    In every method logits are [A, V] tensors of any float type and device, and ``histories[i]`` is
-    the int64 sequence up to and including the node that row i answers; None is allowed where
+    In every method, logits are [A, V] tensors of any float type and device, and ``histories[i]`` is
+    the int64 sequence up to and including the node of row i; None is allowed if
     ``params.needs_history`` is false. Results do not depend on which rows share a call. Logits on
-    an accelerator stay there, and so do the distributions made of them.
+    an accelerator, and distributions computed from them, stay there.
+
+    Attributes:
+        params: the parameters to apply.
     """
 
     def __init__(self, params: SamplingParams, *, static: StaticDraws | None = None) -> None:
-        """Takes what is applied; ``static``: draws over static buffers, where they are wanted."""
+        """Creates the transform.
+
+        Args:
+            params: the parameters to apply.
+            static: draws over static buffers; None: draws without them.
+        """
         self.params = params
         self._static = static
+        self._filters: dict[str, Any] = {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+        }
 
     def probs(self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
-        """float64[A, V]: the distribution that is sampled; one-hot at the argmax if greedy."""
+        """Returns the processed distribution, float64[A, V]; one-hot at the argmax if greedy."""
         return self.distribution(logits, histories).probs()
 
     def sample(
@@ -118,18 +130,23 @@ class SamplingTransform:
         uniforms: FloatArray,
         histories: Sequence[IntArray] | None = None,
     ) -> IntArray:
-        """int64[A]: the token at ``uniforms``[A] of each row's CDF; the argmax if greedy."""
+        """Returns the token at ``uniforms``[A] of each row's CDF, int64[A]; argmax if greedy."""
         params = self.params
         if not len(logits):
             return np.zeros(0, np.int64)
-        captured = not params.greedy and self._static is not None and self._static.serves(logits)
-        if captured or on_accelerator(logits):
-            return self._sample_there(self._processed(logits, histories), uniforms, captured)
-        if params.greedy:
-            return argmax(self._processed(logits, histories))
-        if 0 < params.top_k < logits.shape[1]:
-            return self.distribution(logits, histories).sample(uniforms)
+        static = None if params.greedy else self._static
+        if static is not None and not static.serves(logits):
+            static = None
         logits = self._processed(logits, histories)
+        if static is not None:
+            return static.sample(logits, uniforms, **self._filters)
+        if params.greedy:
+            return on_device.argmax(logits) if on_accelerator(logits) else argmax(logits)
+        if on_accelerator(logits):
+            return on_device.sample(logits, uniforms, **self._filters)
+        if 0 < params.top_k < logits.shape[1]:
+            filtered = filter_top_k(logits, params.temperature, params.top_k, params.top_p)
+            return filtered.sample(uniforms)
         chunks = _chunks(logits, params.temperature, params.top_p)
         tokens = [chunk.sample(uniforms[rows]) for rows, chunk in chunks]
         return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
@@ -137,13 +154,13 @@ class SamplingTransform:
     def distribution(
         self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
     ) -> Distribution | Weighted:
-        """The processed distribution on its support, to be sampled and written out at one cost."""
+        """Returns the processed distribution on its support, for draws and for ``probs()``."""
         params, vocab_size = self.params, logits.shape[1]
         if not len(logits):
             return Distribution(None, np.zeros((0, vocab_size)), vocab_size)
         logits = self._processed(logits, histories)
         if on_accelerator(logits):
-            return self._weighed(logits)
+            return on_device.one_hot(logits) if params.greedy else weigh(logits, **self._filters)
         if params.greedy:
             best = argmax(logits)
             return Distribution(best[:, None], np.ones((len(best), 1)), vocab_size)
@@ -154,11 +171,11 @@ class SamplingTransform:
     def proposal_probs(
         self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
     ) -> Probs:
-        """float64[W, V]: the distribution a draft samples candidates from, for rejection.
+        """Returns the distribution that a draft samples candidates from, float64[W, V].
 
-        The processed distribution; at temperature 1 and unfiltered if greedy, where the processed
-        one has a single token and could not propose siblings. Any distribution is lossless, as long
-        as it is the one that was sampled from.
+        This is the processed distribution; if greedy, the model's own at temperature 1, because the
+        processed one has a single token and cannot propose siblings. Rejection sampling is lossless
+        for any distribution, as long as the candidates were sampled from it.
         """
         if not self.params.greedy or not len(logits):
             return self.probs(logits, histories)
@@ -170,19 +187,19 @@ class SamplingTransform:
     def top(
         self, logits: torch.Tensor, k: int, histories: Sequence[IntArray] | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """The best draft candidates of each row.
+        """Returns the most probable draft candidates of each row.
 
-        Processors and temperature (1 if greedy) are applied, so that scores estimate the chance
-        that the target draws the token; top-k and top-p are not.
+        Processors and temperature (1 if greedy) are applied, so that scores estimate the
+        probability that the target draws the token; top-k and top-p are not.
 
         Args:
             logits: [W, V].
-            k: candidates per row; at most V are returned.
+            k: number of candidates per row, reduced to at most V.
             histories: as in the class.
 
         Returns:
             tokens int64[W, K], best first, ties in token-id order; log probabilities float64[W, K],
-            <= 0, and -inf for tokens that a processor bans: those are no candidates.
+            <= 0; -inf for tokens that a processor bans, which are not candidates.
         """
         k = min(k, logits.shape[1])
         if not len(logits):
@@ -190,12 +207,12 @@ class SamplingTransform:
         logits = self._processed(logits, histories)
         if self.params.temperature not in (0.0, 1.0):
             logits = logits / self.params.temperature
-        # The budget beside a pass of a small draft is some 100 us: two calls here, not twenty.
+        # Few calls: a pass of a small draft leaves some 100 us for sampling.
         scores = torch.log_softmax(logits, dim=1)
         best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
         tokens, logprobs = _on_host(best.indices, best.values)
         check_finite(logprobs[:, 0])
-        tied = (logprobs[:, 1:] == logprobs[:, :-1]).any()  # topk leaves their order open
+        tied = (logprobs[:, 1:] == logprobs[:, :-1]).any()  # topk does not specify their order
         if tied and on_accelerator(scores):
             tokens, logprobs = _on_host(*on_device.top(scores, k))
         elif tied:
@@ -205,30 +222,10 @@ class SamplingTransform:
             logprobs = np.take_along_axis(kept, order, axis=1).astype(np.float64)
         return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0)
 
-    def _sample_there(self, logits: torch.Tensor, uniforms: FloatArray, captured: bool) -> IntArray:
-        params = self.params
-        if params.greedy:
-            return on_device.argmax(logits)
-        static = self._static if captured else None
-        sample = on_device.sample if static is None else static.sample
-        return sample(
-            logits,
-            uniforms,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-        )
-
-    def _weighed(self, logits: torch.Tensor) -> Weighted:
-        params = self.params
-        if params.greedy:
-            return on_device.one_hot(logits)
-        return weigh(logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-
     def _processed(
         self, logits: torch.Tensor, histories: Sequence[IntArray] | None
     ) -> torch.Tensor:
-        """[A, V] in float32 or float64, processors applied; never the caller's tensor changed."""
+        """Applies processors; returns [A, V] in float32 or float64 without changing the input."""
         logits = logits.detach()
         if not on_accelerator(logits):
             logits = logits.cpu()
@@ -249,7 +246,7 @@ class SamplingTransform:
 
 
 def _on_host(indices: torch.Tensor, values: torch.Tensor) -> tuple[IntArray, FloatArray]:
-    """int64 and float64 arrays; from a device in one copy, since each waits for the device."""
+    """Returns int64 and float64 arrays, by one copy, since each copy waits for the device."""
     if not on_accelerator(values):
         return indices.numpy(), values.numpy().astype(np.float64)
     both = to_host(torch.stack([indices.double(), values.double()]))
@@ -259,7 +256,7 @@ def _on_host(indices: torch.Tensor, values: torch.Tensor) -> tuple[IntArray, Flo
 def _chunks(
     logits: torch.Tensor, temperature: float, top_p: float
 ) -> Iterator[tuple[slice, Distribution]]:
-    """Temperature and top-p over whole rows, in chunks of rows that fit the cache."""
+    """Applies temperature and top-p over whole rows, in chunks of rows that fit the cache."""
     values = logits.numpy()
     num_rows, vocab_size = values.shape
     step = max(1, CHUNK // vocab_size)
@@ -272,8 +269,8 @@ def _chunks(
             yield rows, Distribution(None, mass, vocab_size)
 
 
-class _AnswerableRequest(Protocol):
-    """What the answering rank knows of a request (``RequestState`` has it)."""
+class _Request(Protocol):
+    """The attributes of a request that answering it needs (``RequestState`` has them)."""
 
     @property
     def id(self) -> int: ...
@@ -283,64 +280,66 @@ class _AnswerableRequest(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Nodes of one request that are to be answered.
+class AnswerRequest:
+    """Nodes of one request for which the target's next tokens are requested.
 
     Attributes:
         request: id and sampling parameters.
         node_ids: int64[A].
-        positions: int64[A], absolute positions of the nodes (their next tokens are at + 1).
-        histories: A sequences up to and including the node, where the parameters need them.
+        positions: int64[A], absolute positions of the nodes; their next tokens are one further.
+        histories: A sequences up to and including each node; None unless the parameters need them.
     """
 
-    request: _AnswerableRequest
+    request: _Request
     node_ids: IntArray
     positions: IntArray
     histories: Sequence[IntArray] | None = None
 
 
 class TargetSampler:
-    """Turns the target's logits into answers, on the rank that has them."""
+    """Turns the target's logits into answers, on the rank that computes the logits."""
 
     def __init__(
         self, *, draws: KeyedDraws, needs_probs: bool, static: StaticDraws | None = None
     ) -> None:
-        """Takes what all requests share.
+        """Creates the sampler of all requests.
 
         Args:
             draws: the run's keyed draws.
-            needs_probs: whether answers carry the processed distributions (``Needs.target_probs``).
-            static: draws over static buffers, where they are asked for.
+            needs_probs: whether answers include distributions (``Needs.target_probs``).
+            static: draws over static buffers; None: draws without them.
         """
         self._draws = draws
         self._static = static
         self._needs_probs = needs_probs
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
-    def answer(self, asked: Sequence[Asked], logits: torch.Tensor) -> tuple[Answers, ...]:
-        """The target's own next token after each node, by its keyed draw.
+    def answer(
+        self, requests: Sequence[AnswerRequest], logits: torch.Tensor
+    ) -> tuple[Answers, ...]:
+        """Samples the target's next token after each node by its keyed draw.
 
-        Where probabilities are needed they are the processed distribution; for a greedy request
-        the model's own at temperature 1, which lossy verifiers compare tokens by (the one-hot
-        distribution that greedy decoding follows is in the tokens already). Requests that share
-        their parameters share a call, and from a device a copy.
+        If probabilities are needed, the answers include the processed distributions; for a greedy
+        request the model's own at temperature 1, by which lossy verifiers compare tokens (the
+        one-hot distribution of greedy decoding follows from the tokens). If all requests have equal
+        parameters they share one call, and one copy from a device.
 
         Args:
-            asked: one per request.
-            logits: [sum of A, V], in their order.
+            requests: the nodes of each request.
+            logits: [sum of A, V], in the same order.
         """
-        if len({each.request.sampling for each in asked}) > 1:
-            sizes = [len(each.node_ids) for each in asked]
-            parts = zip(asked, logits.split(sizes), strict=True)
-            return tuple(answer for each, rows in parts for answer in self.answer([each], rows))
-        tokens, probs = self._sampled(asked, logits)
+        if len({nodes.request.sampling for nodes in requests}) > 1:
+            sizes = [len(nodes.node_ids) for nodes in requests]
+            parts = zip(requests, logits.split(sizes), strict=True)
+            return tuple(answer for nodes, rows in parts for answer in self.answer([nodes], rows))
+        tokens, probs = self._sample(requests, logits)
         answers, start = [], 0
-        for each in asked:
-            rows = slice(start, start + len(each.node_ids))
+        for nodes in requests:
+            rows = slice(start, start + len(nodes.node_ids))
             answers.append(
                 Answers(
-                    request=each.request.id,
-                    node_ids=each.node_ids,
+                    request=nodes.request.id,
+                    node_ids=nodes.node_ids,
                     tokens=tokens[rows],
                     probs=None if probs is None else probs[rows],
                 )
@@ -348,11 +347,11 @@ class TargetSampler:
             start = rows.stop
         return tuple(answers)
 
-    def _sampled(
-        self, asked: Sequence[Asked], logits: torch.Tensor
+    def _sample(
+        self, requests: Sequence[AnswerRequest], logits: torch.Tensor
     ) -> tuple[IntArray, Probs | None]:
-        """Tokens and, where needed, distributions of requests with the same parameters."""
-        params = asked[0].request.sampling
+        """Tokens and, if needed, distributions of requests with equal parameters."""
+        params = requests[0].request.sampling
         transform = self._transforms.get(params)
         if transform is None:
             transform = SamplingTransform(params, static=self._static)
@@ -360,10 +359,13 @@ class TargetSampler:
         uniforms, histories = np.zeros(len(logits)), None
         if not params.greedy:
             uniforms = np.concatenate(
-                [self._draws.uniform(a.request.id, a.positions + 1, Purpose.TARGET) for a in asked]
+                [
+                    self._draws.uniform(n.request.id, n.positions + 1, Purpose.TARGET)
+                    for n in requests
+                ]
             )
         if params.needs_history:
-            histories = [history for each in asked for history in each.histories or ()]
+            histories = [history for nodes in requests for history in nodes.histories or ()]
         if not self._needs_probs:
             return transform.sample(logits, uniforms, histories), None
         if params.greedy:

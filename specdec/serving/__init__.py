@@ -1,4 +1,4 @@
-"""Many requests at once: who is fed, when prompts enter, what the cache admits (SpecPipe-DB)."""
+"""Many requests at a time: scheduling, arrivals, prefill and paged admission (SpecPipe-DB)."""
 
 from specdec.serving.arrivals import arrival_times
 from specdec.serving.blocks import BlockBudget

@@ -1,4 +1,4 @@
-"""When requests arrive: all at once, as a Poisson process, or as a file says."""
+"""Arrival times of requests: all at once, a Poisson process, or read from a file."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ POISSON = "poisson"
 def arrival_times(
     arrivals: str, num: int, *, rate_per_s: float | None = None, seed: int = 0
 ) -> FloatArray:
-    """float64[num]: seconds after the run's beginning at which requests arrive, not decreasing.
+    """float64[num]: arrival times in seconds since the start of the run, not decreasing.
 
     Args:
         arrivals: at_once, poisson, or the path of a text file with one time in seconds per line.
-        num: requests.
-        rate_per_s: requests per second on average, of a Poisson process.
+        num: number of requests.
+        rate_per_s: mean requests per second of a Poisson process; None otherwise.
         seed: of the Poisson process.
 
     Raises:
-        UserError: a rate that is missing or of no use, or a file that cannot be used.
+        UserError: a missing or unused rate, or an unusable file.
     """
     if (arrivals == POISSON) != (rate_per_s is not None):
         rate = "null" if rate_per_s is None else rate_per_s
         raise UserError(
-            f"serving.arrivals={arrivals} with serving.rate_per_s={rate}: a rate goes with"
-            " serving.arrivals=poisson, and with nothing else"
+            f"serving.arrivals={arrivals} with serving.rate_per_s={rate}: serving.arrivals=poisson"
+            " needs a rate, and other arrivals take none"
         )
     if arrivals == AT_ONCE:
         return np.zeros(num)

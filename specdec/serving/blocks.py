@@ -1,9 +1,9 @@
-"""The cache as blocks: what a request may come to need, and whether there is room for it.
+"""Admission to a paged cache: blocks that a request may need, and whether they are free.
 
-Each stage of the target has a pool of equal blocks (``kv_storage.BlockPool``). Every stage holds
-the same prefixes, and the first one the most tree nodes, so one account serves for all stages. A
-request is admitted once its longest prefix and its largest tree are free, and keeps that claim to
-its end: no stage can run out, and nothing admitted is ever put back.
+Each stage of the target has a pool of equal blocks (``kv_storage.BlockPool``). All stages cache the
+same prefixes, and the first stage the most tree nodes, so one budget serves all stages. A request
+is admitted when blocks for its longest prefix and its largest tree are free, and claims them until
+it finishes: no stage runs out of blocks, and no request is preempted.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from specdec.errors import UserError
 
 
 class BlockBudget:
-    """Blocks claimed by the requests that are decoded.
+    """Blocks claimed by admitted requests.
 
     Attributes:
-        num_blocks, block_tokens: the pool of each stage.
-        peak_blocks: most blocks claimed at a time so far.
+        num_blocks, block_tokens: size of each stage's pool.
+        peak_blocks: largest number of blocks claimed at a time so far.
     """
 
     def __init__(self, *, kv_tokens: int, block_tokens: int, tree_nodes: int) -> None:
-        """Sets the budget.
+        """Starts with all blocks free.
 
         Args:
-            kv_tokens: tokens and tree nodes that a stage may hold; rounded down to whole blocks.
+            kv_tokens: tokens and tree nodes per stage, rounded down to whole blocks.
             block_tokens: tokens per block.
-            tree_nodes: most nodes of one request that the target holds at a time.
+            tree_nodes: largest number of cached nodes of one request's tree.
 
         Raises:
-            ValueError: for a budget of less than one block.
+            ValueError: less than one block.
         """
         self.num_blocks = kv_tokens // block_tokens
         self.block_tokens = block_tokens
@@ -47,14 +47,14 @@ class BlockBudget:
         return sum(self._claims.values())
 
     def need(self, num_prompt: int, max_new_tokens: int) -> int:
-        """Blocks that a request may come to need."""
+        """Blocks that a request may need."""
         return -(-(num_prompt + max_new_tokens + self._tree_nodes) // self.block_tokens)
 
     def check(self, request_id: int, num_prompt: int, max_new_tokens: int) -> None:
-        """Refuses a request that could never be admitted.
+        """Refuses a request that needs more blocks than the pool has.
 
         Raises:
-            UserError: naming what it needs and what there is.
+            UserError: with both numbers.
         """
         need = self.need(num_prompt, max_new_tokens)
         if need > self.num_blocks:
@@ -67,7 +67,7 @@ class BlockBudget:
             )
 
     def admit(self, request_id: int, num_prompt: int, max_new_tokens: int) -> bool:
-        """Claims a request's blocks; False where it has to wait."""
+        """Claims a request's blocks; False if they are not free."""
         need = self.need(num_prompt, max_new_tokens)
         if self.num_claimed + need > self.num_blocks:
             return False
@@ -76,5 +76,5 @@ class BlockBudget:
         return True
 
     def release(self, request_id: int) -> None:
-        """Gives a request's blocks back."""
+        """Frees a request's blocks."""
         del self._claims[request_id]

@@ -1,11 +1,11 @@
-"""Whose turn it is: how many requests share one step of the target (SpecPipe 4.4)."""
+"""Which requests share one step of the target (SpecPipe 4.4)."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from specdec.policies.growing import last_position
+from specdec.policies.tree_growth import last_position
 
 if TYPE_CHECKING:
     from specdec.interfaces import TreePolicy
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Feeding(StrEnum):
-    """Which requests a step may feed; those left out keep their turn for a later one.
+    """Which requests a step may feed; the others are fed in later steps.
 
-    ``DYNAMIC``: all of them, as one ragged batch (SpecPipe-DB's dynamic batching).
-    ``MICRO_BATCHES``: the live requests in min(requests, latency) groups, one group per step, so
-    that plain decoding keeps all stages of a pipeline at work (PP-vLLM's mini-batches).
+    ``DYNAMIC``: all requests, as one ragged batch (SpecPipe-DB's dynamic batching).
+    ``MICRO_BATCHES``: the open requests in min(requests, latency) groups, one group per step, so
+    that plain decoding keeps all stages of a pipeline busy (PP-vLLM's mini-batches).
     ``ITERATION``: one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
     """
 
@@ -27,17 +27,17 @@ class Feeding(StrEnum):
 
 
 class Turns:
-    """Gives turns to those who have waited longest, so that no request starves."""
+    """Selects the requests of a step, the longest waiting first, so that none starves."""
 
     def __init__(self, *, feeding: Feeding, latency: int, policy: TreePolicy) -> None:
-        """Sets the rule.
+        """Starts with no request fed.
 
         Args:
-            feeding: how many requests share a step.
+            feeding: which requests share a step.
             latency: steps from submission to answer.
-            policy: who is fed by it. One with a method ``prepared(request)`` drafts for requests
-                that wait; while others are in flight, those that are not prepared get no turn, so
-                that their drafting holds nobody up.
+            policy: chooses the nodes. A policy with a method ``prepared(request)`` drafts for
+                waiting requests; while other requests are in flight, unprepared ones get no turn,
+                so that their drafting delays no other request.
         """
         self._feeding = feeding
         self._latency = latency
@@ -46,7 +46,7 @@ class Turns:
         self._last: dict[int, int] = {}
 
     def take(self, state: DecodeState) -> frozenset[int] | None:
-        """Ids of the requests that this step may feed; None: all of them."""
+        """Ids of the requests that this step may feed; None for all."""
         if self._feeding is Feeding.DYNAMIC:
             return None
         live = [r for r in state.requests.values() if not r.finished]
@@ -61,7 +61,7 @@ class Turns:
         return chosen
 
     def _has_work(self, request: RequestState) -> bool:
-        """Whether a turn could be of use: not while it is prefilled, awaited, or fed to its end."""
+        """False while the request is prefilled or awaited, or when it is fed to its end."""
         if request.prefill_sent < request.num_prefill:
             return False
         tree = request.tree

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.errors import UserError
+from specdec.interfaces import Scheduler
+from specdec.parts.build import build_part
 from specdec.serving.arrivals import arrival_times
 from specdec.serving.blocks import BlockBudget
 from specdec.serving.feeding import Feeding
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TreePolicy
+    from specdec.interfaces import Executor, TokenSource, TreePolicy
+    from specdec.state import RequestState
+
+SERVING_KEYS = ("feeding", "prefill", "arrivals", "rate_per_s", "kv_tokens", "block_tokens")
+"""Keys of the section itself; with ``_target_``, the other ones belong to the scheduler's class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRules:
-    """What the scheduler follows.
+    """Rules that a scheduler follows.
 
     Attributes:
-        feeding: how many requests share a step.
-        prefill_first: nobody is fed in a step that takes prompt tokens in; False: they share it.
-        kv_tokens: tokens and tree nodes that the paged cache of a stage holds; None: each request
-            has a cache of its own, without a bound.
+        feeding: which requests share a step.
+        prefill_first: a step with prompt tokens feeds no tree nodes; False: both share steps.
+        kv_tokens: tokens and tree nodes in the paged cache of a stage; None: each request has an
+            unbounded cache of its own.
         block_tokens: tokens per block of the paged cache.
     """
 
@@ -34,10 +41,10 @@ class ServingRules:
 
     @staticmethod
     def of(cfg: Mapping[str, Any]) -> ServingRules:
-        """From the section of a resolved configuration.
+        """Reads the section of a resolved configuration.
 
         Raises:
-            UserError: arrivals that cannot be used; when they are is read where requests are made.
+            UserError: unusable arrivals; the times themselves are read when requests are made.
         """
         arrival_times(cfg["arrivals"], 0, rate_per_s=cfg["rate_per_s"])
         return ServingRules(
@@ -53,10 +60,10 @@ class ServingRules:
         return None if self.kv_tokens is None else self.kv_tokens // self.block_tokens
 
     def budget(self, policy: TreePolicy, latency: int) -> BlockBudget | None:
-        """A new account of blocks for one run; None where caches are not paged.
+        """A new block budget for one run; None where caches are not paged.
 
         Raises:
-            UserError: the policy does not say how large its trees become.
+            UserError: the policy does not state the size of its trees.
         """
         if self.kv_tokens is None:
             return None
@@ -64,7 +71,7 @@ class ServingRules:
         if held_nodes is None:
             raise UserError(
                 f"serving.kv_tokens={self.kv_tokens} admits requests by the blocks they may need,"
-                f" and {type(policy).__name__} does not say how large its trees become: give it a"
+                f" and {type(policy).__name__} does not state the size of its trees: give it a"
                 " method held_nodes(latency), or leave serving.kv_tokens null"
             )
         try:
@@ -75,3 +82,33 @@ class ServingRules:
             )
         except ValueError as error:
             raise UserError(str(error)) from error
+
+
+class MakeScheduler(Protocol):
+    """Constructor of a scheduler: called once per run or prompt, with everything it may need."""
+
+    def __call__(
+        self,
+        *,
+        requests: Iterable[RequestState],
+        parts: tuple[TreePolicy, TokenSource, Executor],
+        batch_size: int,
+        prefill_chunk: int,
+        rules: ServingRules,
+        on_finish: Callable[[RequestState], None] | None,
+    ) -> Scheduler: ...
+
+
+def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
+    """The scheduler that a section with ``_target_`` names; None without one.
+
+    Of the arguments of ``MakeScheduler``, its constructor takes those that it names.
+    """
+    if "_target_" not in cfg:
+        return None
+    return partial(_build, {key: value for key, value in cfg.items() if key not in SERVING_KEYS})
+
+
+def _build(node: Mapping[str, Any], **runtime: Any) -> Any:
+    objects = {key: partial(dict.__getitem__, runtime, key) for key in runtime}
+    return build_part(node, objects, "serving", Scheduler)

@@ -1,4 +1,4 @@
-"""Admission: opens waiting requests on every part, closes finished ones, adds prefill chunks."""
+"""The default scheduler: first in, first out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from specdec.types import Batch, Nodes, PrefillChunk
 
 
 class FifoScheduler:
-    """Admits requests as they arrive, up to ``batch_size`` at a time, while the cache has room.
+    """Admits requests in the order of arrival, up to ``batch_size`` at a time, see ``Scheduler``.
 
-    A place that becomes free is filled in the same step (continuous admission). Nobody overtakes: a
-    large request at the head of the queue waits for blocks, and those behind it wait for it, so it
-    cannot starve. Prompts enter before anything is fed to them, the oldest first.
+    A free place is filled in the same step (continuous admission). No request overtakes another: a
+    large request at the head of the queue waits for blocks and the requests behind it wait too, so
+    it cannot starve. Prompts are prefilled before their trees are fed, the oldest first.
 
     Attributes:
-        num_steps, num_batch_tokens: steps taken and rows sent to the target so far, prefill apart.
-        budget: the account of blocks; None where caches are not paged.
+        num_steps, num_batch_tokens: steps so far, and tree rows sent to the target in them.
+        budget: block budget; None where caches are not paged.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class FifoScheduler:
         rules: ServingRules | None = None,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> None:
-        """Takes the work of a run.
+        """Queues the requests of a run.
 
         Args:
-            requests: served by their arrival, those of the same time in this order.
-            parts: told of each request by ``open`` and ``close``.
+            requests: sorted by arrival; those of the same time keep this order.
+            parts: policy, source and executor, on which requests are opened and closed.
             batch_size: requests decoded at a time.
             prefill_chunk: prompt tokens per step, over all requests.
-            rules: who is fed, and what the cache admits; everybody and everything where omitted.
+            rules: feeding and paging; dynamic feeding without paging where omitted.
             on_finish: called with each finished request, after every part has closed it.
 
         Raises:
-            ValueError: for a batch size or chunk below 1, or two requests of one id.
+            ValueError: a batch size or chunk below 1, or two requests with one id.
             UserError: a request needs more blocks than the cache has.
         """
         if batch_size < 1 or prefill_chunk < 1:
@@ -58,10 +58,10 @@ class FifoScheduler:
         self._waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
         ids = [request.id for request in self._waiting]
         if len(set(ids)) < len(ids):
-            twice = next(i for i in ids if ids.count(i) > 1)
+            repeated = next(i for i in ids if ids.count(i) > 1)
             raise ValueError(
-                f"two requests have the id {twice}, which keys their draws and their caches: give"
-                " each its own"
+                f"two requests have the id {repeated}, which keys their draws and their caches:"
+                " use different ids"
             )
         self._parts = parts
         self._batch_size = batch_size
@@ -78,7 +78,7 @@ class FifoScheduler:
                 self.budget.check(request.id, request.num_prompt, request.stop.max_new_tokens)
 
     def admit(self, state: DecodeState) -> bool:
-        """Closes finished requests and opens waiting ones; False when no request is left."""
+        """Closes finished requests and opens waiting ones; see ``Scheduler``."""
         self._state = state
         for request in [r for r in state.requests.values() if r.finished]:
             self._close(state, request)
@@ -95,7 +95,7 @@ class FifoScheduler:
         return bool(state.requests)
 
     def merge(self, nodes: Nodes) -> Batch:
-        """The step's batch: due prefill chunks, and the chosen nodes marked as submitted."""
+        """The step's batch: the chosen nodes and prefill chunks; see ``Scheduler``."""
         state = self._state
         assert state is not None, "admit comes before merge"
         state.mark_submitted(nodes)
@@ -107,7 +107,7 @@ class FifoScheduler:
         return replace(batch, prefills=chunks) if chunks else batch
 
     def _place_for_next(self, state: DecodeState) -> bool:
-        """Whether the head of the queue may leave it now; waits for it where nothing else is on."""
+        """Whether the head of the queue can be admitted; waits for its arrival if none is open."""
         request = self._waiting[0]
         if request.finished:
             return True
@@ -129,7 +129,7 @@ class FifoScheduler:
         return self._turns.take(state)
 
     def _prefill(self, state: DecodeState) -> tuple[PrefillChunk, ...]:
-        """The step's share of prompt tokens, to the oldest requests first."""
+        """Up to ``prefill_chunk`` prompt tokens, of the oldest requests first."""
         chunks, left = [], self._prefill_chunk
         for request in state.requests.values():
             start = request.prefill_sent

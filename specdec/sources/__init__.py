@@ -1,30 +1,27 @@
-"""Token sources: who proposes tokens, and with which probabilities."""
+"""Token sources: propose tokens with their draft probabilities.
+
+Constructors raise ``ValueError`` for arguments outside their annotated bounds.
+"""
 
 from specdec.sources.draft_model import DraftModelSource
 from specdec.sources.early_exit import EarlyExitSource
 from specdec.sources.katz import KatzModel
 from specdec.sources.lookup import PromptLookupSource
-from specdec.sources.medusa import MedusaSource
 from specdec.sources.mixture import MixtureSource
-from specdec.sources.multi_exit import MultiExitSource
 from specdec.sources.ngram import NGramSource
 from specdec.sources.null import NullSource
 from specdec.sources.random import RandomSource
-from specdec.sources.staged import StagedSource
 from specdec.sources.synthetic import SyntheticPair, SyntheticSource, SyntheticTarget
 
 __all__ = [
     "DraftModelSource",
     "EarlyExitSource",
     "KatzModel",
-    "MedusaSource",
     "MixtureSource",
-    "MultiExitSource",
     "NGramSource",
     "NullSource",
     "PromptLookupSource",
     "RandomSource",
-    "StagedSource",
     "SyntheticPair",
     "SyntheticSource",
     "SyntheticTarget",

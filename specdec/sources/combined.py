@@ -1,4 +1,4 @@
-"""What sources made of other sources need and count, in sum."""
+"""Requirements and counters of sources that are composed of other sources."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from specdec.types import Needs
 
 
 def joined_needs(needs: Iterable[Needs]) -> Needs:
-    """Everything that any of them needs."""
-    every = list(needs)
+    """The union of the requirements."""
+    parts = list(needs)
     return Needs(
-        target_probs=any(n.target_probs for n in every),
-        draft_probs=any(n.draft_probs for n in every),
-        target_draws=any(n.target_draws for n in every),
-        hidden_layers=tuple(sorted({layer for n in every for layer in n.hidden_layers})),
-        exits=max((n.exits for n in every), default=0),
-        further_exits=tuple(sorted({layer for n in every for layer in n.further_exits})),
-        real_nodes=any(n.real_nodes for n in every),
+        target_probs=any(n.target_probs for n in parts),
+        draft_probs=any(n.draft_probs for n in parts),
+        target_draws=any(n.target_draws for n in parts),
+        hidden_layers=tuple(sorted({layer for n in parts for layer in n.hidden_layers})),
+        exits=max((n.exits for n in parts), default=0),
+        further_exits=tuple(sorted({layer for n in parts for layer in n.further_exits})),
+        real_nodes=any(n.real_nodes for n in parts),
     )
 
 
 def tally(total: SourceCounters, parts: Iterable[SourceCounters]) -> None:
-    """Sets ``total`` to the sum of ``parts``, in place; levels in the order of the parts."""
+    """Sets ``total`` to the sum of ``parts`` in place; levels in the order of the parts."""
     total.passes = total.rows = total.catch_up_rows = 0
     total.by_level.clear()
     for part in parts:

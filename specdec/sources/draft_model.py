@@ -1,6 +1,6 @@
-"""A draft model of its own cache as a source.
+"""A draft model with its own KV cache as a token source.
 
-Shape letters: W nodes, K candidates, V vocabulary, R rows of one pass.
+Shape letters: W nodes, K candidates, V vocabulary, C computed nodes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from specdec.models import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import counts_of, top_candidates
 from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.sources.draws import DrawGuesser
+from specdec.sources.draw_guesser import DrawGuesser
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
+from specdec.types import NO_NODE, BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
-_SPARE_NODES = 64  # slots of a new cache beyond the longest sequence; it grows by itself
+_SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
 _NO_TOKENS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
-class _Held:
-    """What is kept of one request.
+class _Draft:
+    """The draft's state for one request.
 
     Attributes:
         cache: keys and values of committed tokens and of nodes.
-        transform: the request's own sampling transform.
-        logits: node id -> [V] of nodes that were computed as ancestors and not yet asked for.
+        transform: the request's sampling transform.
+        logits: node id -> [V], for nodes computed as ancestors and not expanded yet.
     """
 
     cache: TreeCache
@@ -47,18 +47,19 @@ class _Held:
 
 @dataclass(slots=True)
 class _Work:
-    """The part of one expand that concerns one request.
+    """The part of one ``expand`` that concerns one request.
 
     Attributes:
-        request, held: whose.
-        slots: int64[W], the nodes asked for, in the caller's order.
-        prefix: committed tokens that the cache is behind by.
+        request: the request.
+        draft: the draft's state for it.
+        slots: int64[W], the nodes to expand, in the caller's order.
+        prefix: committed tokens that are missing in the cache.
         compute: int64[C], slots to compute, in topological order.
-        in_order: whether ``compute`` is exactly ``slots``.
+        in_order: whether ``compute`` equals ``slots``.
     """
 
     request: RequestState
-    held: _Held
+    draft: _Draft
     slots: IntArray
     prefix: IntArray
     compute: IntArray
@@ -66,14 +67,14 @@ class _Work:
 
 
 class DraftModelSource:
-    """Proposes the most probable, or sampled, next tokens of a smaller model.
+    """Proposes the most probable, or sampled, next tokens of a draft model.
 
-    One ``expand`` is one packed forward over the nodes of all requests, plus their ancestors that
-    have no entry yet, plus the committed tokens that the cache is behind by. So rows computed =
-    distinct nodes expanded (or passed over on the way to one) + catch-up tokens.
+    One ``expand`` is one packed forward over the nodes of all requests, their ancestors that are
+    not in the cache, and the committed tokens that are missing in it. The number of computed rows
+    is therefore the number of distinct nodes and ancestors plus the catch-up tokens.
 
     Attributes:
-        gives_probs: whether candidates are sampled and come with their whole distribution.
+        gives_probs: whether candidates are sampled and returned with their distributions.
         counters: passes, rows and catch-up rows; ``by_level`` under the runner's name.
     """
 
@@ -91,10 +92,11 @@ class DraftModelSource:
         Args:
             runner: the draft model, all layers.
             sample: sample candidates without replacement from the draft's distribution, processed
-                by the target's own transform, and give that distribution (rejection verifiers).
-            guess_draw: put first the token that the target's own keyed draw picks from the draft's
-                distribution (Staged Speculative Decoding, future work 1). Lossless under ``match``.
-            prefill_chunk: rows per request and pass while it catches up with a long prompt.
+                by the target's transform, and return that distribution (rejection verifiers).
+            guess_draw: place first the token that the target's own keyed draw selects from the
+                draft's distribution (Staged Speculative Decoding, future work 1). Lossless under
+                ``match``.
+            prefill_chunk: maximum number of prompt rows per request and pass. Default: 512.
 
         Raises:
             ValueError: for both ``sample`` and ``guess_draw``, or a chunk below 1.
@@ -111,121 +113,91 @@ class DraftModelSource:
         self._runner = runner
         self._prefill_chunk = prefill_chunk
         self._guesser = DrawGuesser() if guess_draw else None
-        self._held: dict[int, _Held] = {}
+        self._drafts: dict[int, _Draft] = {}
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
     def open(self, request: RequestState) -> None:
-        """Allocates the request's cache; the prompt is computed by the first ``expand``."""
+        """Allocates the request's cache; the first ``expand`` computes the prompt."""
         params = request.sampling
         transform = self._transforms.setdefault(params, SamplingTransform(params))
         capacity = request.num_prompt + request.stop.max_new_tokens + _SPARE_NODES
-        self._held[request.id] = _Held(self._runner.new_cache(capacity), transform)
+        self._drafts[request.id] = _Draft(self._runner.new_cache(capacity), transform)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates of each node, in one forward where the cache is not far behind.
+        """Candidates of each node; one forward unless the cache must catch up first.
 
-        Nodes beyond the model's positions get count 0.
+        Nodes beyond the model's maximum position get count 0.
         """
-        works, skipped = [], []
-        start = 0
-        for request_id, ids in nodes.items:
+        works = []
+        reachable = np.ones(len(nodes), np.bool_)
+        for request_id, ids, rows in nodes.packed():
             work = self._plan(state.requests[request_id], ids)
             if len(work.slots) < len(ids):
-                reachable = self._reachable(work.request, ids)
-                skipped.append(start + np.flatnonzero(~reachable))
-            start += len(ids)
+                reachable[rows] = self._reachable(work.request, ids)
             works.append(work)
-        if skipped:
-            return self._without(state, nodes, np.concatenate(skipped), k)
+        if not reachable.all():
+            nodes = nodes.where(reachable)
+            if not nodes.items:
+                return Candidates.empty(len(reachable))
+            return self.expand(state, nodes, k).spread(reachable)
         logits = self._compute(state, works)
         return self._candidates(state, nodes, works, logits, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Moves accepted entries into the prefix and drops what left the tree."""
+        """Moves accepted entries into the prefix and drops pruned nodes."""
         for commit in commits:
-            held = self._held.get(commit.request)
-            if held is None or commit.kind is CommitKind.NONE:
+            draft = self._drafts.get(commit.request)
+            if draft is None:
                 continue
-            held.cache.commit(commit)
-            if held.logits:
+            draft.cache.commit(commit)
+            if draft.logits:
                 kept = set(commit.kept_ids.tolist())
-                held.logits = {i: row for i, row in held.logits.items() if i in kept}
+                draft.logits = {i: row for i, row in draft.logits.items() if i in kept}
             if self._guesser is not None:
                 self._guesser.commit(commit)
 
     def close(self, request_id: int) -> None:
         """Frees the request's cache."""
-        self._held.pop(request_id, None)
+        self._drafts.pop(request_id, None)
         if self._guesser is not None:
             self._guesser.close(request_id)
 
-    # ------------------------------------------------------------------ which rows
+    # ------------------------------------------------------------------ rows to compute
 
     def _plan(self, request: RequestState, ids: IntArray) -> _Work:
-        """What has to be computed to answer for ``ids``; see ``_Work``."""
-        held = self._held[request.id]
-        tree, cache = request.tree, held.cache
+        """The rows to compute for ``ids``, int64[W]; see ``_Work``."""
+        draft = self._drafts[request.id]
+        tree, cache = request.tree, draft.cache
         slots = tree.slots(ids)
-        assert int(slots.min()) >= 0, f"nodes {ids} of request {request.id} left the tree"
+        assert int(slots.min()) >= 0, f"nodes {ids} of request {request.id} are not in the tree"
         if int(tree.positions.max()) >= self._runner.max_positions:
             ids = ids[self._reachable(request, ids)]
             slots = tree.slots(ids)
         entered = cache.has(ids)
-        if entered.any() and any(i not in held.logits for i in ids[entered].tolist()):
-            # Asked for a second time: start the tree afresh, since a row's logits are not kept.
+        if entered.any() and any(i not in draft.logits for i in ids[entered].tolist()):
+            # Expanded a second time: drop all tree entries, since a row's logits are not stored.
             cache.truncate(cache.cached_len)
-            held.logits.clear()
+            draft.logits.clear()
             entered[:] = False
-        compute = slots if not entered.any() else slots[~entered]
-        missing = self._missing_above(request, cache, compute)
-        if len(missing):
-            compute = np.concatenate([missing, compute])
-        if len(compute) > 1 and (compute[1:] < compute[:-1]).any():
-            compute = np.unique(compute)
+        new = slots if not entered.any() else slots[~entered]
+        compute = tree.with_missing_ancestors(new, cache.has)
         in_order = compute is slots or (
             len(compute) == len(slots) and bool((compute == slots).all())
         )
         prefix = _NO_TOKENS
         if len(slots) and cache.cached_len < request.prefix_len:
             prefix = request.tokens[cache.cached_len : request.prefix_len]
-        return _Work(request, held, slots, prefix, compute, in_order)
+        return _Work(request, draft, slots, prefix, compute, in_order)
 
-    def _missing_above(
-        self, request: RequestState, cache: TreeCache, compute: IntArray
-    ) -> IntArray:
-        """int64[M]: ancestors of ``compute`` that are neither entries nor among them."""
-        tree = request.tree
-        parents = tree.parents
-        wanted = compute
-        missing = _NO_TOKENS
-        while len(wanted):
-            above = parents[wanted]
-            above = above[above != NO_NODE]
-            above = above[~cache.has(tree.ids[above])] if len(above) else above
-            if not len(above):
-                break
-            wanted = np.setdiff1d(above, np.concatenate([compute, missing]))
-            missing = np.concatenate([wanted, missing])
-        return missing
-
-    def _reachable(self, request: RequestState, ids: IntArray) -> np.ndarray:
-        """bool[W]: nodes at positions that the model has."""
+    def _reachable(self, request: RequestState, ids: IntArray) -> BoolArray:
+        """bool[W]: whether the model has the nodes' positions."""
         tree = request.tree
         return tree.positions[tree.slots(ids)] < self._runner.max_positions
-
-    def _without(self, state: DecodeState, nodes: Nodes, skipped: IntArray, k: int) -> Candidates:
-        """Answers all nodes but the ``skipped`` rows, which get count 0."""
-        keep = np.ones(len(nodes), np.bool_)
-        keep[skipped] = False
-        left = nodes.where(keep)
-        return (
-            self.expand(state, left, k).spread(keep) if left.items else Candidates.empty(len(nodes))
-        )
 
     # ------------------------------------------------------------------ the model
 
     def _compute(self, state: DecodeState, works: Sequence[_Work]) -> torch.Tensor:
-        """[W, V]: logits of all nodes asked for, in packed order."""
+        """[W, V]: logits of all nodes to expand, in packed order."""
         self._catch_up(state, works)
         rows, indices, offset = [], [], 0
         for work in works:
@@ -233,10 +205,10 @@ class DraftModelSource:
                 continue
             tree = work.request.tree
             parents = tree.parents[work.compute]
-            # A root has no parent entry: any id that is no entry stands for the prefix's end.
+            # A root has no parent entry: an id that is not in the cache means the prefix's end.
             parent_ids = np.where(parents == NO_NODE, NO_NODE, tree.ids[parents])
             rows.append(
-                work.held.cache.rows(
+                work.draft.cache.rows(
                     prefix_tokens=work.prefix,
                     node_ids=tree.ids[work.compute],
                     node_tokens=tree.tokens[work.compute],
@@ -250,22 +222,22 @@ class DraftModelSource:
             self.counters.catch_up_rows += len(work.prefix)
         logits = None
         if rows:
-            computed = sum(map(len, indices))
-            wanted = None if computed == offset else np.concatenate(indices)
-            logits = self._runner.forward(rows, logits_rows=wanted).logits
+            all_rows = sum(map(len, indices)) == offset
+            logits_rows = None if all_rows else np.concatenate(indices)
+            logits = self._runner.forward(rows, logits_rows=logits_rows).logits
             self._count(state, offset)
         if logits is not None and all(work.in_order for work in works):
             return logits
         return self._gathered(works, logits)
 
     def _catch_up(self, state: DecodeState, works: Sequence[_Work]) -> None:
-        """Computes committed tokens ahead of the nodes while one pass cannot hold both."""
+        """Computes missing committed tokens while they and the nodes exceed one chunk."""
         chunk = self._prefill_chunk
         while True:
             behind = [w for w in works if len(w.prefix) and len(w.prefix) + len(w.compute) > chunk]
             if not behind:
                 return
-            rows = [w.held.cache.rows(prefix_tokens=w.prefix[:chunk]) for w in behind]
+            rows = [w.draft.cache.rows(prefix_tokens=w.prefix[:chunk]) for w in behind]
             self._runner.forward(rows, logits_rows=NO_ROWS)
             num_rows = sum(map(len, rows))
             self.counters.catch_up_rows += num_rows
@@ -280,33 +252,33 @@ class DraftModelSource:
         state.clock.charge(CONTROLLER, Work.DRAFT, num_rows)
 
     def _gathered(self, works: Sequence[_Work], logits: torch.Tensor | None) -> torch.Tensor:
-        """[W, V] in the caller's order; rows of ancestors are put aside for later."""
-        asked: list[torch.Tensor] = []
+        """[W, V] in the caller's order; the logits of ancestors are stored."""
+        rows: list[torch.Tensor] = []
         offset = 0
         for work in works:
             ids = work.request.tree.ids
-            stored = work.held.logits
+            stored = work.draft.logits
             for row, node_id in enumerate(ids[work.compute].tolist()):
                 assert logits is not None
                 stored[node_id] = logits[offset + row]
             offset += len(work.compute)
-            asked.extend(stored.pop(node_id) for node_id in ids[work.slots].tolist())
-        return torch.stack(asked)
+            rows.extend(stored.pop(node_id) for node_id in ids[work.slots].tolist())
+        return torch.stack(rows)
 
     # ------------------------------------------------------------------ from logits to candidates
 
     def _candidates(
-        self,
-        state: DecodeState,
-        nodes: Nodes,
-        works: Sequence[_Work],
-        logits: torch.Tensor,
-        k: int,
+        self, state: DecodeState, nodes: Nodes, works: Sequence[_Work], logits: torch.Tensor, k: int
     ) -> Candidates:
-        """Applies each request's transform; requests that share one share a call."""
-        transform = works[0].held.transform
-        if any(work.held.transform is not transform for work in works):
-            return self._per_request(state, nodes, works, logits, k)
+        """Applies the requests' transforms, in one call if all requests have the same."""
+        transform = works[0].draft.transform
+        if any(work.draft.transform is not transform for work in works):
+            return Candidates.joined(
+                [
+                    self._candidates(state, Nodes(((request_id, ids),)), [work], logits[rows], k)
+                    for (request_id, ids, rows), work in zip(nodes.packed(), works, strict=True)
+                ]
+            )
         histories = None
         if transform.params.needs_history:
             histories = [
@@ -315,26 +287,11 @@ class DraftModelSource:
         if self.gives_probs:
             probs = transform.proposal_probs(logits, histories)
             return sampled_candidates(state, nodes, probs, k)
-        found = top_candidates(transform, logits, k, histories)
+        top = top_candidates(transform, logits, k, histories)
         if self._guesser is None or transform.params.greedy:
-            return found
+            return top
         tokens, logprobs = self._guesser.rank(
-            state, nodes, transform, logits, histories, found.tokens, found.logprobs
+            state, nodes, transform, logits, histories, top.tokens, top.logprobs
         )
         counts = counts_of(transform, logprobs)
         return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
-
-    def _per_request(
-        self,
-        state: DecodeState,
-        nodes: Nodes,
-        works: Sequence[_Work],
-        logits: torch.Tensor,
-        k: int,
-    ) -> Candidates:
-        parts, start = [], 0
-        for item, work in zip(nodes.items, works, strict=True):
-            stop = start + len(work.slots)
-            parts.append(self._candidates(state, Nodes((item,)), [work], logits[start:stop], k))
-            start = stop
-        return Candidates.joined(parts)

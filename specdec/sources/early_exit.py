@@ -5,33 +5,38 @@ Shape letters: W nodes, K candidates, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from specdec.metrics.counters import SourceCounters
+from specdec.metrics.speedup import SpeedupLaw
+from specdec.models.exits import HeadWeights
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import candidates_of
 from specdec.sampling.transform import SamplingTransform
-from specdec.sources.remembering import AnswerBook
+from specdec.sources.candidate_cache import CandidateCache
+from specdec.sources.exit_laws import law_of
 from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.executors.early_exit import ExitFront
+    from specdec.interfaces import TreePolicy
+    from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
 
 class EarlyExitSource:
-    """What the target's first layers and an exit head propose.
+    """Proposes the candidates of the target's first layers and an exit head.
 
-    With a ``front`` (``executor=early_exit``) a node that is asked for is computed by it: draft,
-    then verify. Without (``executor=pipeline``) proposals arrive with ``Output.exits`` once a
-    submitted node has passed the exit layer, and a node that has not yet is answered with count 0:
-    verify while drafting (PPSD 4.2).
+    With ``executor=early_exit`` (``exit_front``) expanded nodes are computed at once: draft, then
+    verify. With ``executor=pipeline`` proposals arrive with ``Output.exits`` once a submitted node
+    has passed the exit layer; until then it has count 0: verify while drafting (PPSD 4.2).
 
     Attributes:
-        gives_probs: whether candidates are sampled and come with their whole distribution.
+        gives_probs: whether candidates are sampled and returned with their distribution.
         counters: passes of the front and their rows; in a pipeline, passes of the head alone.
     """
 
@@ -39,31 +44,43 @@ class EarlyExitSource:
     def __init__(
         self,
         *,
-        front: ExitFront | None,
-        vocab_size: int,
+        pair: SourcePair,
+        exit_front: Callable[[Sequence[int]], ExitFront] | None = None,
         candidates: Count = 16,
         sample: bool = False,
     ) -> None:
         """Composes the source.
 
         Args:
-            front: the target's first layers, shared with the executor; None in a pipeline.
-            vocab_size: V of the target.
-            candidates: tokens per node that a pipeline's exit stage hands out at most.
-            sample: sample candidates, and give the distribution (rejection verifiers).
+            pair: the model pair.
+            exit_front: builds the target's first layers with heads after the given layers, shared
+                with the executor; None if the executor returns the exits (a pipeline).
+            candidates: maximum tokens per node that a pipeline's exit stage returns.
+            sample: sample candidates and return their distribution, for rejection verifiers.
 
         Raises:
-            ValueError: for fewer than one candidate.
+            ValueError: fewer than one candidate.
+            UserError: the pair has no early exit.
         """
-        self.needs = Needs(exits=0 if front is not None else candidates, real_nodes=True)
-        self.vocab_size: int | None = vocab_size
+        self._front = None if exit_front is None else exit_front((pair.exit_layer,))
+        self.needs = Needs(exits=0 if self._front is not None else candidates, real_nodes=True)
+        self.vocab_size: int | None = pair.vocab_size
         self.gives_probs = sample
-        self.counters = SourceCounters() if front is None else front.counters
-        self._front = front
-        self._book = AnswerBook()
+        self.counters = SourceCounters() if self._front is None else self._front.counters
+        self._pair = pair
+        self._book = CandidateCache()
+
+    @cached_property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that one pass reads; in a pipeline those of the exit head alone."""
+        return exit_pass_bytes(self._pair, with_layers=self._front is not None)
+
+    def speedup_law(self, policy: TreePolicy, latency: int) -> SpeedupLaw | None:
+        """PPSD's Eq. 4 or 6; see ``exit_laws.law_of``."""
+        return law_of(policy, self._pair.exit_layer, self._pair.num_layers, latency)
 
     def open(self, request: RequestState) -> None:
-        """Starts a request; caches are the executor's."""
+        """Starts a request; the executor has the caches."""
         self._book.open(request.id)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
@@ -73,7 +90,7 @@ class EarlyExitSource:
         return read_front(self._front, state, nodes, k, sample=self.gives_probs)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Takes what has arrived, and forgets what left the trees."""
+        """Stores arrived exits and removes nodes that left the trees."""
         for exits in output.exits:
             self._book.keep(Nodes(((exits.request, exits.node_ids),)), exits.candidates)
             self.counters.rows += len(exits.node_ids)
@@ -81,25 +98,39 @@ class EarlyExitSource:
         self._book.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Forgets a request."""
+        """Removes a request."""
         self._book.close(request_id)
+
+
+def exit_pass_bytes(pair: SourcePair, *, with_layers: bool) -> int:
+    """Bytes of weights that a pass of the first exit head reads.
+
+    Args:
+        pair: the model pair.
+        with_layers: include the layers before the exit.
+    """
+    head = pair.artefact(HeadWeights, layer=pair.exit_layer)
+    size = getattr(torch, pair.dtype).itemsize
+    layers = pair.weight_bytes[0] * pair.num_layers / (pair.num_layers + pair.head_cost)
+    before = round(layers * pair.exit_layer / pair.num_layers) if with_layers else 0
+    return head.num_parameters * size + before
 
 
 def read_front(
     front: ExitFront, state: DecodeState, nodes: Nodes, k: int, *, at: int = 0, sample: bool
 ) -> Candidates:
-    """Candidates of an exit that is computed when it is asked for.
+    """Candidates of an exit computed on demand.
 
     Args:
         front: the target's first layers.
         state: the forest.
         nodes: W nodes.
-        k: candidates per node at most.
-        at: number of the exit.
-        sample: sample candidates, and give the distribution.
+        k: maximum candidates per node.
+        at: index of the exit.
+        sample: sample candidates and return their distribution.
 
     Returns:
-        W rows; count 0 for nodes that the front gives no logits for.
+        W rows; count 0 for nodes without logits.
     """
     known, logits = front.logits(state, nodes, at)
     parts, start = [], 0
@@ -110,7 +141,7 @@ def read_front(
         histories = None
         if transform.params.needs_history:
             histories = [request.path_tokens(slot) for slot in slots.tolist()]
-        found = candidates_of(
+        candidates = candidates_of(
             transform,
             torch.stack(logits[start : start + len(ids)]),
             k,
@@ -119,7 +150,7 @@ def read_front(
             request_id=request_id,
             positions=request.tree.positions[slots],
         )
-        parts.append(found)
+        parts.append(candidates)
         start += len(ids)
     if not parts:
         return Candidates.empty(len(nodes))

@@ -2,13 +2,13 @@
 
 For a context h with continuations w counted c(hw), and h' = h without its first token:
 
-    P(w | h) = d(c) c(hw) / c(h)          where c(hw) > 0
-             = alpha(h) P(w | h')         elsewhere,
+    P(w | h) = d(c) c(hw) / c(h)          if c(hw) > 0
+             = alpha(h) P(w | h')         otherwise,
 
-alpha(h) being what makes the row sum to 1; an unseen h is h'. The empty context backs off to the
-uniform distribution. N-grams stand in a trie: an m-gram is the key ``id(first m-1 tokens) * V + w``
-in a sorted array, so that keys are exact for any order and vocabulary, and the id of a context is
-found by one bisection per token.
+where alpha(h) makes the row sum to 1; an unseen h is replaced by h'. The empty context backs off to
+the uniform distribution. N-grams form a trie: an m-gram has the key ``id(first m-1 tokens) * V +
+w`` in a sorted array, so keys are exact for any order and vocabulary, and the id of a context takes
+one bisection per token.
 
 Shape letters: W contexts, K candidates, V vocabulary, G n-grams of one order.
 """
@@ -17,19 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
-from safetensors.numpy import load_file, save_file
 
 from specdec.sources.contexts import NO_TOKEN
 from specdec.sources.discounts import discounts
 from specdec.types import FloatArray, IntArray
 
-_LIGHT = 16  # contexts with at most so many continuations are merged with their back-off when asked
-_LIST = 48  # length of the precomputed list of a heavier context; exact for k <= _LIST - _LIGHT
-_NOTHING_LEFT = 1e-9  # discounted mass below this counts as none
+_LIGHT = 16  # contexts of at most this many continuations are merged with their back-off on lookup
+_LIST = 48  # length of the cached list of other contexts; exact for k <= _LIST - _LIGHT
+_COUNTED: WeakKeyDictionary[Any, KatzModel] = WeakKeyDictionary()
+_NOTHING_LEFT = 1e-9  # discounted mass below this is taken as 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class KatzModel:
     def __init__(
         self, *, order: int, vocab_size: int, keys: Sequence[IntArray], counts: Sequence[IntArray]
     ) -> None:
-        """Derives probabilities from counts; use ``from_tokens`` or ``load``.
+        """Derives probabilities from counts; use ``from_tokens``.
 
         Args:
             order: n >= 1.
@@ -133,34 +133,18 @@ class KatzModel:
             counts.append(num)
         return cls(order=order, vocab_size=vocab_size, keys=keys, counts=counts)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the counts as safetensors (``keys_m`` int64, ``counts_m`` int32 per order m)."""
-        arrays: dict[str, npt.NDArray] = {"vocab_size": np.array([self.vocab_size], np.int64)}
-        for m, (keys, counts) in enumerate(zip(self._keys, self._counts, strict=True), start=1):
-            arrays[f"keys_{m}"] = keys
-            arrays[f"counts_{m}"] = counts.astype(np.int32)
-        save_file(arrays, str(path))
-
     @classmethod
-    def load(cls, path: str | Path) -> KatzModel:
-        """Reads what ``save`` wrote.
+    def from_pair(cls, pair: Any) -> KatzModel:
+        """Counts trigrams of the token samples of a pair, once per pair.
 
-        Raises:
-            ValueError: where the file is not such a model.
+        Args:
+            pair: has ``token_samples()`` and ``vocab_size``.
         """
-        arrays = load_file(str(path))
-        order = sum(name.startswith("keys_") for name in arrays)
-        if "vocab_size" not in arrays or not order:
-            raise ValueError(
-                f"{path} is not a saved n-gram model (found {sorted(arrays)}); write one with"
-                " KatzModel.save or count it with KatzModel.from_tokens"
+        if pair not in _COUNTED:
+            _COUNTED[pair] = cls.from_tokens(
+                pair.token_samples(), order=3, vocab_size=pair.vocab_size, separator=0
             )
-        return cls(
-            order=order,
-            vocab_size=int(arrays["vocab_size"][0]),
-            keys=[arrays[f"keys_{m}"] for m in range(1, order + 1)],
-            counts=[arrays[f"counts_{m}"].astype(np.int64) for m in range(1, order + 1)],
-        )
+        return _COUNTED[pair]
 
     def _derive(self) -> None:
         """Discounted probabilities and back-off weights, shortest contexts first."""
@@ -211,7 +195,7 @@ class KatzModel:
         starts = np.concatenate([[0], np.cumsum(seen)])
         return _Level(keys=keys, tokens=token, probs=probs, starts=starts, alphas=alphas)
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ lookup
 
     def probs(self, contexts: Sequence[IntArray] | IntArray) -> FloatArray:
         """Whole distributions.
@@ -267,7 +251,7 @@ class KatzModel:
     def _context_ids(self, windows: IntArray) -> IntArray:
         """int64[order, W]: global index of the context of each length 0 .. order - 1.
 
-        The index behind all contexts stands for one that was never seen.
+        The index after all contexts means unseen.
         """
         length = self.order - 1
         ids = np.zeros((self.order, len(windows)), np.int64)
@@ -279,17 +263,17 @@ class KatzModel:
         )  # row i: first token of the context of length i + 1, then its id
         ids[1] = np.where(local[0] == NO_TOKEN, self._unseen, self._offsets[1] + local[0])
         for step in range(1, length):
-            # All contexts longer than ``step`` go on by one token, in one bisection.
+            # All contexts longer than ``step`` are extended by one token, in one bisection.
             keys = self._keys[step]
             want = local[step:] * self.vocab_size + newest_first[: length - step]
             at = np.searchsorted(keys, want)
-            found = (keys.take(at, mode="clip") == want) if len(keys) else at < 0
-            local[step:] = np.where(found, at, NO_TOKEN)
-            ids[step + 1] = np.where(found[0], at[0] + self._offsets[step + 1], self._unseen)
+            hit = (keys.take(at, mode="clip") == want) if len(keys) else at < 0
+            local[step:] = np.where(hit, at, NO_TOKEN)
+            ids[step + 1] = np.where(hit[0], at[0] + self._offsets[step + 1], self._unseen)
         return ids
 
     def _index(self) -> None:
-        """Flat arrays over the contexts of all lengths, with one row behind them for 'unseen'."""
+        """Flat arrays over the contexts of all lengths; the last row is 'unseen'."""
         lengths = [len(level.alphas) for level in self._levels]
         self._offsets = np.concatenate([[0], np.cumsum(lengths)])
         self._unseen = int(self._offsets[-1])

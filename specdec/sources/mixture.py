@@ -1,4 +1,4 @@
-"""Several sources as one.
+"""A mixture of token sources.
 
 Shape letters: W nodes, S sources, K candidates, V vocabulary.
 """
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class MixtureSource:
-    """Asks its sources in order and merges their candidates by mixed probability.
+    """Calls its sources in order and merges their candidates by mixture probability.
 
-    A node for which a source is ``confident`` is not asked of the later ones: with the cheap
-    sources first, a pass of the draft model is spent only where copying has nothing sure to offer.
+    If a source's best candidate has at least the probability ``confident``, later sources are not
+    called for that node. With the cheap sources first, the draft model runs only for nodes without
+    a confident cheap proposal.
 
-    With weights w_i, renormalised at each node over the sources that have an answer, a token has
+    With weights w_i, renormalised at each node over the sources with candidates, a token has
     probability sum_i w_i p_i, where p_i is 0 for a source that did not propose it (a lower bound,
     since only its best candidates are known). Its origin is the source with the largest w_i p_i.
 
@@ -46,26 +47,26 @@ class MixtureSource:
         confident: PositiveShare | None = None,
         sample: bool = False,
     ) -> None:
-        """Wraps sources, which must not be used otherwise.
+        """Wraps sources, which must not be used elsewhere.
 
         Args:
             sources: at least one, the cheapest first.
-            weights: positive, one per source; equal where None.
-            confident: probability of a source's best candidate from which the sources after it are
-                not asked about the node; None asks all of them always.
-            sample: give the exact mixture distribution, with candidates sampled from it; every
-                source must then give its whole distribution.
+            weights: positive, one per source. Default: equal.
+            confident: minimum probability of a source's best candidate to skip the later sources
+                for the node. Default: never skip.
+            sample: return the exact mixture distribution with candidates sampled from it; requires
+                that every source returns its distribution.
 
         Raises:
-            ValueError: for no sources, weights that do not fit, a probability out of range,
-                vocabularies that differ, or a source that cannot give its distribution.
+            ValueError: for no sources, a wrong number of weights, different vocabularies, or
+                ``sample`` with ``confident`` or a source without distributions.
         """
         if not sources:
-            raise ValueError("a mixture needs at least one source; give source.sources=[...]")
+            raise ValueError("source.sources=[] must list at least one source")
         weights = [1.0] * len(sources) if weights is None else weights
         if len(weights) != len(sources):
             raise ValueError(
-                f"weights={list(weights)} must be one for each of {len(sources)} sources"
+                f"weights={list(weights)} must have one entry for each of {len(sources)} sources"
             )
         vocab_sizes = {s.vocab_size for s in sources if s.vocab_size is not None}
         if len(vocab_sizes) > 1:
@@ -73,109 +74,106 @@ class MixtureSource:
                 f"the sources' vocabularies differ in size ({sorted(vocab_sizes)}); all need the"
                 " target's tokenizer"
             )
-        silent = [type(s).__name__ for s in sources if not getattr(s, "gives_probs", False)]
-        if sample and silent:
+        without = [type(s).__name__ for s in sources if not getattr(s, "gives_probs", False)]
+        if sample and without:
             raise ValueError(
-                f"{', '.join(silent)} cannot give the whole distribution that a rejection verifier"
+                f"{', '.join(without)} cannot give the whole distribution that a rejection verifier"
                 " needs; leave it out of the mixture or use verifier=match"
             )
         if confident is not None and sample:
             raise ValueError(
-                "confident decides by the candidates' values which sources are asked, which would"
-                " bias a rejection verifier; use verifier=match or source.confident=null"
+                f"source.confident={confident} selects sources by the candidates' values, which"
+                " would bias a rejection verifier; use verifier=match or source.confident=null"
             )
         self.gives_probs = sample
         self.vocab_size: int | None = vocab_sizes.pop() if vocab_sizes else None
         self.needs = joined_needs(s.needs for s in sources)
         self.counters = SourceCounters()
         self._sources = list(sources)
-        self._sure = np.inf if confident is None else float(np.log(confident))
+        self._confident_logprob = np.inf if confident is None else float(np.log(confident))
         self._weights = np.asarray(weights, float) / sum(weights)
 
     def open(self, request: RequestState) -> None:
-        """Passed on to every source."""
+        """Opens the request on every source."""
         for source in self._sources:
             source.open(request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The ``k`` most probable candidates of the mixture, or ``k`` sampled from it."""
-        answers: list[Candidates] = []
-        open_rows = np.ones(len(nodes), np.bool_)
+        proposals: list[Candidates] = []
+        remaining = np.ones(len(nodes), np.bool_)
         for source in self._sources:
-            if open_rows.all():
-                answer = source.expand(state, nodes, k)
-            elif open_rows.any():
-                answer = source.expand(state, nodes.where(open_rows), k).spread(open_rows)
+            if remaining.all():
+                candidates = source.expand(state, nodes, k)
+            elif remaining.any():
+                candidates = source.expand(state, nodes.where(remaining), k).spread(remaining)
             else:
-                answer = Candidates.empty(len(nodes))
-            open_rows &= ~((answer.counts > 0) & (answer.logprobs[:, 0] >= self._sure))
-            answers.append(answer)
+                candidates = Candidates.empty(len(nodes))
+            best = candidates.logprobs[:, 0]
+            remaining &= ~((candidates.counts > 0) & (best >= self._confident_logprob))
+            proposals.append(candidates)
         tally(self.counters, (source.counters for source in self._sources))
-        has_answer = np.stack([a.counts > 0 for a in answers], axis=1)  # [W, S]
-        weights = np.where(has_answer, self._weights, 0.0)
+        proposed = np.stack([c.counts > 0 for c in proposals], axis=1)  # [W, S]
+        weights = np.where(proposed, self._weights, 0.0)
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), np.finfo(float).tiny)
         if self.gives_probs:
-            return self._sampled(state, nodes, answers, weights, k)
-        return _merged(answers, weights, k)
+            return _sampled(state, nodes, proposals, weights, k)
+        return _merged(proposals, weights, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Passed on to every source."""
+        """Commits on every source."""
         for source in self._sources:
             source.commit(commits, output)
         tally(self.counters, (source.counters for source in self._sources))
 
     def close(self, request_id: int) -> None:
-        """Passed on to every source."""
+        """Closes the request on every source."""
         for source in self._sources:
             source.close(request_id)
 
-    def _sampled(
-        self,
-        state: DecodeState,
-        nodes: Nodes,
-        answers: Sequence[Candidates],
-        weights: FloatArray,
-        k: int,
-    ) -> Candidates:
-        """Candidates from the exact mixture; a node without any answer gets none."""
-        given = [(i, a.probs) for i, a in enumerate(answers) if a.probs is not None]
-        if not given:
-            return Candidates.empty(len(nodes))
-        shares = [weights[:, i, None] * on_host(probs) for i, probs in given]
-        probs = np.sum(shares, axis=0)
-        total = probs.sum(axis=1, keepdims=True)
-        uniform = np.full_like(probs, 1.0 / probs.shape[1])
-        probs = np.where(total > 0.0, probs / np.where(total > 0.0, total, 1.0), uniform)
-        drawn = sampled_candidates(state, nodes, probs, k)
-        at = np.arange(len(probs))[:, None]
-        largest = np.stack([share[at, drawn.tokens] for share in shares]).argmax(axis=0)
-        return Candidates(
-            tokens=drawn.tokens,
-            logprobs=drawn.logprobs,
-            counts=np.where(weights.any(axis=1), drawn.counts, 0),
-            probs=probs,
-            origins=np.array([i for i, _ in given])[largest],
-        )
+
+def _sampled(
+    state: DecodeState, nodes: Nodes, proposals: Sequence[Candidates], weights: FloatArray, k: int
+) -> Candidates:
+    """Candidates sampled from the exact mixture; count 0 for nodes without any proposal."""
+    given = [(i, c.probs) for i, c in enumerate(proposals) if c.probs is not None]
+    if not given:
+        return Candidates.empty(len(nodes))
+    shares = [weights[:, i, None] * on_host(probs) for i, probs in given]
+    probs = np.sum(shares, axis=0)
+    total = probs.sum(axis=1, keepdims=True)
+    uniform = np.full_like(probs, 1.0 / probs.shape[1])
+    probs = np.where(total > 0.0, probs / np.where(total > 0.0, total, 1.0), uniform)
+    drawn = sampled_candidates(state, nodes, probs, k)
+    rows = np.arange(len(probs))[:, None]
+    largest = np.stack([share[rows, drawn.tokens] for share in shares]).argmax(axis=0)
+    return Candidates(
+        tokens=drawn.tokens,
+        logprobs=drawn.logprobs,
+        counts=np.where(weights.any(axis=1), drawn.counts, 0),
+        probs=probs,
+        origins=np.array([i for i, _ in given])[largest],
+    )
 
 
-def _merged(answers: Sequence[Candidates], weights: FloatArray, k: int) -> Candidates:
-    """Candidates of all sources, equal tokens added up, the ``k`` best of each node."""
-    widths = [int(a.counts.max(initial=0)) for a in answers]
-    asked = [i for i, width in enumerate(widths) if width]
-    if len(asked) == 1:
-        return _alone(answers[asked[0]], asked[0], k)
-    if not asked:
+def _merged(proposals: Sequence[Candidates], weights: FloatArray, k: int) -> Candidates:
+    """The ``k`` most probable candidates per node; probabilities of equal tokens are added."""
+    widths = [int(c.counts.max(initial=0)) for c in proposals]
+    proposing = [i for i, width in enumerate(widths) if width]
+    if len(proposing) == 1:
+        return _single(proposals[proposing[0]], proposing[0], k)
+    if not proposing:
         return Candidates.empty(len(weights))
-    tokens = np.concatenate([answers[i].tokens[:, : widths[i]] for i in asked], axis=1)  # [W, C]
+    tokens = np.concatenate([proposals[i].tokens[:, : widths[i]] for i in proposing], axis=1)
     parts = []
-    for i in asked:
-        answer, width = answers[i], widths[i]
-        valid = np.arange(width) < answer.counts[:, None]
-        logprobs = np.where(valid, answer.logprobs[:, :width], -np.inf)
+    for i in proposing:
+        candidates, width = proposals[i], widths[i]
+        valid = np.arange(width) < candidates.counts[:, None]
+        logprobs = np.where(valid, candidates.logprobs[:, :width], -np.inf)
         parts.append(weights[:, i, None] * np.exp(logprobs))
-    shares = np.concatenate(parts, axis=1)
-    source_of = np.repeat(asked, [widths[i] for i in asked])
-    # Equal tokens stand side by side after a stable sort, the largest share of each first.
+    shares = np.concatenate(parts, axis=1)  # [W, sum of the widths], as ``tokens``
+    source_of = np.repeat(proposing, [widths[i] for i in proposing])
+    # Equal tokens are adjacent after the sort, the largest share of each first.
     order = np.lexsort((-shares, tokens), axis=1)
     tokens = np.take_along_axis(tokens, order, axis=1)
     shares = np.take_along_axis(shares, order, axis=1)
@@ -196,9 +194,9 @@ def _merged(answers: Sequence[Candidates], weights: FloatArray, k: int) -> Candi
     )
 
 
-def _alone(answer: Candidates, origin: int, k: int) -> Candidates:
-    """The answer of the only source that had one."""
-    tokens, logprobs = answer.tokens[:, :k], answer.logprobs[:, :k]
-    counts = np.minimum(answer.counts, tokens.shape[1])
+def _single(candidates: Candidates, origin: int, k: int) -> Candidates:
+    """The candidates of the only source with a proposal."""
+    tokens, logprobs = candidates.tokens[:, :k], candidates.logprobs[:, :k]
+    counts = np.minimum(candidates.counts, tokens.shape[1])
     origins = np.full(tokens.shape, origin)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, origins=origins)

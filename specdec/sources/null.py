@@ -1,4 +1,4 @@
-"""The source that proposes nothing: plain autoregressive decoding."""
+"""The source without proposals, for plain autoregressive decoding."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 class NullSource:
-    """Has no candidates for any node."""
+    """Proposes no candidates."""
 
     needs = Needs()
-    gives_probs = True  # vacuously: every candidate it gives was sampled
+    gives_probs = True  # vacuously: all of its candidates are sampled
     vocab_size: int | None = None
 
     def __init__(self) -> None:
         self.counters = SourceCounters()
 
     def open(self, request: RequestState) -> None:
-        """Nothing to prepare."""
+        """No-op."""
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Count 0 for every node."""
         return Candidates.empty(len(nodes))
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Nothing to follow."""
+        """No-op."""
 
     def close(self, request_id: int) -> None:
-        """Nothing to forget."""
+        """No-op."""

@@ -1,4 +1,4 @@
-"""Random candidates of chosen quality, to test losslessness with good, bad and hostile drafts.
+"""Random candidates of a given quality, to test losslessness with good, bad and hostile drafts.
 
 Shape letters: W nodes, K candidates, V vocabulary.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Share, validated
-from specdec.sources.contexts import hash_u64, hash_uniform
+from specdec.sources.hashing import hash_u64, hash_uniform
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
@@ -23,10 +23,10 @@ _SCORES, _HIT, _PLACE, _SILENT = range(4)  # streams of the hash
 
 
 class RandomSource:
-    """Candidates by keyed hash of the node's whole path, so that every strategy sees the same.
+    """Candidates from a keyed hash of the node's token path, the same for every strategy.
 
-    With ``target_token`` it is an oracle for a share ``quality`` of the nodes (the target's own
-    token is among the candidates, at a hashed place) and hostile for the others (it is not).
+    With ``target_token``, a fraction ``quality`` of the nodes gets the target's own token among its
+    candidates, at a hashed rank; for the other nodes that token is left out.
     """
 
     needs = Needs()
@@ -42,24 +42,23 @@ class RandomSource:
         silence: Share = 0.0,
         target_token: Callable[[RequestState, IntArray], int] | None = None,
     ) -> None:
-        """Sets what to propose.
+        """Sets the kind of candidates.
 
         Args:
             vocab_size: V.
-            sample: draw candidates from a random distribution and give it (rejection verifiers).
-            seed: of the hashes.
-            quality: share of nodes where the target's token is proposed.
-            silence: share of nodes with count 0.
+            sample: sample candidates from a random distribution and return it (rejection
+                verifiers).
+            seed: key of the hashes.
+            quality: fraction of nodes for which the target's token is proposed. Default: 0.
+            silence: fraction of nodes with count 0. Default: 0.
             target_token: (request, int64 tokens up to and including the node) -> the target's next
                 token.
 
         Raises:
-            ValueError: for shares outside 0 .. 1, or a quality that nobody can provide.
+            ValueError: for ``quality`` without ``target_token`` or with ``sample``.
         """
         if quality and (target_token is None or sample):
-            raise ValueError(
-                f"quality={quality} needs target_token, and candidates that are not sampled"
-            )
+            raise ValueError(f"quality={quality} needs target_token and sample=false")
         self.gives_probs = sample
         self.vocab_size: int | None = vocab_size
         self.counters = SourceCounters()
@@ -70,7 +69,7 @@ class RandomSource:
         self._target_token = target_token
 
     def open(self, request: RequestState) -> None:
-        """Nothing to prepare."""
+        """No-op."""
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Up to ``k`` different candidates per node."""
@@ -91,23 +90,23 @@ class RandomSource:
         return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Nothing to follow."""
+        """No-op."""
 
     def close(self, request_id: int) -> None:
-        """Nothing to forget."""
+        """No-op."""
 
     def _draw(self, stream: int, request_id: int, path: IntArray) -> float:
         return float(hash_uniform(self._seed, stream, request_id, _digest(path)))
 
     def _probs(self, request_id: int, path: IntArray) -> FloatArray:
-        """float64[V]: a random distribution with a few probable tokens, all positive."""
+        """float64[V]: a random positive distribution with a few probable tokens."""
         digest, vocabulary = _digest(path), np.arange(self._num_tokens)
         drawn = hash_uniform(self._seed, _SCORES, request_id, digest, vocabulary)
-        weights = (1.0 - drawn) ** -1.0  # a heavy tail: few tokens hold most of the mass
+        weights = (1.0 - drawn) ** -1.0  # a heavy tail: few tokens have most of the probability
         return weights / weights.sum()
 
     def _steer(self, request: RequestState, path: IntArray, tokens: IntArray) -> int:
-        """Puts the target's token among ``tokens`` (in place) or out of them; their count."""
+        """Inserts the target's token into ``tokens`` or removes it, in place; returns the count."""
         if self._silence and self._draw(_SILENT, request.id, path) < self._silence:
             return 0
         if self._target_token is None:

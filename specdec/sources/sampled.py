@@ -18,25 +18,21 @@ if TYPE_CHECKING:
 
 
 def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -> Candidates:
-    """Up to ``k`` different children per node, drawn one after the other without replacement.
+    """Up to ``k`` different children per node, drawn in turn without replacement.
 
-    The draw of sibling j of a node at position p is keyed by (prompt, p + 1, DRAFT, j): the same
-    for every order in which nodes are asked for, and never that of an acceptance test.
+    The draw of sibling j of a node at position p has the key (prompt, p + 1, DRAFT, j). It does not
+    depend on the order in which nodes are expanded, and differs from the draws of acceptance tests.
 
     Args:
-        state: holds the draws and the trees.
+        state: provides the keyed draws and the trees.
         nodes: W nodes.
-        probs: float64[W, V], the draft's distribution after each; it goes into the answer.
-        k: candidates per node.
+        probs: float64[W, V], the draft's distribution after each; returned as ``probs``.
+        k: maximum number of candidates per node.
     """
     k = min(k, probs.shape[1])
     uniforms = np.empty((len(probs), k))
-    start = 0
-    for request_id, ids in nodes.items:
+    for request_id, ids, rows in nodes.packed():
         tree = state.requests[request_id].tree
-        stop = start + len(ids)
-        uniforms[start:stop] = sibling_draws(
-            state.draws, request_id, tree.positions[tree.slots(ids)], k
-        )
-        start = stop
+        positions = tree.positions[tree.slots(ids)]
+        uniforms[rows] = sibling_draws(state.draws, request_id, positions, k)
     return drawn(probs, k, uniforms)

@@ -1,7 +1,7 @@
 """An online suffix automaton over tokens (Blumer et al. 1985), with occurrence counts.
 
-A *state* stands for the substrings that end at the same places; ``length`` is that of the longest
-of them, ``link`` leads to the state of the longest suffix that ends at more places.
+A *state* represents all substrings with the same end positions; ``length`` is the length of the
+longest of them, and ``link`` the state of its longest suffix with additional end positions.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ class SuffixAutomaton:
     """All substrings of a growing token sequence.
 
     Attributes:
-        size: tokens so far.
+        size: number of appended tokens.
         next: per state: token -> state.
-        link: per state; -1 at the root (the empty string).
+        link: per state: linked state; -1 at the root (the empty string).
         length: per state: length of its longest string.
-        count: per state: how often its strings occur.
+        count: per state: number of occurrences of its strings.
         last: per state: position of the last token of the latest occurrence.
     """
 
@@ -29,10 +29,11 @@ class SuffixAutomaton:
         self._whole = 0
 
     def append(self, token: int) -> None:
-        """Adds a token; amortised constant time apart from the counts.
+        """Appends a token, in amortised constant time except for the counts.
 
-        Every suffix occurs once more: the walk up the links that counts it is as long as there are
-        different sets of places among the suffixes, short in text, up to size / period in a loop.
+        Every suffix occurs once more. Counting them walks up the links; the walk has one step per
+        distinct set of end positions among the suffixes: short in text, up to size / period for
+        periodic sequences.
         """
         following, link, length = self.next, self.link, self.length
         current = self._new({}, 0, self.size + 1)
@@ -49,21 +50,24 @@ class SuffixAutomaton:
             else:
                 link[current] = self._split(state, token, after)
         self._whole = current
-        count, last, place = self.count, self.last, self.size
+        count, last, position = self.count, self.last, self.size
         state = current
         while state > 0:
             count[state] += 1
-            last[state] = place
+            last[state] = position
             state = link[state]
         self.size += 1
 
     def suffix(self, max_length: int) -> tuple[int, int]:
-        """(state, length) of the longest suffix that occurred before, of at most ``max_length``."""
+        """(state, length) of the longest suffix with an earlier occurrence, at most ``max_length``.
+
+        The length is 0 if there is none.
+        """
         state = max(self.link[self._whole], 0)
         return self._cut(state, self.length[state], max_length)
 
     def advance(self, state: int, length: int, token: int, max_length: int) -> tuple[int, int]:
-        """(state, length) of the longest match after one more token that need not be appended."""
+        """(state, length) of the longest match after ``token``, which is not appended."""
         while state >= 0 and token not in self.next[state]:
             state = self.link[state]
             length = min(length, self.length[state]) if state >= 0 else 0
@@ -87,7 +91,7 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
     def _split(self, state: int, token: int, after: int) -> int:
-        """Gives the strings of ``after`` that end at one more place a state of their own."""
+        """Clones ``after`` for its strings that have an additional end position."""
         clone = self._new(dict(self.next[after]), self.link[after], self.length[state] + 1)
         self.count[clone], self.last[clone] = self.count[after], self.last[after]
         while state >= 0 and self.next[state].get(token) == after:

@@ -1,54 +1,46 @@
 """A target and a draft without models (``model=synthetic``).
 
 Every request has a hidden target sequence, a keyed hash of (request, position). At each position
-the draft knows the true next token up to a *rank*: the place of the true token among its
-candidates. Positions differ: a keyed draw puts each in one of a few difficulty classes, and every
-class has its own law of ranks. The draft's candidate probabilities are that law, so it is sure
-where it is right (one curve for all positions would not do: pruning by cumulative probability
-lives on the difference). Everything is keyed, so results are the same for every strategy.
+the true next token has a *rank* among the draft's candidates. A keyed draw assigns each position to
+one of a few difficulty classes, and each class has its own distribution of ranks. The draft's
+candidate probabilities are that distribution, so the draft is confident where it is right; pruning
+by cumulative probability depends on such differences between positions. All draws are keyed, so
+results are the same for every strategy.
 
-A recorded run is the same thing with one class per recorded position (``pairs/replay.py``), so the
-source below serves both: it knows a ``HiddenPair`` only.
+A recorded run is a special case with one class per recorded position (``pairs/replay.py``).
+``SyntheticSource`` uses only the protocol ``HiddenPair`` and serves both.
 
-Shape letters: W nodes, K candidates, C classes, V vocabulary.
+Shape letters: W nodes, K candidates, C classes, V vocabulary, n positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from specdec.clocks import CONTROLLER, Work
+from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
-from specdec.sources.contexts import hash_u64, hash_uniform
-from specdec.types import (
-    NO_NODE,
-    Candidates,
-    Commit,
-    CommitKind,
-    FloatArray,
-    IntArray,
-    Needs,
-    Nodes,
-    Output,
-)
+from specdec.sources.hashing import hash_u64, hash_uniform
+from specdec.types import NO_NODE, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
+    from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
-_MAX_RANK = 64  # ranks beyond are misses
-_TABLE = 512  # positions computed at a time
+_MAX_RANK = 64  # larger ranks are misses
+_TABLE = 512  # positions tabulated at a time
 _TOKEN, _CLASS, _RANK, _NODE, _NODE_CLASS = range(5)  # streams of the hash
 
 
 class HiddenPair(Protocol):
-    """What the source and the target below need to know of a hidden sequence and its draft."""
+    """Hidden sequences and the draft's ranks of their tokens."""
 
     vocab_size: int
     class_logprobs: FloatArray
-    """float64[C, K]: candidates' log probabilities by class, falling; -inf where there is none."""
+    """float64[C, K]: candidates' log probabilities by class, decreasing; -inf for no candidate."""
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
         """int64[n]: the hidden sequence of a request at absolute positions."""
@@ -59,39 +51,40 @@ class HiddenPair(Protocol):
         ...
 
     def ranks(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: how many candidates stand before the right one; K or more for a miss."""
+        """int64[n]: number of candidates before the true token; K or more for a miss."""
         ...
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """int64[n]: right tokens of a chain that starts at a root there; None: ranks say it all.
+        """int64[n]: true tokens at the start of a chain below a root there; None: use ``ranks``.
 
-        Where given, it stands in for ``ranks``, which then depend on the root (drafts that read
-        the target's hidden states guess better near it).
+        Replaces ``ranks`` for drafts that read the target's hidden states, whose accuracy depends
+        on the distance to the root.
         """
         ...
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """(first token, class) int64[n] each of what the draft proposes after wrong nodes."""
+        """(first candidate, class), int64[n] each, of the draft's proposals after wrong nodes."""
         ...
 
 
 class SyntheticPair:
-    """The laws of a synthetic target and draft; makes both.
+    """The rank distributions of a synthetic target and draft.
 
     With class weights w_c, the probability that the true token has rank r = 1, 2, .. is
 
         P(r) = sum_c w_c P_c(r),   P_c(1) = top1_c,
         P_c(r) = (1 - top1_c) (1 - miss_c) r^-decay_c / Z_c   for 2 <= r <= 64,
 
-    and (1 - top1_c) miss_c that it is not among 64 candidates. The defaults give 0.65 at rank 1,
-    0.88 within 4, 0.97 within 16 and 0.99 within 32, which SpecPipe 3.3.1 states of a 1B draft.
+    and that it is not among 64 candidates, (1 - top1_c) miss_c. The defaults give 0.65 at rank 1,
+    0.88 within 4, 0.97 within 16 and 0.99 within 32, which SpecPipe 3.3.1 reports for a 1B draft.
 
     Attributes:
         vocab_size: V.
-        class_probs, class_logprobs: float64[C, 64], P_c(r) and its logarithm.
-        target: the target, answered by position.
+        class_probs: float64[C, 64], P_c(r).
+        class_logprobs: float64[C, 64], its logarithm.
+        target: the target.
     """
 
     def __init__(
@@ -104,24 +97,25 @@ class SyntheticPair:
         miss: Sequence[float] = (0.0, 0.0, 0.0),
         seed: int = 0,
     ) -> None:
-        """Sets the laws, one entry of each list per difficulty class.
+        """Sets the distributions; each sequence has one entry per difficulty class.
 
         Args:
             vocab_size: V, at least 256.
-            weights: share of the positions; normalised.
-            top1: chance that the true token is the draft's first.
-            decay: how fast the chance falls with the rank, below the first.
-            miss: share of the rest that is not among the first 64.
-            seed: of sequences, classes and ranks.
+            weights: relative frequency of the class; normalised.
+            top1: probability that the true token is the draft's first candidate.
+            decay: exponent of the decrease over ranks 2 to 64.
+            miss: probability that the true token is not among the 64 candidates, given that it is
+                not the first.
+            seed: key of sequences, classes and ranks.
 
         Raises:
-            ValueError: for lists of different lengths or values that are no probabilities.
+            ValueError: for sequences of different lengths or values that are not probabilities.
         """
         if vocab_size < 4 * _MAX_RANK:
             raise ValueError(f"vocab_size={vocab_size} must be at least {4 * _MAX_RANK}")
         lists = {"weights": weights, "top1": top1, "decay": decay, "miss": miss}
         if len({len(values) for values in lists.values()}) != 1 or not len(weights):
-            raise ValueError(f"weights, top1, decay and miss need one value per class, got {lists}")
+            raise ValueError(f"weights, top1, decay and miss must have equal lengths: {lists}")
         for key in ("weights", "top1", "miss"):
             if not all(0.0 <= value <= 1.0 for value in lists[key]):
                 raise ValueError(f"{key}={list(lists[key])} must lie between 0 and 1")
@@ -133,8 +127,8 @@ class SyntheticPair:
         self.class_probs = _rank_law(np.asarray(top1), np.asarray(decay), np.asarray(miss))
         if (np.diff(self.class_probs, axis=1) > 0.0).any():
             raise ValueError(
-                f"top1={list(top1)} with decay={list(decay)} would make a lower candidate more"
-                " probable than a higher one; raise top1 or lower decay (which is at least 0)"
+                f"top1={list(top1)} with decay={list(decay)} makes a later candidate more probable"
+                " than an earlier one; raise top1 or lower decay (at least 0)"
             )
         with np.errstate(divide="ignore"):
             self.class_logprobs = np.log(self.class_probs)
@@ -143,33 +137,33 @@ class SyntheticPair:
         self.target = SyntheticTarget(self)
 
     def rank_probabilities(self) -> FloatArray:
-        """float64[64]: the chance that the true token has rank 1 .. 64, over all classes."""
+        """float64[64]: probability that the true token has rank 1 .. 64, over all classes."""
         return self._weights @ self.class_probs
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: the hidden sequence of a request at absolute positions."""
+        """See ``HiddenPair``."""
         drawn = hash_u64(self.seed, _TOKEN, request_id, positions)
         return (drawn % np.uint64(self.vocab_size)).astype(np.int64)
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: difficulty class of the token after each position."""
+        """See ``HiddenPair``."""
         drawn = hash_uniform(self.seed, _CLASS, request_id, positions)
         return np.searchsorted(self._class_edges, drawn, side="right")
 
     def ranks(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: rank - 1 of the token after each position; 64 for a miss."""
+        """See ``HiddenPair``; 64 for a miss."""
         drawn = hash_uniform(self.seed, _RANK, request_id, positions)
         edges = self._rank_edges[self.classes(request_id, positions)]
         return (edges <= drawn[:, None]).sum(axis=1)
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """None: ranks do not depend on the root."""
+        """None: the ranks do not depend on the root."""
         return None
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """(first token, class) int64[n] each of what the draft proposes after wrong nodes."""
+        """See ``HiddenPair``."""
         first = hash_u64(self.seed, _NODE, request_id, positions, tokens)
         drawn = hash_uniform(self.seed, _NODE_CLASS, request_id, positions, tokens)
         classes = np.searchsorted(self._class_edges, drawn, side="right")
@@ -177,7 +171,7 @@ class SyntheticPair:
 
 
 class SyntheticTarget:
-    """Answers with the hidden sequence."""
+    """The target whose output is the hidden sequence."""
 
     def __init__(self, pair: HiddenPair) -> None:
         self._pair = pair
@@ -185,11 +179,11 @@ class SyntheticTarget:
     def answer(self, request_id: int, positions: IntArray) -> IntArray:
         """The target's token after each position.
 
-        A node off the target's path gets the same answer as the one on it. That is never consumed:
-        a verifier follows matching children from the root, so it reads answers of the path only.
+        A node off the target's path gets the same answer as the node on it. It is never used: a
+        verifier follows matching children from the root and reads only answers on the path.
 
         Args:
-            request_id: keys the sequence.
+            request_id: key of the sequence.
             positions: int64[A], absolute positions of nodes.
 
         Returns:
@@ -198,14 +192,20 @@ class SyntheticTarget:
         return self._pair.tokens(request_id, positions + 1)
 
 
-class _Book:
-    """One request: tables over positions, and which nodes are on the target's path."""
+class _RequestTables:
+    """One request's sequence, classes and ranks by position, and its nodes on the target's path.
+
+    Attributes:
+        on_path: ids of nodes known to be on the target's path.
+        cached_len: committed tokens that a draft's cache would have.
+        expanded: ids of nodes that a draft's cache would have.
+    """
 
     def __init__(self, pair: HiddenPair, request: RequestState) -> None:
         self.request = request
         self.on_path = {request.tree.root_id}
         self.cached_len = 0
-        self.asked: set[int] = set()
+        self.expanded: set[int] = set()
         self._pair = pair
         self._extend(request.num_prompt + request.stop.max_new_tokens + _TABLE)
 
@@ -217,19 +217,19 @@ class _Book:
         self._reach = self._pair.reach(self.request.id, positions)
 
     def rank(self, position: int) -> int:
-        """Where the right token stands among the candidates of the true node at ``position``."""
+        """Number of candidates before the true token at the true node at ``position``."""
         if self._reach is None:
             return int(self._ranks[position])
         root = self.request.prefix_len
         return 0 if position - root < self._reach[root] else _MAX_RANK
 
     def reserve(self, last: int) -> None:
-        """Makes the tables reach beyond position ``last``."""
+        """Extends the tables beyond position ``last``."""
         if last + 1 >= len(self.tokens):
             self._extend(last + _TABLE)
 
     def true_nodes(self, slots: IntArray, positions: IntArray) -> list[int]:
-        """Rows of the nodes that are on the target's path."""
+        """Indices into ``slots`` of the nodes that are on the target's path."""
         tree = self.request.tree
         hits = np.flatnonzero((tree.tokens[slots] == self.tokens[positions]) | (slots == 0))
         return [row for row in hits.tolist() if self._is_on_path(int(slots[row]))]
@@ -248,49 +248,57 @@ class _Book:
 
 
 class SyntheticSource:
-    """The synthetic draft. Counts and charges passes and rows as a draft model would."""
+    """The synthetic draft; counts and charges passes and rows as a draft model would."""
 
     needs = Needs()
     gives_probs = False
 
-    def __init__(self, *, pair: HiddenPair, prefill_chunk: int = 512) -> None:
-        """Proposes for the target of ``pair``.
+    def __init__(self, *, pair: HiddenPair | SourcePair, prefill_chunk: int = 512) -> None:
+        """Proposes tokens for the target of ``pair``.
 
         Args:
-            pair: the hidden sequences and the draft's laws.
-            prefill_chunk: rows per pass while it catches up with a prompt.
+            pair: the hidden sequences and the draft's rank distributions, or a model pair that has
+                them as attribute ``hidden``.
+            prefill_chunk: maximum number of prompt rows per pass. Default: 512.
+
+        Raises:
+            UserError: for a pair of real models.
         """
+        hidden = getattr(pair, "hidden", pair)
+        if not hasattr(hidden, "class_logprobs"):
+            raise UserError(
+                "source=synthetic proposes for model=synthetic only; choose source=draft_model"
+            )
         self.vocab_size: int | None = pair.vocab_size
         self.counters = SourceCounters(by_level={"draft": 0})
-        self._pair = pair
+        self._pair = cast("HiddenPair", hidden)
         self._prefill_chunk = prefill_chunk
-        self._books: dict[int, _Book] = {}
-        self._logprobs = pair.class_logprobs
+        self._tables: dict[int, _RequestTables] = {}
+        self._logprobs = hidden.class_logprobs
         self._counts = (self._logprobs > -np.inf).sum(axis=1)
         self._offsets = np.arange(self._logprobs.shape[1])
 
     def open(self, request: RequestState) -> None:
         """Tabulates the request's hidden sequence."""
-        self._books[request.id] = _Book(self._pair, request)
+        self._tables[request.id] = _RequestTables(self._pair, request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Up to K candidates of each node (64; of a record as many as it has).
+        """Up to min(k, K) candidates of each node (K is 64, or as recorded).
 
-        On the target's path the true token stands at its rank; elsewhere all are wrong.
+        On the target's path the true token has its rank; elsewhere all candidates are wrong.
         """
-        state.clock.start(CONTROLLER)  # no model call would tell when the work began
+        state.clock.start(CONTROLLER)  # no model call marks the start of the work
         k = min(k, len(self._offsets))
         parts = []
         catch_up = 0
         for request_id, ids in nodes.items:
-            book = self._books[request_id]
-            tree = book.request.tree
-            slots = tree.slots(ids)
-            assert NO_NODE not in slots, f"nodes {ids} of request {request_id} left the tree"
-            parts.append(self._propose(book, slots, k))
-            book.asked.update(ids.tolist())
-            catch_up += book.request.prefix_len - book.cached_len
-            book.cached_len = book.request.prefix_len
+            tables = self._tables[request_id]
+            slots = tables.request.tree.slots(ids)
+            assert NO_NODE not in slots, f"nodes {ids} of request {request_id} are not in the tree"
+            parts.append(self._propose(tables, slots, k))
+            tables.expanded.update(ids.tolist())
+            catch_up += tables.request.prefix_len - tables.cached_len
+            tables.cached_len = tables.request.prefix_len
         self._count(state, catch_up, len(nodes))
         tokens = np.concatenate([tokens for tokens, _ in parts])
         classes = np.concatenate([classes for _, classes in parts])
@@ -299,40 +307,42 @@ class SyntheticSource:
         return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Notes which committed tokens a draft's cache would hold."""
+        """Updates which committed tokens and nodes a draft's cache would have."""
         for commit in commits:
-            book = self._books.get(commit.request)
-            if book is None or commit.kind is CommitKind.NONE:
+            tables = self._tables.get(commit.request)
+            if tables is None:
                 continue
             position = commit.prefix_len - len(commit.retired_ids)
             for node_id in commit.retired_ids.tolist():
-                if book.cached_len == position and node_id in book.asked:
-                    book.cached_len += 1
+                if tables.cached_len == position and node_id in tables.expanded:
+                    tables.cached_len += 1
                 position += 1
             kept = set(commit.kept_ids.tolist())
-            book.asked &= kept
-            book.on_path &= kept
+            tables.expanded &= kept
+            tables.on_path &= kept
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
-        self._books.pop(request_id, None)
+        """Drops the request's tables."""
+        self._tables.pop(request_id, None)
 
-    def _propose(self, book: _Book, slots: IntArray, k: int) -> tuple[IntArray, IntArray]:
+    def _propose(
+        self, tables: _RequestTables, slots: IntArray, k: int
+    ) -> tuple[IntArray, IntArray]:
         """(tokens int64[W, k], classes int64[W])."""
-        tree = book.request.tree
+        tree = tables.request.tree
         positions = tree.positions[slots]
-        book.reserve(int(positions.max()))
-        first, classes = self._pair.node_keys(book.request.id, positions, tree.tokens[slots])
-        true_rows = book.true_nodes(slots, positions)
+        tables.reserve(int(positions.max()))
+        first, classes = self._pair.node_keys(tables.request.id, positions, tree.tokens[slots])
+        true_rows = tables.true_nodes(slots, positions)
         for row in true_rows:
             position = int(positions[row])
-            classes[row] = book.classes[position]
-            first[row] = book.tokens[position + 1] + 1  # the wrong ones: the V - 1 tokens after it
+            classes[row] = tables.classes[position]
+            first[row] = tables.tokens[position + 1] + 1  # wrong candidates: the tokens after it
         tokens = (first[:, None] + self._offsets[:k]) % self._pair.vocab_size
         for row in true_rows:
-            rank = book.rank(int(positions[row]))
+            rank = tables.rank(int(positions[row]))
             if rank < k:
-                tokens[row, rank] = book.tokens[positions[row] + 1]
+                tokens[row, rank] = tables.tokens[positions[row] + 1]
         return tokens, classes
 
     def _count(self, state: DecodeState, catch_up: int, num_nodes: int) -> None:

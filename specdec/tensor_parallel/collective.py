@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group do together: sums and gathers of activations."""
+"""Collective operations of a tensor-parallel group: sums and gathers of activations."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Collective:
-    """One rank's place in its group; subclasses say how tensors meet.
+    """One rank of a group; subclasses implement the communication.
 
     Attributes:
-        rank: place in the group, from 0.
-        size: degree of the group.
+        rank: rank within the group, from 0.
+        size: number of ranks.
     """
 
     def __init__(self, *, rank: int, size: int) -> None:
-        """Takes a place.
+        """Stores rank and size.
 
         Raises:
-            ValueError: for a place that the group has not.
+            ValueError: unless 0 <= rank < size.
         """
         if not 0 <= rank < size:
-            raise ValueError(f"no place {rank} in a group of {size}")
+            raise ValueError(f"rank {rank} is not in a group of {size}")
         self.rank = rank
         self.size = size
         self._paused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collective:
-        """Itself: copies of a model's modules stay in the group."""
+        """Returns the same object, so that copies of a model's modules stay in the group."""
         return self
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the others out: shapes are right, values are not (for a model's first probe)."""
+        """Disables communication inside the block: shapes are right, values are not."""
         self._paused = True
         try:
             yield
@@ -45,7 +45,7 @@ class Collective:
             self._paused = False
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in the type of ``tensor`` (half types add up in float32)."""
+        """Returns the sum over all ranks in the type of ``tensor``; 16-bit types sum in float32."""
         if self._paused or self.size == 1:
             return tensor
         if tensor.dtype in _HALF:
@@ -53,11 +53,11 @@ class Collective:
         return self._add(tensor.contiguous())
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[..., size * n]: every rank's [..., n], in order of rank."""
+        """Concatenates every rank's [..., n] to [..., size * n], in rank order."""
         if self.size == 1:
             return tensor
         parts = [tensor] * self.size if self._paused else self._gather(tensor.contiguous())
-        return torch.cat(list(parts), -1)
+        return torch.cat(list(parts), -1)  # einops would stack and copy once more
 
     def _add(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Shares of a weight: ranges of one dimension, in order, each followed by zeros."""
+"""Shards of a weight: ranges along one dimension, each padded with zeros."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Entries ``start .. stop - 1`` and then ``pad`` zeros."""
+    """Entries ``start .. stop - 1`` followed by ``pad`` zeros."""
 
     start: int
     stop: int
     pad: int
 
     def times(self, unit: int) -> Piece:
-        """The same of entries that are ``unit`` wide."""
+        """Returns the piece in units that are ``unit`` entries wide, such as heads."""
         return Piece(self.start * unit, self.stop * unit, self.pad * unit)
 
 
@@ -27,8 +27,8 @@ class Cut:
     """One rank's share of a weight.
 
     Attributes:
-        dim: 0 or 1, what is cut.
-        pieces: in the order in which they stand in the share.
+        dim: the dimension that is cut, 0 or 1.
+        pieces: the share's pieces in order.
     """
 
     dim: int
@@ -36,17 +36,17 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """Entries of the share along ``dim``, zeros included."""
+        """Size of the share along ``dim``, including zeros."""
         return sum(p.stop - p.start + p.pad for p in self.pieces)
 
     def shape(self, full: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the share of a weight of shape ``full``."""
+        """Returns the shape of the share of a weight with shape ``full``."""
         return (*full[: self.dim], self.size, *full[self.dim + 1 :])
 
     def of(self, full: Any, dtype: torch.dtype) -> torch.Tensor:
-        """The share of a tensor, or of a slice of a safetensors file, of which it reads no more.
+        """Returns the share of a tensor, or of a slice of a safetensors file.
 
-        A share without zeros of a tensor of the right type is a view of it where that can be.
+        Of a file only the share is read. The result may be a view of ``full``.
         """
         shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
         if len(self.pieces) == 1 and not self.pieces[0].pad:
@@ -54,22 +54,21 @@ class Cut:
         share = torch.zeros(self.shape(shape), dtype=dtype)
         if isinstance(full, torch.Tensor):
             share = share.to(full.device)
-        at = 0
+        offset = 0
         for piece in self.pieces:
             width = piece.stop - piece.start
             if width:
-                share.narrow(self.dim, at, width).copy_(self._read(full, piece))
-            at += width + piece.pad
+                share.narrow(self.dim, offset, width).copy_(self._read(full, piece))
+            offset += width + piece.pad
         return share
 
     def _read(self, full: Any, piece: Piece) -> torch.Tensor:
-        return (
-            full[piece.start : piece.stop] if self.dim == 0 else full[:, piece.start : piece.stop]
-        )
+        entries = slice(piece.start, piece.stop)
+        return full[entries] if self.dim == 0 else full[:, entries]
 
 
 def even(total: int, *, rank: int, size: int) -> Piece:
-    """The share of one of ``size`` ranks in ``total`` entries; the last ones are padded."""
+    """Splits ``total`` entries evenly; the shares of the last ranks are padded."""
     width = -(-total // size)
     start, stop = min(rank * width, total), min((rank + 1) * width, total)
     return Piece(start, stop, width - (stop - start))

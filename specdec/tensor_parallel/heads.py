@@ -1,6 +1,6 @@
-"""Which attention heads a rank has: whole GQA groups, zero-padded, to any degree.
+"""Distribution of attention heads over ranks: GQA groups, zero-padded, for any number of ranks.
 
-Letters: H query heads, G key/value heads, P ranks, q = H / G query heads per group.
+Shape letters: H query heads, G key/value heads, P ranks, q = H / G query heads per group.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from specdec.tensor_parallel.cuts import Piece
 class HeadSplit:
     """The heads of one rank.
 
-    Groups (a key/value head and its query heads) are dealt out in order, as many to each rank;
-    what is missing is padded with groups of zeros (SwiftSpec section 4), whose output projection is
-    zero too, so that they add nothing. Where there are at least twice as many ranks as groups, a
-    group is split first: its parts hold the same key/value head and a share of its query heads.
+    Groups (a key/value head and its query heads) are assigned in order, equally many per rank; the
+    last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection is
+    zero, so that they add nothing. With at least twice as many ranks as groups, each group is first
+    split into parts with the same key/value head and a share of its query heads.
 
     Attributes:
-        query: pieces of the query heads, in heads; padded ones are zeros.
-        key_value: pieces of the key/value heads.
+        query: pieces of the query heads, counted in heads.
+        key_value: pieces of the key/value heads, counted in heads.
         group_size: query heads per key/value head on every rank.
     """
 
@@ -31,15 +31,16 @@ class HeadSplit:
 
     @staticmethod
     def of(num_heads: int, num_kv_heads: int, *, rank: int, size: int) -> HeadSplit:
-        """The share of ``rank``.
+        """Returns the heads of ``rank``.
 
         Args:
             num_heads: H, a multiple of G.
             num_kv_heads: G.
-            rank, size: place in the group, and P.
+            rank: rank within the group.
+            size: P.
         """
         per_group = num_heads // num_kv_heads
-        parts = min(max(1, size // num_kv_heads), per_group)  # of each group
+        parts = min(max(1, size // num_kv_heads), per_group)  # per group
         width = -(-per_group // parts)
         per_rank = -(-num_kv_heads * parts // size)
         query, key_value = [], []

@@ -1,6 +1,6 @@
-"""Shares of linear layers that stand in the places of transformers' own.
+"""Sharded linear layers that replace transformers' own.
 
-Letters: R rows, I inputs, O outputs, P ranks.
+Shape letters: R rows, I inputs, O outputs, P ranks.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from specdec.tensor_parallel.cuts import Piece
 
 
 class ColumnLinear(nn.Module):
-    """Some of a layer's outputs: [R, I] -> [R, share], or [R, O] where shares are gathered."""
+    """A share of a layer's outputs: [R, I] -> [R, share], or [R, O] if shares are gathered."""
 
     def __init__(self, *, transposed: bool, gathered: tuple[Collective, int] | None = None) -> None:
-        """Without weights, which ``sharding`` puts in.
+        """Creates the layer without weights, which ``sharding`` assigns.
 
         Args:
-            transposed: whether the weight stands as [I, share] (GPT-2's layers).
-            gathered: the group and O, where every rank needs all outputs. Shares are padded at the
-                end of the last ones, so the first O outputs are the layer's own and a padded output
-                (a zero logit, say) is never seen.
+            transposed: whether the weight has shape [I, share] (GPT-2's layers).
+            gathered: (group, O) if every rank needs all outputs; None: no gather. Shares are padded
+                at the end of the last ranks, so the first O outputs are the layer's.
         """
         super().__init__()
         self.weight: torch.Tensor
@@ -32,7 +31,7 @@ class ColumnLinear(nn.Module):
         self.gathered = gathered
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The share's outputs, or all of them."""
+        """Returns the share's outputs, or all outputs if gathered."""
         weight = self.weight.T if self.transposed else self.weight
         output = linear(hidden, weight, self.bias)
         if self.gathered is None:
@@ -42,15 +41,16 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Some of a layer's inputs: [R, share] -> [R, O], summed over the group, then the bias."""
+    """A share of a layer's inputs: [R, share] -> [R, O], summed over the group, plus bias."""
 
     def __init__(self, *, transposed: bool, group: Collective, split: Piece | None = None) -> None:
-        """Without weights, which ``sharding`` puts in.
+        """Creates the layer without weights, which ``sharding`` assigns.
 
         Args:
-            transposed: whether the weight stands as [share, O].
-            group: adds up.
-            split: the share of the inputs to take, where every rank is given all of them.
+            transposed: whether the weight has shape [share, O].
+            group: sums the outputs.
+            split: the share of the inputs, if every rank receives all inputs; None: inputs are
+                sharded already.
         """
         super().__init__()
         self.weight: torch.Tensor
@@ -60,7 +60,7 @@ class RowLinear(nn.Module):
         self.split = split
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The whole layer's outputs, the same on every rank."""
+        """Returns the whole layer's outputs, equal on every rank."""
         if self.split is not None:
             hidden = hidden[..., self.split.start : self.split.stop]
             hidden = pad(hidden, (0, self.split.pad)) if self.split.pad else hidden

@@ -1,8 +1,8 @@
-"""Which layers of a family are cut how: transformers' own plans, and ours where it has none.
+"""Sharding plans of model families: transformers' plans, and own plans for families without one.
 
-Styles are transformers' own words: ``colwise`` (a share of the outputs), ``rowwise`` (a share of
-the inputs, summed), ``colwise_gather_output`` and ``rowwise_split_input`` (the same where every
-rank needs all activations in between), ``replicated...`` (left whole).
+Styles have transformers' names: ``colwise`` (shards the outputs), ``rowwise`` (shards the inputs
+and sums), ``colwise_gather_output`` and ``rowwise_split_input`` (the same, with all activations on
+every rank in between), ``replicated...`` (not sharded).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
 _WHOLE = "replicated"
 
 _GPT2 = {
-    "h.*.attn.c_attn": GATHERED,  # queries, keys and values of all heads behind one another
+    "h.*.attn.c_attn": GATHERED,  # queries, keys and values of all heads, concatenated
     "h.*.attn.c_proj": SPLIT,
     "h.*.mlp.c_fc": COLUMN,
     "h.*.mlp.c_proj": ROW,
 }
 _OPT = {
-    "decoder.layers.*.self_attn.q_proj": GATHERED,  # its attention counts heads by its config
+    "decoder.layers.*.self_attn.q_proj": GATHERED,  # attention needs all heads
     "decoder.layers.*.self_attn.k_proj": GATHERED,
     "decoder.layers.*.self_attn.v_proj": GATHERED,
     "decoder.layers.*.self_attn.out_proj": SPLIT,
@@ -37,17 +37,17 @@ _OWN: Mapping[str, Mapping[str, str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2, "o
 
 
 def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """(path, module, style) of every linear layer that is cut, the output head the last.
+    """Yields (path, module, style) of every linear layer to shard; the output head is last.
 
     Raises:
-        UserError: for a family without a plan, or with a style that is not known here.
+        UserError: for a family without a plan, or with an unsupported style.
     """
     config = model.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None) or _OWN.get(config.model_type)
     if not plan:
         raise UserError(
-            f"model type {config.model_type!r} has no tensor-parallel plan in transformers, and"
-            f" none here (those are {', '.join(sorted(_OWN))}): use degrees of 1 (null), or a"
+            f"model type {config.model_type!r} has no tensor-parallel plan in transformers or"
+            f" specdec (which adds {', '.join(sorted(_OWN))}): use degrees of 1 (null), or a"
             " pipeline (executor=pipeline)"
         )
     known = (COLUMN, ROW, GATHERED, SPLIT)

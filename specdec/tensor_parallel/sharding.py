@@ -1,8 +1,8 @@
-"""One rank's share of a model: transformers' own modules with cut linear layers in their places.
+"""Sharding of a model: replaces the linear layers of transformers' modules by one rank's shares.
 
-Everything else is transformers' own code on smaller matrices; attention modules take their number
-of heads from what the projections give. Embeddings are whole on every rank, as in transformers' own
-plans: a lookup costs nothing, and a tied output head is cut out of them.
+All other code is transformers', on smaller matrices; attention modules derive their number of
+heads from the projections' outputs. Embeddings are replicated, as in transformers' plans: a lookup
+is cheap, and a tied output head is a share of them.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ _HOOKS = (
 
 
 def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
-    """The share of ``group.rank`` in a model that is in memory; ``model`` stays as it is.
+    """Returns this rank's share of a model in memory; ``model`` is not changed.
 
     Raises:
         UserError: for a family without a plan.
     """
     shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    own = copy.deepcopy(model, dict(shared))
-    full = dict(own.named_parameters(remove_duplicate=False))
-    for name, cut in shard_modules(own, group).items():
-        weight = full[name]
-        put_parameter(own, name, cut.of(weight, weight.dtype))
-    return own
+    shard = copy.deepcopy(model, shared)
+    full = dict(shard.named_parameters(remove_duplicate=False))
+    for name, cut in shard_modules(shard, group).items():
+        path, _, leaf = name.rpartition(".")
+        share = cut.of(full[name], full[name].dtype)
+        setattr(shard.get_submodule(path), leaf, nn.Parameter(share, requires_grad=False))
+    return shard
 
 
 def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
-    """Puts shares in the places of a model's linear layers, their weights on the meta device.
+    """Replaces a model's linear layers by shares, with weights on the meta device.
 
     Args:
-        model: changed in place; parameters that are not cut stay.
-        group: the rank's place.
+        model: changed in place; other parameters are kept.
+        group: the rank's group.
 
     Returns:
-        Name of each parameter that is to be filled -> which share of the whole one it is.
+        Parameter name -> share of the whole parameter that the caller must assign to it.
 
     Raises:
         UserError: for a family without a plan.
@@ -74,21 +75,15 @@ def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
             split = pieces[0] if style == SPLIT else None
             share = RowLinear(transposed=transposed, group=group, split=split)
         cuts[f"{path}.weight"] = cut
-        _fill_places(share, module, cut, cut_bias=style in (COLUMN, GATHERED))
+        _add_parameters(share, module, cut, cut_bias=style in (COLUMN, GATHERED))
         for name in _HOOKS:
             setattr(share, name, getattr(module, name))
         model.set_submodule(path, share)
     return cuts
 
 
-def put_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Makes ``tensor`` the parameter of that name."""
-    path, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(path), leaf, nn.Parameter(tensor, requires_grad=False))
-
-
-def _fill_places(share: nn.Module, module: nn.Module, cut: Cut, *, cut_bias: bool) -> None:
-    """Meta parameters of the share's sizes; a bias that is not cut is the layer's own."""
+def _add_parameters(share: nn.Module, module: nn.Module, cut: Cut, *, cut_bias: bool) -> None:
+    """Adds meta parameters of the share's sizes; a bias that is not cut is the module's."""
     weight, bias = module.weight, module.bias
     assert isinstance(weight, torch.Tensor)
     empty = torch.empty(cut.shape(weight.shape), dtype=weight.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Traces: a timeline of all ranks and the tree's growth, recorded, written and drawn."""
+"""Traces of a run: recording, files and plots of the ranks' timeline and the trees' growth."""
 
 from specdec.trace.files import TIMELINE_FILE, TREES_FILE, write_trace
 from specdec.trace.recorder import MAX_STEPS, ObservedExecutor, RunTrace, TreeRecorder

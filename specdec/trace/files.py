@@ -1,4 +1,4 @@
-"""The files of a trace: ``trace.json`` (Chrome's format, for Perfetto) and ``trees.json``."""
+"""Writes a trace: ``trace.json`` (Chrome trace format, for Perfetto) and ``trees.json``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PHASES: Mapping[str, str] = {
     Work.PRUNE: "prune",
     Work.TRANSFER: "transmit",
 }
-"""Kind of work -> phase of a step (SpecPipe Fig. 12); what is between two pieces is ``wait``."""
+"""Kind of work -> phase of a step (SpecPipe Fig. 12); gaps between events are ``wait``."""
 
 WAIT = "wait"
-_MIN_WAIT_S = 1e-6  # shorter gaps are the clock's own rounding
+_MIN_WAIT_S = 1e-6  # shorter gaps are rounding errors of the clock
 
 
 def write_trace(
@@ -37,14 +37,14 @@ def write_trace(
     places: Mapping[int, int] | None = None,
     text: Callable[[int], str] | None = None,
 ) -> list[Path]:
-    """Writes what a run has on record into its folder; returns the files' paths.
+    """Writes the recorded trace into the run folder; returns the files' paths.
 
     Args:
         folder: the run folder.
-        trace: the record.
-        latency: the executor's.
-        places: rank -> its stage, from 1; None where every rank from 1 on is a stage.
-        text: token id -> text; None where there is no tokenizer.
+        trace: the recorded trace.
+        latency: the executor's latency.
+        places: rank -> stage, from 1 (default: each rank from 1 is the stage of that number).
+        text: token id -> text (default: no texts are written).
     """
     if places is None:
         places = {rank: rank for rank in range(1, latency + 1)} if latency > 1 else {}
@@ -75,21 +75,20 @@ def chrome_events(
     """Chrome trace events: one thread per rank, complete events in microseconds.
 
     Args:
-        spans: all ranks', in order of time.
-        fed: step -> what it submitted (``TreeRecorder.fed``).
-        places: rank -> its stage; stage i works in step s on what was fed in step s - (i - 1).
+        spans: of all ranks, ordered by time.
+        fed: step -> its submission (``TreeRecorder.fed``).
+        places: rank -> stage. In step s, stage i computes the submission of step s - (i - 1).
     """
     ranks = sorted({span.rank for span in spans})
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "specdec"}}
     ]
     for rank in ranks:
-        name = {"name": rank_label(rank, places)}
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": name})
-        order = {"sort_index": rank}
-        events.append(
-            {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": order}
-        )
+        thread = {"ph": "M", "pid": 0, "tid": rank}
+        events += [
+            thread | {"name": "thread_name", "args": {"name": rank_label(rank, places)}},
+            thread | {"name": "thread_sort_index", "args": {"sort_index": rank}},
+        ]
     by_rank: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         by_rank[span.rank].append(span)
@@ -101,7 +100,7 @@ def chrome_events(
 
 
 def rank_label(rank: int, places: Mapping[int, int]) -> str:
-    """What a rank does, for a row of the timeline."""
+    """Label of a rank's row in the timeline."""
     if rank == CONTROLLER:
         return "rank 0: controller, draft" if places else "rank 0: draft, target"
     return f"rank {rank}: stage {places[rank]}"
@@ -112,18 +111,15 @@ def _event(span: Span, fed: Mapping[int, Mapping[str, Any]], stage: int) -> dict
     if span.work_s:
         args["work_ms"] = round(span.work_s * 1e3, 4)
     if span.kind in (Work.STAGE, Work.HEAD, Work.EXIT):
-        # A batch moves on by one stage per step, so its age tells its stage.
+        # A batch advances by one stage per step.
         level = span.step - (stage - 1)
         args["level"] = level
-        found = fed.get(level)
-        if found is not None:
-            args["requests"], args["depths"] = found["requests"], found["depths"]
-            args["prefill"] = found["prefill"]
+        args |= {key: fed[level][key] for key in ("requests", "depths", "prefill") if level in fed}
     return _complete(span.kind, PHASES[span.kind], span.rank, span.start_s, span.seconds, args)
 
 
 def _waits(rank: int, spans: Iterable[Span], end: float) -> Iterable[dict[str, Any]]:
-    """The gaps between a rank's spans, up to the end of the run."""
+    """``wait`` events for the gaps between a rank's spans, up to the end of the run."""
     free, step = 0.0, 0
     for span in spans:
         if span.start_s - free > _MIN_WAIT_S:
@@ -149,5 +145,5 @@ def _complete(
 
 
 def _dump(path: Path, value: Any) -> Path:
-    """One line per entry would be larger than what there is to say: no indentation."""
+    """Writes compact JSON without indentation, because traces are large."""
     return write_text(path, json.dumps(plain(value), allow_nan=False, separators=(",", ":")) + "\n")

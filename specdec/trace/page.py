@@ -1,14 +1,24 @@
-"""The tree step by step as one HTML page that needs nothing else."""
+"""The tree of each step as one self-contained HTML page."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from html import escape
-from importlib import resources
 from typing import Any
 
-_DATA, _TITLE = "/*DATA*/", "<!--TITLE-->"
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+
+def html_template(package: str, name: str) -> Template:
+    """An HTML template of a package; every value that it inserts is escaped."""
+    environment = Environment(
+        loader=PackageLoader(package, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.get_template(name)
 
 
 def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
@@ -16,25 +26,22 @@ def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
 
     Args:
         trees: content of ``trees.json``.
-        title: what ran, in one line.
+        title: description of the run, in one line.
 
     Raises:
-        KeyError: it is not one of ours.
-        ValueError: no step is on record.
+        KeyError: ``trees`` has another format.
+        ValueError: no step was recorded.
     """
     if not any(request["steps"] for request in trees["requests"]):
         raise ValueError("no step is on record: the run had no prompts left to decode")
-    keys = ("clock", "latency", "truncated", "text", "requests")
-    data = json.dumps({key: trees[key] for key in keys}, separators=(",", ":"))
-    template = resources.files("specdec.trace").joinpath("tree_page.html").read_text("utf-8")
-    assert template.count(_DATA) == 1, "the page has one place for the data"
-    # "</script>" inside a token's text must not end the script.
-    filled = template.replace(_TITLE, escape(title or "Token trees"))
-    return filled.replace(_DATA, data.replace("</", "<\\/").replace("<!--", "<\\u0021--"))
+    data = {key: trees[key] for key in ("clock", "latency", "truncated", "text", "requests")}
+    # The filter ``tojson`` escapes <, >, & and ': a token cannot end the script.
+    template = html_template("specdec.trace", "tree_page.html")
+    return template.render(title=title or "Token trees", data=data)
 
 
 def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:
-    """Step -> hit or miss; a miss of any request makes the step one."""
+    """Step -> "hit" or "miss"; "miss" if any request missed."""
     kinds: dict[int, str] = {}
     for request in trees["requests"]:
         for step in request["steps"]:

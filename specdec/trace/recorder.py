@@ -1,8 +1,7 @@
-"""What a traced run remembers: the trees step by step, and what each step fed.
+"""Records the trees and submissions of each step of a traced run.
 
-The hook is an executor around the run's own. It sees every call that the loop makes on an executor,
-which is all there is to see: ``submit`` what is fed, ``collect`` the trees as the step has grown
-them, ``commit`` what was decided. Without a trace nothing is wrapped and nothing costs anything.
+Recording is done by an executor that wraps the run's own: ``submit`` records the batch, ``collect``
+the trees at the end of the step, ``commit`` the commits. Without a trace, no executor is wrapped.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ if TYPE_CHECKING:
     from specdec.state import RequestState
 
 MAX_STEPS = 4000
-"""Steps whose trees are recorded; a run goes on beyond them, its trace says that it was cut."""
+"""Maximum number of recorded steps; beyond it the run continues and the trace is truncated."""
 
-_DIGITS = 6  # of log probabilities and seconds in the file
+_DIGITS = 6  # decimals of log probabilities and seconds
 
 
 @dataclass(slots=True)
-class _Followed:
-    """A request and what of its tree is on record.
+class _OpenRequest:
+    """An open request and its record.
 
     Attributes:
         request: its state.
-        record: what the file will hold of it.
-        last_id: newest node on record.
-        submitted: ids fed in the present step.
+        record: its entry in ``trees.json``.
+        last_id: newest recorded node.
+        submitted: node ids submitted in the current step.
     """
 
     request: RequestState
@@ -43,43 +42,43 @@ class _Followed:
 
 
 class TreeRecorder:
-    """Follows trees through a run.
+    """Records the growth of the trees.
 
     Attributes:
         requests: per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
-            first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (made
-            in it: id, parent's id, token, position, log probability, origin), ``submitted`` (ids),
-            ``answers`` ([id, token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids,
-            ``next_token``, ``root`` id). Which nodes survive a commit follows: the new root and
-            what is under it.
-        fed: step -> what it submitted: ``requests``, ``depths`` (least and greatest below the
-            root), ``nodes``, ``prefill`` (prompt tokens).
-        truncated: whether steps were left out.
+            first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes``
+            (added in the step: id, parent id, token, position, log probability, origin),
+            ``submitted`` (ids), ``answers`` ([id, token] pairs) and ``commit`` (None, or ``kind``,
+            ``retired`` ids, ``next_token``, ``root`` id). A commit keeps the new root and its
+            descendants.
+        fed: step -> its submission: ``requests``, ``depths`` (minimum and maximum below the
+            root), ``nodes``, ``prefill`` (number of prompt tokens).
+        truncated: whether steps were omitted.
     """
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.fed: dict[int, dict[str, Any]] = {}
         self.truncated = False
-        self._followed: dict[int, _Followed] = {}
+        self._open_requests: dict[int, _OpenRequest] = {}
         self._num_steps = 0
 
     def clear(self) -> None:
-        """Forgets what is on record; requests that are open are not followed any further."""
+        """Discards the record; requests that are open are not recorded any further."""
         self.requests.clear()
         self.fed.clear()
-        self._followed.clear()
+        self._open_requests.clear()
         self.truncated, self._num_steps = False, 0
 
     def open(self, request: RequestState) -> None:
-        """Starts to follow a request."""
+        """Starts to record a request."""
         steps: list[dict[str, Any]] = []
         record = {"id": request.id, "prefix_len": request.prefix_len, "steps": steps}
         self.requests.append(record)
-        self._followed[request.id] = _Followed(request, record)
+        self._open_requests[request.id] = _OpenRequest(request, record)
 
     def submit(self, step: int, batch: Batch) -> None:
-        """Notes what a step feeds."""
+        """Records the batch of a step."""
         if not batch.num_tokens:
             return
         depths = [int(d) for rows in batch.trees for d in (rows.depths.min(), rows.depths.max())]
@@ -92,39 +91,39 @@ class TreeRecorder:
             "prefill": batch.num_tokens - batch.num_nodes,
         }
         for rows in batch.trees:
-            if rows.request in self._followed:
-                self._followed[rows.request].submitted = rows.node_ids.tolist()
+            if rows.request in self._open_requests:
+                self._open_requests[rows.request].submitted = rows.node_ids.tolist()
 
     def collect(self, step: int, time_s: float, output: Output) -> None:
-        """Notes the trees as they stand at the end of a step, before anything is decided."""
+        """Records the trees at the end of a step, before its commits."""
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             self.truncated = True
             return
         answers = {a.request: a for a in output.answers}
-        for request_id, followed in self._followed.items():
-            nodes = _new_nodes(followed)
+        for request_id, entry in self._open_requests.items():
+            nodes = _new_nodes(entry)
             answer = answers.get(request_id)
-            if not (nodes or followed.submitted or answer):
+            if not (nodes or entry.submitted or answer):
                 continue
             pairs = zip(answer.node_ids, answer.tokens, strict=True) if answer else ()
-            followed.record["steps"].append(
+            entry.record["steps"].append(
                 {
                     "step": step,
                     "time_s": round(time_s, _DIGITS),
                     "nodes": nodes,
-                    "submitted": followed.submitted,
+                    "submitted": entry.submitted,
                     "answers": [[int(i), int(token)] for i, token in pairs],
                     "commit": None,
                 }
             )
-            followed.submitted = []
+            entry.submitted = []
 
     def commit(self, step: int, commits: Sequence[Commit]) -> None:
-        """Notes what a step decided."""
+        """Records the commits of a step."""
         for commit in commits:
-            followed = self._followed.get(commit.request)
-            steps = followed.record["steps"] if followed is not None else ()
+            entry = self._open_requests.get(commit.request)
+            steps = entry.record["steps"] if entry is not None else ()
             if steps and steps[-1]["step"] == step:
                 steps[-1]["commit"] = {
                     "kind": commit.kind.value,
@@ -134,15 +133,15 @@ class TreeRecorder:
                 }
 
     def close(self, request_id: int) -> None:
-        """Follows a request no further."""
-        self._followed.pop(request_id, None)
+        """Stops recording a request."""
+        self._open_requests.pop(request_id, None)
 
 
-def _new_nodes(followed: _Followed) -> list[list[Any]]:
-    """The nodes made since the last look; ids grow, so they are at the end."""
-    tree = followed.request.tree
-    first = int(tree.ids.searchsorted(followed.last_id, side="right"))
-    followed.last_id = int(tree.ids[-1])
+def _new_nodes(entry: _OpenRequest) -> list[list[Any]]:
+    """Nodes added since the last call; ids are ascending, so they are the last ones."""
+    tree = entry.request.tree
+    first = int(tree.ids.searchsorted(entry.last_id, side="right"))
+    entry.last_id = int(tree.ids[-1])
     nodes = []
     for slot in range(first, len(tree)):
         parent = int(tree.parents[slot])
@@ -160,14 +159,14 @@ def _new_nodes(followed: _Followed) -> list[list[Any]]:
 
 
 class ObservedExecutor:
-    """An executor whose calls are written down on their way to it.
+    """Wraps an executor and records its calls in a ``RunTrace``.
 
     Attributes:
-        latency, counters, hidden_layers: those of the executor inside.
+        latency, counters, hidden_layers: of the wrapped executor.
     """
 
     def __init__(self, *, executor: Executor, trace: RunTrace) -> None:
-        """Wraps ``executor``; ``trace`` is told of every call."""
+        """Wraps ``executor``."""
         self._inner = executor
         self._trace = trace
         self.latency = executor.latency
@@ -175,54 +174,54 @@ class ObservedExecutor:
         self.hidden_layers = executor.hidden_layers
 
     def open(self, request: RequestState) -> None:
-        """A request begins."""
+        """Records and opens a request."""
         self._trace.trees.open(request)
         self._inner.open(request)
 
     def submit(self, batch: Batch) -> None:
-        """What the step feeds."""
+        """Records and submits a batch."""
         self._trace.trees.submit(self._trace.step, batch)
         self._inner.submit(batch)
 
     def ready(self) -> bool:
-        """As inside."""
+        """Calls the wrapped executor."""
         return self._inner.ready()
 
     def collect(self) -> Output:
-        """The end of the step's computation: trees as they have grown."""
+        """Collects the output and records the trees."""
         output = self._inner.collect()
         trace = self._trace
         trace.trees.collect(trace.step, trace.clock.now() - trace.began_s, output)
         return output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """What was decided; the last call of a step."""
+        """Records and applies the commits, which ends the step."""
         self._trace.trees.commit(self._trace.step, commits)
         self._inner.commit(commits, output)
         self._trace.timeline.step += 1
 
     def close(self, request_id: int) -> None:
-        """A request has ended."""
+        """Stops recording a request and closes it."""
         self._trace.trees.close(request_id)
         self._inner.close(request_id)
 
     def shutdown(self) -> None:
-        """As inside."""
+        """Calls the wrapped executor."""
         self._inner.shutdown()
 
 
 class RunTrace:
-    """All that a traced run has on record.
+    """The trace of a run.
 
     Attributes:
-        clock: the controller's.
-        timeline: the spans of this process, and the step that the loop is in.
-        trees: the trees' growth.
-        began_s, began_step: when the record begins, on the clock and in steps.
+        clock: the controller's clock.
+        timeline: spans of this process, and the loop's current step.
+        trees: growth of the trees.
+        began_s, began_step: clock time and step at which the record begins.
     """
 
     def __init__(self, clock: Clock) -> None:
-        """Takes a clock that has a timeline."""
+        """Starts recording; ``clock`` must have a timeline."""
         assert clock.timeline is not None, "a traced run's clock has a timeline"
         self.clock = clock
         self.timeline: Timeline = clock.timeline
@@ -233,7 +232,7 @@ class RunTrace:
         self._dropped: dict[int, int] = {}
 
     def clear(self) -> None:
-        """Begins anew: what came before was a warm-up."""
+        """Restarts the record, after a warm-up."""
         self.timeline.take()
         self.trees.clear()
         self._gathered.clear()
@@ -241,20 +240,20 @@ class RunTrace:
 
     @property
     def step(self) -> int:
-        """Turns of the loop since the record began."""
+        """Iterations of the loop since the record began."""
         return self.timeline.step - self.began_step
 
     def begin_run(self, reports: Sequence[ClockReport]) -> None:
-        """A run of the loop begins; what ranks hand in here is older than that, and left out."""
+        """Marks the start of a run of the loop; spans in ``reports`` precede it and are dropped."""
         self._run_step = self.timeline.step
         for report in reports:
             self._dropped[report.rank] = report.dropped
 
     def end_run(self, reports: Sequence[ClockReport]) -> None:
-        """Takes over what ranks with wall clocks hand in, the controller's report first.
+        """Adds the spans of ranks with wall clocks; the controller's report comes first.
 
-        Time axes are laid beside the controller's by the time of day at which each began. Workers
-        know the loop's own step, which starts again with every run.
+        Time axes are aligned by the time of day at which each rank's clock started. Workers number
+        steps from the start of each run.
         """
         for report in reports:
             shift = report.origin_s - reports[0].origin_s
@@ -269,15 +268,14 @@ class RunTrace:
 
     @property
     def num_dropped(self) -> int:
-        """Spans that were only counted."""
+        """Number of spans that were counted but not recorded."""
         here = 0 if self._dropped else self.timeline.dropped
         return here + sum(self._dropped.values())
 
     def spans(self) -> list[Span]:
-        """The spans of all ranks on one time axis that begins with the record, in order of time."""
-        found = [*self._gathered, *self.timeline.spans]
-        moved = [
+        """Spans of all ranks, ordered by time; time starts at the beginning of the record."""
+        shifted = [
             replace(s, start_s=s.start_s - self.began_s, step=s.step - self.began_step)
-            for s in found
+            for s in (*self._gathered, *self.timeline.spans)
         ]
-        return sorted((s for s in moved if s.start_s >= 0), key=lambda s: (s.start_s, s.rank))
+        return sorted((s for s in shifted if s.start_s >= 0), key=lambda s: (s.start_s, s.rank))

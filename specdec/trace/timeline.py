@@ -1,4 +1,4 @@
-"""A trace as a picture: ranks as rows, time to the right, phases in colours (SpecPipe Fig. 12)."""
+"""Plots a trace: one row per rank, time to the right, one colour per phase (SpecPipe Fig. 12)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _COLORS: Mapping[str, str] = {
     "transmit": "#edae49",
     "wait": "#e9e9e9",
 }
-"""Phase -> colour; drafting is compute, told apart because it is hidden behind the stages."""
+"""Phase -> colour; drafting is compute too, but it runs in parallel with the stages."""
 
 _DPI = 160
 _WIDE_STEPS, _NEAR_STEPS = 90, 9
-_MAX_BARS = 20_000  # bars per picture; more cannot be told apart
+_MAX_BARS = 20_000  # more bars could not be distinguished
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One piece of a rank's time, in milliseconds.
+    """A time interval of a rank.
 
     Attributes:
-        rank: its row.
-        phase: key of the colours.
-        start_ms, ms: where it lies.
-        step: turn of the loop.
-        tokens: rows that it was about; 0 for waits.
+        rank: the rank, which is the row of the plot.
+        phase: key of ``_COLORS``.
+        start_ms, ms: start and duration in milliseconds.
+        step: iteration of the decode loop.
+        tokens: number of rows processed; 0 for waits.
     """
 
     rank: int
@@ -45,10 +45,10 @@ class Bar:
 
 
 def bars_of(trace: Mapping[str, Any]) -> tuple[list[Bar], dict[int, str]]:
-    """Bars, in order of time, and row labels of a ``trace.json``.
+    """Bars of a ``trace.json`` ordered by time, and its row labels by rank.
 
     Raises:
-        KeyError, TypeError: it is not one of ours.
+        KeyError, TypeError: ``trace`` has another format.
     """
     labels: dict[int, str] = {}
     bars = []
@@ -64,7 +64,7 @@ def bars_of(trace: Mapping[str, Any]) -> tuple[list[Bar], dict[int, str]]:
 
 
 def default_steps(bars: Sequence[Bar]) -> tuple[int, int]:
-    """The first steps after the prefill, as many as can be told apart."""
+    """First and last step of the default range: the first 90 steps."""
     first = min((bar.step for bar in bars if bar.tokens), default=0)
     last = max((bar.step for bar in bars), default=first)
     return first, min(last, first + _WIDE_STEPS - 1)
@@ -77,18 +77,17 @@ def timeline_png(
     commits: Mapping[int, str] | None = None,
     title: str = "",
 ) -> bytes:
-    """The timeline of all ranks: on the left many steps, on the right a few of them in detail.
+    """Timeline of all ranks as PNG: many steps on the left, a few of them in detail on the right.
 
     Args:
         trace: content of ``trace.json``.
-        steps: first and last step on the left; None chooses the first ones.
-        commits: step -> hit or miss; misses are marked, and the detail is laid at the first one.
-        title: what ran, in one line.
+        steps: first and last step on the left (default: the first 90).
+        commits: step -> "hit" or "miss"; misses are marked, and the detail shows the first one.
+        title: description of the run, in one line.
 
     Raises:
         ValueError: no rank worked in these steps.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     bars, labels = bars_of(trace)
@@ -99,7 +98,6 @@ def timeline_png(
     wide = wide[0], min(wide[1], last)
     near = _detail(wide, commits or {})
     figure = Figure(figsize=(15.0, 1.9 + 0.42 * len(labels)), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1.0])
     clock = trace["otherData"]["clock"]
     for ax, (first, last) in ((left, wide), (right, near)):
@@ -118,7 +116,7 @@ def timeline_png(
 
 
 def _detail(wide: tuple[int, int], commits: Mapping[int, str]) -> tuple[int, int]:
-    """A few steps around the first miss that has room on both sides, else around the middle."""
+    """Steps around the first miss that is not near the edge, otherwise around the middle."""
     first, last = wide
     half = _NEAR_STEPS // 2
     misses = [s for s, kind in sorted(commits.items()) if kind == "miss" and first < s < last]
@@ -131,7 +129,7 @@ def _detail(wide: tuple[int, int], commits: Mapping[int, str]) -> tuple[int, int
 def _panel(
     ax: Axes, bars: Sequence[Bar], steps: tuple[int, int], commits: Mapping[int, str]
 ) -> None:
-    """What all ranks did while the work of some steps went on."""
+    """Draws the bars of all ranks during the given steps."""
     work = [bar for bar in bars if bar.tokens and steps[0] <= bar.step <= steps[1]]
     if not work:
         return
@@ -145,8 +143,8 @@ def _panel(
         for bar in shown[:_MAX_BARS]:
             if bar.phase == phase:
                 by_rank.setdefault(bar.rank, []).append((bar.start_ms, bar.ms))
-        for rank, found in by_rank.items():
-            ax.broken_barh(found, (rank - 0.4, 0.8), facecolors=color, **edge)
+        for rank, intervals in by_rank.items():
+            ax.broken_barh(intervals, (rank - 0.4, 0.8), facecolors=color, **edge)
     ends: dict[int, float] = {}
     for bar in work:
         ends[bar.step] = max(ends.get(bar.step, 0.0), bar.start_ms + bar.ms)
@@ -161,7 +159,7 @@ def _panel(
 
 
 def _write_tokens(ax: Axes, bars: Sequence[Bar], span_ms: float) -> None:
-    """The number of tokens in each compute bar that is wide enough to be read."""
+    """Writes the number of tokens into each compute bar that is wide enough."""
     for bar in bars:
         if bar.phase in ("compute", "draft") and bar.ms > 0.04 * span_ms:
             at = bar.start_ms + bar.ms / 2

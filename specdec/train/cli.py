@@ -1,4 +1,4 @@
-"""Entry point of the training recipes: `run(what, cfg)`, one name and a plain configuration."""
+"""Entry point of the training recipes: `run(what, cfg)`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TimeElapsedColumn
 
 from specdec.errors import UserError
 from specdec.train import card, draft, exit_recipe, recipes, unlikelihood
@@ -36,26 +36,20 @@ def run(what: str, cfg: dict[str, Any]) -> int:
         0.
 
     Raises:
-        UserError: an unknown recipe, keys that are unknown, missing or out of range, or a file that
-            the recipe needs is missing.
+        UserError: an unknown recipe, a key that is unknown, missing or out of range, or a missing
+            file.
     """
     if what not in RECIPES:
         raise UserError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
     recipe = RECIPES[what]
-    check_keys(recipe, cfg, given=("report",))
-    console = Console(stderr=True)
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f}%"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=1.0)
+    check_keys(recipe, cfg, injected=("report",))
+    columns = *Progress.get_default_columns()[:3], TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=1.0)
 
-        def report(share: float, line: str) -> None:
-            progress.update(task, completed=share)
-            progress.console.print(line, markup=False, highlight=False)
+        def report(progress: float, line: str) -> None:
+            bar.update(task, completed=progress)
+            bar.console.print(line, markup=False, highlight=False)
 
         recipe(**cfg, report=report)
     return 0

@@ -1,11 +1,11 @@
-"""Training text: which files are read, how they are cleaned, and what is held out.
+"""Training text: selection, cleaning and exclusion of files.
 
-Text comes from Python's standard library and from installed distributions whose own metadata
-states a permissive licence, plus GSM8K's training questions where the data folder has them.
-Nothing is read from the evaluation sets but the n-grams that keep them out.
+Text comes from Python's standard library and from installed distributions whose metadata states a
+permissive licence, plus GSM8K's training questions if the data folder has them. The evaluation sets
+are read only for the n-grams by which their text is excluded.
 
-Two documents are made of most files: the file itself ("file") and, where it holds documented
-module-level functions, one of those functions alone with the imports they use ("functions").
+A file gives one document of kind "file", and one of kind "functions" for each documented
+module-level function, with the imports that it uses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVALUATED = {
     "HumanEval": ("humaneval/HumanEval.jsonl", ("prompt", "canonical_solution"), ""),
     "GSM8K's test questions": ("gsm8k/test.jsonl", ("question", "answer"), " "),
 }
-"""Sets whose text is kept out: file, keys of a record, and what joins them."""
+"""Sets whose text is excluded: file, keys of a record, and the separator between their values."""
 LINES_PER_SHINGLE = 3
 
 
@@ -44,7 +44,7 @@ class Document:
     Attributes:
         source: distribution name, "stdlib" or "gsm8k".
         kind: "file", "functions" or "text".
-        path: path relative to the source's root, POSIX form.
+        path: POSIX path relative to the source's root.
         text: the cleaned text.
     """
 
@@ -56,14 +56,14 @@ class Document:
 
 @dataclass(slots=True)
 class Corpus:
-    """Training and held-out documents, and what was dropped and why.
+    """Training and held-out documents, and counts of dropped files.
 
     Attributes:
-        train: documents that may be trained on.
-        held_out: standard-library files that is_held_out names; never trained on.
-        licences: licence statement of each source, as its metadata gives it.
-        dropped: files dropped, by reason.
-        kept_out: evaluation sets that were at hand, so that files quoting them were dropped.
+        train: documents for training.
+        held_out: standard-library files for which is_held_out is true; never trained on.
+        licences: licence statement of each source, from its metadata.
+        dropped: number of dropped files by reason.
+        kept_out: evaluation sets that were available, so that files quoting them were dropped.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -74,16 +74,16 @@ class Corpus:
 
 
 def data_root() -> Path | None:
-    """Folder of evaluation and training sets: SPECDEC_DATA, or None where unset or absent."""
+    """Folder of data sets: SPECDEC_DATA, or None if it is unset or does not exist."""
     value = os.environ.get("SPECDEC_DATA", "")
     return Path(value) if value and Path(value).is_dir() else None
 
 
 def why_junk(text: str) -> str | None:
-    """Reason a file is not worth training on, or None.
+    """Reason to drop a file, or None.
 
-    Tiny files, files with very long lines (minified or generated), files that announce
-    themselves as generated, and files that are mostly digits, punctuation or non-ASCII (tables).
+    Reasons: very short or long files, very long lines (minified or generated), a statement that the
+    file is generated, and mostly digits, punctuation or non-ASCII characters (tables).
     """
     if len(text) < 400:
         return "short"
@@ -99,7 +99,7 @@ def why_junk(text: str) -> str | None:
 
 
 def held_out_files() -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the standard library's held-out files that are no junk."""
+    """Yields (relative path, text) of the standard library's held-out files that are not junk."""
     for relative, path in python_files(stdlib_root()):
         text = read_source(path) if is_held_out(relative) else None
         if text is not None and why_junk(text) is None:
@@ -107,7 +107,7 @@ def held_out_files() -> Iterator[tuple[str, str]]:
 
 
 def clean_source(text: str) -> str:
-    """Drops a leading comment block that states a copyright, and trailing spaces."""
+    """Removes trailing spaces and a leading comment block that states a copyright."""
     lines = [line.rstrip() for line in text.split("\n")]
     end = 0
     while end < len(lines) and (lines[end].startswith("#") or not lines[end]):
@@ -119,23 +119,23 @@ def clean_source(text: str) -> str:
 
 
 def line_shingles(text: str) -> set[int]:
-    """Hashes of every LINES_PER_SHINGLE consecutive lines of substance (12 characters or more)."""
+    """Hashes of each LINES_PER_SHINGLE consecutive lines of 12 characters or more."""
     lines = [s for s in (line.strip() for line in text.split("\n")) if len(s) >= 12]
     width = LINES_PER_SHINGLE
     return {hash(tuple(lines[i : i + width])) for i in range(max(1, len(lines) - width + 1))}
 
 
 class NearDuplicates:
-    """Remembers line shingles; a document mostly made of remembered ones is a near copy."""
+    """Set of line shingles; a document whose shingles are mostly in it is a near copy."""
 
     def __init__(self, threshold: float = 0.5) -> None:
-        """Takes the share of shingles, in (0, 1], from which a document counts as a copy."""
+        """Takes the share of known shingles, in (0, 1], from which a document is a copy."""
         if not 0.0 < threshold <= 1.0:
             raise UserError(f"threshold must be in (0, 1], got {threshold}")
         self.threshold, self.seen = threshold, set[int]()
 
     def is_copy(self, text: str) -> bool:
-        """True for a near copy; any other text is remembered."""
+        """True for a near copy; the shingles of any other text are added to the set."""
         shingles = line_shingles(text)
         if len(shingles & self.seen) >= self.threshold * len(shingles):
             return True
@@ -144,13 +144,13 @@ class NearDuplicates:
 
 
 def word_grams(text: str, width: int = WORDS_PER_EVALUATION_GRAM) -> set[int]:
-    """Hashes of every `width` consecutive words (letters, digits, underscore) of a text."""
+    """Hashes of each `width` consecutive words (letters, digits, underscore) of a text."""
     words = re.findall(r"\w+", text.lower())
     return {hash(tuple(words[i : i + width])) for i in range(len(words) - width + 1)}
 
 
 def evaluation_grams(data: Path | None) -> dict[str, set[int]]:
-    """Word n-grams of each set of EVALUATED whose file a data folder holds, gzipped or plain."""
+    """Word n-grams of each set of EVALUATED whose file is in the data folder, gzipped or plain."""
     grams = {}
     for name, (file, keys, joint) in EVALUATED.items():
         path = None if data is None else find_file(data, (file,))
@@ -160,42 +160,36 @@ def evaluation_grams(data: Path | None) -> dict[str, set[int]]:
     return grams
 
 
-def function_documents(text: str, max_lines: int = 70, per_document: int = 1) -> list[str]:
-    """Module-level documented functions of a file, under the imports they use.
+def function_documents(text: str, max_lines: int = 70) -> list[str]:
+    """Module-level documented functions of a file, each below the imports that it uses.
 
-    One per text by default: the end token after it teaches the model where a body ends, as a
-    prompt that is a function's head expects.
+    The end token after each document teaches the model where a function's body ends.
 
     Args:
         text: a Python module's source; one that does not parse gives no functions.
-        max_lines: longest function taken, and shortest is 4.
-        per_document: functions per returned text.
+        max_lines: longest function; the shortest has 4 lines.
     """
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     lines = text.split("\n")
-    pieces: list[tuple[list[str], str]] = []
+    documents = []
     for node in module.body:
         if not isinstance(node, ast.FunctionDef) or not ast.get_docstring(node):
             continue
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         doc_end = node.body[0].end_lineno or 0
         if 4 <= length <= max_lines and doc_end - node.lineno <= 40 and len(node.body) > 1:
+            imports = dict.fromkeys(imports_used(module, node))
+            head = "\n".join(imports) + "\n\n\n" if imports else ""
             body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-            pieces.append((imports_used(module, node), body))
-    texts = []
-    for start in range(0, len(pieces), per_document):
-        chosen = pieces[start : start + per_document]
-        imports = list(dict.fromkeys(line for used, _ in chosen for line in used))
-        head = "\n".join(imports) + "\n\n\n" if imports else ""
-        texts.append(head + "\n\n\n".join(body for _, body in chosen) + "\n")
-    return texts
+            documents.append(f"{head}{body}\n")
+    return documents
 
 
 def licence_of(distribution: str) -> str:
-    """Licence statement of an installed distribution, one line, from its metadata.
+    """Licence statement of an installed distribution in one line, from its metadata.
 
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.
@@ -214,7 +208,7 @@ def licence_of(distribution: str) -> str:
 
 
 def is_permissive(licence: str) -> bool:
-    """True for MIT, BSD, Apache, PSF or ISC statements with no copyleft term beside them."""
+    """True for a statement that matches PERMISSIVE and not RESTRICTIVE."""
     return bool(PERMISSIVE.search(licence)) and not RESTRICTIVE.search(licence)
 
 
@@ -226,7 +220,7 @@ def _roots_of(distribution: str) -> list[Path]:
     return [Path(str(base)) / top for top in sorted(tops)]
 
 
-def _take(
+def _add_files(
     corpus: Corpus,
     source: str,
     files: Iterable[tuple[str, Path]],
@@ -234,43 +228,41 @@ def _take(
     grams: set[int],
     copies: NearDuplicates,
 ) -> None:
-    taken = 0
+    size = 0
     for relative, path in files:
         text = read_source(path)
         reason = "unreadable" if text is None else why_junk(text)
-        if text is None or reason:
-            corpus.dropped[reason or "unreadable"] += 1
-            continue
-        text = clean_source(text)
-        if grams and not grams.isdisjoint(word_grams(text)):
-            corpus.dropped["evaluation n-gram"] += 1
-            continue
-        if copies.is_copy(text):
-            corpus.dropped["near copy"] += 1
+        text = clean_source(text or "")
+        if reason is None and not grams.isdisjoint(word_grams(text)):
+            reason = "evaluation n-gram"
+        if reason is None and copies.is_copy(text):
+            reason = "near copy"
+        if reason is not None:
+            corpus.dropped[reason] += 1
             continue
         corpus.train.append(Document(source, "file", relative, text))
         for piece in function_documents(text):
             corpus.train.append(Document(source, "functions", relative, piece))
-        taken += len(text)
-        if taken >= max_bytes:
+        size += len(text)
+        if size >= max_bytes:
             break
 
 
-def _take_gsm8k(corpus: Corpus, data: Path | None, grams: set[int], max_bytes: int) -> None:
+def _add_gsm8k(corpus: Corpus, data: Path | None, grams: set[int], max_bytes: int) -> None:
     path = find_file(data, ("gsm8k/train.jsonl",)) if data else None
     if path is None:
         return
     corpus.licences["gsm8k"] = "MIT"
-    taken = 0
+    size = 0
     for index, (_, row) in enumerate(read_records(path)):
-        answer = re.sub(r"<<[^>]*>>", "", row["answer"])
-        text = f"Question: {row['question'].strip()}\nAnswer: {answer.strip()}\n"
+        answer = re.sub(r"<<[^>]*>>", "", row["answer"]).strip()
+        text = f"Question: {row['question'].strip()}\nAnswer: {answer}\n"
         if not grams.isdisjoint(word_grams(text)):
             corpus.dropped["evaluation n-gram"] += 1
             continue
         corpus.train.append(Document("gsm8k", "text", f"train/{index}", text))
-        taken += len(text)
-        if taken >= max_bytes:
+        size += len(text)
+        if size >= max_bytes:
             break
 
 
@@ -279,11 +271,11 @@ def build_corpus(
 ) -> Corpus:
     """Reads, cleans and de-duplicates all text; deterministic for one installation.
 
-    Held-out files are remembered first, so that a near copy of one elsewhere is dropped.
+    Near copies of held-out files are dropped too.
 
     Args:
-        packages: distribution name to the most megabytes (10**6 bytes) of files taken from it,
-            in order of each path's CRC-32; a name that is not installed is skipped and counted.
+        packages: largest number of megabytes (10**6 bytes) of files by distribution, in order of
+            each path's CRC-32; a distribution that is not installed is skipped and counted.
         gsm8k_mb: megabytes of GSM8K training text; needs the SPECDEC_DATA folder.
         copy_threshold: see NearDuplicates.
 
@@ -299,7 +291,7 @@ def build_corpus(
         corpus.held_out.append(Document("stdlib", "file", relative, text))
     corpus.licences["stdlib"] = "PSF-2.0"
     training = [(r, p) for r, p in python_files(stdlib_root()) if not is_held_out(r)]
-    _take(corpus, "stdlib", training, 10**9, grams, copies)
+    _add_files(corpus, "stdlib", training, 10**9, grams, copies)
     for name, megabytes in packages.items():
         try:
             licence = licence_of(name)
@@ -311,6 +303,6 @@ def build_corpus(
         corpus.licences[name] = licence
         files = [pair for root in _roots_of(name) for pair in python_files(root)]
         files.sort(key=lambda pair: zlib.crc32(pair[0].encode("utf-8")))
-        _take(corpus, name, files, int(megabytes * 1e6), grams, copies)
-    _take_gsm8k(corpus, data, grams, int(gsm8k_mb * 1e6))
+        _add_files(corpus, name, files, int(megabytes * 1e6), grams, copies)
+    _add_gsm8k(corpus, data, grams, int(gsm8k_mb * 1e6))
     return corpus

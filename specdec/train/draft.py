@@ -1,4 +1,4 @@
-"""The recipes of the draft and of the n-gram samples."""
+"""The draft, distilled from the target, and its n-gram samples: loss and recipes."""
 
 from __future__ import annotations
 
@@ -8,37 +8,89 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.numpy import save
+from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_bytes
-from specdec.train.distill import DistillationLoss, sample_documents
-from specdec.train.keys import made_of
-from specdec.train.lm import Pretraining, Report
-from specdec.train.model import save_hf, with_layers
+from specdec.train.keys import build
+from specdec.train.lm import Loss, Pretraining, Report
+from specdec.train.model import LanguageModel, compiled_if, with_layers
 from specdec.train.parallel import rank_and_size, spawned, wait_for_all
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import (
     Teacher,
-    copy_tokenizer,
     pick_device,
     read_teacher,
-    record_run,
     set_up,
+    train_and_save,
 )
 from specdec.train.resuming import keep_settings, weights_hash
-from specdec.train.samples import Sampling, docstring_end, function_prompts
+from specdec.train.samples import (
+    Sampling,
+    docstring_end,
+    function_prompts,
+    sample_documents,
+    sequence_end,
+)
 from specdec.train.streams import Mixture, load_streams, save_streams
 
 
+def divergence(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
+    """Mean KL(target || draft) in nats per position, from float32 logits."""
+    log_draft, log_target = F.log_softmax(draft_NV, dim=-1), F.log_softmax(target_NV, dim=-1)
+    return F.kl_div(log_draft, log_target, reduction="batchmean", log_target=True)
+
+
+class DistillationLoss(Loss):
+    """KL divergence from a frozen target's distribution to the draft's, on the same inputs.
+
+    Both distributions are taken at one temperature (Hinton et al. 2015, section 2); below 1 it
+    weights the target's likeliest tokens, which decide acceptance, above the tail.
+    """
+
+    def __init__(
+        self, target: LanguageModel, *, text_weight: float = 0.0, temperature: float = 1.0
+    ) -> None:
+        """Freezes the target; the loss is compiled if the target is.
+
+        Args:
+            target: the teacher.
+            text_weight: share, in [0, 1], of the text's cross entropy in the loss.
+            temperature: of both distributions, positive.
+
+        Raises:
+            UserError: text_weight or temperature is out of range.
+        """
+        if not 0.0 <= text_weight <= 1.0:
+            raise UserError(f"text_weight must be in [0, 1], got {text_weight}")
+        if temperature <= 0:
+            raise UserError(f"temperature must be positive, got {temperature}")
+        self.target, self.text_weight = target.requires_grad_(False), text_weight
+        self.temperature = temperature
+        self.divergence = compiled_if(target.compiled, divergence)
+
+    def __call__(self, draft: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Scalar loss in nats per token."""
+        with torch.no_grad():
+            target_logits = self.target(inputs_BS).flatten(0, 1)
+        draft_logits = draft(inputs_BS).flatten(0, 1)
+        loss = self.divergence(draft_logits / self.temperature, target_logits / self.temperature)
+        if self.text_weight:
+            text = F.cross_entropy(draft_logits, targets_BS.flatten())
+            loss = (1.0 - self.text_weight) * loss + self.text_weight * text
+        return loss
+
+
 def sampling_rules(sampling: dict[str, Any]) -> list[Sampling]:
-    """The rules of a `sampling` section."""
-    return [made_of(Sampling, rule, "sampling.rules") for rule in sampling["rules"]]
+    """Builds the rules of a `sampling` section."""
+    return [build(Sampling, rule, "sampling.rules") for rule in sampling["rules"]]
 
 
 def docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
-    """Heads of training functions, each cut where its docstring ends."""
-    quotes = frozenset(i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text)
+    """Signatures and docstrings of training functions, as prompts."""
+    quotes = [i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text]
     return function_prompts(teacher.streams["function"], docstring_end(quotes), limit, seed)
 
 
@@ -51,33 +103,36 @@ def sample_target(
     report: Report,
     mark: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """The target's own continuations of training functions' headers and docstrings, as ids.
+    """Samples the target's own continuations of training functions' signatures and docstrings.
 
-    Each process of a group samples its share of the prompts; all return all samples.
+    Each process of a group samples its share of the prompts and returns all samples.
 
     Args:
-        target: sampled where its model lies; prompts come from its streams "function" and "gsm8k".
-        work: folder in which the result is kept, a file per process; a second call with the same
-            target and settings reads it back.
+        target: the sampled model; prompts come from its streams "function" and "gsm8k".
+        work: folder of the result, one file per process; a second call with the same target and
+            settings reads it.
         sampling: keys prompts, gsm8k_prompts, new_tokens, batch, minutes, rules (see Sampling).
         seed: of prompts and draws.
         report: progress.
         mark: applied to the ids of each continuation.
 
+    Returns:
+        Token ids, documents each preceded by token 0.
+
     Raises:
-        UserError: samples of another target or of other settings lie in the folder.
+        UserError: the folder has samples of another target or of other settings.
     """
     rank, size = rank_and_size()
     paths = [work / f"samples-{part}.npz" for part in range(size)]
-    begun_with = {"target": weights_hash(target.model), "sampling": sampling, "seed": seed}
-    keep_settings(work / "sampling.json", begun_with | {"processes": size}, paths)
+    settings = {"target": weights_hash(target.model), "sampling": sampling, "seed": seed}
+    keep_settings(work / "sampling.json", settings | {"processes": size}, paths)
     if all(path.exists() for path in paths):
         return np.concatenate([load_streams(path)["samples"] for path in paths])
     prompts = docstring_prompts(target, sampling["prompts"], seed)
     gsm8k = target.streams.get("gsm8k")
     if sampling["gsm8k_prompts"] and gsm8k is not None:
         answer = target.tokenizer.encode("\nAnswer:").ids
-        prompts += function_prompts(gsm8k, _ends_with(answer), sampling["gsm8k_prompts"], seed)
+        prompts += function_prompts(gsm8k, sequence_end(answer), sampling["gsm8k_prompts"], seed)
     samples = sample_documents(
         target.model,
         prompts[rank::size],
@@ -92,17 +147,6 @@ def sample_target(
     save_streams({"samples": samples}, paths[rank])
     wait_for_all()
     return np.concatenate([load_streams(path)["samples"] for path in paths])
-
-
-def _ends_with(ids: list[int]) -> Callable[[np.ndarray], int]:
-    def end(document: np.ndarray) -> int:
-        tokens = document[:256].tolist()
-        for start in range(len(tokens) - len(ids)):
-            if tokens[start : start + len(ids)] == ids:
-                return start + len(ids)
-        return 0
-
-    return end
 
 
 def train_draft(
@@ -123,11 +167,10 @@ def train_draft(
     device: str,
     report: Report,
 ) -> None:
-    """Distils the draft, which begins as a few of the target's own layers, from the target.
+    """Distils the draft from output_dir/target into output_dir/draft.
 
-    With the target's embedding and some of its layers a draft starts where one drawn at random
-    arrives after hundreds of steps. Arguments: conf/train/draft.yaml. Needs output_dir/target;
-    writes output_dir/draft.
+    The draft's initial weights are the target's embedding and some of its layers, which saves
+    hundreds of steps compared with random weights. Arguments: conf/train/draft.yaml.
     """
     if spawned(train_draft, locals(), num_processes):
         return
@@ -135,11 +178,9 @@ def train_draft(
     dtype, place = set_up(num_threads, precision), pick_device(device)
     schedule = RunPlan.of(distill_plan, "distill_plan")
     target = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
-    draft = with_layers(target.model, target_layers, compiled=compiled).to(place)
+    draft = with_layers(target.model, target_layers).to(place)
     schedule.check(draft.shape)
-    distillation = DistillationLoss(
-        target.model, text_weight=text_weight, temperature=temperature, compiled=compiled
-    )
+    loss = DistillationLoss(target.model, text_weight=text_weight, temperature=temperature)
     samples = sample_target(
         target, work=work / "draft", sampling=sampling, seed=seed, report=report
     )
@@ -149,21 +190,16 @@ def train_draft(
         Mixture(streams, distill_weights, seed + 1),
         schedule,
         work / "draft",
-        loss=distillation,
+        loss=loss,
         held_out=streams["held_out"],
         settings={
             **{"target": weights_hash(target.model), "target_layers": target_layers},
             **{"text_weight": text_weight, "temperature": temperature},
         },
         report=report,
-        compiled=compiled,
     )
-    trained = run.run()
-    if rank_and_size()[0] == 0:
-        save_hf(trained, out / "draft")
-        copy_tokenizer(out / "target", out / "draft")
-        extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
-        record_run(run, out / "draft" / "training.json", extra)
+    extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
+    train_and_save(run, out / "draft", tokenizer=out / "target", extra=extra)
 
 
 def sample_ngram(
@@ -179,11 +215,11 @@ def sample_ngram(
 ) -> None:
     """Samples token sequences from the draft for n-gram counts.
 
-    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents separated by token 0.
+    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents each preceded by token 0.
     Arguments: conf/train/ngram.yaml.
 
     Raises:
-        UserError: ids above 32767, which do not fit.
+        UserError: the vocabulary has ids above 32767, which int16 cannot hold.
     """
     work, out = Path(work_dir), Path(output_dir)
     dtype = set_up(num_threads, precision)

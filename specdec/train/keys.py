@@ -1,4 +1,4 @@
-"""Plain values of a configuration as arguments: unknown and missing keys are told by name."""
+"""Calls a function or class with plain configuration values, after checking their keys."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any, TypeVar
 from specdec.errors import UserError
 
 T = TypeVar("T")
-_NONE = inspect.Parameter.empty
 
 
 def check_keys(
-    call: Callable[..., object],
+    function: Callable[..., object],
     values: Mapping[str, Any],
     *,
     where: str = "",
-    given: Collection[str] = (),
+    injected: Collection[str] = (),
 ) -> None:
-    """Compares keys with the arguments of what they are meant for.
+    """Compares configuration keys with the parameters of a function or class.
 
     Args:
-        call: a function or class.
+        function: the function or class.
         values: the configuration.
-        where: the configuration's place, for the message.
-        given: arguments that do not come from the configuration.
+        where: prefix of the error message, such as "plan: ".
+        injected: parameters that do not come from the configuration.
 
     Raises:
-        UserError: a key is unknown (with the nearest known one), or one without default missing.
+        UserError: a key is unknown, or one without a default is missing.
     """
-    parameters = inspect.signature(call).parameters
-    known = [name for name in parameters if name not in given]
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name not in injected]
     for key in values:
         if key not in known:
             near = get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
             raise UserError(f"{where}unknown key {key!r}: {hint}")
-    missing = [n for n in known if n not in values and parameters[n].default is _NONE]
+    required = [name for name in known if parameters[name].default is inspect.Parameter.empty]
+    missing = [name for name in required if name not in values]
     if missing:
         raise UserError(f"{where}missing keys: {', '.join(missing)}")
 
 
-def made_of(make: Callable[..., T], values: Mapping[str, Any], where: str, **given: Any) -> T:
-    """``make(**values, **given)`` after ``check_keys``."""
-    check_keys(make, values, where=f"{where}: ", given=tuple(given))
-    return make(**values, **given)
+def build(make: Callable[..., T], values: Mapping[str, Any], where: str, **injected: Any) -> T:
+    """Returns ``make(**values, **injected)`` after ``check_keys``."""
+    check_keys(make, values, where=f"{where}: ", injected=tuple(injected))
+    return make(**values, **injected)

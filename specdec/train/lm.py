@@ -1,10 +1,10 @@
-"""Pre-training: a time-budgeted language-model run that may deepen the model on its way."""
+"""One training run: resumable, bounded by time or steps, may deepen the model on the way."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,30 +15,39 @@ from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
-from specdec.train.model import LanguageModel, ModelShape, grow
-from specdec.train.parallel import agreed, average_gradients, check_rows, own_rows, rank_and_size
+from specdec.train.model import LanguageModel, ModelShape, grow, load_weights, weights_of
+from specdec.train.parallel import (
+    average_gradients,
+    check_rows,
+    from_rank_0,
+    own_rows,
+    rank_and_size,
+)
 from specdec.train.plan import Phase, RunPlan
 from specdec.train.resuming import keep_settings
 from specdec.train.streams import Mixture
 
-_TABLES = ("embed_tokens.weight", "output.weight")  # one row per token: no matrices to Muon
+_TABLES = ("embed_tokens.weight", "output.weight")  # one row per token: not trained by Muon
 
 Report = Callable[[float, str], None]
 """Called with progress in [0, 1] and a line of text."""
 
 
 def silent(_progress: float, _line: str) -> None:
-    """A Report that says nothing."""
+    """A Report that prints nothing."""
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, where there are any; AdamW for tables and norms."""
+    """Muon for the layers' matrices, if there are any; AdamW for tables and norms."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, weight in model.named_parameters():
         is_matrix = weight.dim() == 2 and not name.endswith(_TABLES)
         (matrices if is_matrix else others).append(weight)
-    found: list[torch.optim.Optimizer] = []
+    adam = torch.optim.AdamW(
+        others, lr=plan.adam_lr, weight_decay=plan.weight_decay, betas=(0.9, 0.98), eps=1e-10
+    )
+    optimizers: list[torch.optim.Optimizer] = [adam]
     if matrices:
         muon = torch.optim.Muon(
             matrices,
@@ -47,15 +56,11 @@ def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.O
             momentum=0.95,
             adjust_lr_fn="match_rms_adamw",
         )
-        found.append(muon)
-    adam = torch.optim.AdamW(
-        others, lr=plan.adam_lr, weight_decay=plan.weight_decay, betas=(0.9, 0.98), eps=1e-10
-    )
-    found.append(adam)
-    for optimizer in found:
+        optimizers.insert(0, muon)
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
-    return found
+    return optimizers
 
 
 @torch.no_grad()
@@ -65,44 +70,52 @@ def held_out_loss(
     """Mean loss in nats per token over non-overlapping windows of a token array.
 
     Args:
-        model: any LanguageModel.
+        model: the model to evaluate.
         tokens: one-dimensional ids.
         length: positions per window; the first token of a window is context only.
-        max_windows: evenly spaced windows to use; 0 uses all.
+        max_windows: number of evenly spaced windows; 0 uses all.
 
     Raises:
         UserError: fewer tokens than a window.
     """
     count = (len(tokens) - 1) // length
-    windows = np.arange(count) * length
-    if max_windows and count > max_windows:
-        windows = windows[np.linspace(0, count - 1, max_windows).astype(int)]
-    if not len(windows):
+    if not count:
         raise UserError(f"{len(tokens)} held-out tokens do not fill a window of {length}")
-    device = model.device
+    starts = np.arange(count) * length
+    if max_windows and count > max_windows:
+        starts = starts[np.linspace(0, count - 1, max_windows).astype(int)]
     total = 0.0
-    for start in range(0, len(windows), 8):
-        rows = [tokens[w : w + length + 1].astype(np.int64) for w in windows[start : start + 8]]
-        batch = torch.from_numpy(np.stack(rows)).to(device)
+    for first in range(0, len(starts), 8):
+        rows = [tokens[i : i + length + 1].astype(np.int64) for i in starts[first : first + 8]]
+        batch = torch.from_numpy(np.stack(rows)).to(model.device)
         loss = model.loss(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
         total += float(loss) * len(rows)
-    return total / len(windows)
+    return total / len(starts)
 
 
 @dataclass(slots=True)
 class RunState:
-    """Where a run stands: everything a checkpoint holds beside weights and optimizers."""
+    """Progress of a run, stored in its checkpoint beside weights and optimizers.
+
+    Attributes:
+        step: optimizer steps so far.
+        tokens: training tokens so far, over all processes.
+        seconds: wall-clock time so far, earlier sessions included.
+        grown_at: step of the last growth or restart; warm-up counts from it.
+        cycle: number of the current cycle.
+        curve: rows of the loss curve.
+    """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     grown_at: int = 0
     cycle: int = 0
-    curve: list[dict[str, float]] | None = None
+    curve: list[dict[str, float]] = field(default_factory=list)
 
 
 class Loss(Protocol):
-    """What a run minimises. A loss that draws or counts says where it stands, for a resumed run."""
+    """What a run minimises; a loss with draws or counters saves them for a resumed run."""
 
     def __call__(self, model: Any, inputs_BS: Tensor, targets_BS: Tensor, /) -> Tensor:
         """Scalar loss in nats per token."""
@@ -113,12 +126,12 @@ class Loss(Protocol):
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Returns to a position that ``state`` gave."""
+        """Restores what ``state`` returned."""
         assert not state
 
 
 class TextLoss(Loss):
-    """The model's own cross entropy of text."""
+    """Cross entropy of text."""
 
     def __call__(self, model: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Scalar loss in nats per token."""
@@ -126,15 +139,14 @@ class TextLoss(Loss):
 
 
 _NOT_OF_WEIGHTS = ("checkpoint_minutes", "log_every", "eval_every", "eval_length")
-_EVALUATED = 12288  # held-out tokens per measurement
+_HELD_OUT_TOKENS = 12288  # per measurement during a run
 
 
 class Pretraining:
-    """One resumable run. Call `run`; then `model` holds the result.
+    """One resumable run; ``run`` trains, then ``model`` is the result.
 
-    The loss may be replaced (distillation does). In a process group each process takes its share
-    of every batch's rows, so batches are multiples of the number of processes; all processes hold
-    the same weights at all times.
+    In a process group each process trains on its share of every batch's rows, so batches are
+    multiples of the number of processes; all processes have the same weights at every step.
     """
 
     def __init__(
@@ -148,38 +160,36 @@ class Pretraining:
         loss: Loss | None = None,
         settings: Mapping[str, Any] | None = None,
         report: Report = silent,
-        compiled: bool = False,
     ) -> None:
-        """Takes the parts; resumes from `folder`/checkpoint.pt where it exists.
+        """Resumes from `folder`/checkpoint.pt if it exists.
 
         Args:
-            model: starts at the first phase's depth, or at one that can be grown to it.
+            model: has the first phase's depth, or one that can be grown to it.
             mixture: source of batches.
             plan: the schedule.
-            folder: for the checkpoint, its settings and curve.json; created where absent.
-            held_out: token ids measured during the run; None measures nothing.
+            folder: for checkpoint.pt, settings.json and curve.json; created if absent.
+            held_out: token ids whose loss is measured during the run; None measures nothing.
             loss: ``TextLoss`` by default.
-            settings: what the run is begun with beside plan and mixture, as plain values.
-            report: called with progress in [0, 1] and a line of text every `log_every` steps.
-            compiled: whether grown models are compiled.
+            settings: further settings under which alone the run may resume, as plain values.
+            report: called every `log_every` steps.
 
         Raises:
-            UserError: a plan that this model or these streams cannot run, or a checkpoint of a run
-                begun with other settings.
+            UserError: the model or the streams do not fit the plan, or the checkpoint is of a run
+                under other settings.
         """
         self.model, self.mixture, self.plan, self.folder = model, mixture, plan, folder
-        self.held_out, self.report, self.compiled = held_out, report, compiled
+        self.held_out, self.report = held_out, report
         self.loss: Loss = loss or TextLoss()
-        self.state = RunState(curve=[])
+        self.state = RunState()
         plan.check(model.shape)
         _check_data(plan, mixture, held_out)
         folder.mkdir(parents=True, exist_ok=True)
-        saved = folder / "checkpoint.pt"
-        begun_with = {**_plain_plan(plan), **mixture.settings(), **(settings or {})}
-        keep_settings(folder / "settings.json", begun_with, [saved])
+        checkpoint = folder / "checkpoint.pt"
+        all_settings = {**_plan_settings(plan), **mixture.settings(), **(settings or {})}
+        keep_settings(folder / "settings.json", all_settings, [checkpoint])
         self.optimizers = make_optimizers(self.model, plan)
-        if agreed(float(saved.exists())):
-            self._restore(torch.load(saved, map_location="cpu", weights_only=True))
+        if from_rank_0(float(checkpoint.exists())):
+            self._restore(torch.load(checkpoint, map_location="cpu", weights_only=True))
         self._began = time.monotonic() - self.state.seconds
         self._saved_at = time.monotonic()
 
@@ -195,17 +205,17 @@ class Pretraining:
         if shape != self.model.shape:
             self._grow_to(shape.num_layers)
         self.state = RunState(**saved["state"])
-        self.model.load_state_dict(saved["model"])
+        load_weights(self.model, saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 
     def save(self) -> None:
-        """Process 0 writes the checkpoint and the loss curve."""
+        """Writes the checkpoint and the loss curve, in process 0."""
         self._saved_at = time.monotonic()
         if rank_and_size()[0] != 0:
             return
-        payload = {
-            "model": self.model.state_dict(),
+        checkpoint = {
+            "model": weights_of(self.model),
             "shape": asdict(self.model.shape),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "mixture": self.mixture.state(),
@@ -213,24 +223,28 @@ class Pretraining:
             "state": asdict(self.state),
         }
         stream = BytesIO()
-        torch.save(payload, stream)
+        torch.save(checkpoint, stream)
         write_bytes(self.folder / "checkpoint.pt", stream.getvalue())
         write_json(self.folder / "curve.json", self.state.curve)
 
-    def _grow_to(self, layers: int) -> None:
-        device = self.device
-        self.model = grow(self.model, layers, compiled=self.compiled).to(device)
+    def _grow_to(self, num_layers: int) -> None:
+        self.model = grow(self.model, num_layers).to(self.device)
         self.optimizers = make_optimizers(self.model, self.plan)
         self.state.grown_at = self.state.step
 
     def _progress(self) -> float:
-        self.state.seconds = agreed(time.monotonic() - self._began)
+        self.state.seconds = from_rank_0(time.monotonic() - self._began)
         if self.plan.budget_minutes is None:
             return self.state.step / self.plan.max_steps
         return self.state.seconds / (60.0 * self.plan.budget_minutes)
 
     def step(self, phase: Phase, rate: float) -> Tensor:
-        """One optimizer step; returns the detached loss of this process's rows."""
+        """One optimizer step; returns the detached loss of this process's rows.
+
+        Args:
+            phase: length and batch.
+            rate: share of the peak step size, in [0, 1].
+        """
         inputs, targets = self.mixture.batch(phase.batch, phase.length)
         loss = self.loss(self.model, *own_rows(inputs, targets, device=self.device))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -246,19 +260,17 @@ class Pretraining:
         return loss.detach()
 
     def run(self, *, stop_after_steps: int | None = None) -> LanguageModel:
-        """Trains to the end of the budget, or for `stop_after_steps` more steps; saves; returns."""
+        """Trains to the end of the plan, or for `stop_after_steps` more steps, and saves."""
         recent: list[Tensor] = []
         first = self.state.step
         while (progress := self._progress()) < 1.0:
             if stop_after_steps is not None and self.state.step - first >= stop_after_steps:
                 break
-            phase = self.plan.phase_at(progress)
-            if phase.layers not in (None, self.model.shape.num_layers):
-                assert phase.layers is not None
+            phase, cycle = self.plan.phase_at(progress), self.plan.cycle_at(progress)
+            if phase.layers is not None and phase.layers != self.model.shape.num_layers:
                 self._grow_to(phase.layers)
-            if self.plan.cycle_at(progress) != self.state.cycle:
-                self.state.cycle = self.plan.cycle_at(progress)
-                self.state.grown_at = self.state.step
+            if cycle != self.state.cycle:
+                self.state.cycle, self.state.grown_at = cycle, self.state.step
             since = self.state.step - self.state.grown_at
             recent.append(self.step(phase, self.plan.rate_at(progress, since)))
             if self.state.step % self.plan.log_every == 0:
@@ -273,30 +285,27 @@ class Pretraining:
         if not np.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at step {self.state.step}")
         state = self.state
-        assert state.curve is not None
         if rank_and_size()[0] != 0:
             return
         row = {"step": state.step, "tokens": state.tokens, "minutes": state.seconds / 60}
         row |= {"layers": self.model.shape.num_layers, "loss": loss}
-        rows = len(state.curve) + 1
-        if self.held_out is not None and rows % self.plan.eval_every == 0:
+        if self.held_out is not None and (len(state.curve) + 1) % self.plan.eval_every == 0:
             length = self.plan.eval_length
-            most = max(1, _EVALUATED // length)
-            row["held_out"] = held_out_loss(self.model, self.held_out, length, most)
+            windows = max(1, _HELD_OUT_TOKENS // length)
+            row["held_out"] = held_out_loss(self.model, self.held_out, length, windows)
         state.curve.append({key: round(float(value), 4) for key, value in row.items()})
-        text = " ".join(f"{key} {value:.4g}" for key, value in row.items())
-        self.report(progress, text)
+        self.report(progress, " ".join(f"{key} {value:.4g}" for key, value in row.items()))
 
 
-def _plain_plan(plan: RunPlan) -> dict[str, Any]:
-    """What of a plan decides the weights, by "plan.KEY"."""
+def _plan_settings(plan: RunPlan) -> dict[str, Any]:
+    """The entries of a plan that determine the weights, by "plan.KEY"."""
     names = [entry.name for entry in fields(plan) if entry.name not in _NOT_OF_WEIGHTS]
     values = asdict(plan)
     return {f"plan.{name}": values[name] for name in names}
 
 
 def _check_data(plan: RunPlan, mixture: Mixture, held_out: np.ndarray | None) -> None:
-    """Refuses, before the first step, windows that would fail at one of the phases."""
+    """Refuses, before the first step, batches and windows that the data cannot fill."""
     for phase in plan.phases:
         check_rows(phase.batch, "batch")
         mixture.check(phase.length)

@@ -1,7 +1,7 @@
-"""Data-parallel training on one machine: as many processes as asked for, gloo or NCCL between them.
+"""Data-parallel training on one machine: processes that exchange gradients over gloo or NCCL.
 
-On a CPU that is shared with other work, processes of one thread that meet once per step lose less
-than one process of several threads, which meet at every operation.
+On a CPU that is shared with other work, processes of one thread that synchronize once per step
+lose less time than one process of several threads, which synchronize at every operation.
 """
 
 from __future__ import annotations
@@ -16,62 +16,64 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from specdec.errors import UserError
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's number and the number of processes; (0, 1) outside a group."""
+    """This process's rank and the number of processes; (0, 1) outside a group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
-def agreed(value: float) -> float:
-    """Process 0's value, in every process."""
+def from_rank_0(value: float) -> float:
+    """The value of process 0, returned in every process."""
     if rank_and_size()[1] == 1:
         return value
-    holder = [value]
-    dist.broadcast_object_list(holder, src=0)
-    return holder[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def wait_for_all() -> None:
-    """Returns when every process has called it."""
+    """Returns once every process has called it."""
     if rank_and_size()[1] > 1:
         dist.barrier()
 
 
 def check_rows(batch: int, name: str) -> None:
-    """Refuses a batch that does not give every process as many rows.
+    """Checks that a batch divides evenly among the processes.
 
     Raises:
-        UserError: it is no multiple of the number of processes.
+        UserError: it is not a multiple of the number of processes.
     """
     size = rank_and_size()[1]
     if batch % size:
-        raise UserError(f"{name}={batch} is no multiple of num_processes={size}")
+        raise UserError(f"{name}={batch} must be a multiple of num_processes={size}")
 
 
 def own_rows(*batches_BS: Tensor, device: torch.device) -> list[Tensor]:
-    """This process's share of the rows of each batch, on its device."""
+    """This process's rows of each batch, on its device."""
     rank, size = rank_and_size()
     return [batch_BS[rank::size].to(device) for batch_BS in batches_BS]
 
 
 def average_gradients(weights: Iterable[torch.nn.Parameter]) -> None:
-    """Replaces each gradient by its mean over the processes; every process has the same set."""
+    """Replaces each gradient by its mean over the processes.
+
+    Every process must have gradients for the same weights.
+    """
     size = rank_and_size()[1]
     if size == 1:
         return
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)
-    flat /= size
-    start = 0
-    for gradient in gradients:
-        gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
-        start += gradient.numel()
+    means = (flat / size).split([gradient.numel() for gradient in gradients])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
 
 
 def _child(
@@ -83,9 +85,9 @@ def _child(
         torch.cuda.set_device(rank)
     console = Console(stderr=True)
 
-    def report(share: float, line: str) -> None:
+    def report(progress: float, line: str) -> None:
         if rank == 0:
-            console.print(f"{share:4.0%} {line}", markup=False, highlight=False)
+            console.print(f"{progress:4.0%} {line}", markup=False, highlight=False)
 
     try:
         recipe(**cfg, report=report)
@@ -97,42 +99,34 @@ def _child(
 
 
 def spawned(recipe: Callable[..., None], cfg: dict[str, Any], size: int) -> bool:
-    """Runs a recipe in `size` processes, unless that is one or this is one of them.
+    """Runs a recipe in `size` processes, unless size is 1 or this is already one of them.
 
-    On GPUs there is one process per GPU at the most, and one where `device` names a single one.
-
-    Args:
-        recipe: see run_in_processes.
-        cfg: its arguments; "report" is told where there are fewer processes, and left out.
-        size: processes wanted.
+    On GPUs there is at most one process per GPU, and one where `device` names a single GPU; then
+    ``cfg["report"]`` is called with the number of processes.
 
     Returns:
-        True when the recipe has run; False when the caller should do the work itself.
+        True if the recipe has run, False if the caller must do the work itself.
     """
-    device = str(cfg.get("device"))
-    if size > 1 and rank_and_size()[1] == 1 and device != "cpu" and torch.cuda.is_available():
-        most = 1 if ":" in device else torch.cuda.device_count()
-        if most < size:
-            cfg["report"](0.0, f"device={device}: {most} of num_processes={size}, one per GPU")
-        size = min(size, most)
     if size <= 1 or rank_and_size()[1] > 1:
         return False
-    arguments = {name: value for name, value in cfg.items() if name != "report"}
-    run_in_processes(recipe, arguments, size)
+    device = str(cfg.get("device"))
+    if device != "cpu" and torch.cuda.is_available():
+        limit = 1 if ":" in device else torch.cuda.device_count()
+        if limit < size:
+            cfg["report"](0.0, f"device={device}: {limit} of num_processes={size}, one per GPU")
+        size = min(size, limit)
+    if size <= 1:
+        return False
+    run_in_processes(recipe, {name: v for name, v in cfg.items() if name != "report"}, size)
     return True
 
 
 def run_in_processes(recipe: Callable[..., None], cfg: dict[str, Any], size: int) -> None:
-    """Runs a recipe in `size` new processes that form one group; process 0 prints progress.
-
-    Args:
-        recipe: a module-level function that takes cfg's entries and `report`.
-        cfg: picklable arguments.
-        size: processes, 2 or more.
+    """Runs a module-level recipe in `size` new processes of one group; process 0 prints progress.
 
     Raises:
         UserError: as a process raised it.
-        torch.multiprocessing.ProcessRaisedException: a process failed; the others are ended.
+        torch.multiprocessing.ProcessRaisedException: a process failed; the others were stopped.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
@@ -141,5 +135,5 @@ def run_in_processes(recipe: Callable[..., None], cfg: dict[str, Any], size: int
                 _child, args=(size, str(store), recipe, cfg), nprocs=size, start_method="spawn"
             )
         except mp.ProcessRaisedException as error:
-            told = sorted(store.parent.glob("*.error"))
-            raise UserError(told[0].read_text()) if told else error from None
+            messages = sorted(store.parent.glob("*.error"))
+            raise UserError(messages[0].read_text()) if messages else error from None

@@ -1,4 +1,4 @@
-"""How long a training run is, how fast, and in which phases."""
+"""Schedule of a training run: length, phases, step sizes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from itertools import pairwise
 from typing import Any
 
 from specdec.errors import UserError
-from specdec.train.keys import made_of
+from specdec.train.keys import build
 from specdec.train.model import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A stretch of the run.
+    """One part of a run.
 
     Attributes:
-        until: share of the budget at which it ends, in (0, 1].
+        until: share of the run at which the phase ends, in (0, 1].
         length: positions per sequence.
-        batch: sequences per step.
-        layers: depth, a multiple of that before; on entry the model is grown to it. None keeps the
-            depth.
+        batch: sequences per step, over all processes.
+        layers: depth to which the model is grown at the start of the phase, a multiple of the
+            previous one; None keeps the depth.
     """
 
     until: float
@@ -30,29 +30,29 @@ class Phase:
     layers: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks that there is something to train on."""
+        """Checks the ranges."""
         if min(self.length, self.batch, self.layers or 1) < 1:
             raise UserError(f"length, batch and layers must be at least 1, got {self}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """How long, how fast and in which phases.
+    """Schedule of a run.
 
     Attributes:
         phases: in order; the last one's `until` is 1.
-        budget_minutes: wall clock of the whole run, resumed parts added up; None counts steps.
-        max_steps: length of the run in optimizer steps where budget_minutes is None.
+        budget_minutes: wall-clock time of the whole run, the sum over sessions; None counts steps.
+        max_steps: optimizer steps of the run if budget_minutes is None.
         muon_lr: peak step size of the matrices (Muon, scaled to AdamW's update size).
         adam_lr: peak step size of embeddings and norms (AdamW).
-        weight_decay: of both.
-        warmup_steps: linear rise after the start, each growth and each restart.
-        decay_from: share of a cycle after which the step size falls linearly to zero.
-        restarts: shares of the budget at which a new cycle begins, at the peak step size again;
-            without any, the whole run is one cycle.
-        cycle_rates: share of the peak step size that each cycle reaches; all of it without any.
+        weight_decay: of both optimizers.
+        warmup_steps: steps of linear increase after the start, each growth and each restart.
+        decay_from: share of a cycle after which the step size decreases linearly to zero.
+        restarts: shares of the run at which a new cycle begins at the peak step size; empty for one
+            cycle.
+        cycle_rates: share of the peak step size that each cycle reaches; empty for 1.
         clip: largest gradient norm.
-        checkpoint_minutes: time between checkpoints.
+        checkpoint_minutes: wall-clock time between checkpoints.
         log_every: steps per row of the loss curve.
         eval_every: rows of the loss curve per held-out measurement.
         eval_length: positions per window of that measurement.
@@ -75,15 +75,15 @@ class RunPlan:
     eval_length: int = 256
 
     def __post_init__(self) -> None:
-        """Checks that the run has an end, that phases cover it and that a model can grow so."""
+        """Checks the values against each other."""
         ends = [phase.until for phase in self.phases]
         if not ends or ends[-1] != 1.0 or ends != sorted(set(ends)) or ends[0] <= 0.0:
             raise UserError(f"phases must end at rising shares, the last at 1.0, got {ends}")
         depths = [phase.layers for phase in self.phases if phase.layers is not None]
-        if any(deep % flat for flat, deep in pairwise(depths)):
+        if any(after % before for before, after in pairwise(depths)):
             raise UserError(f"layers of phases must be multiples of those before, got {depths}")
         if self.budget_minutes is None and self.max_steps <= 0:
-            raise UserError("give budget_minutes or max_steps")
+            raise UserError("plan: give budget_minutes or max_steps")
         if list(self.restarts) != sorted(set(self.restarts)) or not all(
             0.0 < share < 1.0 for share in self.restarts
         ):
@@ -97,22 +97,24 @@ class RunPlan:
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str = "plan") -> RunPlan:
-        """From plain values.
+        """Builds a plan from plain values.
+
+        Args:
+            values: the configuration.
+            where: its key, for messages.
 
         Raises:
-            UserError: unknown or missing keys, or values that make no plan.
+            UserError: an unknown or missing key, or a value out of range.
         """
         series = {name: tuple(values.get(name) or ()) for name in ("restarts", "cycle_rates")}
-        phases = tuple(
-            made_of(Phase, phase, f"{where}.phases") for phase in values.get("phases", ())
-        )
-        return made_of(RunPlan, {**values, **series, "phases": phases}, where)
+        phases = tuple(build(Phase, phase, f"{where}.phases") for phase in values.get("phases", ()))
+        return build(RunPlan, {**values, **series, "phases": phases}, where)
 
     def check(self, shape: ModelShape) -> None:
-        """Refuses a model that these phases cannot train, before anything is run.
+        """Checks a model's sizes against the phases.
 
         Raises:
-            UserError: it cannot be grown to a phase's depth, or has too few positions.
+            UserError: the model cannot be grown to a phase's depth, or has too few positions.
         """
         for phase in self.phases:
             if (phase.layers or shape.num_layers) % shape.num_layers:
@@ -126,18 +128,23 @@ class RunPlan:
                 )
 
     def phase_at(self, progress: float) -> Phase:
-        """Phase in force at a progress in [0, 1]."""
+        """Phase at a progress in [0, 1]."""
         return next((p for p in self.phases if progress < p.until), self.phases[-1])
 
     def cycle_at(self, progress: float) -> int:
-        """Restarts that lie behind a progress in [0, 1]."""
+        """Number of restarts before a progress in [0, 1]."""
         return sum(progress >= start for start in self.restarts)
 
     def rate_at(self, progress: float, steps_since_growth: int) -> float:
-        """Share of the peak step size, in [0, 1]."""
-        warm = min(1.0, (steps_since_growth + 1) / max(1, self.warmup_steps))
+        """Share of the peak step size, in [0, 1].
+
+        Args:
+            progress: share of the run, in [0, 1].
+            steps_since_growth: steps since the start, the last growth or the last restart.
+        """
+        warmup = min(1.0, (steps_since_growth + 1) / max(1, self.warmup_steps))
         starts, cycle = [0.0, *self.restarts, 1.0], self.cycle_at(progress)
         start, end = starts[cycle], starts[cycle + 1]
-        fall = (end - progress) / max(1e-9, (end - start) * (1.0 - self.decay_from))
+        decay = (end - progress) / max(1e-9, (end - start) * (1.0 - self.decay_from))
         peak = self.cycle_rates[cycle] if self.cycle_rates else 1.0
-        return peak * warm * max(0.0, min(1.0, fall))
+        return peak * warmup * max(0.0, min(1.0, decay))

@@ -1,7 +1,7 @@
-"""The recipes of the tokenizer and the target; those of the draft and the n-gram are in draft.py.
+"""The recipes of the tokenizer and the target, and what all recipes share.
 
-Each takes plain values (the keys of conf/train/*.yaml) and writes two places: `work_dir` for
-token streams and checkpoints, `output_dir` for what is shipped. A run that stops half-way goes on
+A recipe takes plain values (the keys of conf/train/*.yaml) and writes to two folders: `work_dir`
+for token streams and checkpoints, `output_dir` for the finished models. An interrupted run resumes
 from its checkpoint when the same command is given again.
 """
 
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
-from specdec.train.keys import made_of
+from specdec.train.keys import build
 from specdec.train.lm import Pretraining, Report
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.parallel import rank_and_size, spawned
@@ -34,32 +34,25 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def need(path: Path, recipe: str) -> Path:
-    """The path.
+    """Returns the path.
 
     Raises:
-        UserError: it is missing; names the recipe that makes it.
+        UserError: it does not exist; the message names the recipe that writes it.
     """
     if not path.exists():
         raise UserError(f"{path} is missing: run `specdec train {recipe}` first")
     return path
 
 
-def need_model(folder: Path, recipe: str) -> Path:
-    """A model's folder, with weights and tokenizer; otherwise as ``need``."""
-    for name in ("model.safetensors", "tokenizer.json"):
-        need(folder / name, recipe)
-    return folder
-
-
 def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]:
-    """The token streams of a work folder, in the tokenizer of a model where one is given.
+    """Reads a work folder's token streams, by the tokenizer of a model's folder if one is given.
 
     Raises:
-        UserError: they are missing, or encoded by another tokenizer.
+        UserError: they are missing, or another tokenizer encoded them.
     """
     recipe = "tokenizer" if model is None else f"tokenizer tokenizer={model} work_dir={work}"
     path, used = need(work / "tokens.npz", recipe), work / "tokenizer.json"
-    if model is not None and used.exists() and not _same_json(used, model / "tokenizer.json"):
+    if model and used.exists() and _read_json(used) != _read_json(model / "tokenizer.json"):
         raise UserError(
             f"{path} is encoded by another tokenizer than {model}'s: run `specdec train {recipe}`"
             " with another work_dir"
@@ -68,23 +61,23 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Puts the tokenizer that a model's text was encoded by beside the model."""
+    """Copies the tokenizer's files, where they exist, into a model's folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (source / name).exists():
             write_bytes(folder / name, (source / name).read_bytes())
 
 
-def _same_json(one: Path, other: Path) -> bool:
-    return bool(json.loads(one.read_text("utf-8")) == json.loads(other.read_text("utf-8")))
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """A trained model and what its continuations are made of.
+    """A trained model and the data for its continuations.
 
     Attributes:
-        model: of the family's format.
-        tokenizer: its own.
+        model: the model.
+        tokenizer: its tokenizer.
         streams: token arrays in that tokenizer.
     """
 
@@ -101,30 +94,36 @@ def read_teacher(
     device: torch.device,
     compiled: bool = False,
 ) -> Teacher:
-    """The model in a folder, named as the recipe that makes it, and the streams in ``work``.
+    """Reads a model and the token streams for it.
+
+    Args:
+        work: folder of the token streams.
+        folder: of the model; its name is that of the recipe that writes it.
+        dtype, device, compiled: of the LanguageModel; the first one is its compute dtype.
 
     Raises:
-        UserError: a file is missing, or model and streams do not belong together.
+        UserError: a file is missing, or model and streams have different tokenizers.
     """
-    need_model(folder, folder.name)
+    for name in ("model.safetensors", "tokenizer.json"):
+        need(folder / name, folder.name)
     streams = need_streams(work, folder)
-    model = load_hf(folder, dtype=dtype, compiled=compiled).to(device)
+    model = load_hf(folder, compute_dtype=dtype, compiled=compiled).to(device)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Teacher(model=model, tokenizer=tokenizer, streams=streams)
 
 
 def pick_device(name: str) -> torch.device:
-    """A device by name; "auto" is a GPU where there is one (one each in a group), else the CPU."""
-    rank, size = rank_and_size()
-    if name == "auto" and size > 1:
-        return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    """A device by name; "auto" is a GPU if there is one (by rank in a group), else the CPU."""
     if name != "auto":
         return torch.device(name)
+    rank, size = rank_and_size()
+    if size > 1:
+        return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     return Accelerator().device
 
 
 def set_up(num_threads: int, precision: str) -> torch.dtype:
-    """Sets CPU threads (0 leaves torch's choice) and returns the dtype of a precision's name."""
+    """Sets the CPU threads (0 keeps torch's default); returns the dtype of a precision's name."""
     if precision not in PRECISIONS:
         raise UserError(f"precision must be one of {sorted(PRECISIONS)}, got {precision!r}")
     if num_threads:
@@ -133,7 +132,7 @@ def set_up(num_threads: int, precision: str) -> torch.dtype:
 
 
 def describe_corpus(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str, Any]:
-    """What the model card says of the data: sources, licences, counts, held-out files."""
+    """The record of the data for the model card: sources, licences, counts, held-out files."""
     sources: dict[str, dict[str, Any]] = {}
     stream_bytes: dict[str, int] = defaultdict(int)
     for document in corpus.train:
@@ -175,80 +174,87 @@ def make_tokenizer(
     seed: int,
     report: Report,
 ) -> None:
-    """Builds the corpus, learns the tokenizer, encodes the token streams.
+    """Builds the corpus, trains a tokenizer unless one is given, encodes the token streams.
 
-    Writes the tokenizer into output_dir/target and output_dir/draft, output_dir/corpus.json and,
-    into work_dir, tokens.npz and the tokenizer that it is encoded by. With ``tokenizer``, the
-    folder of one that is there already, output_dir stays as it is. Arguments:
-    conf/train/tokenizer.yaml; report(progress, line) as elsewhere.
+    Writes tokens.npz and the tokenizer into work_dir; a new tokenizer also into output_dir/target
+    and output_dir/draft, with output_dir/corpus.json. With ``tokenizer``, the folder of an existing
+    one, output_dir is not changed. Arguments: conf/train/tokenizer.yaml.
 
     Raises:
-        UserError: models of another tokenizer lie in output_dir, or ``tokenizer`` is none of this
-            kind.
+        UserError: output_dir has models of another tokenizer, or ``tokenizer`` cannot be used.
     """
     work, out = Path(work_dir), Path(output_dir)
-    kept = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
+    existing = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
     report(0.0, "reading source files")
     corpus = build_corpus(packages=packages, gsm8k_mb=gsm8k_mb, copy_threshold=copy_threshold)
-    report(0.4, f"{len(corpus.train)} documents; {told_of(corpus)}")
-    if kept is None:
-        found = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
-        _refuse_other_models(found, out)
-    else:
-        found = kept
+    report(0.4, f"{len(corpus.train)} documents; {excluded_sets(corpus)}")
+    used = existing
+    if used is None:
+        used = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
+        _refuse_other_models(used, out)
     report(0.6, "encoding")
-    streams = encode_corpus(corpus, found, seed)
+    streams = encode_corpus(corpus, used, seed)
     save_streams(streams, work / "tokens.npz")
-    save_tokenizer(found, work, max_positions)
-    if kept is None:
+    save_tokenizer(used, work, max_positions)
+    if existing is None:
         for part in ("target", "draft"):
-            save_tokenizer(found, out / part, max_positions)
+            copy_tokenizer(work, out / part)
         write_json(out / "corpus.json", describe_corpus(corpus, streams))
     report(1.0, f"{sum(map(len, streams.values()))} tokens")
 
 
-def told_of(corpus: Corpus) -> str:
-    """Which evaluation text was kept out, and that of which sets was not, for want of the sets."""
+def excluded_sets(corpus: Corpus) -> str:
+    """Which evaluation sets' text was excluded, and which sets were not available."""
     absent = [name for name in EVALUATED if name not in corpus.kept_out]
-    kept = f"text of {', '.join(corpus.kept_out) or 'no evaluation set'} kept out"
-    return f"{kept}; not at hand (SPECDEC_DATA): {', '.join(absent)}" if absent else kept
+    excluded = f"text of {', '.join(corpus.kept_out) or 'no evaluation set'} excluded"
+    return f"{excluded}; not available (SPECDEC_DATA): {', '.join(absent)}" if absent else excluded
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise UserError(f"tokenizer={folder} holds no tokenizer.json")
-    found = Tokenizer.from_file(str(path))
-    if found.token_to_id(END) != 0:
+    tokenizer = Tokenizer.from_file(str(path))
+    if tokenizer.token_to_id(END) != 0:
         raise UserError(f"tokenizer={folder} must have {END!r}, which separates texts, as id 0")
-    return found
+    return tokenizer
 
 
-def _refuse_other_models(learnt: Tokenizer, out: Path) -> None:
+def _refuse_other_models(tokenizer: Tokenizer, out: Path) -> None:
     for folder in (out / "target", out / "draft"):
         used = folder / "tokenizer.json"
         if (folder / "model.safetensors").exists() and not (
-            used.exists() and json.loads(used.read_text("utf-8")) == json.loads(learnt.to_str())
+            used.exists() and _read_json(used) == json.loads(tokenizer.to_str())
         ):
             raise UserError(
-                f"{folder} holds a model of another tokenizer than the one just learnt: give"
-                f" tokenizer={folder} to keep that model's, or another output_dir and work_dir for"
+                f"{folder} holds a model of another tokenizer than the new one: give"
+                f" tokenizer={folder} to use that model's, or another output_dir and work_dir for"
                 " a new family"
             )
 
 
-def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
-    """Writes training.json beside the weights: counts, time, machine, loss curve.
+def train_and_save(
+    run: Pretraining, folder: Path, tokenizer: Path, extra: dict[str, Any] | None = None
+) -> None:
+    """Trains a LanguageModel to the end of a run and writes it into a folder.
 
-    Args:
-        run: a finished run.
-        path: the file.
-        extra: more entries.
+    Process 0 writes; the folder also gets the tokenizer of the folder `tokenizer` and training.json
+    (see record_run).
     """
-    curve = run.state.curve or []
-    kept = curve[:: max(1, len(curve) // 24)] + [row for row in curve[-1:] if len(curve) > 24]
-    held = [row for row in curve if "held_out" in row]
-    kept_held = held[:: max(1, len(held) // 12)]
+    trained = run.run()
+    if rank_and_size()[0] == 0:
+        save_hf(trained, folder)
+        copy_tokenizer(tokenizer, folder)
+        record_run(run, folder / "training.json", extra)
+
+
+def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
+    """Writes the record of a finished run: counts, time, machine, loss curve, extra entries."""
+    curve = run.state.curve
+    held_out = [row for row in curve if "held_out" in row]
+    thinned = [*curve[:: max(1, len(curve) // 24)], *held_out[:: max(1, len(held_out) // 12)]]
+    if len(curve) > 24:
+        thinned.append(curve[-1])
     record = {
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "steps": run.state.step,
@@ -259,13 +265,9 @@ def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None
         "torch": torch.__version__,
         "windows": sorted({phase.length for phase in run.plan.phases}),
         "held_out_window": run.plan.eval_length,
-        "curve": sorted({row["step"]: row for row in kept + kept_held}.values(), key=_step),
+        "curve": [row for _, row in sorted({row["step"]: row for row in thinned}.items())],
     }
     write_json(path, record | (extra or {}))
-
-
-def _step(row: dict[str, float]) -> float:
-    return row["step"]
 
 
 def train_target(
@@ -283,18 +285,18 @@ def train_target(
     device: str,
     report: Report,
 ) -> None:
-    """Pre-trains the target on the token streams; needs make_tokenizer's output.
+    """Trains the target on the token streams that make_tokenizer wrote.
 
-    Arguments: conf/train/target.yaml. Writes output_dir/target and work_dir/target.
+    Writes output_dir/target and work_dir/target. Arguments: conf/train/target.yaml.
     """
     if spawned(train_target, locals(), num_processes):
         return
-    work, out = Path(work_dir), Path(output_dir)
+    work = Path(work_dir)
     dtype = set_up(num_threads, precision)
     streams, schedule = need_streams(work), RunPlan.of(plan)
     sizes = _shape(shape, schedule, streams)
     generator = torch.Generator().manual_seed(seed)
-    model = LanguageModel(sizes, generator=generator, dtype=dtype, compiled=compiled)
+    model = LanguageModel(sizes, generator=generator, compute_dtype=dtype, compiled=compiled)
     run = Pretraining(
         model.to(pick_device(device)),
         Mixture(streams, weights, seed),
@@ -302,26 +304,20 @@ def train_target(
         work / "target",
         held_out=streams["held_out"],
         report=report,
-        compiled=compiled,
     )
-    trained = run.run()
-    if rank_and_size()[0] != 0:
-        return
-    save_hf(trained, out / "target")
-    copy_tokenizer(work, out / "target")
-    record_run(run, out / "target" / "training.json")
+    train_and_save(run, Path(output_dir) / "target", tokenizer=work)
 
 
 def _shape(sizes: dict[str, int], schedule: RunPlan, streams: dict[str, np.ndarray]) -> ModelShape:
-    """The model at the first phase.
+    """Sizes of the model in the first phase.
 
     Raises:
-        UserError: no depth is given, or the vocabulary is smaller than the streams'.
+        UserError: the first phase gives no depth, or the vocabulary is smaller than the streams'.
     """
     depth = schedule.phases[0].layers
     if depth is None:
-        raise UserError("plan.phases: the first phase must give `layers`, the depth to begin with")
-    shape = made_of(ModelShape, sizes, "shape", num_layers=depth)
+        raise UserError("plan.phases: the first phase must give `layers`, the initial depth")
+    shape = build(ModelShape, sizes, "shape", num_layers=depth)
     largest = max(int(ids.max(initial=0)) for ids in streams.values())
     if largest >= shape.vocab_size:
         raise UserError(

@@ -1,32 +1,39 @@
-"""Sampling from a LanguageModel in batches: material for distillation and for n-gram counts.
+"""Sampling from a LanguageModel in batches: data for distillation and for n-gram counts.
 
-Shape letters: B sequences, P prompt positions, T generated positions, V vocabulary; K, D as in
-model.py, G query heads that share one key/value head.
+A batch mixes several sampling rules, and all draws come from one generator; transformers'
+``generate`` supports neither.
+
+Shape letters: B sequences, P prompt positions, T generated positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 
 from specdec.errors import UserError
+from specdec.train.lm import Report, silent
 from specdec.train.model import LanguageModel
+from specdec.train.streams import compact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """One way of picking the next token.
+    """A rule for choosing the next token.
 
     Attributes:
         temperature: 0 is greedy.
         top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
-        top_k: most tokens kept, before top_p; 0 keeps all.
-        share: share of sequences sampled this way, in a list of ways.
+        top_k: largest number of tokens, applied before top_p; 0 keeps all.
+        share: share of the sequences sampled by this rule, where there are several.
     """
 
     temperature: float = 0.0
@@ -35,7 +42,7 @@ class Sampling:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks that there is something to draw from."""
+        """Checks the ranges."""
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.share <= 0:
             raise UserError(
                 f"temperature and top_k must be at least 0, top_p in (0, 1], share positive: {self}"
@@ -55,37 +62,26 @@ def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> T
     return ids.gather(-1, choice).squeeze(-1)
 
 
-class _Cache:
-    def __init__(self, model: LanguageModel, batch: int, length: int) -> None:
-        shape = model.shape
-        size = (shape.num_layers, batch, shape.num_kv_heads, length, shape.head_dim)
-        device = model.device
-        self.keys = torch.zeros(size, dtype=model.dtype, device=device)
-        self.values = torch.zeros(size, dtype=model.dtype, device=device)
-        self.used = 0
+class _CacheLayer(DynamicLayer):
+    """One layer's keys and values in buffers of full length.
 
+    DynamicLayer copies the whole cache at every token, which doubled the time of a decoding step.
+    """
 
-def _forward(model: LanguageModel, tokens_BS: Tensor, cache: _Cache) -> Tensor:
-    # Logits (B, V) of the last position. Either fills an empty cache or adds one position.
-    start, end = cache.used, cache.used + tokens_BS.shape[1]
-    assert start == 0 or end == start + 1
-    cos, sin = model.cos[start:end], model.sin[start:end]  # type: ignore[index]
-    x = F.embedding(tokens_BS, model.model.embed_tokens.weight)
-    share = model.shape.num_heads // model.shape.num_kv_heads
-    for index, layer in enumerate(model.model.layers):
-        q, k, v = layer.queries_keys_values(x, cos, sin, model.dtype)  # type: ignore[operator]
-        cache.keys[index, :, :, start:end] = k
-        cache.values[index, :, :, start:end] = v
-        if start == 0:
-            k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            q_BKGD = q.reshape(q.shape[0], -1, share, q.shape[-1])
-            keys, values = cache.keys[index, :, :, :end], cache.values[index, :, :, :end]
-            mixed = F.scaled_dot_product_attention(q_BKGD, keys, values).reshape(q.shape)
-        x = layer.finish(x, mixed, model.dtype)  # type: ignore[operator]
-    cache.used = end
-    return model.logits(x[:, -1:])[:, 0]
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[2]
+        if not self.is_initialized:
+            self.lazy_initialization(values, values)
+            batch, heads, _length, width = values.shape
+            self.buffers = values.new_empty(2, batch, heads, self.max_length, width)
+        self.buffers[0, :, :, start:end] = keys  # autocast leaves keys in float32
+        self.buffers[1, :, :, start:end] = values
+        self.keys, self.values = self.buffers[:, :, :, :end]
+        return self.keys, self.values
 
 
 @torch.no_grad()
@@ -98,10 +94,10 @@ def generate(
     *,
     stop_at_end: bool = False,
 ) -> Tensor:
-    """Continues prompts of one length; rows are dealt to `samplings` by their shares, in order.
+    """Continues prompts of equal length; rows are assigned to rules by their shares, in order.
 
     Args:
-        model: on the CPU or a GPU; prompts are moved to it.
+        model: on any device; prompts are moved to it.
         prompts_BP: int64 token ids.
         max_new_tokens: T.
         samplings: the rules; shares are normalised.
@@ -112,53 +108,103 @@ def generate(
         New tokens, int64 of shape (B, T), on the CPU.
 
     Raises:
-        UserError: the model has not so many positions.
+        UserError: prompt and new tokens exceed the model's positions.
     """
-    batch, longest = prompts_BP.shape[0], prompts_BP.shape[1] + max_new_tokens
-    if longest > model.shape.max_positions:
+    batch, length = prompts_BP.shape[0], prompts_BP.shape[1] + max_new_tokens
+    if length > model.shape.max_positions:
         raise UserError(
             f"{prompts_BP.shape[1]} prompt tokens and {max_new_tokens} new ones do not fit the"
             f" model's {model.shape.max_positions} positions: lower new_tokens"
         )
     shares = torch.tensor([s.share for s in samplings], dtype=torch.float64)
     bounds = [0, *(shares.cumsum(0) / shares.sum() * batch).round().long().tolist()]
-    device = model.device
-    cache = _Cache(model, batch, longest)
-    logits = _forward(model, prompts_BP.to(device), cache).cpu()
-    out = torch.zeros(batch, max_new_tokens, dtype=torch.long)
-    ended = torch.zeros(batch, dtype=torch.bool)
+    cache = Cache([_CacheLayer(length) for _ in range(model.shape.num_layers)])
+    new_BT = torch.zeros(batch, max_new_tokens, dtype=torch.long)
+    ended_B = torch.zeros(batch, dtype=torch.bool)
+    inputs = prompts_BP
     for position in range(max_new_tokens):
+        logits_BV = model.next_logits(inputs.to(model.device), cache).cpu()
         for rule, low, high in zip(samplings, bounds, bounds[1:], strict=False):
             if high > low:
-                out[low:high, position] = pick(logits[low:high], rule, generator)
+                new_BT[low:high, position] = pick(logits_BV[low:high], rule, generator)
         if stop_at_end:
-            out[ended, position] = 0
-            ended |= out[:, position] == 0
-            if bool(ended.all()):
+            new_BT[ended_B, position] = 0
+            ended_B |= new_BT[:, position] == 0
+            if bool(ended_B.all()):
                 break
-        if position + 1 < max_new_tokens:
-            last = out[:, position : position + 1].to(device)
-            logits = _forward(model, last, cache).cpu()
-    return out
+        inputs = new_BT[:, position : position + 1]
+    return new_BT
+
+
+def sample_documents(
+    model: LanguageModel,
+    prompts: list[np.ndarray],
+    samplings: Sequence[Sampling],
+    *,
+    new_tokens: int,
+    batch: int,
+    seed: int,
+    minutes: float | None = None,
+    keep_prompt: bool = True,
+    mark: Callable[[np.ndarray], np.ndarray] | None = None,
+    report: Report = silent,
+) -> np.ndarray:
+    """Continues prompts with a model and joins the results, each preceded by token 0.
+
+    Args:
+        model: the sampled model.
+        prompts: token ids, of any lengths.
+        samplings: rules; each batch is divided among them by their shares.
+        new_tokens: tokens per prompt; a continuation is cut at its own end token.
+        batch: sequences per batch.
+        seed: of the order of batches and of all draws.
+        minutes: time after which no new batch begins; None uses all prompts.
+        keep_prompt: whether a document begins with its prompt.
+        mark: applied to the ids of each continuation.
+        report: called after each batch.
+
+    Returns:
+        Ids in one dimension, of the dtype that ``streams.compact`` chooses.
+
+    Raises:
+        UserError: no prompts.
+    """
+    if not prompts:
+        raise UserError("nothing to sample from: no training function or question gives a prompt")
+    generator = torch.Generator().manual_seed(seed)
+    groups = same_length_batches(prompts, batch)
+    order = np.random.default_rng(seed).permutation(len(groups))
+    began, pieces, count = time.monotonic(), [], 0
+    for done, index in enumerate(order, start=1):
+        group = groups[index]
+        group = group[torch.randperm(group.shape[0], generator=generator)]
+        new = generate(model, group, new_tokens, samplings, generator, stop_at_end=True)
+        for prompt, row in zip(group.numpy(), new.numpy(), strict=True):
+            ends = np.flatnonzero(row == 0)
+            row = row[: ends[0]] if len(ends) else row
+            count += len(row)
+            row = row if mark is None else mark(row)
+            pieces.append(np.concatenate(([0], prompt, row) if keep_prompt else ([0], row)))
+        time_used = 0.0 if minutes is None else (time.monotonic() - began) / 60 / minutes
+        report(min(1.0, max(done / len(order), time_used)), f"{count} tokens sampled")
+        if time_used >= 1.0:
+            break
+    return compact(np.concatenate(pieces))
 
 
 def function_prompts(
-    tokens: np.ndarray, is_prompt_end: Callable[[np.ndarray], int], limit: int, seed: int
+    tokens: np.ndarray, prompt_length: Callable[[np.ndarray], int], limit: int, seed: int
 ) -> list[np.ndarray]:
-    """Prompts cut from the start of training documents.
+    """At most `limit` prompts cut from the start of a stream's documents, in random order.
 
-    Args:
-        tokens: a stream, documents each preceded by token 0.
-        is_prompt_end: length of the prompt in a document's ids, 0 to skip the document.
-        limit: most prompts returned.
-        seed: which documents, in which order.
+    ``prompt_length`` returns the length of the prompt in a document's ids, 0 to skip it.
     """
     starts = np.flatnonzero(tokens == 0)
     ends = np.append(starts[1:], len(tokens))
     prompts = []
     for index in np.random.default_rng(seed).permutation(len(starts)):
         document = tokens[starts[index] + 1 : ends[index]]
-        length = is_prompt_end(document)
+        length = prompt_length(document)
         if length:
             prompts.append(document[:length].astype(np.int64))
         if len(prompts) >= limit:
@@ -166,25 +212,37 @@ def function_prompts(
     return prompts
 
 
-def docstring_end(quote_ids: frozenset[int], longest: int = 192) -> Callable[[np.ndarray], int]:
-    """Rule for function_prompts: a prompt ends with the second token that holds a triple quote.
+def docstring_end(quote_ids: Sequence[int]) -> Callable[[np.ndarray], int]:
+    """Rule for function_prompts: a prompt ends with the second token of ``quote_ids``.
 
-    Args:
-        quote_ids: ids of tokens with three double quotes in them.
-        longest: a prompt of more tokens is skipped.
+    Documents without one among tokens 9 to 192 are skipped.
     """
 
-    def end(document: np.ndarray) -> int:
-        found = [i for i, t in enumerate(document[:longest].tolist()) if t in quote_ids][:2]
-        return found[1] + 1 if len(found) == 2 and found[1] >= 8 else 0
+    def prompt_length(document: np.ndarray) -> int:
+        quotes = np.flatnonzero(np.isin(document[:192], quote_ids))[:2]
+        return int(quotes[1]) + 1 if len(quotes) == 2 and quotes[1] >= 8 else 0
 
-    return end
+    return prompt_length
+
+
+def sequence_end(ids: Sequence[int]) -> Callable[[np.ndarray], int]:
+    """Rule for function_prompts: a prompt ends with these ids, within the first 256 tokens."""
+
+    def prompt_length(document: np.ndarray) -> int:
+        tokens = document[:-1][:255]
+        if len(tokens) < len(ids):
+            return 0
+        matches = np.flatnonzero((sliding_window_view(tokens, len(ids)) == ids).all(axis=1))
+        return int(matches[0]) + len(ids) if len(matches) else 0
+
+    return prompt_length
 
 
 def same_length_batches(prompts: list[np.ndarray], batch: int) -> list[Tensor]:
-    """Groups prompts of nearly equal length; longer ones lose their first tokens.
+    """Groups prompts of nearly equal length; the longer ones of a group lose their first tokens.
 
-    Returns int64 tensors of shape (batch, P), P differing; a last partial group is kept.
+    Returns:
+        int64 tensors of shape (batch, P) with P by group; the last one may have fewer rows.
     """
     ordered = sorted(prompts, key=len)
     groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]

@@ -1,9 +1,8 @@
-"""Token streams: encoded documents, and a seeded, resumable mixture of windows over them."""
+"""Token streams: encoded documents, and a seeded, resumable mixture of their windows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,20 @@ from specdec.files import write_bytes
 from specdec.train.corpus import Corpus, Document
 
 STREAMS = ("stdlib", "function", "package", "gsm8k")
-"""Streams of training text."""
+"""Names of the streams of training text."""
 ALIGNED = frozenset({"function", "samples"})
-"""Streams whose windows begin where a document does, as a prompt would."""
+"""Streams whose windows begin at the start of a document, as a prompt does."""
 
 
 def stream_of(document: Document) -> str:
-    """Name of the stream a training document belongs to, one of STREAMS."""
+    """Name of a training document's stream, one of STREAMS."""
     if document.kind == "functions":
         return "function"
     return document.source if document.source in ("stdlib", "gsm8k") else "package"
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
-    """Token ids of all texts, as ``compact`` holds them, each preceded by the end token 0."""
+    """Token ids of all texts, each preceded by the end token 0, in ``compact``'s dtype."""
     ids: list[int] = []
     for encoding in tokenizer.encode_batch_fast(list(texts)):
         ids.append(0)
@@ -40,18 +39,12 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
 
 
 def compact(ids: np.ndarray) -> np.ndarray:
-    """The same ids as uint16 where they fit, else as uint32."""
+    """The ids as uint16 if they fit, else as uint32."""
     return ids.astype(np.uint16 if ids.max(initial=0) < 2**16 else np.uint32)
 
 
 def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, np.ndarray]:
-    """One shuffled token array per stream, and "held_out" in path order.
-
-    Args:
-        corpus: as build_corpus gives it.
-        tokenizer: the family's.
-        seed: order of documents within each stream.
-    """
+    """Encodes a corpus into one token array per stream, in random order, and "held_out"."""
     groups: dict[str, list[str]] = {name: [] for name in STREAMS}
     for document in corpus.train:
         groups[stream_of(document)].append(document.text)
@@ -65,7 +58,7 @@ def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, 
 
 
 def save_streams(streams: dict[str, np.ndarray], path: Path) -> None:
-    """Writes token arrays to an .npz file, atomically."""
+    """Writes token arrays to an .npz file atomically."""
     stream = BytesIO()
     np.savez(stream, **streams)  # type: ignore[arg-type]
     write_bytes(path, stream.getvalue())
@@ -77,29 +70,26 @@ def load_streams(path: Path) -> dict[str, np.ndarray]:
         return {name: archive[name] for name in archive.files}
 
 
-@dataclass(slots=True)
-class _Cursor:
-    epoch: int = 0
-    index: int = 0
-
-
 class Mixture:
     """Draws windows of one length from several streams in fixed proportions.
 
-    A window of an ALIGNED stream begins at a document's first token; windows of the others
-    tile the stream. Each epoch of a stream visits its windows in a new order. The same seed and
-    the same calls give the same batches; `state` and `restore` carry the position across runs.
+    A window of an ALIGNED stream begins at a document's first token; windows of other streams do
+    not overlap. Each epoch of a stream visits its windows in a new order. The same seed and the
+    same calls give the same batches; `state` and `restore` carry the position across runs.
     """
 
     def __init__(
         self, streams: dict[str, np.ndarray], weights: dict[str, float], seed: int
     ) -> None:
-        """Takes token arrays, the share of windows from each, and a seed.
+        """Normalises the weights; a stream without text is skipped.
 
-        A weighted stream without any text (no such data at hand) is left out.
+        Args:
+            streams: token arrays by name.
+            weights: share of the windows by stream.
+            seed: of all draws.
 
         Raises:
-            UserError: a weighted stream is missing, or nothing is left.
+            UserError: a stream is missing, or all are empty.
         """
         self.names = [name for name, weight in weights.items() if weight > 0]
         missing = [name for name in self.names if name not in streams]
@@ -113,14 +103,14 @@ class Mixture:
         self.share = share / share.sum()
         self.seed = seed
         self.draws = 0
-        self.cursors = {name: _Cursor() for name in self.names}
+        self.cursors = dict.fromkeys(self.names, (0, 0))  # epoch, window
         self._orders: dict[tuple[str, int, int], np.ndarray] = {}
         self._starts: dict[tuple[str, int], np.ndarray] = {}
 
     def _windows(self, name: str, length: int) -> np.ndarray:
         if (name, length) not in self._starts:
             stream = self.streams[name]
-            last = max(0, len(stream) - length)  # a window has one token more, the last target
+            last = max(0, len(stream) - length)  # a window needs one more token as target
             if name in ALIGNED:
                 starts = np.flatnonzero(stream == 0) + 1
                 starts = starts[starts < last]
@@ -130,10 +120,10 @@ class Mixture:
         return self._starts[name, length]
 
     def check(self, length: int) -> None:
-        """Refuses a length that a stream is too short for.
+        """Checks that every stream has a window of this many positions.
 
         Raises:
-            UserError: a stream without a window of so many positions.
+            UserError: a stream is too short.
         """
         for name in self.names:
             if not len(self._windows(name, length)):
@@ -157,32 +147,31 @@ class Mixture:
         rows = []
         for choice in rng.choice(len(self.names), size=size, p=self.share):
             name = self.names[choice]
-            cursor, starts = self.cursors[name], self._windows(name, length)
-            if cursor.index >= len(starts):
-                cursor.epoch, cursor.index = cursor.epoch + 1, 0
-            start = starts[self._order(name, length, cursor.epoch)[cursor.index]]
-            cursor.index += 1
+            starts, (epoch, index) = self._windows(name, length), self.cursors[name]
+            if index >= len(starts):
+                epoch, index = epoch + 1, 0
+            start = starts[self._order(name, length, epoch)[index]]
+            self.cursors[name] = (epoch, index + 1)
             rows.append(self.streams[name][start : start + length + 1].astype(np.int64))
         tokens = torch.from_numpy(np.stack(rows))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all streams."""
+        """Number of tokens of all streams."""
         return sum(len(self.streams[name]) for name in self.names)
 
     def settings(self) -> dict[str, Any]:
-        """What decides the batches: seed, shares and sizes of the streams."""
+        """Seed, shares and sizes of the streams, which determine the batches."""
         sizes = {name: len(self.streams[name]) for name in self.names}
         shares = dict(zip(self.names, self.share.tolist(), strict=True))
         return {"seed": self.seed, "shares": shares, "tokens": sizes}
 
     def state(self) -> dict[str, Any]:
         """Position of the draws, as plain values."""
-        cursors = {name: (c.epoch, c.index) for name, c in self.cursors.items()}
-        return {"draws": self.draws, "cursors": cursors}
+        return {"draws": self.draws, "cursors": dict(self.cursors)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Returns to a position that `state` gave."""
+        """Restores a position that ``state`` returned."""
         self.draws = state["draws"]
-        self.cursors = {name: _Cursor(*pair) for name, pair in state["cursors"].items()}
+        self.cursors = dict(state["cursors"])

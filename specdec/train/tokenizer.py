@@ -12,22 +12,22 @@ from specdec.files import write_json, write_text
 from specdec.train.corpus import Corpus
 
 END = "<|end|>"
-"""Begins, ends and pads every text; id 0."""
+"""The token that begins, ends and pads every text; id 0."""
 
-# A word keeps one space or underscore before it, a digit stands alone, a run of white space keeps
-# together but for the last space, so that a line break with its indentation is one token.
+# A word includes one space or underscore before it; each digit is separate; a run of white space is
+# one piece except for the last space, so that a line break with its indentation is one token.
 PIECES = r"[ _]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
-    """Learns byte-level BPE merges; every byte string round-trips.
+    """Trains byte-level BPE; every byte string round-trips.
 
     Args:
         texts: training text only.
-        vocab_size: entries, END and the 256 bytes included.
+        vocab_size: number of entries, including END and the 256 bytes.
 
     Raises:
-        UserError: vocab_size leaves no room for END and the bytes.
+        UserError: vocab_size is less than 257 (END and the bytes).
     """
     if vocab_size < 257:
         raise UserError(f"vocab_size must be at least 257, got {vocab_size}")
@@ -50,13 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them.
-
-    Args:
-        tokenizer: as train_tokenizer returns it.
-        folder: created where absent.
-        max_length: positions of the models it serves.
-    """
+    """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -71,11 +65,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -
 
 
 def tokenizer_texts(corpus: Corpus, max_mb: float) -> list[str]:
-    """Training texts for the merges: functions, standard library and questions first, then files.
+    """Texts to train a tokenizer on: functions, standard library, questions, then packages' files.
 
-    Args:
-        corpus: its held-out part is not touched.
-        max_mb: most megabytes (10**6 characters) of other packages' files, spread evenly.
+    About `max_mb` megabytes (10**6 characters) of packages' files are used, evenly spaced.
     """
     first = [d.text for d in corpus.train if d.kind != "file" or d.source == "stdlib"]
     rest = [d.text for d in corpus.train if d.kind == "file" and d.source != "stdlib"]

@@ -1,9 +1,9 @@
-"""Finishing the target: loops in its own samples are made unlikely.
+"""Finishing the target: repeated text in its own samples is made unlikely.
 
-A small model repeats itself: what it has just said makes saying it again likelier. Likelihood of
-text alone hardly cures that, since text has few loops to learn from; the model's own samples have
-many. The objective is sequence-level unlikelihood (Welleck et al., "Neural Text Generation with
-Unlikelihood Training", ICLR 2020, section 5.2), beside plain cross entropy on text.
+A small model repeats itself, since each repetition makes the next one likelier. Training on text
+hardly helps, because text has few repetitions; the model's own samples have many. The objective is
+sequence-level unlikelihood (Welleck et al., "Neural Text Generation with Unlikelihood Training",
+ICLR 2020, section 5.2), beside cross entropy on text.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
 from specdec.train.draft import sample_target
-from specdec.train.keys import made_of
+from specdec.train.keys import build
 from specdec.train.lm import Loss, Pretraining, Report
-from specdec.train.model import LanguageModel, load_hf, save_hf
+from specdec.train.model import LanguageModel, load_hf, load_weights, save_hf, weights_of
 from specdec.train.parallel import check_rows, own_rows, rank_and_size, spawned, wait_for_all
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import pick_device, read_teacher, record_run, set_up
@@ -38,8 +38,8 @@ def mark_repeated(
 ) -> npt.NDArray[Any]:
     """Adds vocab_size to every token that is part of a repeated n-gram.
 
-    All tokens of the n-gram count, not its last one alone: a model that is only told not to
-    finish a repetition learns to repeat n - 1 tokens.
+    All tokens of the n-gram are marked: with only the last one marked, a model learns to repeat
+    n - 1 tokens.
 
     Args:
         continuation: int[T], generated tokens only.
@@ -47,7 +47,7 @@ def mark_repeated(
         ngram: n.
 
     Returns:
-        int64[T]; a first occurrence stays unmarked.
+        int64[T]; the first occurrence of an n-gram is not marked.
     """
     ends = np.flatnonzero(repeated_ngrams(continuation.tolist(), ngram))
     marked = continuation.astype(np.int64)
@@ -56,43 +56,42 @@ def mark_repeated(
     return marked
 
 
-def between(first: LanguageModel, last: LanguageModel, share: float) -> LanguageModel:
-    """First weights moved by a share of the way to the last ones; changes and returns `first`.
+def interpolate(first: LanguageModel, last: LanguageModel, share: float) -> LanguageModel:
+    """Moves the weights of `first` by a share of the way to those of `last`; returns `first`.
 
-    Half-way between a model and its fine-tuned form most of what was tuned for remains, and most
-    of what the tuning cost elsewhere comes back (Wortsman et al., "Robust fine-tuning of zero-shot
-    models", CVPR 2022, section 3).
+    Half-way between a model and its fine-tuned form most of the gain remains, and most of the loss
+    on other inputs disappears (Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR
+    2022, section 3).
 
     Raises:
         UserError: share is outside [0, 1].
     """
     if not 0.0 <= share <= 1.0:
         raise UserError(f"blend must be in [0, 1], got {share}")
-    new = last.state_dict()
-    mixed = {name: value.lerp(new[name], share) for name, value in first.state_dict().items()}
-    first.load_state_dict(mixed)
+    ends = weights_of(last)
+    load_weights(first, {name: w.lerp(ends[name], share) for name, w in weights_of(first).items()})
     return first
 
 
 class UnlikelihoodLoss(Loss):
-    """Loss for lm.Pretraining: cross entropy of text plus unlikelihood of marked sample tokens.
+    """Cross entropy of text plus unlikelihood of marked sample tokens.
 
     The second term is the mean over all positions of the sample windows of -log(1 - p(token)) at
-    marked tokens and 0 elsewhere, so that it fades as the loops do.
+    marked tokens and 0 elsewhere, so that it decreases with the number of repetitions.
     """
 
     def __init__(self, samples: Mixture, *, weight: float, batch: int, length: int) -> None:
-        """Takes the samples and how they enter.
+        """Checks the samples against the windows.
 
         Args:
             samples: one stream, marked by mark_repeated.
-            weight: of the second term.
+            weight: of the second term, positive.
             batch: sample windows per step, over all processes.
             length: positions per sample window.
 
         Raises:
-            UserError: a weight that is not positive, windows that the samples are too few for, or a
-                batch that the processes do not share evenly.
+            UserError: the weight is not positive, the samples do not fill a window, or the batch
+                does not divide evenly among the processes.
         """
         if weight <= 0:
             raise UserError(f"the unlikelihood weight must be positive, got {weight}")
@@ -116,15 +115,15 @@ class UnlikelihoodLoss(Loss):
         return self.samples.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Returns to a position that ``state`` gave."""
+        """Restores what ``state`` returned."""
         self.samples.restore(state)
 
 
 def minus_log_rest(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
-    """-log(1 - p(token)), float32 of shape (B, S), with its gradient however near p is to 1.
+    """-log(1 - p(token)), float32 (B, S), with a correct gradient for p near 1.
 
-    As log-sum-exp of all logits less that of the others: 1 - p itself rounds to zero in a settled
-    loop, where the gradient by the token's logit, p, is needed most.
+    Computed as log-sum-exp of all logits minus that of the other tokens' logits: 1 - p itself
+    rounds to zero in a stable repetition, where the gradient by the token's logit, p, is largest.
     """
     others_BSV = logits_BSV.scatter(-1, tokens_BS[..., None], -torch.inf)
     return logits_BSV.logsumexp(-1) - others_BSV.logsumexp(-1)
@@ -149,25 +148,25 @@ def finish_target(
     device: str,
     report: Report,
 ) -> None:
-    """Trains loops out of the target, in rounds of sampling from it and training on the samples.
+    """Reduces the target's repetitions in rounds of sampling and training on the samples.
 
-    Arguments: conf/train/finish.yaml. Needs output_dir/target; replaces it by weights between the
-    first ones, which work_dir/finish keeps, and the last round's. A repeated command goes on
-    behind the last complete round.
+    Replaces output_dir/target by weights between the first ones (in work_dir/finish/start) and the
+    last round's. Resumes after the last complete round. Arguments: conf/train/finish.yaml.
     """
     if spawned(finish_target, locals(), num_processes):
         return
-    work, out, place = Path(work_dir), Path(output_dir), pick_device(device)
+    work, out, place = Path(work_dir), Path(output_dir) / "target", pick_device(device)
     dtype, schedule = set_up(num_threads, precision), RunPlan.of(plan)
-    teacher = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
+    teacher = read_teacher(work, out, dtype=dtype, device=place, compiled=compiled)
+    work = work / "finish"
     schedule.check(teacher.model.shape)
-    begun_with = {"ngram": ngram, "sampling": sampling, "weights": weights, "seed": seed}
-    begun_with |= {"unlikelihood": unlikelihood, "plan": plan}
-    folder = first = _first_weights(teacher.model, work / "finish", begun_with)
+    settings = {"ngram": ngram, "sampling": sampling, "weights": weights, "seed": seed}
+    settings |= {"unlikelihood": unlikelihood, "plan": plan}
+    folder = first = _first_weights(teacher.model, work, settings)
     for number in range(rounds):
-        here = work / "finish" / str(number)
+        here = work / str(number)
         if not (here / "model" / "model.safetensors").exists():
-            model = load_hf(folder, dtype=dtype, compiled=compiled).to(place)
+            model = load_hf(folder, compute_dtype=dtype, compiled=compiled).to(place)
             samples = sample_target(
                 replace(teacher, model=model),
                 work=here,
@@ -185,68 +184,69 @@ def finish_target(
                 loss=_loss(unlikelihood, samples, seed),
                 report=report,
             )
-            _keep(run, here, samples)
+            _train_round(run, here, samples)
         folder = here / "model"
     if rank_and_size()[0] == 0:
-        _write_finished(work / "finish", between(load_hf(first), load_hf(folder), blend), out)
-        _record(out / "target" / "training.json", work / "finish", rounds, blend)
+        _write_finished(interpolate(load_hf(first), load_hf(folder), blend), work, out)
+        _record_rounds(out / "training.json", work, rounds, blend)
 
 
 def _loss(unlikelihood: dict[str, Any], samples: npt.NDArray[Any], seed: int) -> UnlikelihoodLoss:
-    alone = Mixture({"samples": samples}, {"samples": 1.0}, seed)
-    return made_of(UnlikelihoodLoss, unlikelihood, "unlikelihood", samples=alone)
+    marked = Mixture({"samples": samples}, {"samples": 1.0}, seed)
+    return build(UnlikelihoodLoss, unlikelihood, "unlikelihood", samples=marked)
 
 
-def _first_weights(shipped: LanguageModel, work: Path, begun_with: dict[str, Any]) -> Path:
-    """The folder of the weights that the first round begins with, kept at the first call.
+def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any]) -> Path:
+    """Folder of the weights before the first round; the first call saves them.
 
     Raises:
-        UserError: the rounds there were begun with other settings, or the shipped model is neither
-            the one that they began with nor what this recipe made of it.
+        UserError: existing rounds have other settings, or the shipped model is neither the one
+            before them nor the one that this recipe wrote.
     """
-    kept, known = work / "start", work / "models.json"
-    keep_settings(work / "settings.json", begun_with, [kept / "model.safetensors"])
+    start, hashes = work / "start", work / "models.json"
+    keep_settings(work / "settings.json", settings, [start / "model.safetensors"])
     if rank_and_size()[0] == 0:
-        if not known.exists():
-            save_hf(shipped, kept)
-            _write_down(work, "start", shipped)
-        elif weights_hash(shipped) not in json.loads(known.read_text()).values():
+        if not hashes.exists():
+            save_hf(shipped, start)
+            _record_hash(work, "start", shipped)
+        elif weights_hash(shipped) not in json.loads(hashes.read_text()).values():
             raise UserError(
-                "output_dir/target is neither the model whose rounds lie in"
-                f" {work} nor what was made of it: give another work_dir, or delete {work}"
+                f"output_dir/target is neither the model before the rounds in {work} nor the one"
+                f" that they made: give another work_dir, or delete {work}"
             )
     wait_for_all()
-    return kept
+    return start
 
 
-def _write_finished(work: Path, model: LanguageModel, out: Path) -> None:
-    model = model.bfloat16().float()  # as the file holds them
-    _write_down(work, "written", model)
-    save_hf(model, out / "target")
+def _write_finished(model: LanguageModel, work: Path, folder: Path) -> None:
+    rounded = {name: weight.bfloat16() for name, weight in weights_of(model).items()}
+    load_weights(model, rounded)  # the values of the file
+    _record_hash(work, "written", model)
+    save_hf(model, folder)
 
 
-def _write_down(work: Path, name: str, model: LanguageModel) -> None:
-    """Adds a model's hash to models.json, by which a repeated command knows it."""
+def _record_hash(work: Path, name: str, model: LanguageModel) -> None:
+    """Adds a model's hash to models.json, by which a repeated command recognises it."""
     path = work / "models.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    write_json(path, {**known, name: weights_hash(model)})
+    hashes = json.loads(path.read_text()) if path.exists() else {}
+    write_json(path, {**hashes, name: weights_hash(model)})
 
 
-def _keep(run: Pretraining, folder: Path, samples: npt.NDArray[Any]) -> None:
-    """Trains a round to its end and writes its model; every process returns after that."""
+def _train_round(run: Pretraining, folder: Path, samples: npt.NDArray[Any]) -> None:
+    """Trains a round to its end and writes its model; returns when every process is done."""
     repeated_share = float((samples >= run.model.shape.vocab_size).mean())
     run.report(0.0, f"{repeated_share:.1%} of the samples repeat")
     trained = run.run()
     if rank_and_size()[0] == 0:
         record_run(run, folder / "training.json", {"repeated_share": round(repeated_share, 4)})
-        save_hf(trained, folder / "model")  # last: it says that the round is complete
+        save_hf(trained, folder / "model")  # last: marks the round as complete
     wait_for_all()
 
 
-def _record(path: Path, folder: Path, rounds: int, blend: float) -> None:
+def _record_rounds(path: Path, work: Path, rounds: int, blend: float) -> None:
     """Adds the rounds to the record of the target's training."""
     record = json.loads(path.read_text()) if path.exists() else {}
-    done = [json.loads((folder / str(n) / "training.json").read_text()) for n in range(rounds)]
+    runs = [json.loads((work / str(n) / "training.json").read_text()) for n in range(rounds)]
     keys = ("steps", "tokens", "minutes", "repeated_share", "windows")
-    finish = {"blend": blend, "rounds": [{key: one[key] for key in keys} for one in done]}
+    finish = {"blend": blend, "rounds": [{key: run[key] for key in keys} for run in runs]}
     write_json(path, record | {"finish": finish})

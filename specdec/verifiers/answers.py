@@ -1,4 +1,4 @@
-"""What every verifier starts with and ends with: answers mapped to the tree, paths to verdicts.
+"""Steps that verifiers share: map answers to tree nodes, walk the tree, build the verdict.
 
 Shape letters: A answered nodes, N tree nodes, V vocabulary.
 """
@@ -17,12 +17,12 @@ from specdec.types import NO_NODE, Answers, FloatArray, IntArray, Output, Verdic
 
 @dataclass(frozen=True, slots=True)
 class RootAnswered:
-    """A request whose root was answered, with its answers by slot.
+    """A request whose root was answered in this step, with the answers by slot.
 
     Attributes:
         request: the request.
-        answers: as they came; may hold nodes that have left the tree, which ``rows`` leaves out.
-        rows: int64[N], row of ``answers`` for each slot, -1 where the node was not answered now.
+        answers: the executor's answers; may include nodes that were pruned meanwhile.
+        rows: int64[N], row of ``answers`` for each slot; -1 for nodes not answered in this step.
     """
 
     request: RequestState
@@ -35,18 +35,18 @@ class RootAnswered:
 
     def probs(self, slot: int) -> FloatArray:
         """float64[V]: the target's distribution after an answered slot."""
-        assert self.answers.probs is not None, "the verifier declared that it needs target_probs"
+        assert self.answers.probs is not None, "required by needs.target_probs"
         return on_host(self.answers.probs[int(self.rows[slot])])
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a rule decides at one answered node.
+    """An acceptance rule's decision at one answered node.
 
     Attributes:
-        child: slot of the chosen child, ``NO_NODE`` where none was accepted.
+        child: slot of the accepted child; ``NO_NODE`` if none was accepted.
         token: the token after the node: the child's, or the correction or bonus token.
-        num_rejected: children that were judged and rejected.
+        num_rejected: number of children that were judged and rejected.
     """
 
     child: int
@@ -55,9 +55,9 @@ class Choice:
 
 
 def record_answers(state: DecodeState, output: Output) -> Iterator[RootAnswered]:
-    """Marks answered nodes in the trees; yields the requests whose root is among them.
+    """Marks answered nodes in the trees; yields the requests whose root was answered.
 
-    Answers for closed requests and for nodes that were pruned meanwhile are passed over.
+    Answers of closed requests and of pruned nodes are ignored.
     """
     for answers in output.answers:
         request = state.requests.get(answers.request)
@@ -74,10 +74,16 @@ def record_answers(state: DecodeState, output: Output) -> Iterator[RootAnswered]
 
 
 def follow(answered: RootAnswered, rule: Callable[[int], Choice]) -> Verdict:
-    """Walks down from the root by ``rule`` as long as the chosen nodes are answered.
+    """Builds the verdict by applying ``rule`` from the root down, as far as nodes are answered.
 
-    A child that carries the rule's token is followed also where the rule did not choose it: it
-    becomes the next root either way, and a root that was answered already would not be again.
+    Args:
+        answered: a request whose root was answered.
+        rule: slot of an answered node -> the decision there.
+
+    Returns:
+        The verdict. If the rule accepts no child but a child has the rule's token, the walk
+        continues with that child: it becomes the next root in any case, and a root that is already
+        answered would never be answered again.
     """
     tree = answered.request.tree
     slot, path = 0, []
@@ -96,3 +102,19 @@ def follow(answered: RootAnswered, rule: Callable[[int], Choice]) -> Verdict:
         next_token=choice.token,
         num_verified=len(path) + choice.num_rejected,
     )
+
+
+def accept_child(
+    answered: RootAnswered, choose: Callable[[RootAnswered, int, IntArray], int]
+) -> Callable[[int], Choice]:
+    """An acceptance rule: the child that ``choose`` returns, or else the target's own token."""
+    tree = answered.request.tree
+
+    def rule(slot: int) -> Choice:
+        children = tree.children(slot)
+        child = choose(answered, slot, children) if len(children) else NO_NODE
+        token = answered.token(slot) if child == NO_NODE else int(tree.tokens[child])
+        accepted = child != NO_NODE or bool((tree.tokens[children] == token).any())
+        return Choice(child, token, len(children) - accepted)
+
+    return rule

@@ -1,4 +1,4 @@
-"""The lossless rule: follow the target's own tokens as far as the tree carries them."""
+"""Token-exact verification: follow the target's own tokens as far as the tree contains them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from specdec.verifiers.answers import RootAnswered, record_answers
 
 
 class MatchVerifier:
-    """Accepts a draft token where it equals the target's own next token.
+    """Accepts a draft token if it equals the target's own next token.
 
-    The answer at a node is the token that plain decoding would draw there: by the same logits (the
-    node sees its path only) and the same keyed draw, or the argmax if greedy. So the output is that
-    of autoregressive decoding with the same seed, token for token. This is SpecPipe's
-    and PipeDec's rule, Alg. 1 line 4 of PPSD, and for greedy decoding that of every paper here.
+    The answer at a node is the token that plain decoding would draw there: from the same logits
+    (the node attends to its path only) and with the same keyed draw, or the argmax if greedy. The
+    output therefore equals autoregressive decoding with the same seed, token for token. This is the
+    rule of SpecPipe and PipeDec, of PPSD Alg. 1, line 4, and for greedy decoding of every paper.
 
-    In a level-per-step pipeline only the root is answered: nothing is accepted, the answer is the
-    next token, and a child that carries it becomes the root (a hit).
+    In a pipeline with one level per step only the root is answered: no token is accepted, the
+    answer is the next token, and the child with that token becomes the root (a hit).
     """
 
     needs = Needs()
@@ -32,8 +32,8 @@ class MatchVerifier:
 def _verdict(answered: RootAnswered) -> Verdict:
     tree, rows, answers = answered.request.tree, answered.rows, answered.answers
     parents = tree.parents
-    # Siblings differ, so an answered node has at most one matching child. The root, and children of
-    # nodes that were not answered, may match by accident: the walk does not come to their parents.
+    # Siblings differ, so an answered node has at most one matching child. Matches of the root and
+    # of children of unanswered nodes (row -1) are accidental; the walk never reaches their parents.
     hits = np.flatnonzero(tree.tokens == answers.tokens[rows[parents]])
     next_of = dict(zip(parents[hits].tolist(), hits.tolist(), strict=True))
     slot, path = 0, []

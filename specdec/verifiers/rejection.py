@@ -1,6 +1,6 @@
 """Rejection sampling: every emitted token is distributed as under the target model.
 
-Shape letters: V vocabulary, S support of the target, C children, J judged nodes.
+Shape letters: V vocabulary, S support of the target distribution, C children.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answe
 class RejectionVerifier:
     """Accepts a sampled draft token with probability min(1, target_probs / draft_probs).
 
-    *Accepted token*: a draft token that passed its test. *Correction token*: drawn from the
-    residual distribution when all children of a node were rejected. *Bonus token*: drawn from the
-    target where a node has no children.
+    *Accepted token*: a draft token that passed its test. *Residual distribution*:
+    norm(max(0, target - draft)). *Correction token*: drawn from the residual distribution if all
+    children of a node are rejected. *Bonus token*: drawn from the target if a node has no children.
 
     On a chain this is Leviathan et al. 2023, Alg. 1 (Chen et al. 2023, Alg. 2). On a tree it is the
     multi-round form of SpecInfer (Miao et al. 2024, Alg. 2, verify_stochastic): children are tested
-    one after the other, each against the residual norm(max(0, target - draft)) that the rejections
-    before it left. SpecInfer's siblings are independent draws; here they are drawn without
-    replacement, so the draft distribution is renormalised without the earlier siblings, as in
-    recursive rejection sampling (Jeon et al. 2024, RSD) and Sequoia (Chen et al. 2024, Alg. 1).
+    in turn, each against the residual distribution left by the rejections before it. SpecInfer's
+    siblings are independent draws; here they are drawn without replacement, so the draft
+    distribution is renormalised without the earlier siblings, as in recursive rejection sampling
+    (Jeon et al. 2024, RSD) and Sequoia (Chen et al. 2024, Alg. 1).
 
-    A node's children must be a prefix of its sampled candidates, chosen without a look at their
-    values; the first is asserted here, the second when a strategy is composed. With a greedy target
-    its distribution is one-hot at the target's token, and the output is that of greedy decoding.
+    A node's children must be a prefix of its sampled candidates (asserted here) and be selected
+    independently of their values (checked at composition). With a greedy target the target
+    distribution is one-hot, and the output equals greedy decoding.
 
-    Where the target's distributions lie on a device, all answered nodes are judged there at once,
-    those off the accepted path too: their verdicts come back in one copy of two integers each.
+    If the target's distributions are on a device, all answered nodes are judged there at once,
+    including those off the accepted path, and the results are copied as two integers per node.
     """
 
     needs = Needs(target_probs=True, draft_probs=True)
@@ -56,7 +56,9 @@ class RejectionVerifier:
 
 def _rule(answered: RootAnswered, draws: KeyedDraws) -> Callable[[int], Choice]:
     if isinstance(answered.answers.probs, DeviceProbs):
-        return partial(_look_up, answered, _judged_there(answered, answered.answers.probs, draws))
+        return partial(
+            _look_up, answered, _judge_on_device(answered, answered.answers.probs, draws)
+        )
     return partial(_judge, answered, draws)
 
 
@@ -80,8 +82,8 @@ def _judge(answered: RootAnswered, draws: KeyedDraws, slot: int) -> Choice:
     for judged, (child, token) in enumerate(zip(children.tolist(), tokens.tolist(), strict=True)):
         if judged:
             draft = _without(draft, int(tokens[judged - 1]))
-        chance = target[support == token].sum()  # 0 where the target never draws the token
-        if tests[judged] * draft[token] < chance:
+        target_prob = target[support == token].sum()  # 0 for a token outside the support
+        if tests[judged] * draft[token] < target_prob:
             return Choice(child, token, judged)
         target = _residual(target, _on_support(draft, support))
     draw = draws.uniform(request.id, position, Purpose.RESIDUAL)
@@ -90,7 +92,7 @@ def _judge(answered: RootAnswered, draws: KeyedDraws, slot: int) -> Choice:
 
 
 def _in_sampling_order(answered: RootAnswered, slot: int, children: IntArray) -> IntArray:
-    """int64[C]: the children's tokens, which must be a prefix of what was sampled."""
+    """int64[C]: the children's tokens; asserts that they are a prefix of the sampled candidates."""
     tree = answered.request.tree
     tokens = tree.tokens[children]
     assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
@@ -99,10 +101,10 @@ def _in_sampling_order(answered: RootAnswered, slot: int, children: IntArray) ->
     return tokens
 
 
-def _judged_there(
+def _judge_on_device(
     answered: RootAnswered, probs: DeviceProbs, draws: KeyedDraws
 ) -> dict[int, tuple[int, int]]:
-    """Slot -> (place of the accepted child, or how many there are; the correction token)."""
+    """Slot -> (index of the accepted child, at least C if none; correction token)."""
     request, tree, rows = answered.request, answered.request.tree, answered.rows
     slots = [s for s in np.flatnonzero(rows >= 0).tolist() if len(tree.children(s))]
     if not slots:
@@ -122,10 +124,11 @@ def _judged_there(
     positions = tree.positions[slots] + 1
     tests = draws.uniform(request.id, positions[:, None], Purpose.ACCEPT, np.arange(width))
     corrections = draws.uniform(request.id, positions, Purpose.RESIDUAL)
-    found = on_device.judge(
+    accepted, corrected = on_device.judge(
         target, pad_sequence(drafts, batch_first=True), tokens, tests, corrections
     )
-    return dict(zip(slots, zip(*(each.tolist() for each in found), strict=True), strict=True))
+    results = zip(accepted.tolist(), corrected.tolist(), strict=True)
+    return dict(zip(slots, results, strict=True))
 
 
 def _rows_on(probs: Probs, device: torch.device) -> torch.Tensor:
@@ -134,15 +137,15 @@ def _rows_on(probs: Probs, device: torch.device) -> torch.Tensor:
 
 
 def _look_up(answered: RootAnswered, judged: dict[int, tuple[int, int]], slot: int) -> Choice:
-    """What ``_judge`` would say of an answered slot."""
-    children = answered.request.tree.children(slot)
+    """The result of ``_judge`` at an answered slot, from the results of ``_judge_on_device``."""
+    tree = answered.request.tree
+    children = tree.children(slot)
     if not len(children):
         return Choice(NO_NODE, answered.token(slot), 0)
-    place, correction = judged[slot]
-    if place < len(children):
-        return Choice(
-            int(children[place]), int(answered.request.tree.tokens[children[place]]), place
-        )
+    index, correction = judged[slot]
+    if index < len(children):
+        child = int(children[index])
+        return Choice(child, int(tree.tokens[child]), index)
     return Choice(NO_NODE, correction, len(children))
 
 
@@ -154,18 +157,18 @@ def _without(draft: FloatArray, token: int) -> FloatArray:
 
 
 def _on_support(draft: FloatArray, support: IntArray) -> FloatArray:
-    """float64[S]; 0 for tokens beyond the draft's vocabulary, where that is the smaller one."""
+    """float64[S]: ``draft``, float64[V], on the support; 0 beyond the draft's vocabulary."""
     if support[-1] < len(draft):
         return draft[support]
     inside = support < len(draft)
-    chances = np.zeros(len(support))
-    chances[inside] = draft[support[inside]]
-    return chances
+    probs = np.zeros(len(support))
+    probs[inside] = draft[support[inside]]
+    return probs
 
 
 def _residual(target: FloatArray, draft: FloatArray) -> FloatArray:
     """float64[S]: norm(max(0, target - draft)), Leviathan et al. 2023, Alg. 1."""
     rest = np.maximum(target - draft, 0.0)
     mass = rest.sum()
-    # Without mass the two are equal up to rounding, where a rejection has probability ~1e-16.
+    # With mass 0 they are equal up to rounding, where a rejection has probability ~1e-16.
     return rest / mass if mass > 0.0 else target

@@ -1,15 +1,24 @@
-"""A researcher's own strategy: one file and one YAML, outside this repository."""
+"""Parts outside this repository: one class and one YAML for each kind."""
 
 from __future__ import annotations
 
+import csv
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from specdec.cli.main import main
+from specdec.clocks import Clock, MeasuredClock
+from specdec.clocks.build import clock_kind
 from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
+from specdec.data import DataReader
 from specdec.errors import UserError
+from specdec.interfaces import Logger, Scheduler
+from specdec.testing import assert_lossless, certify_overrides
+from tests.config.outside import OUTSIDE, Outside, make_folder
 
 POLICY = '''
 class Greedy:
@@ -78,3 +87,147 @@ def test_a_wrong_yaml_is_refused_before_anything_is_built(
     (own_tree / "policy" / "greedy.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=word):
         run_job_of(["strategy=mine", "model=random"], [own_tree])
+
+
+SMALL = ["model=random", "data.limit=3", "max_new_tokens=12"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The outside folder, as the working directory; its modules are imported afresh."""
+    make_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    for part in OUTSIDE.values():
+        monkeypatch.delitem(sys.modules, part.module, raising=False)
+    return tmp_path
+
+
+@pytest.fixture(params=OUTSIDE)
+def part(request: pytest.FixtureRequest) -> Outside:
+    return OUTSIDE[request.param]
+
+
+def command(name: str, *words: str) -> int:
+    return main([name, "--config-dir", "conf", *words])
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_kind_lists(folder: Path, part: Outside, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("list", part.title) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:] if line.strip()]
+    assert part.option in rows
+
+
+def test_each_kind_runs(folder: Path, part: Outside) -> None:
+    assert command("run", *SMALL, *part.overrides, "output_dir=out") == 0
+    results = lines(folder / "out" / "requests.jsonl")
+    assert len(results) == 3
+    config = (folder / "out" / "config.yaml").read_text(encoding="utf-8")
+    assert f"_target_: {part.module}." in config
+
+
+def test_each_kind_compares(folder: Path, part: Outside) -> None:
+    assert command("compare", *SMALL, part.rows, *part.overrides, "output_dir=out") == 0
+    rows = json.loads((folder / "out" / "comparison.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 2
+    assert rows[1]["lossless"] is True or part.lossy
+
+
+@pytest.mark.slow
+def test_each_kind_is_certified(folder: Path, part: Outside) -> None:
+    """On small random models; a logger and a data reader do not change what is decoded."""
+    words = ["model=random", *part.overrides]
+    checks = ["greedy_parity", "tree_invariant", "stop_rules"]
+    if part.lossy:
+        report = certify_overrides(words, config_dirs=["conf"], checks=checks)
+        assert "LOSSY" in report.verdict.upper()
+    else:
+        assert_lossless(words, config_dirs=["conf"], checks=checks)
+
+
+def test_an_alias_of_the_author_bounds_the_key(folder: Path, part: Outside) -> None:
+    with pytest.raises(UserError, match=part.bad.partition("=")[0]):
+        run_job_of([*SMALL, *part.overrides, part.bad], [folder / "conf"])
+
+
+def test_the_objects_have_the_methods_of_their_protocols(folder: Path) -> None:
+    from csv_logger import CsvLogger
+    from csv_prompts import CsvPrompts
+    from roofline import Roofline
+    from shortest import ShortestFirst
+
+    clock = Roofline(stage_gb=1.0, draft_gb=1.0, bandwidth_gb_s=1.0, tflops=1.0)
+    assert isinstance(clock, Clock)
+    assert isinstance(MeasuredClock(), Clock)
+    assert isinstance(CsvPrompts(path="prompts.csv", column="prompt"), DataReader)
+    assert isinstance(CsvLogger(path="x.csv", metrics=["a"]), Logger)
+    assert issubclass(ShortestFirst, Scheduler)
+
+
+def test_an_outside_clock_gives_the_times(folder: Path) -> None:
+    """Virtual times do not depend on the machine: a pass reads 14 GB at 2000 GB/s."""
+    words = [*SMALL, "strategy=ar", "clock=roofline", "trace=true", "output_dir=out"]
+    assert command("run", *words) == 0
+    summary = json.loads((folder / "out" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["clock"] == "simulated"
+    assert summary["tokens_per_s"] == pytest.approx(2000 / 14)
+    assert (folder / "out" / "trace.json").is_file()
+
+
+def test_an_outside_scheduler_chooses_the_order(folder: Path) -> None:
+    """Two of three prompts are decoded at a time, of 1 to 10 tokens; all are as long to decode."""
+    words = ["data=csv", "data.path=prompts.csv", "serving=shortest", "batch_size=2"]
+    words += ["strategy=ar", "ignore_eos=true", "max_new_tokens=12", "output_dir=out"]
+    assert command("run", *words) == 0
+    order = [line["id"] for line in lines(folder / "out" / "requests.jsonl")]
+    assert order[-1] == 0, "the longest prompt comes first in the file and ends last"
+    assert command("run", *[w for w in words if "shortest" not in w][:-1], "output_dir=fifo") == 0
+    assert lines(folder / "fifo" / "requests.jsonl")[0]["id"] == 0
+
+
+def test_an_outside_scheduler_says_what_it_does_not_follow(folder: Path) -> None:
+    words = [*SMALL, "serving=shortest", "serving.feeding=iteration", "output_dir=out"]
+    assert command("run", *words) == 2
+
+
+def test_an_outside_reader_gives_prompts_and_provenance(folder: Path) -> None:
+    words = ["data=csv", "data.path=prompts.csv", "data.limit=2", "max_new_tokens=4"]
+    assert command("run", *words, "output_dir=out") == 0
+    assert [line["id"] for line in lines(folder / "out" / "requests.jsonl")] == [0, 1]
+    record = json.loads((folder / "out" / "provenance.json").read_text(encoding="utf-8"))
+    assert record["data"]["file"] == "prompts.csv"
+    assert len(record["data"]["sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["data.path=nowhere.csv"], "data.path='nowhere.csv' is not a file"),
+        (["data.path=prompts.csv", "data.column=text"], "choose one of prompt, topic"),
+        (["data.path=prompts.csv", "data.subset=a"], r"data\.subset=a is not used by data=csv"),
+        ([], r"data\.path"),
+    ],
+)
+def test_an_outside_reader_is_refused_before_models_are_loaded(
+    folder: Path, words: list[str], reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        run_job_of(["data=csv", *words], [folder / "conf"])
+
+
+def test_an_outside_logger_gets_every_row(folder: Path) -> None:
+    words = [*SMALL, "strategies=[ar,speculative]", "logger=csv", "output_dir=out"]
+    assert command("compare", *words) == 0
+    with (folder / "results.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["strategy"] for row in rows] == ["ar", "speculative"]
+    assert float(rows[0]["acceptance_length"]) == 1.0
+
+
+def test_a_clock_without_a_kind_is_refused() -> None:
+    with pytest.raises(UserError, match="set the class attribute kind"):
+        clock_kind({"_target_": "fractions.Fraction"})

@@ -1,4 +1,4 @@
-"""The command line as a real process, and the ranks below it (Linux: read from /proc)."""
+"""Runs the command line as a process and lists its ranks (Linux: from /proc)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300.0  # a loaded machine needs long to start; what is tested is never this slow
+PATIENCE_S = 300.0  # starting takes long on a loaded machine; no tested property is this slow
 OVERRIDES = [
     "strategy=specpipe",
     "policy.width=4",
@@ -31,21 +31,21 @@ OVERRIDES = [
 
 
 def environment() -> dict[str, str]:
-    """As for a user who has installed the package."""
+    """Environment of a user who has installed the package."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _hear_interrupts() -> None:
-    """A command started in the background of a shell would inherit that SIGINT is ignored."""
+def _handle_interrupts() -> None:
+    """Resets SIGINT, which commands started in the background of a shell inherit as ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def module(*words: str, stderr: int = subprocess.STDOUT, **more: str) -> subprocess.Popen[str]:
-    """``python -m`` in a process group of its own; its output is text in ``stdout``.
+    """Starts ``python -m`` in its own process group.
 
     Args:
         words: module and arguments.
-        stderr: goes into ``stdout`` as well, unless it is to be apart: nothing else is kept then.
+        stderr: STDOUT merges it into the pipe ``stdout``; PIPE keeps only stderr.
         more: environment variables.
     """
     return subprocess.Popen(
@@ -56,20 +56,19 @@ def module(*words: str, stderr: int = subprocess.STDOUT, **more: str) -> subproc
         stderr=stderr,
         text=True,
         start_new_session=True,
-        preexec_fn=_hear_interrupts,
+        preexec_fn=_handle_interrupts,
     )
 
 
 @contextmanager
 def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """``specdec run`` in its own process group; killed afterwards, with all ranks."""
+    """Starts ``specdec run``; kills it and all its ranks afterwards."""
     words = ("specdec.cli.main", "run", *OVERRIDES, *overrides, f"output_dir={folder}")
     process = module(*words, stderr=subprocess.PIPE)
     try:
         yield process
     finally:
-        left = [*ranks_of(process.pid), process.pid]
-        for pid in left:
+        for pid in [*ranks_of(process.pid), process.pid]:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -79,30 +78,30 @@ def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_S) -> None:
     """Waits for a condition."""
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, f"{what}: not within {seconds:g} s"
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
         time.sleep(0.02)
 
 
 def children(pid: int) -> list[int]:
     """Processes whose parent is ``pid``, oldest first."""
-    found = []
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(stat.parent.name))
-    return sorted(found)
+                pids.append(int(stat.parent.name))
+    return sorted(pids)
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Pids of ranks 1, 2, ... of a ``specdec run``, and of what else it has started."""
-    return [rank for nursery in children(pid) for rank in (*children(nursery), nursery)]
+    """Pids of ranks 1, 2, ... of a ``specdec run``, followed by that of the fork server."""
+    return [rank for server in children(pid) for rank in (*children(server), server)]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, zombies apart."""
+    """Whether the process exists and is not a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

@@ -1,4 +1,4 @@
-"""Configurations and runs that the distributed tests share: tiny random models in float64."""
+"""Configurations and runs of the distributed tests: tiny random models in float64."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from specdec.state import StopRules
 STRATEGIES = ("ar", "specinfer", "pipedec", "specpipe", "best_first")
 MAX_NEW_TOKENS = 10
 PROMPTS = (
-    TokenPrompt(7, np.array([3], np.int64)),  # no prefill at all
-    TokenPrompt(2, np.array([5, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], np.int64)),  # three chunks of it
+    TokenPrompt(7, np.array([3], np.int64)),  # no prefill
+    TokenPrompt(2, np.array([5, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], np.int64)),  # three prefill chunks
     TokenPrompt(4, np.array([8, 9], np.int64)),
 )
 
 
 @cache
 def pair() -> ModelPair:
-    """The models of ``model=random`` below, for the controller."""
+    """The controller's models."""
     return _pair(json.dumps(config("ar", 2)["model"]))
 
 
@@ -77,43 +77,43 @@ def config(
 
 @contextmanager
 def runner(values: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS) -> Iterator[PartsRunner]:
-    """The strategy of a configuration, closed afterwards."""
+    """Runner of a configuration; closed afterwards."""
     stop = StopRules(max_new_tokens=max_new_tokens)
-    made = PartsRunner(cfg=values, pair=_pair(json.dumps(values["model"])), stop=stop)
+    parts_runner = PartsRunner(cfg=values, pair=_pair(json.dumps(values["model"])), stop=stop)
     try:
-        yield made
+        yield parts_runner
     finally:
-        made.close()
+        parts_runner.close()
 
 
 def run(values: dict[str, Any]) -> tuple[dict[int, RequestResult], RunTotals]:
     """Decodes the prompts; results by prompt, and totals."""
-    found: dict[int, RequestResult] = {}
-    with runner(values) as made:
-        totals = made.run(PROMPTS, lambda result: found.__setitem__(result.id, result))
-    return found, totals
+    results: dict[int, RequestResult] = {}
+    with runner(values) as parts_runner:
+        totals = parts_runner.run(PROMPTS, lambda result: results.__setitem__(result.id, result))
+    return results, totals
 
 
 def rejection() -> dict[str, Any]:
-    """The verifier that reads whole target distributions."""
+    """Configuration of a verifier that needs target distributions."""
     return {"_target_": "specdec.verifiers.RejectionVerifier"}
 
 
 def counted(result: RequestResult) -> dict[str, Any]:
-    """Everything about a request but its times."""
+    """All fields of a result except times."""
     values = {f.name: getattr(result, f.name) for f in fields(result)}
     return {k: v for k, v in values.items() if not k.endswith("_s")}
 
 
 def same(values: dict[str, Any]) -> None:
-    """Runs a configuration on both transports and compares all that they counted."""
+    """Runs a configuration on both transports and compares results and counts."""
     values["executor"]["transport"] = "in_process"
-    expected, steps = run(values)
+    expected, expected_totals = run(values)
     values["executor"]["transport"] = "distributed"
-    found, totals = run(values)
-    assert set(found) == {prompt.id for prompt in PROMPTS}
+    results, totals = run(values)
+    assert set(results) == {prompt.id for prompt in PROMPTS}
     for key, result in expected.items():
-        assert counted(found[key]) == counted(result)
+        assert counted(results[key]) == counted(result)
         assert len(result.output) == MAX_NEW_TOKENS
-    assert totals.steps == steps.steps
-    assert totals.target_rows == steps.target_rows
+    assert totals.steps == expected_totals.steps
+    assert totals.target_rows == expected_totals.target_rows

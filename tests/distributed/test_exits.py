@@ -1,6 +1,6 @@
-"""Early exits of stages on ranks: candidates, steps and books are those of the in-process pipeline.
+"""Early exits on ranks give the candidates, steps and counts of the in-process pipeline.
 
-Threads stand for ranks here; ``test_parity.py`` has real ones.
+Ranks are threads here; ``test_parity.py`` uses processes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ EVERY_STEP = ("layer", "node_ids", "tokens", "logprobs", "counts", "probs")
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[ThreadGroup]:
-    """Eight ranks; executors use the first of them."""
+    """Eight ranks, of which executors use the first ones."""
     with thread_ranks(9) as made:
         yield made
 
 
 def exits(strategy: str, stages: int, layer: int, sampling: str = "t06", **keys: Any) -> dict:
-    """A configuration of 8 layers with its exit after ``layer`` of them."""
+    """Configuration of an 8-layer model with an exit after ``layer`` layers."""
     head = keys.pop("head", "transformer")
     return config(
         strategy, stages, sampling, model__exit_layer=layer, model__exit_head=head, **keys
@@ -46,7 +46,7 @@ def exits(strategy: str, stages: int, layer: int, sampling: str = "t06", **keys:
 
 
 def decoded(values: dict[str, Any], transport: str) -> tuple[list[dict], list[list[Exits]]]:
-    """What each prompt counted, and the exits of every step."""
+    """Counts of each prompt, and the exits of each step."""
     values["executor"]["transport"] = transport
     results: list[dict] = []
     steps: list[list[Exits]] = []
@@ -64,7 +64,7 @@ def decoded(values: dict[str, Any], transport: str) -> tuple[list[dict], list[li
 
 
 def same_exits(values: dict[str, Any], plant: Any = None) -> list[dict]:
-    """Compares transports step by step; ``plant`` is called in between, for the controls."""
+    """Compares transports step by step; ``plant`` injects a bug before the second run."""
     expected, known = decoded(values, "in_process")
     if plant is not None:
         plant()
@@ -108,7 +108,7 @@ def test_exits_of_ranks_are_those_of_one_process(
 
 
 def test_distributions_travel() -> None:
-    """Rejection needs what candidates were sampled from, and the target's distributions."""
+    """Rejection needs the distributions of the candidates and of the target."""
     same_exits(exits("ppsd", 2, 6, "t08", verifier=rejection()))
     same_exits(exits("ppsd", 3, 2, "t08", verifier=rejection(), batch_size=2))
     same_exits(exits("ppsd_multi", 4, 2, "t08", verifier=rejection(), batch_size=2))
@@ -117,7 +117,7 @@ def test_distributions_travel() -> None:
 
 @pytest.mark.parametrize("groups", [[2, 1], [1, 3]])
 def test_stages_of_several_devices(groups: list[int]) -> None:
-    """The exit is on one device of a stage; the others hand rows on within the step."""
+    """The exit is on one device of a stage; the others send rows on within the step."""
     same_exits(exits("ppsd_tree", 2, 5, executor__groups=groups))
     three = exits("ppsd_multi", 2, 2, executor__groups=groups)
     three["source"]["further_exits"] = [3, 7]  # of [2, 1], two ranks of one stage have them
@@ -136,7 +136,7 @@ def test_ranks_have_their_own_heads_alone(
 
 
 def test_tokens_come_from_both_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared above is a choice: some nodes wait for the exit of the second rank."""
+    """The comparison above covers both cases: some nodes wait for the second rank's exit."""
     waited = going_on(monkeypatch)
     decoded(exits("ppsd_multi", 4, 2), "distributed")
     assert set(waited) == {False, True}
@@ -149,7 +149,7 @@ def test_tokens_come_from_both_exits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_loads_its_layers_and_the_head(
     kind: str, own_output: bool, trained: bool, tmp_path: Path
 ) -> None:
-    """Of a model on disk: the exit of a rank that has read layers 1 and 2 is the whole model's."""
+    """A rank that loads layers 1 and 2 from disk computes the same exit as the whole model."""
     shape = small_llama(4)
     target = LanguageModel(shape, generator=torch.Generator().manual_seed(1))
     save_hf(target, tmp_path)
@@ -181,7 +181,7 @@ def test_a_rank_loads_its_layers_and_the_head(
 
 
 def test_a_cancelled_request_leaves_no_trace() -> None:
-    """Its exits are under way when it is closed, and the next run has the same prompt ids."""
+    """Its exits are in flight when it is closed; the next run uses the same prompt ids."""
     values = exits("ppsd_tree", 3, 5)
     expected, _ = decoded(values, "in_process")
     for when in (3, 6):
@@ -215,11 +215,11 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _shifted(*args: Any) -> tuple[Exits, ...]:
-    """Candidates at the node before."""
+    """Assigns candidates to the previous node."""
     found = replies.read_exits(*args)
     return tuple(replace(e, node_ids=np.roll(e.node_ids, 1)) for e in found)
 
 
 def _exchanged(reply: Any, batch: Any, is_open: Any, layers: Any) -> tuple[Exits, ...]:
-    """One exit's candidates under the name of another of the same rank."""
+    """Assigns candidates to another exit of the same rank."""
     return replies.read_exits(reply, batch, is_open, layers[::-1])

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or raise: one clear error, nobody left, and a rerun that goes on."""
+"""Ranks that die, hang or raise: one clear error, no orphans, and a rerun that resumes."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 LIMIT_S = 90.0  # the promise is 15 s; this machine may be busy with other tests
 RANK_FAILED, INTERRUPTED = 3, 130
 EARLY_EXIT = ("strategy=ppsd", "executor=pipeline", "model.exit_layer=1")
-"""Rank 1 hands out exits, rank 2 answers; rank 0 waits for both."""
+"""Rank 1 sends exits, rank 2 answers; rank 0 waits for both."""
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """Finished prompts on disk; every line must be whole."""
+    """Finished prompts on disk, from complete lines."""
     file = folder / "requests.jsonl"
     text = file.read_text() if file.is_file() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def fail(folder: Path, what: signal.Signals, rank: int, *overrides: str) -> tuple[int, str, float]:
-    """Sends a signal to a rank (0: the command) in mid-run; exit status, message, seconds."""
+    """Sends a signal to a rank (0: the command) during a run.
+
+    Returns:
+        Exit status, standard error, and seconds until the command ended.
+    """
     with started(folder, *overrides) as command:
         wait_until(lambda: len(lines(folder)) >= 2 or command.poll() is not None, "two prompts")
         assert command.poll() is None, command.stderr.read()  # type: ignore[union-attr]
         everyone = ranks_of(command.pid)
-        assert len(everyone) == 3, "two ranks and the nursery"
+        assert len(everyone) == 3, "two ranks and the fork server"
         start = time.monotonic()
         os.kill(everyone[rank - 1] if rank else command.pid, what)
         _, message = command.communicate(timeout=200)
@@ -55,7 +59,7 @@ def fail(folder: Path, what: signal.Signals, rank: int, *overrides: str) -> tupl
 
 
 def check_resumes(folder: Path) -> None:
-    """The same command goes on behind the finished prompts."""
+    """The same command resumes after the finished prompts."""
     before = lines(folder)
     assert len(before) >= 2
     done = len(before) + 2
@@ -105,15 +109,15 @@ def test_ranks_do_not_outlive_a_killed_controller(tmp_path: Path) -> None:
 
 
 class Fails:
-    """A logits processor that raises on the rank that uses it first."""
+    """A logits processor that raises on the first rank that uses it."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("planted in a stage")
 
 
 @pytest.mark.parametrize(("strategy", "rank"), [("ar", 2), ("ppsd", 1)])
-def test_an_exception_in_a_rank_is_told(strategy: str, rank: int) -> None:
-    """The last rank answers; the first, with the exit, has proposed before."""
+def test_an_exception_in_a_rank_is_reported(strategy: str, rank: int) -> None:
+    """The last rank answers; the first one, with the exit, proposes before that."""
     with runner(config(strategy, 2, distributed=True)) as made:
         request = RequestState(
             request_id=1,
@@ -128,7 +132,7 @@ def test_an_exception_in_a_rank_is_told(strategy: str, rank: int) -> None:
 
 
 def test_what_a_rank_refuses_is_the_users_error() -> None:
-    """The model of the ranks' configuration cannot be built there."""
+    """Ranks cannot build the configured model."""
     values = config("ar", 2, distributed=True, model__num_heads=5)
     from specdec.runs.runners import PartsRunner
     from tests.distributed.support import pair

@@ -1,6 +1,6 @@
-"""Hidden states of stages on ranks: rows, steps and prompts are those of the in-process pipeline.
+"""Hidden states from ranks equal those of the in-process pipeline.
 
-Threads stand for ranks here; ``test_parity.py`` has real ones.
+Ranks are threads here; ``test_parity.py`` uses processes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.distributed import executor as over_ranks
 from specdec.distributed import replies
 from specdec.distributed.executor import Ranks
-from specdec.distributed.in_flight_rows import Ledger
-from specdec.distributed.replies import Arrived, Reply, hidden_reply
-from specdec.executors.layout import InFlight, StageLayout
+from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.distributed.replies import ReceivedReply, Reply, hidden_reply
+from specdec.executors.layout import StageLayout
+from specdec.executors.row_packing import InFlight
 from specdec.interfaces import TreePolicy
+from specdec.models.medusa import MedusaHeads
+from specdec.pairs import PartsOnly
 from specdec.policies import FixedWidth, Static
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
@@ -40,13 +43,13 @@ LEVELS = FixedWidth(width=5, children=3)
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[ThreadGroup]:
-    """Eight ranks; executors use the first of them."""
+    """Eight ranks, of which executors use the first ones."""
     with thread_ranks(9) as made:
         yield made
 
 
 def reading(policy: TreePolicy, layout: StageLayout, *, over_ranks: bool) -> Parts:
-    """A draft model beside whose guesses somebody needs hidden states."""
+    """A draft model source that also requests hidden states."""
     bench = Workbench(pair(), seed=11)
     source = DraftModelSource(runner=bench.draft_runner())
     source.needs = Needs(hidden_layers=LAYERS)
@@ -58,7 +61,7 @@ def reading(policy: TreePolicy, layout: StageLayout, *, over_ranks: bool) -> Par
 
 
 def outputs(parts: Parts) -> list[Output]:
-    """What left the executor, step by step, of three prompts of which two run at a time."""
+    """The executor's output in each step, for three prompts of which two run at a time."""
     found, collect = [], parts.executor.collect
 
     def noting() -> Output:
@@ -81,7 +84,7 @@ def outputs(parts: Parts) -> list[Output]:
 
 
 def same_rows(policy: TreePolicy, layout: StageLayout, plant: Any = None) -> int:
-    """Compares transports step by step; returns how many tree rows were compared."""
+    """Compares transports step by step; returns the number of tree rows compared."""
     expected = outputs(reading(policy, layout, over_ranks=False))
     if plant is not None:
         plant()
@@ -124,7 +127,7 @@ def _equal(mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torch.Tensor])
     ],
 )
 def test_rows_are_those_of_one_process(layout: StageLayout) -> None:
-    """Levels in flight are pruned on the ranks, and in what rank 0 holds of them."""
+    """Rows in flight are pruned on the ranks and in rank 0's records."""
     policy = LEVELS if layout.stages > 1 else Static(branching=[3, 2])
     assert same_rows(policy, layout) >= 24
 
@@ -141,13 +144,13 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     def plant() -> None:
         if bug == "rows not pruned":
-            prune = Ledger.prune
+            prune = InFlightRows.prune
 
-            def kept(self: Ledger, tick: int, flight: InFlight) -> None:
-                if not flight.captured:  # the books of both sides stay right
+            def kept(self: InFlightRows, tick: int, flight: InFlight) -> None:
+                if not flight.captured:  # both sides still agree on row counts
                     prune(self, tick, flight)
 
-            monkeypatch.setattr(Ledger, "prune", kept)
+            monkeypatch.setattr(InFlightRows, "prune", kept)
         else:
             wrong = shifted if bug == "shifted rows" else exchanged
             monkeypatch.setattr(over_ranks, "read_hidden", wrong)
@@ -179,7 +182,7 @@ def test_only_ranks_with_a_layer_send_it(group: ThreadGroup) -> None:
 
 
 def test_a_cancelled_request_leaves_no_trace() -> None:
-    """Its rows are under way when it is closed, and the next run has the same prompt ids."""
+    """Its rows are in flight when it is closed; the next run uses the same prompt ids."""
     values = config("medusa", 3, "t06")
     expected = {key: result.output for key, result in run(values)[0].items()}
     values["executor"]["transport"] = "distributed"
@@ -199,7 +202,7 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
 def test_rows_keep_their_type_on_the_wire(dtype: str) -> None:
     rows = [torch.randn(3, 5).to(getattr(torch, dtype)) for _ in range(2)]
     reply = hidden_reply(rows)
-    arrived = Arrived.read(reply.words(4, 9), lambda empty: empty.copy_(reply.rows))  # type: ignore
+    arrived = ReceivedReply.unpack(reply.pack(4, 9), lambda empty: empty.copy_(reply.rows))  # type: ignore
     assert (arrived.session, arrived.tick) == (4, 9)
     assert arrived.reply.rows is not None
     assert arrived.reply.rows.dtype == getattr(torch, dtype)
@@ -207,13 +210,14 @@ def test_rows_keep_their_type_on_the_wire(dtype: str) -> None:
 
 
 def test_rank_0_loads_the_output_head_and_no_layers(tmp_path: Path) -> None:
-    """Of a model on disk: heads whose target is elsewhere say what those beside it say."""
+    """Heads loaded from disk without the target compute the same as with it."""
     target = LanguageModel(small_llama(4), generator=torch.Generator().manual_seed(1))
     save_hf(target, tmp_path)
     logits, loaded = [], []
     for alone in (False, True):
         models = pretrained(tmp_path)
-        heads = models.medusa_heads(2, Meter(), alone=alone)
+        seen = PartsOnly(models) if alone else models
+        heads = seen.artefact(MedusaHeads, num_heads=2, meter=Meter())
         assert heads.layer == 3
         hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
         logits.append(heads.logits(2, hidden))

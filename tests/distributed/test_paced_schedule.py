@@ -1,8 +1,8 @@
-"""One model of time: paced ranks whose real work takes no time keep the simulator's times.
+"""Paced ranks whose real work takes no time reproduce the simulator's times exactly.
 
-A step ends when its slowest transfer has ended, on both clocks. The controller once began the next
-step when the stages had computed: plain decoding, where the stage that sends is not the one that
-goes on, came out faster by a transfer per stage.
+On both clocks a step ends when its slowest transfer has ended. Regression: the controller used to
+start the next step when the stages had computed, which made plain decoding (where the sending stage
+is not the one that computes next) too fast by one transfer per stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COSTS = {
 
 
 def emitted(kind: str, strategy: str, costs: dict[str, Any], **keys: Any) -> dict[int, list[float]]:
-    """When each request's tokens came, on one clock."""
+    """Emission times of each request's tokens, on one clock."""
     values = config(strategy, STAGES, "t06", distributed=kind == "paced", **keys)
     values["clock"] = {"kind": kind, "profile": "test", "scale": 2.0, "costs": costs}
     found, _ = run(values)
@@ -62,7 +62,7 @@ def test_paced_times_are_the_simulators(
 
 
 def test_a_step_that_forgets_its_transfers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: other ranks are planned from the present, not from the end of the step."""
+    """Injected bug: other ranks are planned from the current time, not from the end of the step."""
     expected = emitted("simulated", "ar", COSTS)
     align = PacedClock.align
 

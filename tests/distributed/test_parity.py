@@ -1,4 +1,4 @@
-"""Real ranks give what the in-process pipeline gives: tokens, hits, steps, everything counted."""
+"""Ranks in processes give the tokens, hits, steps and counts of the in-process pipeline."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.distributed import Lease
+from specdec.distributed import GroupHandle
 from specdec.distributed.executor import DistributedExecutor
 from specdec.errors import UserError
-from specdec.executors.layout import InFlight
+from specdec.executors.row_packing import InFlight
 from specdec.metrics import RequestResult
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
 
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks() -> Iterator[None]:
-    """Ranks for two and three stages stay up for all tests of the module."""
-    leases = [Lease(number, threads=1) for number in (2, 3)]
+    """Keeps ranks for two and three stages running for all tests of the module."""
+    handles = [GroupHandle(number, threads=1) for number in (2, 3)]
     yield
-    for lease in leases:
-        lease.release()
+    for handle in handles:
+        handle.release()
 
 
 @pytest.fixture(params=[2, 3])
 def stages(request: pytest.FixtureRequest) -> int:
-    """A number of stages."""
+    """Number of stages."""
     return int(request.param)
 
 
@@ -39,36 +39,36 @@ def test_ranks_equal_the_in_process_pipeline(strategy: str, sampling: str, stage
 
 @pytest.mark.parametrize("strategy", ["ar", "specpipe"])
 def test_requests_share_batches(strategy: str, stages: int) -> None:
-    """A miss of one flushes its own rows only, on every rank."""
+    """A miss of one request flushes only its own rows, on every rank."""
     same(config(strategy, stages, "t08", batch_size=2))
 
 
 def test_histories_follow_on_the_last_rank(stages: int) -> None:
-    """no_repeat_ngram looks at the tokens before: the answering rank rebuilds paths from rows."""
+    """no_repeat_ngram depends on preceding tokens: the last rank rebuilds paths from rows."""
     same(config("specpipe", stages, "no_repeat4"))
 
 
 def test_distributions_travel(stages: int) -> None:
-    """The rejection verifier reads whole target distributions."""
+    """The rejection verifier needs target distributions."""
     same(config("speculative", stages, "t08", verifier=rejection()))
 
 
 @pytest.mark.parametrize(("strategy", "layer"), [("ppsd", 6), ("ppsd_tree", 3), ("ppsd_multi", 3)])
 def test_exits_travel(strategy: str, layer: int, stages: int) -> None:
-    """From the first rank, or a later one than that, or the one that answers; or from two."""
+    """From the first rank, a later one, the last one, or two ranks."""
     head = {"model__exit_layer": layer, "model__exit_head": "transformer"}
     same(config(strategy, stages, "t06", batch_size=2, **head))
 
 
 def test_distributions_of_exits_travel(stages: int) -> None:
-    """Beside the answers', from the same rank where there are two stages."""
+    """Distributions of exits and of answers; with two stages both from the same rank."""
     same(config("ppsd", stages, "t08", verifier=rejection(), model__exit_layer=5))
     same(config("ppsd_multi", stages, "t08", verifier=rejection(), model__exit_layer=2))
 
 
 @pytest.mark.parametrize(("policy", "batch_size"), [("medusa", 2), ("specpipe", 1)])
 def test_hidden_states_travel(policy: str, batch_size: int, stages: int) -> None:
-    """Those of prompts, whole trees and levels; heads on rank 0 read them."""
+    """Hidden states of prompts, whole trees and levels, for heads on rank 0."""
     values = config("medusa", stages, "t06", batch_size=batch_size)
     values["policy"] = config(policy, stages)["policy"]
     same(values)
@@ -76,7 +76,7 @@ def test_hidden_states_travel(policy: str, batch_size: int, stages: int) -> None
 
 @pytest.mark.parametrize("strategy", ["ar", "specpipe", "pipedec"])
 def test_stages_of_several_devices(strategy: str) -> None:
-    """PipeDec's groups: three ranks are two stages, whose latency is two steps."""
+    """PipeDec's groups: three ranks form two stages with a latency of two steps."""
     for groups in ([2, 1], [1, 2]):
         values = config(strategy, 2, "t06", executor__groups=groups, executor__split="balanced")
         same(values)
@@ -87,7 +87,7 @@ def test_one_stage_has_latency_one() -> None:
 
 
 def test_a_comparison_starts_processes_once(stages: int) -> None:
-    """Executors that live at the same time share ranks; a run of one disturbs no other."""
+    """Concurrent executors share ranks; a run of one does not affect the others."""
     rows = [config(name, stages, distributed=True) for name in ("ar", "specpipe")]
     expected = run(config("ar", stages))[0]
     with runner(rows[0]) as first, runner(rows[1]) as second:
@@ -104,7 +104,7 @@ def test_a_comparison_starts_processes_once(stages: int) -> None:
 
 
 def test_a_cancelled_request_leaves_the_ranks(stages: int) -> None:
-    """Its rows are under way when it is closed; the next request has the same id."""
+    """Its rows are in flight when it is closed; the next request has the same id."""
     expected = run(config("ar", stages))[0]
     with runner(config("specpipe", stages, distributed=True)) as made:
         state = made.parts.new_state()
@@ -130,7 +130,7 @@ def test_reports_count_what_ranks_did(stages: int) -> None:
 
 
 def test_groups_of_ranks_survive_what_concerns_one_strategy() -> None:
-    """A strategy that is refused frees its ranks for others."""
+    """A refused strategy releases its ranks."""
     with pytest.raises(UserError, match="bias"):
         run(config("specpipe", 2, "t08", distributed=True, verifier=rejection()))
     same(config("ar", 2))
@@ -138,17 +138,17 @@ def test_groups_of_ranks_survive_what_concerns_one_strategy() -> None:
 
 @pytest.mark.slow
 def test_eight_stages() -> None:
-    lease = Lease(8, threads=1)
+    handle = GroupHandle(8, threads=1)
     try:
         for strategy in STRATEGIES:
             same(config(strategy, 8, "t06"))
     finally:
-        lease.release()
+        handle.release()
 
 
 # Last: it breaks its ranks.
 def test_planted_bug_is_caught(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If rank 0 forgot to prune what it expects, its books and the ranks' would disagree."""
+    """If rank 0 did not prune its in-flight rows, they would differ from those of the ranks."""
     monkeypatch.setattr(InFlight, "prune", lambda self, commits, closed=frozenset(): None)
     values = config("specpipe", stages, distributed=True, executor__timeout_s=2.0)
     with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError)):

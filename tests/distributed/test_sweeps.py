@@ -1,4 +1,4 @@
-"""Sweeps as real processes: killed and gone on with, failing in part, on other launchers."""
+"""Sweeps in processes: killed and resumed, partly failing, with other launchers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def command(folder: Path, *words: str) -> list[str]:
 
 
 def finished(file: Path) -> bytes:
-    """The whole lines of a file of finished prompts."""
+    """Complete lines of a file of finished prompts."""
     data = file.read_bytes() if file.is_file() else b""
     return data[: data.rfind(b"\n") + 1]
 
@@ -45,7 +45,7 @@ def records(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def test_a_killed_sweep_goes_on_and_failures_stop_nothing(tmp_path: Path) -> None:
-    """Two axes, one value of which fails; killed in its second job; gone on with side by side."""
+    """Two axes, one value fails; killed in the second job; resumed with parallel jobs."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     (tmp_path / "breaking.py").write_text(BREAKING, encoding="utf-8")
     (tmp_path / "tree" / "policy").mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_a_killed_sweep_goes_on_and_failures_stop_nothing(tmp_path: Path) -> Non
 
 
 def test_a_sweep_as_submitted_jobs(tmp_path: Path) -> None:
-    """submitit's local executor takes the way that its Slurm executor takes."""
+    """submitit's local executor uses the same code path as its Slurm executor."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     folder = tmp_path / "sweep"
     words = command(folder, "seed=0,1", "data.limit=2", "max_new_tokens=4")

@@ -1,11 +1,11 @@
-"""Groups of ranks that share layers decode what one process does: any degree, any layout."""
+"""Ranks that share layers decode the same as one process, for any degree and layout."""
 
 from __future__ import annotations
 
 import pytest
 
 from specdec.certify import certify
-from specdec.distributed import Lease
+from specdec.distributed import GroupHandle
 from specdec.distributed.draft_follower import CallList
 from specdec.errors import RankFailure
 from tests.distributed.support import config, rejection, run, same
@@ -18,42 +18,41 @@ pytestmark = pytest.mark.distributed
     [(1, 1, "t06"), (2, 1, "greedy"), (3, 1, "t06"), (2, 2, "t06")],
 )
 def test_two_groups_equal_one_process(target: int, draft: int, sampling: str) -> None:
-    """Output, hits, path lengths and every other count; 3 ranks have 2 key/value heads to share."""
+    """Output, hits, path lengths and all other counts; 3 ranks share 2 key/value heads."""
     degrees = {"executor__target_degree": target, "executor__draft_degree": draft}
     same(config("swiftspec", 1, sampling, **degrees))
 
 
 def test_the_serial_form_on_shared_ranks() -> None:
-    """The draft's ranks are the target's: they take turns, in the order of rank 0's messages."""
+    """Draft and target use the same ranks in turn, in the order of rank 0's messages."""
     degrees = {"executor__target_degree": 2, "executor__draft_degree": 2}
     same(config("swiftspec_base", 1, executor__shared=True, **degrees))
 
 
 def test_a_staged_draft_on_its_own_ranks() -> None:
-    """Its caches hold a scratch tree of guesses; what rank 0 does to them is all that counts."""
+    """Its caches contain a scratch tree; the other ranks replay rank 0's calls."""
     same(config("staged", 1, "t06", executor__target_degree=2, executor__draft_degree=2))
 
 
 def test_pipeline_stages_of_several_ranks() -> None:
-    """TP x PP: rows go from each rank of a stage to its like in the next; the last one answers."""
+    """TP x PP: each rank of a stage sends rows to its counterpart; the last rank answers."""
     same(config("specpipe", 2, "t06", executor__target_degree=2, executor__draft_degree=2))
     same(config("specinfer", 2, executor__target_degree=2, verifier=rejection()))
 
 
 def test_what_one_rank_of_a_shared_stage_tells() -> None:
-    """Exits: one has the whole head, the others go on with their share of the layers. Hidden
-    states: all have them whole after a layer, one sends them."""
+    """Exits: one rank has the whole head. Hidden states: all ranks have them, one sends them."""
     head = {"model__exit_layer": 3, "model__exit_head": "transformer"}
-    lease = Lease(4, threads=1)
+    handle = GroupHandle(4, threads=1)
     try:
         same(config("ppsd_tree", 2, "t06", executor__target_degree=2, **head))
         same(config("medusa", 2, "t06", executor__target_degree=2))
     finally:
-        lease.release()
+        handle.release()
 
 
 def test_a_shared_draft_keeps_its_cache() -> None:
-    """Rank 0's share of the entries, after every step; each node is computed once."""
+    """Checks rank 0's share of the cache after every step; each node is computed once."""
     degrees = {"executor__target_degree": 2, "executor__draft_degree": 2}
     values = config("swiftspec", 1, distributed=True, **degrees)
     report = certify(values, checks=["cache_invariant", "draft_rows"])
@@ -62,7 +61,7 @@ def test_a_shared_draft_keeps_its_cache() -> None:
 
 # Last: it breaks its ranks.
 def test_followers_that_miss_a_commit_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: rank 0 keeps commits to itself. The rank that notices is named, within seconds."""
+    """Injected bug: rank 0 does not send commits. The first rank to fail is named in seconds."""
     monkeypatch.setattr(CallList, "commit", lambda self, cache, commit: None)
     degrees = {"executor__target_degree": 1, "executor__draft_degree": 2}
     with pytest.raises(RankFailure, match="rank 2"):

@@ -1,6 +1,6 @@
-"""The distributed pipeline with threads for ranks: books, messages and sessions, in the fast suite.
+"""The distributed pipeline with threads as ranks: messages, sessions and in-flight rows.
 
-Rank 0, codec, ledgers and sessions are the real ones; only processes and gloo are left out.
+Only processes and gloo are replaced, so that these tests are fast.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from specdec.distributed.executor import DistributedExecutor
-from specdec.distributed.in_flight_rows import Ledger
-from specdec.executors.layout import InFlight
+from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import ModelStage, split_layers
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks
@@ -20,7 +20,7 @@ from tests.distributed.threads import ThreadGroup, thread_ranks
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[ThreadGroup]:
-    """Eight ranks; executors use the first of them."""
+    """Eight ranks, of which executors use the first ones."""
     with thread_ranks(9) as made:
         yield made
 
@@ -67,7 +67,7 @@ def test_histories_and_distributions_travel() -> None:
 
 
 def test_a_cancelled_request_leaves_no_trace() -> None:
-    """Its rows are under way when it is closed, and the next run has the same prompt ids."""
+    """Its rows are in flight when it is closed; the next run uses the same prompt ids."""
     expected = run(config("ar", 3))[0]
     for when in range(2, 9):
         with runner(config("specpipe", 3, distributed=True)) as made:
@@ -91,8 +91,8 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     else:  # it waits for answers that nobody owes, or counts rows that are not there
         values["executor"]["timeout_s"] = 3.0
         with runner(values) as made:
-            ledger = made.parts.executor._ledger  # type: ignore[attr-defined]
-            monkeypatch.setattr(ledger, "prune", lambda tick, flight: None)
+            in_flight = made.parts.executor._in_flight  # type: ignore[attr-defined]
+            monkeypatch.setattr(in_flight, "prune", lambda tick, flight: None)
             with pytest.raises((AssertionError, queue.Empty)):
                 made.run(PROMPTS, lambda result: None)
         return
@@ -101,14 +101,14 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_head_counts_in_a_balanced_split() -> None:
-    """The slowest stage is as fast as any split can make it."""
+    """The split minimises the time of the slowest stage."""
     assert split_layers(24, 8) == [(3 * i, 3 * i + 3) for i in range(8)]
     sizes = [b - a for a, b in split_layers(24, 8, head_layers=2.5)]
     assert sizes == [4, 4, 3, 3, 3, 3, 3, 1]
     assert sum(sizes) == 24
 
 
-def test_ledger_forgets_what_ended() -> None:
-    ledger = Ledger()
-    assert ledger.take(3) is None
-    assert not ledger.is_open(1, 3)
+def test_in_flight_rows_forget_closed_requests() -> None:
+    in_flight = InFlightRows()
+    assert in_flight.take(3) is None
+    assert not in_flight.is_open(1, 3)

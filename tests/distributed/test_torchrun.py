@@ -1,4 +1,4 @@
-"""Ranks that something else starts, on loopback: torchrun agents for two machines, and Slurm."""
+"""Ranks started by launchers, on loopback: two torchrun agents, and Slurm's environment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOB = [
 
 
 def free_port() -> int:
-    """A port for the agents to meet at (a cluster gives one; here it must be found)."""
+    """A free port for the rendezvous of the agents."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -46,18 +46,18 @@ def outputs(folder: Path) -> dict[int, Any]:
 
 
 def worker(job: Path, folder: Path) -> tuple[str, ...]:
-    """The words that every rank is started with."""
+    """Arguments of every rank."""
     return ("specdec.cli.main", "worker", str(job), str(folder))
 
 
 def write_job(job: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> None:
-    """The resolved configuration, as a user makes it."""
+    """Writes a resolved configuration with ``specdec run --cfg``."""
     assert main(["run", "--cfg", *JOB, *overrides]) == 0
     job.write_text(capsys.readouterr().out)
 
 
 def check(processes: list[subprocess.Popen[str]], folder: Path, expected: Path) -> None:
-    """All end well, and the folder holds what one process gives."""
+    """All processes succeed, and the results equal those of one process."""
     try:
         said = [process.communicate(timeout=400)[0] for process in processes]
     finally:
@@ -92,7 +92,7 @@ def test_two_nodes_give_what_one_process_gives(
 def test_tasks_of_slurm_give_what_one_process_gives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What srun sets, on loopback; the stages are fewer, the tokens are not."""
+    """The environment that srun sets, with fewer stages and the same tokens."""
     job, folder, port = tmp_path / "job.yaml", tmp_path / "tasks", free_port()
     write_job(job, capsys, "executor.transport=distributed", "executor.stages=2")
     tasks = [

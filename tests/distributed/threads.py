@@ -1,4 +1,4 @@
-"""Ranks as threads: everything of the distributed pipeline but processes and gloo, and quick."""
+"""Ranks as threads: the distributed pipeline without processes and gloo, for fast tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from specdec.distributed.lease import give
-from specdec.distributed.messages import HEADER_WORDS, Kind, read_ending, read_entry
+from specdec.distributed.messages import HEADER_WORDS, Kind, unpack_ending, unpack_entry
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import REPLIES, Arrived, Owed, Reply
+from specdec.distributed.rank_groups import use_group
+from specdec.distributed.replies import REPLIES, ReceivedReply, Reply, ReplyKey
 from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
@@ -25,7 +25,7 @@ PATIENCE_S = 120.0
 
 
 class ThreadGroup:
-    """Stands for ``RankGroup``; give it to executors by ``lease.give``."""
+    """Replaces ``RankGroup``; executors use it after ``rank_groups.use_group``."""
 
     num_bytes = 0
 
@@ -45,34 +45,34 @@ class ThreadGroup:
         session = next(self._numbers)
         plan = SessionPlan.from_json(plan.to_json())
         pair = build_pair(plan.model)
-        edges = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
+        queues = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
         for rank in range(1, len(plan.ranks) + 1):
-            link = _Edges(self._replies, session, rank, edges[rank - 1], edges[rank])
+            links = _Links(self._replies, session, rank, queues[rank - 1], queues[rank])
             self.sessions[session, rank] = build_session(
-                rank=rank, plan=plan, pair=pair, edges_of=link.of
+                rank=rank, plan=plan, pair=pair, make_links=links.of
             )
         return session
 
     def close_session(self, session: int) -> None:
-        """Threads that are at it finish by themselves."""
+        """Threads finish their work on their own."""
 
-    def send(self, words: IntArray, ranks: Iterable[int]) -> None:
+    def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._inboxes[rank].put(words.copy())
+            self._inboxes[rank].put(packed.copy())
 
-    def has_reply(self, owed: Owed) -> bool:
-        return not self._replies[owed].empty()
+    def has_reply(self, key: ReplyKey) -> bool:
+        return not self._replies[key].empty()
 
-    def reply(self, owed: Owed, session: int, tick: int, timeout_s: float) -> Reply:
+    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
         while True:
-            found = self._replies[owed].get(timeout=timeout_s)
-            if isinstance(found, BaseException):
-                raise found
-            if (found.session, found.tick) == (session, tick):
-                return found.reply
+            received = self._replies[key].get(timeout=timeout_s)
+            if isinstance(received, BaseException):
+                raise received
+            if (received.session, received.tick) == (session, tick):
+                return received.reply
 
     def check(self) -> None:
-        """Failures come as replies."""
+        """Failures are put into the reply queues."""
 
     def reports(self, session: int, num_ranks: int) -> list[dict[str, object]]:
         parts = [self.sessions[session, rank] for rank in range(1, num_ranks + 1)]
@@ -89,37 +89,37 @@ class ThreadGroup:
     def _serve(self, rank: int) -> None:
         try:
             with torch.inference_mode():
-                while (words := self._inboxes[rank].get()) is not None:
-                    _, kind, session, tick = words[:HEADER_WORDS].tolist()
-                    mine = self.sessions[session, rank]
+                while (packed := self._inboxes[rank].get()) is not None:
+                    _, kind, session, tick = packed[:HEADER_WORDS].tolist()
+                    stage = self.sessions[session, rank]
                     if kind == Kind.BEGIN:
-                        mine.begin(tick, read_entry(words))
+                        stage.begin(tick, unpack_entry(packed))
                     else:
-                        mine.end(tick, read_ending(words))
+                        stage.end(tick, unpack_ending(packed))
         except Exception as error:
-            for waiting in self._replies.values():
-                waiting.put(error)
+            for replies in self._replies.values():
+                replies.put(error)
 
 
 @contextmanager
 def thread_ranks(size: int) -> Iterator[ThreadGroup]:
-    """Every executor made inside uses these ranks."""
-    made = ThreadGroup(size)
-    give(made)  # type: ignore[arg-type]
-    yield made
-    give(None)
-    made.close()
+    """Every executor created in this context uses these ranks."""
+    group = ThreadGroup(size)
+    use_group(group)  # type: ignore[arg-type]
+    yield group
+    use_group(None)
+    group.close()
 
 
-class _Edges:
-    """Rows through queues; a receiver checks that it expects as many as were sent."""
+class _Links:
+    """Sends rows through queues and checks that the expected number of rows arrives."""
 
     def __init__(self, replies: Any, session: int, rank: int, before: Any, after: Any) -> None:
         self._replies, self._session, self._rank = replies, session, rank
         self._before, self._after = before, after
         self._is_model = False
 
-    def of(self, stage: Stage) -> _Edges:
+    def of(self, stage: Stage) -> _Links:
         self._is_model = layers_of(stage) is not None
         return self
 
@@ -129,13 +129,13 @@ class _Edges:
 
     def receive_rows(self, num_rows: int) -> torch.Tensor | None:
         sent, rows = self._before.get(timeout=PATIENCE_S)
-        assert sent == num_rows, f"{num_rows} rows expected, {sent} sent: the books disagree"
+        assert sent == num_rows, f"{num_rows} rows expected, {sent} sent: in-flight rows disagree"
         return rows
 
     def release_rows(self) -> None:
         """Queues need no buffers."""
 
     def send_reply(self, tick: int, reply: Reply) -> None:
-        words = reply.words(self._session, tick)
-        arrived = Arrived.read(words, lambda rows: rows.copy_(reply.rows))
-        self._replies[reply.kind, self._rank].put(arrived)
+        packed = reply.pack(self._session, tick)
+        received = ReceivedReply.unpack(packed, lambda rows: rows.copy_(reply.rows))
+        self._replies[reply.kind, self._rank].put(received)

@@ -1,7 +1,7 @@
-"""Ranks in one thread, each with a time of its own: the paced schedule without a machine's noise.
+"""Ranks in one thread, each with a virtual time: the paced schedule without a machine's noise.
 
-Real work and messages take no time here, and sleeping takes exactly as long as it says. So what a
-paced run takes is what its clocks plan, to be held against the simulator's time without a margin.
+Real work and messages take no time here, and sleeping takes exactly its argument. The duration of
+a paced run is therefore what its clocks plan, and is compared exactly with the simulator's time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import specdec.clocks.meter as metering
 import specdec.clocks.wall as wall
 import specdec.models.runner as running
 from specdec.clocks import CONTROLLER
-from specdec.distributed.lease import give
-from specdec.distributed.messages import HEADER_WORDS, Kind, read_ending, read_entry
+from specdec.distributed.messages import HEADER_WORDS, Kind, unpack_ending, unpack_entry
 from specdec.distributed.plan import SessionPlan
-from specdec.distributed.replies import Arrived, Owed, Reply
+from specdec.distributed.rank_groups import use_group
+from specdec.distributed.replies import ReceivedReply, Reply, ReplyKey
 from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
@@ -31,7 +31,7 @@ from specdec.types import IntArray
 
 
 class Times:
-    """The time of every rank, in seconds; the clocks read that of the rank at work."""
+    """Virtual time of each rank in seconds; clocks read that of the current rank."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now: defaultdict[int, float] = defaultdict(float)
@@ -42,16 +42,16 @@ class Times:
 
     @property
     def now(self) -> float:
-        """Of the rank at work."""
+        """Time of the current rank."""
         return self._now[self._rank]
 
     def wait_for(self, at: float) -> None:
-        """The rank at work gets something that was sent at ``at``."""
+        """The current rank receives a message that was sent at ``at``."""
         self._now[self._rank] = max(self.now, at)
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """``rank`` is at work."""
+        """Makes ``rank`` the current rank."""
         before, self._rank = self._rank, rank
         try:
             yield
@@ -72,52 +72,52 @@ class VirtualGroup:
         self.size = size
         self.alive = True
         self.times = times
-        self._replies: dict[Owed, deque[tuple[float, Arrived]]] = defaultdict(deque)
+        self._replies: dict[ReplyKey, deque[tuple[float, ReceivedReply]]] = defaultdict(deque)
         self._numbers = itertools.count(1)
         self._sessions: dict[tuple[int, int], StageSession] = {}
 
     def open_session(self, plan: SessionPlan) -> int:
         session, plan = next(self._numbers), SessionPlan.from_json(plan.to_json())
         pair = build_pair(plan.model)
-        edges: list[deque[Any]] = [deque() for _ in range(len(plan.ranks) + 1)]
+        queues: list[deque[Any]] = [deque() for _ in range(len(plan.ranks) + 1)]
         for rank in range(1, len(plan.ranks) + 1):
-            link = _Edges(self, session, rank, edges[rank - 1], edges[rank])
+            links = _Links(self, session, rank, queues[rank - 1], queues[rank])
             with self.times.of(rank):
                 self._sessions[session, rank] = build_session(
-                    rank=rank, plan=plan, pair=pair, edges_of=link.of
+                    rank=rank, plan=plan, pair=pair, make_links=links.of
                 )
         return session
 
     def close_session(self, session: int) -> None:
-        """Nothing to free."""
+        """Frees nothing."""
 
-    def send(self, words: IntArray, ranks: Iterable[int]) -> None:
-        sent, (_, kind, session, tick) = self.times.now, words[:HEADER_WORDS].tolist()
-        for rank in sorted(ranks):  # rows go to the next rank: that of the lower number is first
+    def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
+        sent, (_, kind, session, tick) = self.times.now, packed[:HEADER_WORDS].tolist()
+        for rank in sorted(ranks):  # a rank sends rows to the next one, so it runs first
             with self.times.of(rank):
                 self.times.wait_for(sent)
-                mine = self._sessions[session, rank]
+                stage = self._sessions[session, rank]
                 if kind == Kind.BEGIN:
-                    mine.begin(tick, read_entry(words))
+                    stage.begin(tick, unpack_entry(packed))
                 else:
-                    mine.end(tick, read_ending(words))
+                    stage.end(tick, unpack_ending(packed))
 
-    def answer(self, arrived: Arrived, rank: int) -> None:
-        """A rank's reply, sent now."""
-        self._replies[arrived.reply.kind, rank].append((self.times.now, arrived))
+    def put_reply(self, received: ReceivedReply, rank: int) -> None:
+        """Stores a rank's reply, sent at the current time."""
+        self._replies[received.reply.kind, rank].append((self.times.now, received))
 
-    def has_reply(self, owed: Owed) -> bool:
-        waiting = self._replies[owed]
-        return bool(waiting) and waiting[0][0] <= self.times.now
+    def has_reply(self, key: ReplyKey) -> bool:
+        replies = self._replies[key]
+        return bool(replies) and replies[0][0] <= self.times.now
 
-    def reply(self, owed: Owed, session: int, tick: int, timeout_s: float) -> Reply:
-        sent, found = self._replies[owed].popleft()
-        assert (found.session, found.tick) == (session, tick)
+    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
+        sent, received = self._replies[key].popleft()
+        assert (received.session, received.tick) == (session, tick)
         self.times.wait_for(sent)
-        return found.reply
+        return received.reply
 
     def check(self) -> None:
-        """Failures are raised where they happen."""
+        """Failures are raised by ``send``."""
 
     def reports(self, session: int, num_ranks: int) -> list[dict[str, object]]:
         parts = [self._sessions[session, rank] for rank in range(1, num_ranks + 1)]
@@ -131,17 +131,17 @@ class VirtualGroup:
 
 @contextmanager
 def virtual_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGroup]:
-    """Every executor made inside uses these ranks."""
-    made = VirtualGroup(size, Times(monkeypatch))
-    give(made)  # type: ignore[arg-type]
+    """Every executor created in this context uses these ranks."""
+    group = VirtualGroup(size, Times(monkeypatch))
+    use_group(group)  # type: ignore[arg-type]
     try:
-        yield made
+        yield group
     finally:
-        give(None)
+        use_group(None)
 
 
-class _Edges:
-    """Rows with the time at which they were sent."""
+class _Links:
+    """Sends rows with the time at which they were sent."""
 
     def __init__(
         self, group: VirtualGroup, session: int, rank: int, before: deque[Any], after: deque[Any]
@@ -149,7 +149,7 @@ class _Edges:
         self._group, self._session, self._rank = group, session, rank
         self._before, self._after = before, after
 
-    def of(self, stage: Stage) -> _Edges:
+    def of(self, stage: Stage) -> _Links:
         assert layers_of(stage) is not None
         return self
 
@@ -166,6 +166,6 @@ class _Edges:
         """No buffers."""
 
     def send_reply(self, tick: int, reply: Reply) -> None:
-        words = reply.words(self._session, tick)
-        arrived = Arrived.read(words, lambda rows: rows.copy_(reply.rows))
-        self._group.answer(arrived, self._rank)
+        packed = reply.pack(self._session, tick)
+        received = ReceivedReply.unpack(packed, lambda rows: rows.copy_(reply.rows))
+        self._group.put_reply(received, self._rank)

@@ -25,7 +25,7 @@ class Block:
     Attributes:
         page: the file.
         line: of its first line, from 1.
-        language: after the fence; empty for indented blocks.
+        language: first word after the fence; empty for indented blocks.
         text: its lines, without indentation.
         mark: run, output, or empty.
     """
@@ -71,7 +71,7 @@ def blocks(page: Path) -> list[Block]:
             while at < len(lines) and not lines[at].startswith("```"):
                 at += 1
             body = lines[first + 1 : at]
-            found.append(Block(page, first + 1, line[3:].strip(), "\n".join(body), mark))
+            found.append(Block(page, first + 1, line[3:].partition(" ")[0], "\n".join(body), mark))
             mark = ""
         elif line.startswith("    ") and (at == 0 or not lines[at - 1].strip()):
             while at + 1 < len(lines) and (

@@ -1,4 +1,4 @@
-"""What README says is there, is there; and what the house rules want in it, is in it."""
+"""README: the layout is complete, links and tables agree with the code."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def test_the_layout_is_complete() -> None:
         if entry.suffix == ".py" or (entry / "__init__.py").is_file()
     }
     assert there - listed == {"specdec/__init__.py", "specdec/conf"}
+
+
+def test_architecture_has_the_same_layout() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    layout = README.split("## Layout")[1]
+    listed = re.findall(r"^    (\S+/\S*) ", layout, re.MULTILINE)
+    assert not [path for path in listed if f"`{path}`" not in page]
 
 
 def test_few_modules_lie_loose() -> None:

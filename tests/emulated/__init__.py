@@ -1,1 +1,1 @@
-"""A CUDA device made of the CPU's memory, and what runs on it."""
+"""An emulated CUDA device in CPU memory, and tests that run on it."""

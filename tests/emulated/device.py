@@ -1,13 +1,13 @@
-"""A CUDA device emulated in the CPU's memory: what mixes devices, waits or breaks a graph, fails.
+"""A CUDA device emulated in CPU memory, which rejects mixed devices and invalid graph captures.
 
-Tensors on it say ``cuda:0`` and hold an ordinary tensor. Every operation goes through
-``Device.__torch_dispatch__``, which refuses what CUDA refuses: operands on two devices; anything
-that waits for the device, copies from or to the host, or looks at a value while a graph is being
-captured. A captured graph is the list of operations on the very tensors of the capture; a replay
-runs them again, without Python, on the same memory. What a graph computed is overwritten with
-nonsense whenever another graph of its pool is replayed, since real graphs share that memory.
+Its tensors have the device ``cuda:0`` and wrap an ordinary tensor. Every operation goes through
+``Device.__torch_dispatch__``, which rejects what CUDA rejects: operands on two devices and, during
+capture, waiting for the device, copies from or to the host, and reading a value. A captured graph
+is the list of operations on the tensors of the capture; a replay runs them again without Python on
+the same memory. Replaying a graph overwrites the results of the other graphs of its pool with
+garbage, since real graphs share that memory.
 
-Not emulated: streams, memory that runs out, speed, kernels (Triton's, flash-attn's), rounding.
+Not emulated: streams, out of memory, speed, kernels (Triton's, flash-attn's), rounding.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _NO_FUSED_ATTENTION = 0
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor that says that it lies on the device.
+    """A tensor whose device is ``cuda:0``.
 
-    To torch's C++ parts it is a meta tensor: they would ask a driver for a real CUDA device.
+    For torch's C++ code it is a meta tensor, because a CUDA tensor needs a driver.
 
     Attributes:
-        memory: the ordinary tensor that holds its values.
+        memory: the ordinary tensor with its values.
     """
 
     memory: torch.Tensor
@@ -84,13 +84,13 @@ def _outside(func: Any) -> Any:
 
 
 class Device(TorchDispatchMode):
-    """The device while it is there.
+    """The emulated device while it is active.
 
     Attributes:
-        to_host, to_device: elements of every copy.
-        waits: operations, and calls of synchronize, that the host waited in.
-        launches: operations that were launched one by one.
-        graphs: all that were captured.
+        to_host, to_device: numbers of elements of every copy.
+        waits: operations and synchronize calls in which the host waited.
+        launches: operations launched outside graphs.
+        graphs: all captured graphs.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Device(TorchDispatchMode):
         self.forbid(f"a copy of {tuple(tensor.shape)} {way}")
 
     def _check(self, name: str, given: list[Any], there: list[Any], args: Any) -> None:
-        """What CUDA refuses, what waits, and hidden copies from the host."""
+        """Rejects what CUDA rejects; counts waits and implicit copies from the host."""
         masked = name in ("index", "index_put_", "index_put") and any(
             isinstance(at, torch.Tensor) and at.dtype == torch.bool for at in args[1]
         )
@@ -196,7 +196,7 @@ class Device(TorchDispatchMode):
         return tree_map(lambda value: _wrapped(value, known), found)
 
     def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of ordinary tensors, such as an interpreted kernel, as one operation here."""
+        """Wraps a function of ordinary tensors, such as an interpreted kernel, as one operation."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._launched(function, args, kwargs)
@@ -204,12 +204,12 @@ class Device(TorchDispatchMode):
         return call
 
     def forbid(self, what: str) -> None:
-        """Fails while a graph is being captured."""
+        """Raises an error during capture."""
         if self.capturing is not None:
             raise RuntimeError(f"{what} is not permitted when stream is capturing")
 
     def synchronize(self, *_: Any) -> None:
-        """As ``torch.cuda.synchronize``."""
+        """Replaces ``torch.cuda.synchronize``."""
         self.waits["synchronize"] += 1
         self.forbid("synchronize")
 
@@ -217,7 +217,7 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def capture(self, graph: Graph, pool: Any = None, **_: Any) -> Iterator[None]:
-        """As ``torch.cuda.graph``."""
+        """Replaces ``torch.cuda.graph``."""
         assert self.capturing is None, "one capture at a time"
         self.capturing, graph.pool = graph, pool
         try:
@@ -229,7 +229,7 @@ class Device(TorchDispatchMode):
 
 
 class _Named(TorchFunctionMode):
-    """Devices as Python names them: ``to("cuda")`` gets a number, meta is meta indeed."""
+    """Normalises device names: ``to("cuda")`` gets an index; meta stays meta."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -260,11 +260,11 @@ def _numbered(value: Any) -> Any:
 
 
 class Graph:
-    """As ``torch.cuda.CUDAGraph``.
+    """Replaces ``torch.cuda.CUDAGraph``.
 
     Attributes:
-        pool: whose memory it computes in; None for its own.
-        replays: so far.
+        pool: memory pool; None: a private one.
+        replays: number of replays.
     """
 
     def __init__(self, device: Device) -> None:
@@ -275,7 +275,7 @@ class Graph:
         self._steps: list[tuple[Any, Any, Any, list[tuple[int, torch.Tensor]]]] = []
 
     def record(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        """An operation, and those of its results that are new memory."""
+        """Records an operation and its results in new memory."""
         given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         results = enumerate(tree_flatten(found)[0])
         made = [
@@ -289,7 +289,7 @@ class Graph:
             self._steps.append((func, args, kwargs, made))
 
     def replay(self) -> None:
-        """Runs the operations again; other graphs of the pool lose what they computed."""
+        """Runs the operations again; invalidates the results of other graphs of the pool."""
         self._device.forbid("a replay")
         for other in self._device.graphs:
             shared = self.pool is not None and other.pool == self.pool
@@ -303,7 +303,7 @@ class Graph:
         self._holds = True
 
     def spoil(self) -> None:
-        """Overwrites what was computed."""
+        """Overwrites the results."""
         self._holds = False
         for *_, made in self._steps:
             for _, result in made:
@@ -333,7 +333,7 @@ def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextmanager
 def emulated() -> Iterator[Device]:
-    """Puts the device there: ``torch.cuda`` is replaced as far as the library uses it."""
+    """Activates the device: replaces the functions of ``torch.cuda`` that the library uses."""
     device = Device()
     stream = SimpleNamespace(
         synchronize=device.synchronize, wait_stream=lambda _: None, cuda_stream=0

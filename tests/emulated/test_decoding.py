@@ -1,7 +1,7 @@
-"""Whole strategies on the emulated device with captured passes: the tokens of plain decoding.
+"""Strategies on the emulated device with captured passes produce the tokens of plain decoding.
 
-What a run on a GPU would trip over by itself fails here: an index tensor left on the host, a value
-looked at in a captured pass, an address that moves, an output that the next replay overwrites.
+Faults of a GPU run fail here too: an index tensor left on the host, a value read in a captured
+pass, a changing address, an output that the next replay overwrites.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_TOKENS = 5  # of those that plain decoding gives
 
 @cache
 def chosen() -> tuple[Cell, ...]:
-    """Every source, every executor, both kinds of verifier."""
+    """Cells with every source, every executor and both kinds of verifiers."""
     cells = [
         cell
         for cell in all_cells()
@@ -74,7 +74,7 @@ def test_tokens_are_those_of_plain_decoding(cell: Cell) -> None:
 
 @pytest.mark.parametrize("sampling", ["greedy", "t06"])
 def test_a_step_is_one_wait_and_a_few_small_copies(sampling: str) -> None:
-    """Per pass of plain decoding: one integer comes back; what the pass reads goes there."""
+    """Per pass of plain decoding: one integer to the host, the pass's inputs to the device."""
     with emulated() as device:
         ready = _runner(Cell("none", "root_only", "match", "local", sampling))
         _decoded(ready, PROMPTS[:1])  # captures
@@ -97,7 +97,7 @@ def _clear(device: Device) -> None:
 
 
 def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: handing out what a replay gave, as it lies, fails here as on a GPU."""
+    """Control: returning a replay's outputs without copying them fails, as on a GPU."""
     from specdec.models import captured as static
 
     monkeypatch.setattr(static, "_cut", lambda computed, num_rows: computed)
@@ -107,8 +107,8 @@ def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_pass_that_looks_at_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a number that Python reads while a pass is captured."""
-    original = StaticPasses._made
+    """Control: Python reads a number during capture."""
+    original = StaticPasses._prepare
 
     def made(self, inputs, arena, context, wants_logits):
         compute = self._compute
@@ -122,7 +122,7 @@ def test_a_pass_that_looks_at_a_value_is_refused(monkeypatch: pytest.MonkeyPatch
         finally:
             self._compute = compute
 
-    monkeypatch.setattr(StaticPasses, "_made", made)
+    monkeypatch.setattr(StaticPasses, "_prepare", made)
     with emulated(), pytest.raises(Exception, match="not permitted when stream is capturing"):
         _decoded(_runner(Cell("none", "root_only", "match", "local", "greedy")))
 
@@ -130,7 +130,7 @@ def test_a_pass_that_looks_at_a_value_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("graphs", ["off", "cuda"])
 def test_later_slices(family: str, graphs: str) -> None:
-    """A stage that is not the first: embeddings that it has not, windows and caps, captured."""
+    """A captured stage that is not the first: no embeddings, with windows and soft caps."""
     options = {"sliding_window": 6} if family == "gemma2" else None
     whole = random_model(family, dtype="float64", num_layers=2, options=options)
     plain_slice = ModelRunner(model=whole, name="target", meter=Meter(), first_layer=1)
@@ -150,7 +150,7 @@ def test_later_slices(family: str, graphs: str) -> None:
 
 
 def _sliced(runner: ModelRunner, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits of a tree behind a prompt, for hidden states that enter the slice."""
+    """Logits of a tree after a prompt, from hidden states that enter the slice."""
     cache = runner.new_cache(8)
     runner.forward([cache.rows(prefix_tokens=np.arange(3, 10))], hidden=hidden[:7])
     rows = cache.rows(

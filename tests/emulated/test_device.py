@@ -1,4 +1,4 @@
-"""The emulated device refuses what CUDA refuses: without that, tests on it could not fail."""
+"""The emulated device rejects what CUDA rejects; otherwise tests on it could not fail."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from specdec.attention.backends import dense_attention
-from specdec.device import captured
 from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import CPU, wire_device
 from specdec.errors import UserError
-from specdec.models.captured import Computed
+from specdec.kernels.graphs import capture
+from specdec.models.captured import RunnerOutput
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
 
@@ -48,26 +48,26 @@ def test_a_capture_breaks_off(what):
     with emulated(), torch.inference_mode():
         given = torch.arange(3.0, device="cuda")
         with pytest.raises(UserError, match=r"cannot capture.*not permitted when stream is"):
-            captured(lambda: FORBIDDEN[what](given), None)
+            capture(lambda: FORBIDDEN[what](given), None)
 
 
-def _computed(hidden: torch.Tensor) -> Computed:
-    return Computed(hidden, None, {})
+def _computed(hidden: torch.Tensor) -> RunnerOutput:
+    return RunnerOutput(hidden=hidden)
 
 
 def test_a_replay_computes_anew_where_it_was_captured():
-    """From the same memory, to the same memory; nothing before the first replay."""
+    """From and to the same memory; it computes nothing before the first replay."""
     with emulated() as device, torch.inference_mode():
         given = torch.tensor([1.0, 2.0], device="cuda")
         calls = []
 
-        def launch() -> Computed:
+        def launch() -> RunnerOutput:
             calls.append(None)
             made = given * 2
             made += 1
             return _computed(made.view(2, 1))
 
-        replay = captured(launch, None)
+        replay = capture(launch, None)
         assert device.graphs[0].replays == 0
         first = replay().hidden
         assert first.flatten().tolist() == [3.0, 5.0]
@@ -78,10 +78,10 @@ def test_a_replay_computes_anew_where_it_was_captured():
 
 
 def test_graphs_of_a_pool_share_memory():
-    """The control of every test of what outlives a replay."""
+    """Control for the tests of outputs that outlive a replay."""
     with emulated(), torch.inference_mode():
         given = torch.ones(2, device="cuda")
-        one, other = (captured(lambda f=f: _computed(given * f), "pool") for f in (2, 3))
+        one, other = (capture(lambda f=f: _computed(given * f), "pool") for f in (2, 3))
         kept = one().hidden
         assert kept.tolist() == [2.0, 2.0]
         other()
@@ -89,7 +89,7 @@ def test_graphs_of_a_pool_share_memory():
 
 
 class _HostGroup:
-    """Stands for gloo: two ranks with the same tensors, which must lie on the host."""
+    """Replaces gloo: two ranks with equal tensors, which must be on the host."""
 
     def allreduce(self, tensors):
         assert not isinstance(tensors[0], DeviceTensor)
@@ -104,7 +104,7 @@ class _HostGroup:
 
 
 class _DeviceGroup:
-    """Stands for NCCL, whose works must not be given a time limit."""
+    """Replaces NCCL, whose work handles must not get a time limit."""
 
     def allreduce(self, tensors):
         assert isinstance(tensors[0], DeviceTensor)
@@ -112,7 +112,7 @@ class _DeviceGroup:
 
 
 def test_ranks_that_share_a_gpu_meet_on_the_host():
-    """NCCL refuses two ranks on one GPU: gloo gets copies, and results go back."""
+    """NCCL rejects two ranks on one GPU: gloo gets copies, and results are copied back."""
     with emulated():
         shared = RankCollective(_HostGroup(), rank=0, peers=(1, 2), wire=CPU)
         found = shared.add(torch.ones(2, 2, device="cuda"))
@@ -124,7 +124,7 @@ def test_ranks_that_share_a_gpu_meet_on_the_host():
 
 
 class _Store(dict):
-    """Stands for the ranks' store."""
+    """Replaces the ranks' store."""
 
     def set(self, key, value):
         self[key] = value.encode()
@@ -150,7 +150,7 @@ def test_where_ranks_meet(other, wire, monkeypatch):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_dense_attention_folds_heads_on_cuda(masked):
-    """Query heads as rows of their key/value head: the same attention, head for head."""
+    """Query heads folded into rows of their key/value head give the same attention."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 6, 5, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, 9, 8, generator=generator, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Makes Triton, flash-attn and torchao impossible to import, as where they are not installed.
+"""Makes Triton, flash-attn and torchao impossible to import, as if they were not installed.
 
-With this folder's parent packages importable: ``python -m tests.kernels.blocked`` imports every
-module of the library and decodes a few tokens; ``... blocked PYTEST_ARGUMENT...`` runs tests so.
+``python -m tests.kernels.blocked`` imports every module of the library and decodes a few tokens;
+``python -m tests.kernels.blocked PYTEST_ARGUMENT...`` runs tests without these packages.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 PACKAGES = ("triton", "flash_attn", "torchao")
-KERNEL_FILES = tuple(f"specdec.kernels.{name}" for name in ("modules", "swiglu", "tree_attention"))
-"""Imported only where ``support.triton_problem`` has said that they can be."""
+KERNEL_FILES = (
+    "specdec.attention.triton_kernel",
+    "specdec.kernels.fused_layers",
+    "specdec.kernels.swiglu",
+)
+"""Imported only after ``support.triton_problem`` found no problem."""
 
 
 class Blocker:
-    """A finder that comes first and finds that the packages are not there."""
+    """A meta-path finder that reports the packages as missing."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -30,7 +34,7 @@ class Blocker:
 
 
 def block() -> None:
-    """Blocks the packages in this process, also for ``find_spec``, which asks the finders too."""
+    """Blocks the packages in this process, for imports and for ``find_spec``."""
     loaded = [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
     assert not loaded, f"imported before they were blocked: {loaded}"
     sys.meta_path.insert(0, Blocker())
@@ -43,7 +47,7 @@ def block() -> None:
 
 
 def import_everything() -> list[str]:
-    """Every module of the library but the kernels' own files; their names."""
+    """Imports every module of the library except ``KERNEL_FILES``; returns their names."""
     import specdec
 
     names = [info.name for info in pkgutil.walk_packages(specdec.__path__, "specdec.")]
@@ -54,7 +58,7 @@ def import_everything() -> list[str]:
 
 
 def decode() -> list[int]:
-    """A few tokens of a random pair by the default attention, kernels and buffers."""
+    """Decodes a few tokens of a random pair with the default attention and kernels."""
     import numpy as np
 
     from specdec.config.hydra import compose_config
@@ -67,14 +71,14 @@ def decode() -> list[int]:
     runner = PartsRunner(
         cfg=config, pair=build_pair(config["model"]), stop=StopRules(max_new_tokens=4)
     )
-    found: list[int] = []
-    runner.run([TokenPrompt(0, np.array([3, 4, 5]))], lambda result: found.extend(result.output))
+    output: list[int] = []
+    runner.run([TokenPrompt(0, np.array([3, 4, 5]))], lambda result: output.extend(result.output))
     runner.close()
-    return found
+    return output
 
 
 def main(words: Sequence[str]) -> int:
-    """Everything imported and a few tokens, or the tests that are named."""
+    """Imports everything and decodes, or runs the given tests."""
     block()
     if words:
         import pytest

@@ -1,7 +1,7 @@
-"""Compiles every kernel for a GPU, without one: ``TRITON_INTERPRET=0 python -m ...compiling``.
+"""Compiles every kernel for a GPU without one: set TRITON_INTERPRET=0 and run this module.
 
-The interpreter accepts what the compiler does not, such as variables that change their type.
-Strides and pointers are taken to be multiples of 16, as they are for the shapes that matter.
+Triton's interpreter accepts code that its compiler rejects, such as variables that change type.
+Strides and pointers are declared as multiples of 16, as for the shapes of real models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAST_SHARED = 99 * 1024  # bytes of a block on the smallest devices since capa
 
 
 def compile_kernel(kernel: Any, dtype: str = "bf16", **constants: int) -> str:
-    """Machine code of a kernel for compute capability 9.0; its PTX."""
+    """Compiles a kernel for compute capability 9.0; returns its PTX."""
     names = kernel.arg_names
     types = dict.fromkeys((*_HALF, "first", "second", "third"), f"*{dtype}") | _TYPES
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
@@ -49,7 +49,7 @@ def compile_kernel(kernel: Any, dtype: str = "bf16", **constants: int) -> str:
 
 
 def main() -> None:
-    """All kernels, as the 1B and 8B shapes launch them."""
+    """Compiles all kernels with the parameters of the 1B and 8B shapes."""
     blocks = {"BLOCK_ROWS": 16, "BLOCK_OUT": 32, "BLOCK_IN": 64}
     attention = {"HEADS": 32, "PER_GROUP": 4, "BLOCK_KEYS": 64, "BLOCK_ROWS": 32}
     wide = attention | {"BLOCK_KEYS": 32}

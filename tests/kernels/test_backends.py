@@ -1,4 +1,4 @@
-"""Kinds of attention and fused modules inside a runner, and what is said where they cannot run."""
+"""Attention kernels and fused modules inside a runner, and their error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.attention.backends import Seen, attention_kernel, flash_attention
+from specdec.attention.backends import Visibility, attention_kernel, flash_attention
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.kernels import reference, support
@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def _logits(model, **kwargs):
-    """Of a prompt with its first root, then of a tree of 5 nodes below it."""
+    """Logits of a prompt with its first root, then of a tree of 5 nodes below it."""
     runner = ModelRunner(model=model, name="target", meter=Meter(), **kwargs)
     cache = runner.new_cache(8)
     tokens = np.arange(3, 14)
@@ -56,7 +56,7 @@ def test_kernels_in_a_runner(kind, dtype, execution):
 
 @needs_triton
 def test_windows_and_caps_stay_with_torch():
-    """Layers that the kernel does not know take the dense path, not a wrong one."""
+    """Layers that the kernel does not support use dense attention."""
     model = random_model("gemma2", num_layers=2, scale=0.1, options={"sliding_window": 6})
     expected = _logits(model)
     for execution in (Execution(), REPLAY):
@@ -76,8 +76,8 @@ def test_fused_modules_in_a_runner(family):
 
 
 @needs_triton
-def test_fused_modules_are_refused_where_they_do_not_fit():
-    with pytest.raises(UserError, match=r"knows the families llama.*not 'gpt2'"):
+def test_fused_modules_are_refused_for_unsupported_models():
+    with pytest.raises(UserError, match=r"supports the families llama.*not 'gpt2'"):
         _logits(random_model("gpt2", num_layers=1), execution=Execution(kernels="triton"))
     model = random_model("llama", num_layers=1, options={"attention_bias": True})
     with pytest.raises(UserError, match="biased, quantised or transposed"):
@@ -89,7 +89,7 @@ def test_fused_modules_are_refused_where_they_do_not_fit():
 
 @pytest.mark.parametrize("first", [0, 1, 14])
 def test_flash_attention_takes_the_prefix(first, monkeypatch):
-    """Layouts, lengths and the merge, with a stand-in that does what flash-attn documents."""
+    """Layouts, lengths and the merge, with a substitute that follows flash-attn's documentation."""
     calls = []
 
     def with_kvcache(q, k, v, *, cache_seqlens, softmax_scale, causal, return_softmax_lse):
@@ -112,7 +112,7 @@ def test_flash_attention_takes_the_prefix(first, monkeypatch):
     visible = torch.rand(4, 16, generator=generator) < 0.5
     visible[:, 0] = True
     end = first + 9
-    seen = Seen(
+    seen = Visibility(
         lengths=torch.tensor([first, end]),
         visible=visible.to(torch.uint8),
         num_slots=40,
@@ -126,10 +126,10 @@ def test_flash_attention_takes_the_prefix(first, monkeypatch):
     assert calls == [first]
 
 
-def test_the_mask_of_seen_is_the_reference():
+def test_the_mask_of_visibility_equals_its_definition():
     """Prefix, tree columns, the end, and a window, against their definition."""
     visible = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 1]], dtype=torch.uint8)
-    seen = Seen(
+    seen = Visibility(
         lengths=torch.tensor([3, 6]),
         visible=visible,
         num_slots=8,
@@ -143,7 +143,7 @@ def test_the_mask_of_seen_is_the_reference():
 
 
 def test_refusals_name_the_remedy(monkeypatch):
-    with pytest.raises(UserError, match=r"model.attention=cutlass is no kernel; choose triton"):
+    with pytest.raises(UserError, match=r"model.attention=cutlass is unknown; choose dense"):
         attention_kernel("cutlass", CPU, torch.float32)
     monkeypatch.setattr(support, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"triton cannot run here: .*pip install triton"):

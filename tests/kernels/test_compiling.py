@@ -1,4 +1,4 @@
-"""The kernels pass Triton's compiler for a GPU that need not be there."""
+"""Triton compiles the kernels for a GPU, without needing one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    """In a process of its own: here the kernels are interpreted."""
+    """In a separate process, because this one may interpret the kernels."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

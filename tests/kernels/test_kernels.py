@@ -80,7 +80,7 @@ def test_tree_attention_reads_strides_and_scaling():
 
 
 def test_rows_without_a_prefix_that_see_nothing_are_zero():
-    """Every split of such a row is empty, some of the others' are: no part may become NaN."""
+    """All splits of such a row are empty, and some of other rows' splits: none may yield NaN."""
     query, key, value, visible = _attention_problem(
         heads=4, groups=2, dim=16, rows=6, first=0, end=131, capacity=400, columns=140
     )
@@ -97,7 +97,7 @@ def test_rows_without_a_prefix_that_see_nothing_are_zero():
 
 @pytest.mark.parametrize("dim", [96, 200, 256])
 def test_wide_heads_take_smaller_blocks(dim):
-    """Fewer keys and rows at a time: what a block holds must fit a processor's memory."""
+    """Fewer keys and rows at a time, so that a block fits a multiprocessor's shared memory."""
     query, key, value, visible = _attention_problem(
         heads=8, groups=2, dim=dim, rows=11, first=40, end=62, capacity=70, columns=24
     )
@@ -108,7 +108,7 @@ def test_wide_heads_take_smaller_blocks(dim):
 
 
 def test_a_growing_context_needs_few_kinds_of_launches(monkeypatch):
-    """Each number of splits is a compilation and scratch memory of its own."""
+    """Each number of splits needs a compilation and scratch memory."""
     device = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     found = [splits_of(torch.device("cuda"), 8, blocks) for blocks in range(1, 260)]
@@ -127,7 +127,7 @@ def test_another_layout_is_refused():
 
 
 def test_tree_attention_needs_its_mask():
-    """The control: another mask gives other values."""
+    """Control: another mask gives other values."""
     query, key, value, visible = _attention_problem(
         heads=4, groups=2, dim=16, rows=6, first=20, end=31, capacity=50, columns=11
     )

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from specdec.distributed import Lease
+from specdec.distributed import GroupHandle
 from tests.matrix.cells import Cell, all_cells, cover, met, option
 from tests.matrix.outcomes import Kind, check, composed
 
@@ -20,10 +20,10 @@ NUM_PARTS = 8
 @pytest.fixture(scope="module", autouse=True)
 def ranks() -> Iterator[None]:
     """The groups stay up for all tests of the module."""
-    leases = [Lease(stages, threads=1) for stages in STAGES]
+    handles = [GroupHandle(stages, threads=1) for stages in STAGES]
     yield
-    for lease in leases:
-        lease.release()
+    for handle in handles:
+        handle.release()
 
 
 @cache

@@ -21,13 +21,14 @@ from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.stage import ModelStage
 from specdec.interfaces import TreePolicy
 from specdec.models import ModelRunner
-from specdec.policies import BestFirst, Chain, FixedWidth, PipelineBestFirst, Static
+from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import RandomSource
 from specdec.state import RequestState, StopRules
 from specdec.types import NO_NODE, IntArray
 from specdec.verifiers import MatchVerifier
+from strategies.specpipe_bf import PipelineBestFirst
 from tests.matrix.cells import SEED, pair
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95)

@@ -138,7 +138,7 @@ def in_flight_not_pruned(work: Planted) -> None:
 
         return prune
 
-    work.swap("specdec.executors.layout:InFlight.prune", make)
+    work.swap("specdec.executors.row_packing:InFlight.prune", make)
 
 
 @bug("the new root keeps a sibling beside it", "strategy=specpipe", "executor.stages=3")
@@ -234,7 +234,7 @@ def history_without_path(work: Planted) -> None:
 
         return path
 
-    work.swap("specdec.sampling.history:_Book.path", make)
+    work.swap("specdec.sampling.history:_RequestHistory.path", make)
 
 
 # ---------------------------------------------------------------------- draws and distributions
@@ -315,7 +315,7 @@ def draw_shared_in_batch(work: Planted) -> None:
 
         return answer
 
-    work.swap("specdec.executors.answering:ModelAnswerer.answer", make)
+    work.swap("specdec.executors.answerer:ModelAnswerer.answer", make)
 
 
 @bug("draws do not depend on the prompt", "strategy=speculative", "sampling=t08", listed=False)
@@ -357,8 +357,8 @@ SOUND = frozenset({"sound_chain", "sound_rejection", "sound_pipeline"})
 """Controls: no bug, in configurations that the bugs are planted in."""
 
 for _name, _words in {
-    "sound_chain": BUGS["draw_shared_in_batch"].words,
-    "sound_rejection": BUGS["correction_from_target"].words,
-    "sound_pipeline": BUGS["reroot_keeps_sibling"].words,
+    "sound_chain": BUGS["draw_shared_in_batch"].overrides,
+    "sound_rejection": BUGS["correction_from_target"].overrides,
+    "sound_pipeline": BUGS["reroot_keeps_sibling"].overrides,
 }.items():
     BUGS[_name] = Bug(_name, "none", _nothing, _words, False)

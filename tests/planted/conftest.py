@@ -1,4 +1,4 @@
-"""Prints which planted bugs were found, and by what, at the end of the run."""
+"""Prints the planted bugs and the checks that detected them at the end of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TABLE = pytest.StashKey[str]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table, where the hunt has been run."""
+    """Prints the table if the bugs were tested in this run."""
     text = terminalreporter.config.stash.get(TABLE, "")
     if text:
         terminalreporter.section("planted bugs")

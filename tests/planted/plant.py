@@ -2,8 +2,8 @@
 
     python -m tests.planted.plant BUG COUNT_FILE verify strategy=speculative ...
 
-The exit status is the command line's own. COUNT_FILE gets how often the planted code did something
-else than the shipped code, also where the command ends in an error.
+The exit status is that of the command. COUNT_FILE gets the number of calls in which the planted
+code differed from the shipped code, also if the command ends in an error.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 
-def main(name: str, count_file: str, *words: str) -> int:
-    """Plants ``name`` and runs ``specdec`` with ``words``."""
+def main(name: str, count_file: str, *arguments: str) -> int:
+    """Plants ``name`` and runs ``specdec`` with ``arguments``."""
     from specdec.cli.main import main as specdec
     from tests.planted.bugs import planted
 
     with planted(name) as work:
         try:
-            return specdec(words)
+            return specdec(arguments)
         finally:
             Path(count_file).write_text(str(work.fired), encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""How a bug is planted: one function or method is replaced by one that sometimes does otherwise.
+"""Plants a bug: replaces one function or method by one that sometimes behaves differently.
 
-``Planted`` counts those calls: a bug whose code never ran has proved nothing.
+``Planted`` counts those calls: a bug whose code never ran proves nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SMALL = (
 
 @dataclass(slots=True)
 class Planted:
-    """A bug at work.
+    """A planted bug.
 
     Attributes:
-        fired: calls in which the planted code did something else than the shipped code.
+        fired: number of calls in which the planted code differed from the shipped code.
     """
 
     fired: int = 0
@@ -45,7 +45,7 @@ class Planted:
         self._stack.callback(setattr, owner, name, original)
 
     def restore(self) -> None:
-        """Puts the shipped code back."""
+        """Restores the shipped code."""
         self._stack.close()
 
 
@@ -54,17 +54,17 @@ class Bug:
     """One mutation.
 
     Attributes:
-        name: short, for the command line.
-        story: what goes wrong, in a sentence.
-        plant: puts it in place.
-        words: overrides of a configuration in which it matters.
-        listed: whether it is one of the twelve that every release must find.
+        name: name on the command line.
+        story: the fault in one sentence.
+        plant: plants the bug.
+        overrides: overrides of a configuration in which it has an effect.
+        listed: whether it is one of the twelve that every release must detect.
     """
 
     name: str
     story: str
     plant: Callable[[Planted], None]
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     listed: bool
 
 
@@ -72,13 +72,13 @@ BUGS: dict[str, Bug] = {}
 
 
 def bug(
-    story: str, *words: str, listed: bool = True
+    story: str, *overrides: str, listed: bool = True
 ) -> Callable[[Callable[[Planted], None]], Callable[[Planted], None]]:
     """Registers a mutation under its function's name."""
 
     def register(plant: Callable[[Planted], None]) -> Callable[[Planted], None]:
         name = plant.__name__
-        BUGS[name] = Bug(name, story, plant, (*words, *SMALL), listed)
+        BUGS[name] = Bug(name, story, plant, (*overrides, *SMALL), listed)
         return plant
 
     return register
@@ -86,7 +86,7 @@ def bug(
 
 @contextmanager
 def planted(name: str) -> Iterator[Planted]:
-    """The bug is in the code inside the block."""
+    """Plants the bug inside the block."""
     work = Planted()
     try:
         BUGS[name].plant(work)

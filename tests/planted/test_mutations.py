@@ -1,4 +1,4 @@
-"""Each planted bug runs and does what it says; without that, finding it would mean nothing."""
+"""Each planted bug is executed and changes the output; otherwise detecting it proves nothing."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ ENDS = frozenset(range(4, 32, 3))
 """End tokens for the bug about them; common enough to fall inside a path."""
 
 UNSEEN = {
-    "draft_cache_stale": "changes what is proposed, never what is emitted",
-    "correction_from_target": "the output is one of many that may be",
-    "draft_probs_unprocessed": "the output is one of many that may be",
-    "accept_shares_draft_draw": "the output is one of many that may be",
+    "draft_cache_stale": "changes proposals, never outputs",
+    "correction_from_target": "another output of the same distribution",
+    "draft_probs_unprocessed": "another output of the same distribution",
+    "accept_shares_draft_draw": "another output of the same distribution",
 }
-"""Bugs that comparing one output with plain decoding cannot show."""
+"""Bugs that do not show in a comparison of one output with plain decoding."""
 
 
 class TiedPair(RandomPair):
-    """Tokens 2 i and 2 i + 1 are the same to the target, so that every maximum is tied."""
+    """Tokens 2 i and 2 i + 1 have equal logits in the target, so that every maximum is a tie."""
 
     def _make(self, num_layers: int, seed: int) -> Any:
         model = super()._make(num_layers, seed)
@@ -48,8 +48,8 @@ class TiedPair(RandomPair):
 
 
 @cache
-def config(words: tuple[str, ...]) -> dict[str, Any]:
-    return compose_config([*words, "batch_size=3", "prefill_chunk=4"]).values
+def config(overrides: tuple[str, ...]) -> dict[str, Any]:
+    return compose_config([*overrides, "batch_size=3", "prefill_chunk=4"]).values
 
 
 @cache
@@ -58,32 +58,32 @@ def pair(tied: bool) -> RandomPair:
     return TiedPair(**keys) if tied else build_pair(config(SMALL)["model"])
 
 
-def outputs(name: str, words: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
-    """Decodes the prompts with the code as it is now."""
+def outputs(name: str, overrides: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    """Outputs by prompt id with the current code."""
     stop = StopRules(
         max_new_tokens=MAX_NEW_TOKENS,
         eos_ids=ENDS if name == "eos_in_path_ignored" else frozenset(),
     )
-    runner = PartsRunner(cfg=deepcopy(config(words)), pair=pair("tie" in name), stop=stop)
-    found: dict[int, tuple[int, ...]] = {}
-    runner.run(PROMPTS, lambda result: found.__setitem__(result.id, result.output))
+    runner = PartsRunner(cfg=deepcopy(config(overrides)), pair=pair("tie" in name), stop=stop)
+    by_prompt: dict[int, tuple[int, ...]] = {}
+    runner.run(PROMPTS, lambda result: by_prompt.__setitem__(result.id, result.output))
     runner.close()
-    return found
+    return by_prompt
 
 
 @pytest.mark.parametrize("name", sorted({*BUGS} - SOUND))
 def test_bug_runs_and_shows(name: str) -> None:
-    words = BUGS[name].words
-    right = outputs(name, words)
+    overrides = BUGS[name].overrides
+    right = outputs(name, overrides)
     with planted(name) as work:
         try:
-            wrong = outputs(name, words)
+            wrong = outputs(name, overrides)
         except (AssertionError, IndexError, RuntimeError, KeyError):
             wrong = {}
-    assert work.fired, f"{name}: the planted code never did anything"
+    assert work.fired, f"{name}: the planted code had no effect"
     if name not in UNSEEN:
-        assert wrong != right, f"{name} changes nothing that is emitted"
-    assert outputs(name, words) == right, f"{name} was not taken out again"
+        assert wrong != right, f"{name} does not change the output"
+    assert outputs(name, overrides) == right, f"{name} was not removed"
 
 
 def test_twelve_are_listed() -> None:

@@ -6,13 +6,16 @@ Shape letters: T tokens, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from specdec.compose.workbench import Parts
+from specdec.models.medusa import MedusaHeads
 from specdec.policies import FixedWidth
 from specdec.sampling.transform import SamplingParams
+from specdec.sources.pair import A
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, RandomPair, decode_steps
 
@@ -37,8 +40,11 @@ class Pair(RandomPair):
         sizes = {"hidden_size": WIDTH, "num_heads": 2, "vocab_size": VOCAB, "max_positions": 64}
         super().__init__(num_layers=LAYERS, seed=3, logit_scale=3.0, exit_layer=2, **sizes)
 
-    def medusa_weights(self, num_heads: int) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
-        return own_heads()[:num_heads]
+    def artefact(self, kind: type[A], **options: Any) -> A:
+        if not issubclass(kind, MedusaHeads):
+            return super().artefact(kind, **options)
+        heads = own_heads()[: options["num_heads"]]
+        return MedusaHeads(target=self.target, heads=heads, meter=options["meter"])  # type: ignore
 
 
 def cases(num: int = 4, tokens: int = 12) -> list[Case]:

@@ -11,13 +11,15 @@ from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Parts, Workbench
 from specdec.interfaces import TreePolicy
 from specdec.pairs import RandomPair
-from specdec.policies import AdaptiveWidth, FixedWidth, PipelineBestFirst, RootOnly, Static
+from specdec.policies import FixedWidth, RootOnly, Static
 from specdec.sampling.transform import SamplingParams
 from specdec.serving import Feeding, ServingRules
 from specdec.sources import DraftModelSource
 from specdec.state import RequestState, StopRules
 from specdec.types import IntArray
 from specdec.verifiers import MatchVerifier
+from strategies.specpipe_bf import PipelineBestFirst
+from strategies.specpipe_db import AdaptiveWidth
 
 SEED = 5
 NEW_TOKENS = 5

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import specdec.attention.tree_attention as attention
-from specdec.attention.tree_attention import capped_attention, two_level_attention
+from specdec.attention import backends
+from specdec.attention.backends import capped_attention, masked_lse, two_level_attention
 from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
@@ -18,7 +19,7 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
 
 
 def _problem(dtype, *, heads=4, groups=2, rows=5, slots=23, split=14, seed=0):
-    """query, keys, values, a mask that is open before ``split``, and the plain answer."""
+    """Query, keys and values, a mask that is 0 before ``split``, and the expected output."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(1, heads, rows, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, 1, groups, slots, 8, generator=generator, dtype=torch.float64)
@@ -38,26 +39,26 @@ def _problem(dtype, *, heads=4, groups=2, rows=5, slots=23, split=14, seed=0):
 def test_two_level_equals_one_softmax(dtype, heads, groups):
     """Merging by log-sum-exp is PipeDec Alg. 1's softmax over both parts."""
     query, stored, mask, expected = _problem(dtype, heads=heads, groups=groups)
-    result = two_level_attention(query, stored, mask, None, 14)
+    result = two_level_attention(query, *stored, mask, None, 14)
     assert (result - expected).abs().max() < TOLERANCE[dtype]
 
 
 def test_two_level_needs_the_merge():
-    """The control: weighing both parts equally is far off."""
+    """Control: weighting both parts equally gives other values."""
     query, stored, mask, expected = _problem(torch.float64)
     prefix, tree = (tuple(t[:, :, part] for t in stored) for part in (slice(14), slice(14, None)))
     halves = (
-        capped_attention(query, prefix, None, None, None),
-        capped_attention(query, tree, mask[:, 14:], None, None),
+        capped_attention(query, *prefix, None, None, None),
+        capped_attention(query, *tree, mask[:, 14:], None, None),
     )
     assert ((halves[0] + halves[1]) / 2 - expected).abs().max() > 1e-2
 
 
 def test_two_level_without_the_cpu_kernel():
-    """The written-out form, which other devices take, gives the same."""
+    """The implementation for other devices gives the same values."""
     query, stored, mask, expected = _problem(torch.float64)
-    out, lse = attention._written_lse(query, stored, mask, None)
-    kernel, kernel_lse = attention._attention_lse(query, stored, mask, None)
+    out, lse = masked_lse(query, *stored, mask == 0, None)
+    kernel, kernel_lse = backends._attention_lse(query, *stored, mask, None)
     assert (out - expected).abs().max() < 1e-13
     assert (kernel - expected).abs().max() < 1e-13
     assert (kernel_lse - lse).abs().max() < 1e-13
@@ -65,14 +66,14 @@ def test_two_level_without_the_cpu_kernel():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_capped_attention(softcap):
-    """Written-out attention against the formula, with and without a cap."""
+    """Attention in elementary operations against the formula, with and without a cap."""
     query, (key, value), mask, expected = _problem(torch.float64)
     if softcap is not None:
         scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.5
         scores = torch.tanh(scores / softcap) * softcap + mask
         expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     scaling = None if softcap is None else 0.5
-    result = capped_attention(query, (key, value), mask, scaling, softcap)
+    result = capped_attention(query, key, value, mask, scaling, softcap)
     assert (result - expected).abs().max() < 1e-13
 
 
@@ -102,7 +103,7 @@ def test_packed_requests_equal_single_ones(family, kind):
 
 
 def test_two_level_is_taken(monkeypatch):
-    """The option reaches the attention, and dense does not pass through it."""
+    """Only ``two_level`` calls the two-level implementation."""
     model = random_model("llama", num_layers=2)
     calls = []
     original = attention.two_level_attention
@@ -138,7 +139,7 @@ def test_chunked_prefill_equals_whole():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_other_types(dtype):
-    """Lower precision runs, and errs by its own rounding only."""
+    """Lower precision works, with errors of its rounding only."""
     exact = random_model("llama", dtype="float64", num_layers=2, scale=0.1)
     model = random_model("llama", dtype=dtype, num_layers=2, scale=0.1)
     logits = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,15 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from specdec.metrics import Run, comparison_row, lossless_against, summarise
-from specdec.runs import HF_KINDS, HFBaseline, HFOptions, run_hf, weight_bytes
+from specdec.metrics import (
+    RequestResult,
+    Run,
+    RunTotals,
+    comparison_row,
+    lossless_against,
+    summarise,
+)
+from specdec.runs import HF_KINDS, HFBaseline, HFOptions
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import StopRules
 
@@ -67,6 +76,19 @@ def reference(
     return output
 
 
+def run_hf(
+    *,
+    kind: str,
+    draft: LlamaForCausalLM | None,
+    prompts: Sequence[tuple[int, np.ndarray]],
+    **settings: Any,
+) -> tuple[list[RequestResult], RunTotals]:
+    """Decodes prompts one after the other; kinds without a draft ignore it."""
+    baseline = HFBaseline(kind=kind, draft=draft if kind == "hf_assisted" else None, **settings)
+    found = [baseline.generate_one(prompt_id, tokens) for prompt_id, tokens in prompts]
+    return [result for result, _ in found], RunTotals.merge([totals for _, totals in found])
+
+
 @pytest.mark.parametrize("kind", HF_KINDS)
 @pytest.mark.parametrize(
     "params",
@@ -119,7 +141,7 @@ def test_passes_and_acceptance_are_counted_from_what_was_fed(
     fed = sum(len(tokens) for _, tokens in PROMPTS)
     assert totals.prefill_rows == fed - len(PROMPTS)
     assert totals.target_rows == found["answers"] + found["proposed_nodes"]
-    assert totals.target_bytes == weight_bytes(target)
+    assert totals.target_bytes == sum(p.nbytes for p in target.parameters())
     assert 0 < totals.model_s["target"] < totals.wall_s
     if kind == "hf_generate":
         assert found["acceptance_length"] == 1.0
@@ -273,8 +295,6 @@ def test_settings_of_the_models_neither_leak_in_nor_are_changed(
 def test_interleaved_prompts_merge_into_the_same_row(
     target: LlamaForCausalLM, draft: LlamaForCausalLM
 ) -> None:
-    from specdec.metrics import RunTotals
-
     stop, params = StopRules(max_new_tokens=10), SamplingParams()
     baselines = [
         HFBaseline(
@@ -290,8 +310,9 @@ def test_interleaved_prompts_merge_into_the_same_row(
     results: dict[str, list] = {kind: [] for kind in HF_KINDS}
     for prompt_id, tokens in PROMPTS:
         for baseline in baselines:
-            results[baseline.kind].append(baseline.generate_one(prompt_id, tokens))
-            parts[baseline.kind].append(baseline.take_totals())
+            result, totals = baseline.generate_one(prompt_id, tokens)
+            results[baseline.kind].append(result)
+            parts[baseline.kind].append(totals)
     runs = {k: [Run(tuple(results[k]), RunTotals.merge(parts[k]))] for k in HF_KINDS}
     for kind in HF_KINDS:
         row = comparison_row(kind, runs[kind], runs["hf_generate"])

@@ -1,4 +1,4 @@
-"""TreeCache: after any sequence of appends and commits it equals fresh forwards."""
+"""After any sequence of appends and commits, ``TreeCache`` equals fresh forwards."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def runner():
 
 
 class Script:
-    """A request whose tree grows and is committed at random, and what each entry stands for.
+    """A request whose tree grows and is committed at random.
 
-    Kept beside the cache: ``paths``, node id -> tokens of the whole sequence up to the node.
+    Attributes:
+        paths: node id -> tokens of the whole sequence up to the node.
     """
 
     def __init__(self, runner, seed, capacity=8):
@@ -133,7 +134,7 @@ def fresh_cache(runner, tokens):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_scripts(runner, seed, monkeypatch):
-    """Random growth and commits, from a capacity and books that have to grow on the way."""
+    """Random growth and commits; capacity and index arrays must grow."""
     monkeypatch.setattr("specdec.attention.kv_cache._FRESH_ENTRIES", 4)
     script = Script(runner, seed)
     for _ in range(9):
@@ -144,7 +145,7 @@ def test_random_scripts(runner, seed, monkeypatch):
 
 
 def test_planted_bug_is_caught(runner):
-    """The control: one kept entry put in another's slot breaks the invariant."""
+    """Control: a kept entry in another entry's slot breaks the invariant."""
     script = Script(runner, 0)
     while script.cache.num_nodes < 4:
         script.grow()
@@ -169,7 +170,7 @@ def test_nothing_in_place_is_copied(runner, monkeypatch):
 
 
 def test_holes_are_filled_from_the_end(runner):
-    """Of ten siblings under the root only those that lie beyond the new end move."""
+    """Of ten siblings below the root, only those beyond the new end move."""
     cache = runner.new_cache(16)
     ids = np.arange(11)
     parents = np.array([NO_NODE] + [0] * 10)
@@ -226,7 +227,7 @@ def test_none_commit_and_truncate(runner):
 
 
 def test_ids_far_apart_and_out_of_order(runner):
-    """Ids need not be dense, and an older node may be entered after a younger one."""
+    """Ids need not be dense, and a smaller id may be added after a larger one."""
     cache = runner.new_cache(4)
     for node, parent, position in ((70_000, -1, 0), (90_000, 70_000, 1), (70_010, 70_000, 1)):
         cache.rows(
@@ -241,7 +242,7 @@ def test_ids_far_apart_and_out_of_order(runner):
 
 
 def test_misuse_is_an_assertion(runner):
-    """Orphans off the prefix's end, nodes entered twice, and prefix tokens under a tree."""
+    """Orphans that do not continue the prefix, duplicate nodes, prefix tokens below a tree."""
     cache, one, two = runner.new_cache(8), np.array([1]), np.array([1, 2])
     many = np.arange(1, 12)  # beyond what is entered one by one
     for ids in (one, two, many):
@@ -261,7 +262,7 @@ def test_misuse_is_an_assertion(runner):
     for ids in (one, two, many):
         roots = {"parent_ids": np.full(len(ids), -1), "node_positions": np.zeros(len(ids), int)}
         cache.rows(node_ids=ids, node_tokens=ids, **roots)
-        with pytest.raises(AssertionError, match="entries already"):
+        with pytest.raises(AssertionError, match=r"(has an entry|have entries) already"):
             cache.rows(node_ids=ids, node_tokens=ids, **roots)
         cache.truncate(0)
     cache.rows(node_ids=one, node_tokens=one, parent_ids=-one, node_positions=one - 1)

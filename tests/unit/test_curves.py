@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from experiments.pipelines.batch_ratios import remarks
 from specdec.cli.batch_sizes import compose_curves
 from specdec.cli.compare import batch_sizes
 from specdec.errors import UserError
 from specdec.metrics import RunTotals, summarise
-from specdec.policies.adaptive_width import _Fitted
 from specdec.report.batch_curves import curves_markdown, curves_png
 from specdec.runs.batch_sizes import add_ratios, crossovers
+from strategies.specpipe_db.adaptive_width import _FittedCost
 from tests.unit.test_metrics import make_result
 
 WORDS = ["strategies=[ar,specpipe_db]", "executor.stages=8", "clock=simulated", "data.limit=2"]
@@ -80,14 +81,16 @@ def test_ratios_and_crossovers() -> None:
         "specpipe behind elsewhere": 2,
         "specpipe_db behind elsewhere": None,
     }
-    page = curves_markdown(rows, {"clock": "simulated"}, crossovers(rows, None), "elsewhere")
+    crossed = crossovers(rows, None)
+    page = curves_markdown(rows, {"clock": "simulated"}, crossed, "elsewhere", remarks(rows))
     assert "`elsewhere` is cross-profile" in page
     assert "batch 4, throughput: 2.00x over ar on the same profile, 1.33x cross-profile" in page
+    assert "cross-profile; the paper 1.64-2.08x over PP-vLLM" in page
     assert curves_png(rows, {"clock": "simulated"})[:4] == b"\x89PNG"
 
 
 def test_step_times_are_fitted_where_there_is_no_profile() -> None:
-    fitted, now = _Fitted(), 0.0
+    fitted, now = _FittedCost(), 0.0
     assert len({*fitted.table(9).tolist()}) == 1  # nothing is known: flat
     for nodes in (4, 20, 8, 40, 12):
         fitted.step(now, nodes)

@@ -1,4 +1,4 @@
-"""Sampling on accelerators: the same torch code on CPU tensors, against the host's numpy code."""
+"""The torch code for accelerators, on CPU tensors, against the host's numpy code."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.device import DeviceProbs, joined, on_host
+from specdec.device import DeviceProbs, concatenate, on_host
 from specdec.sampling import on_device
 from specdec.sampling import transform as sampling
-from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
+from specdec.sampling.host import sample_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from tests.unit.test_sampling import KINDS, LARGEST_DRAW, PARAMS, logits_of
 
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors count as tensors of an accelerator."""
+    """Treats CPU tensors as an accelerator's."""
     monkeypatch.setattr(sampling, "on_accelerator", lambda tensor: True)
 
 
 def host(name: str, given: SamplingParams, *args):
-    """The host's result, whatever ``there`` says."""
+    """Returns the host's result, also under the fixture ``there``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "on_accelerator", lambda tensor: False)
         return getattr(SamplingTransform(given), name)(*args)
@@ -33,7 +34,7 @@ def host(name: str, given: SamplingParams, *args):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 def test_tokens_equal_the_hosts(kind, given, vocab):
-    """Whatever the draw, at the ends of the distribution too, with ties and banned tokens."""
+    """For all draws, including the ends of the distribution, ties and banned tokens."""
     params = SamplingParams(**given)
     logits = logits_of(kind, vocab=vocab)
     if kind == "banned":
@@ -67,7 +68,7 @@ def test_distributions_equal_the_hosts_and_stay_there(kind, given):
 @pytest.mark.usefixtures("there")
 @pytest.mark.parametrize("kind", KINDS)
 def test_best_candidates_equal_the_hosts(kind):
-    """Ties are ordered as on the host, whatever ``topk`` makes of them."""
+    """Ties are ordered as on the host, although ``topk`` does not specify their order."""
     logits, params = logits_of(kind), SamplingParams(temperature=0.6)
     for k in (1, 16, 2000):
         for mine, expected in zip(
@@ -80,7 +81,7 @@ def test_best_candidates_equal_the_hosts(kind):
 @pytest.mark.parametrize("vocab", [6, 1000, 20_000])
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 def test_a_row_does_not_depend_on_its_batch(vocab, given):
-    """Bit for bit, as on the host: a tree's answers are those of token-by-token decoding."""
+    """Bit-identical, as on the host: a tree's answers equal token-by-token decoding."""
     logits = logits_of("plain", rows=5, vocab=vocab).float()
     logits[3] = logits[3].round()
     transform = SamplingTransform(SamplingParams(**given))
@@ -94,7 +95,7 @@ def test_a_row_does_not_depend_on_its_batch(vocab, given):
 @pytest.mark.usefixtures("there")
 @pytest.mark.parametrize("given", PARAMS[:4], ids=str)
 def test_a_cut_beyond_the_first_entries_is_looked_for_again(given, monkeypatch):
-    """In flat rows top-p keeps more than the entries that are looked at first."""
+    """In flat rows, top-p keeps more entries than are searched first."""
     params, logits = SamplingParams(**given), logits_of("flat", rows=9)
     logits[::2] = logits_of("peaked", rows=5)
     monkeypatch.setattr(on_device, "NUCLEUS", 12)
@@ -107,7 +108,7 @@ def test_a_cut_beyond_the_first_entries_is_looked_for_again(given, monkeypatch):
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf])
 def test_faulty_logits_are_refused(given, fault):
-    """Also where only candidates of a draft, and no tokens, come back."""
+    """Also if only a draft's candidates are copied to the host, and no tokens."""
     logits = logits_of("plain")
     logits[5, 7] = fault
     transform, draws = SamplingTransform(SamplingParams(**given)), np.zeros(len(logits))
@@ -145,14 +146,14 @@ def test_rows_become_arrays_where_they_are_used_as_such():
     assert len(probs[1]) == 9
     np.testing.assert_array_equal(np.stack([np.asarray(row) for row in probs]), rows)
     np.testing.assert_array_equal(on_host(probs[1:3]), rows[1:3])
-    both = joined([probs, probs[:2]])
+    both = concatenate([probs, probs[:2]])
     assert isinstance(both, DeviceProbs)
     np.testing.assert_array_equal(on_host(both), np.concatenate([rows, rows[:2]]))
-    np.testing.assert_array_equal(joined([probs, rows]), np.concatenate([rows, rows]))
+    np.testing.assert_array_equal(concatenate([probs, rows]), np.concatenate([rows, rows]))
 
 
 def test_judging_keeps_the_targets_distribution():
-    """Exact: accepted children and corrections, weighed by the draft's law, add up to the target.
+    """Exact: accepted children and corrections, weighted by the draft's law, sum to the target.
 
     Over all ordered pairs of siblings that a draft of four tokens can propose, the tests' draws
     on a grid, the correction's in a permutation of one.

@@ -1,13 +1,13 @@
-"""Losslessness in distribution: the joint law of the next tokens against the target's own.
+"""Losslessness in distribution: the joint law of the next tokens against the target's.
 
 Target and draft are tables of logits given the last token, so the exact law is known. Thousands of
-prompts, each with its own keyed draws, decode side by side through the real tree, verifier and
-commit. Every check has planted bugs that it must catch: those that shipped in other projects.
+prompts, each with its keyed draws, are decoded together by the library's tree, verifier and
+commit. Every check must catch planted bugs, which occurred in other projects.
 
-False-alarm rate: 1e-6 per check (they are deterministic in the seed; the rate says how much a pass
-means, and that a change of the key layout should not need a new seed).
+False-alarm rate: 1e-6 per check. Checks are deterministic in the seed; the rate states the power
+of a pass, and that a new key layout should not need another seed.
 
-Shape letters: R requests, V vocabulary, L tokens looked at.
+Shape letters: R requests, V vocabulary, L compared tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from specdec.certify.laws import (
 )
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
+from specdec.sampling.host import sample_candidates
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose, keyed_uniforms
-from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Answers, Candidates, Output
 from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
@@ -72,7 +73,7 @@ class TableDraws(KeyedDraws):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is run: tree shape, transform, pipeline or whole-tree answers, planted bugs."""
+    """Configuration of a run: tree shape, transform, pipeline or whole tree, planted bugs."""
 
     branching: tuple[int, ...]
     sampling: str = "plain"
@@ -140,7 +141,7 @@ def grow(live, level, width, draft, stored, draws) -> None:
 
 
 def answer(live, target, draws, root_only) -> tuple[Answers, ...]:
-    """The target's distribution and own keyed draw after every node (or every root)."""
+    """The target's distribution and keyed draw after every node (or every root)."""
     cdf = target.cumsum(axis=1)
     answers = []
     for request in live:
@@ -169,7 +170,7 @@ def exact_law(setup: Setup) -> np.ndarray:
 
 
 def counts_of(setup: Setup, tokens: np.ndarray) -> np.ndarray:
-    """int64[V ** L]: how often each sequence came."""
+    """int64[V ** L]: number of occurrences of each sequence."""
     cells = tokens @ VOCAB ** np.arange(setup.length)[::-1]
     return np.bincount(cells, minlength=VOCAB**setup.length)
 
@@ -220,7 +221,7 @@ def test_rejection_sampling_keeps_the_joint_law_of_three_tokens(branching, root_
 
 
 def test_match_gives_the_law_and_the_tokens_of_plain_sampling():
-    """Token for token: the draws of plain decoding, whatever the tree was."""
+    """Token by token the draws of plain decoding, for any tree."""
     setup = Setup(branching=(3, 1))
     draws = TableDraws(seed=0, num_requests=setup.num_requests)
     target = SamplingTransform(SAMPLINGS["plain"]).probs(TARGET_LOGITS)

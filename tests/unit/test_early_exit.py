@@ -19,12 +19,18 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.executors import ExitFront
 from specdec.executors.layout import StageLayout
-from specdec.metrics import exit_laws
-from specdec.models.exits import final_norm, head_model, own_head, read_head
+from specdec.metrics.speedup import expected_accepted
+from specdec.models.exits import (
+    HeadWeights,
+    final_norm,
+    head_model,
+    read_head,
+    untrained_head,
+)
 from specdec.models.random import random_model
-from specdec.policies import Chain, FixedWidth, ThompsonChain
+from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
-from specdec.sources import EarlyExitSource
+from specdec.sources import EarlyExitSource, exit_laws
 from specdec.state import RequestState, StopRules
 from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
 from specdec.train.exits import (
@@ -39,6 +45,7 @@ from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
 from strategies import eesd, ppsd
+from strategies.eesd import ThompsonChain
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
@@ -74,7 +81,7 @@ class TestLaws:
             for gamma in (1, 4, 9):
                 stopped = sum(h * alpha**h * (1 - alpha) for h in range(gamma))
                 expected = stopped + gamma * alpha**gamma
-                assert exit_laws.expected_accepted(alpha, gamma) == pytest.approx(expected)
+                assert expected_accepted(alpha, gamma) == pytest.approx(expected)
 
     def test_limits_that_the_paper_states(self) -> None:
         assert exit_laws.eq6_speedup(1.0, 3, 24) == pytest.approx(8.0)
@@ -94,8 +101,8 @@ class TestLaws:
     def test_shallow_stages_join_eq6_where_a_stage_is_an_exit(self) -> None:
         for alpha in (0.0, 0.5, 1.0):
             deep = exit_laws.eq6_speedup(alpha, 3, 24)
-            assert exit_laws.shallow_stages_speedup(alpha, 3, 24, 8) == pytest.approx(deep)
-        assert exit_laws.pipeline_speedup(0.5, 6, 24, 8) == pytest.approx(24 / (3 + 12))
+            assert exit_laws.ppsd_law(3, 24, 8).speedup(alpha) == pytest.approx(deep)
+        assert exit_laws.ppsd_law(6, 24, 8).speedup(0.5) == pytest.approx(24 / (3 + 12))
 
     def test_a_share_is_a_share(self) -> None:
         with pytest.raises(ValueError, match=r"alpha=1\.2"):
@@ -203,7 +210,7 @@ class TestSchedule:
 class TestRefusals:
     def test_what_does_not_go_together_says_why(self) -> None:
         bench, match = Workbench(pair()), MatchVerifier()
-        late = EarlyExitSource(front=None, vocab_size=24)
+        late = EarlyExitSource(pair=pair())
         with pytest.raises(UserError, match="drafts before it submits"):
             bench.parts(source=late, policy=Chain(gamma=2), verifier=match, stages=2)
         policy = FixedWidth(width=1, children=1)
@@ -223,7 +230,7 @@ class TestRefusals:
         policy.open(cases()[0].request())
         lengths = {policy._length(5, position) for position in range(60)}
         assert lengths == {1, 2, 3, 4}
-        policy._seen[5] = [0, 10_000]  # nothing was ever accepted
+        policy._outcomes[5] = [0, 10_000]  # nothing was ever accepted
         assert {policy._length(5, position) for position in range(60)} == {1}
 
 
@@ -284,7 +291,7 @@ class TestHeads:
         files = {"exit_head": kind, "exit_heads": str(tmp_path / "heads")}
         loaded = pretrained(tmp_path / "target", exit_layer=layer, **files)
         bench = Workbench(loaded)
-        front = bench.exit_front(StageLayout(stages=2, after_drafting=True))
+        front = bench.exit_front(StageLayout(stages=2, after_drafting=True), (layer,))
         case = cases(1)[0]
         request = case.request()
         front.open(request.id, request.num_prompt + request.stop.max_new_tokens)
@@ -296,12 +303,12 @@ class TestHeads:
         expected = head.logits(target, target.residuals(tokens, {layer})[layer])[0, -1]
         assert torch.allclose(logits[0], expected, atol=1e-4)
         with pytest.raises(UserError, match="specdec train exit_head"):
-            loaded.head_weights(2 if kind == "transformer" else 1)
+            loaded.artefact(HeadWeights, layer=2 if kind == "transformer" else 1)
 
     def test_a_head_model_shares_and_changes_nothing(self) -> None:
         target = random_model("gpt2", num_layers=4)
         before = {name: p.clone() for name, p in target.named_parameters()}
-        made = head_model(target, own_head(target, "norm", 2))
+        made = head_model(target, untrained_head(target, "norm", 2))
         assert len(list(made.transformer.h)) == 3
         assert final_norm(made) is not final_norm(target)
         for name, parameter in target.named_parameters():

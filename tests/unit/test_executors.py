@@ -12,9 +12,9 @@ from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors import ModelStage
-from specdec.executors.layout import InFlight, row_items, tree_row_index
+from specdec.executors.row_packing import InFlight, row_items, tree_row_index
 from specdec.executors.stage import split_layers
-from specdec.executors.times import StepTimes
+from specdec.executors.step_charges import StepCharges
 from specdec.pairs import RandomPair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules
@@ -101,7 +101,7 @@ def test_a_node_is_answered_latency_steps_later_and_time_adds_up() -> None:
     values["batch_size"] = 1
     runner = PartsRunner(cfg=values, pair=pair(), stop=STOP)
     clock = SimulatedClock(profile)
-    runner.parts.executor._times = StepTimes(clock, [1, 1, 1])  # type: ignore[attr-defined]
+    runner.parts.executor._charges = StepCharges(clock, [1, 1, 1])  # type: ignore[attr-defined]
     state = DecodeState(draws=runner.parts.draws, clock=clock, meter=Meter())
     emitted: list[float] = []
     for _ in runner.steps(

@@ -1,8 +1,8 @@
 """Tree attention in every family equals transformers' own forward over each node's path.
 
-The reference is transformers' model with transformers' masks and a plain attention in float64 (its
-"eager" takes the softmax in float32, its "sdpa" refuses soft caps), so that 1e-12 is a fair bound:
-the differences that are left come from the order of sums.
+The reference is transformers' model with transformers' masks and plain attention in float64 (its
+"eager" computes the softmax in float32, its "sdpa" does not support soft caps). So a bound of 1e-12
+is fair: the remaining differences come from the order of sums.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_nodes_equal_fresh_forward(family, options):
 
 @pytest.mark.parametrize("family", sorted(WINDOWED))
 def test_window_matters(family):
-    """The control of the test above: without its window, the same model answers differently."""
+    """Control of the test above: without its window, the model's logits differ."""
     rng = np.random.default_rng(7)
     sequence = torch.from_numpy(rng.integers(3, 61, 20))[None]
     logits = [
@@ -141,7 +141,7 @@ def test_window_matters(family):
 
 
 def test_given_model_is_unchanged():
-    """A runner works on its own copy: the model's own output and config stay as they were."""
+    """A runner works on a copy: the given model's output and config do not change."""
     model = random_model("llama")
     tokens = torch.arange(3, 20)[None]
     before, config = model(tokens).logits, model.config.to_dict()
@@ -165,19 +165,19 @@ def _small(family, **options):
     [
         ("bert", "differ by"),  # sees both sides
         ("diffllama", "differ by"),  # subtracts two attentions
-        ("falcon", "asks its cache"),  # attention of its own
+        ("falcon", "needs another cache"),  # attention of its own
         ("llama4_text", "chunked_attention"),
         ("big_bird", "do not all attend"),  # blocks of its own
     ],
 )
 def test_unsuited_families_are_refused(family, message):
-    """What is not certified is compared with transformers' own logits before it is used."""
+    """Families that are not certified are compared with transformers' logits before use."""
     with pytest.raises(UserError, match=f"'{family}'.*{message}"):
         ModelRunner(model=_small(family), name="target", meter=Meter())
 
 
 def test_suited_family_is_accepted():
-    """StableLM is not on the list, but works, and the comparison is not metered."""
+    """StableLM is not certified, but passes the comparison, which is not metered."""
     meter = Meter()
     ModelRunner(
         model=_small("stablelm", intermediate_size=64, num_key_value_heads=2),
@@ -188,7 +188,7 @@ def test_suited_family_is_accepted():
 
 
 def test_attention_with_unknown_features_is_refused():
-    """Attention sinks (gpt_oss) would be dropped silently."""
+    """Attention sinks (gpt_oss) must not be ignored silently."""
     config = AutoConfig.for_model(
         "gpt_oss",
         vocab_size=61,

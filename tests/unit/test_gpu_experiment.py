@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from experiments.gpu import measure
-from experiments.gpu.bars import verdicts
 from experiments.gpu.measure import SMOKE_NOTE, TABLES, main
 from experiments.gpu.passes import NODE_COUNTS
+from experiments.gpu.requirements import verdicts
 from experiments.gpu.shapes import LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET, random_llama
 from experiments.gpu.strategies import REPLAYED, TRAINED
 from specdec.models.quantize import num_bytes

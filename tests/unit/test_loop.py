@@ -193,7 +193,7 @@ def test_two_requests_of_one_id_are_refused() -> None:
 
 
 def test_a_long_prefill_in_small_chunks_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_module, "_MAX_SILENT_STEPS", 5)
+    monkeypatch.setattr(state_module, "_MAX_IDLE_STEPS", 5)
     assert len(outputs(serve("ar", Work({1: [1] * 20}, prefill_chunk=1)))[1]) > 0
 
 
@@ -201,5 +201,5 @@ def test_a_policy_that_submits_nothing_ends_with_an_error(monkeypatch: pytest.Mo
     """Nothing hangs: a loop without answers stops with the cause."""
 
     monkeypatch.setattr(RootOnly, "select", lambda self, state, source: Nodes())
-    with pytest.raises(RuntimeError, match="the policy submits nothing"):
+    with pytest.raises(RuntimeError, match="the policy submits no nodes"):
         serve("ar", Work({1: [1, 2]}))

@@ -41,13 +41,7 @@ from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import build_pair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling.transform import SamplingParams
-from specdec.sources import (
-    EarlyExitSource,
-    MedusaSource,
-    MixtureSource,
-    RandomSource,
-    StagedSource,
-)
+from specdec.sources import EarlyExitSource, MixtureSource, RandomSource
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, Oracle, TablePair, decode_cases
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
@@ -55,6 +49,8 @@ from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Candidates, Needs, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies import medusa
+from strategies.medusa import MedusaSource
+from strategies.staged import StagedSource
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
@@ -115,7 +111,7 @@ def check_candidates(models: Pair, parts: Parts, k: int = 3) -> list[int]:
 
 
 def head_source(bench: Workbench) -> MedusaSource:
-    return MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=HEADS)
+    return MedusaSource(pair=bench.pair, clock=bench.clock, meter=bench.meter, heads=HEADS)
 
 
 def built(
@@ -176,7 +172,7 @@ class TestCandidates:
                 charged.append(rows) if (rank, kind) == (CONTROLLER, Work.HEAD) else None
                 charge(rank, kind, rows)
 
-            source = MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=2)
+            source = MedusaSource(pair=bench.pair, clock=bench.clock, meter=bench.meter, heads=2)
             parts = bench.parts(
                 source=source, policy=Static(branching=branching), verifier=MatchVerifier()
             )
@@ -265,7 +261,7 @@ class TestWeights:
                 weight += 0.3 * torch.randn(weight.shape, generator=generator)
         save_heads(heads, tmp_path / "heads")
         pair = pretrained(tmp_path / "target", exit_heads=str(tmp_path / "heads"))
-        loaded = pair.medusa_heads(2, Meter())
+        loaded = pair.artefact(MedusaHeads, num_heads=2, meter=Meter())
         assert (loaded.layer, loaded.num_heads, loaded.vocab_size) == (1, 2, 48)
         stream = torch.randn(1, 5, SHAPE.hidden, generator=generator)
         for number, head in enumerate(heads, start=1):
@@ -273,13 +269,15 @@ class TestWeights:
             assert expected.std() > 0.1
             assert torch.allclose(loaded.logits(number, stream[0]), expected, atol=0.05)
         with pytest.raises(UserError, match=r"no medusa-2-3.*source\.heads=2"):
-            pair.medusa_heads(3, Meter())
+            pair.artefact(MedusaHeads, num_heads=3, meter=Meter())
         (tmp_path / "heads" / "medusa-2-1.safetensors").rename(
             tmp_path / "heads" / "medusa-2-3.safetensors"
         )
         with pytest.raises(UserError, match="no medusa-2-1"):
-            pair.medusa_heads(1, Meter())
-        untrained = pretrained(tmp_path / "target").medusa_heads(2, Meter())
+            pair.artefact(MedusaHeads, num_heads=1, meter=Meter())
+        untrained = pretrained(tmp_path / "target").artefact(
+            MedusaHeads, num_heads=2, meter=Meter()
+        )
         own = target.logits(stream)[0]  # they begin as the target's own head
         assert torch.allclose(untrained.logits(2, stream[0]), own, atol=1e-3)
 
@@ -300,12 +298,12 @@ class TestRefusals:
     def test_what_does_not_go_together_says_why(self, models: Pair) -> None:
         bench = Workbench(models)
         with pytest.raises(ValueError, match=r"heads=0"):
-            MedusaSource(load_heads=bench.medusa_heads, clock=bench.clock, heads=0)
+            MedusaSource(pair=bench.pair, clock=bench.clock, meter=bench.meter, heads=0)
         with pytest.raises(UserError, match="model=random"):
             medusa.build(Workbench(build_pair({"kind": "synthetic"})))
         with pytest.raises(ValueError, match="source=mixture"):
             StagedSource(draft=head_source(bench), cheap=RandomSource(vocab_size=VOCAB))
-        late = EarlyExitSource(front=None, vocab_size=VOCAB)
+        late = EarlyExitSource(pair=models)
         late.needs = replace(late.needs, hidden_layers=(1,))
         with pytest.raises(UserError, match="does not deliver"):
             bench.parts(source=late, policy=levels(), verifier=MatchVerifier(), stages=2)

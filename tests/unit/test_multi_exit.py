@@ -15,19 +15,19 @@ from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
 from specdec.executors import ExitFront
 from specdec.interfaces import TokenSource
-from specdec.metrics.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
 from specdec.policies import FixedWidth
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
-from specdec.sources import MultiExitSource
-from specdec.sources.multi_exit import ExitChances
-from specdec.sources.remembering import AnswerBook
+from specdec.sources.candidate_cache import CandidateCache
+from specdec.sources.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
 from strategies import multi_exit
+from strategies.multi_exit import MultiExitSource
+from strategies.multi_exit.source import ExitChances
 from tests.exits import going_on
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
 
@@ -196,13 +196,13 @@ class TestSampled:
     def test_a_choice_by_the_candidate_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Control: an exit that is left where the candidate drawn from it is an odd token."""
 
-        def odd(book: AnswerBook, nodes: Nodes) -> BoolArray:
+        def odd(book: CandidateCache, nodes: Nodes) -> BoolArray:
             known = book.recall(nodes, 1)
             return (known.counts > 0) & (known.tokens[:, 0] % 2 == 1)
 
         monkeypatch.setattr(
             MultiExitSource,
-            "_goes_on",
+            "_prefers_later",
             lambda self, state, nodes, at: odd(self._books[at], nodes) & (at == 0),
         )
         assert frozenset({True, False}) in self.choices(4, monkeypatch)
@@ -210,7 +210,7 @@ class TestSampled:
     def choices(self, stages: int | None, monkeypatch: pytest.MonkeyPatch) -> list[frozenset[bool]]:
         """By tokens up to a node: whether it went on from the first exit, of ten requests each."""
         found: dict[tuple[int, ...], set[bool]] = {}
-        goes_on = MultiExitSource._goes_on
+        goes_on = MultiExitSource._prefers_later
 
         def noting(self: MultiExitSource, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
             mask = goes_on(self, state, nodes, at)
@@ -219,12 +219,12 @@ class TestSampled:
                 tree = state.requests[request_id].tree
                 for node_id, slot in zip(ids.tolist(), tree.slots(ids).tolist(), strict=True):
                     went = next(rows)
-                    if at == 0 and 0 in self._said[request_id].get(node_id, {}):
+                    if at == 0 and 0 in self._tops[request_id].get(node_id, {}):
                         path = state.requests[request_id].path_tokens(slot)
                         found.setdefault(tuple(path.tolist()), set()).add(went)
             return mask
 
-        monkeypatch.setattr(MultiExitSource, "_goes_on", noting)
+        monkeypatch.setattr(MultiExitSource, "_prefers_later", noting)
         bench = Workbench(pair(num_layers=6, exit_layer=2), seed=1)
         parts = multi_exit.build(bench, stages=stages, verifier=RejectionVerifier())
         stop, rule = StopRules(max_new_tokens=3), SamplingParams(temperature=0.5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -59,8 +59,8 @@ def _paged(how: str) -> Parts:
     bench._front = None
     return bench.parts(
         source=EarlyExitSource(
-            front=bench.exit_front(layout) if drafts_first else None,
-            vocab_size=bench.pair.vocab_size,
+            pair=bench.pair,
+            exit_front=partial(bench.exit_front, layout) if drafts_first else None,
         ),
         policy=Chain(gamma=2) if drafts_first else FixedWidth(width=2, children=2),
         verifier=MatchVerifier(),

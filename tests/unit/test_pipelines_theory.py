@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments.pipelines.bars import ROWS
-from experiments.pipelines.running import Bench
+from experiments.pipelines.simulated_runs import Bench
+from experiments.pipelines.strategy_speeds import ROWS
 from experiments.pipelines.theory import (
     DecodeCounts,
     crossing,
     implied_tbt_ms,
     needed_acceptance_length,
-    steps_by_equation_2,
 )
 from specdec.clocks import CostCurve, LatencyProfile
+from specdec.profiling.equations import eq2_tbt
 
 PROFILE = LatencyProfile(
     name="test",
@@ -38,9 +38,9 @@ def test_counts_by_hand() -> None:
 
 
 def test_equation_2_at_its_ends() -> None:
-    assert steps_by_equation_2(1.0, 8) == 1.0
-    assert steps_by_equation_2(0.0, 8) == 8.0
-    assert steps_by_equation_2(0.65, 8) == pytest.approx(3.45)
+    assert eq2_tbt(1.0, 8, hit=1.0) == 1.0
+    assert eq2_tbt(1.0, 8, hit=0.0) == 8.0
+    assert eq2_tbt(1.0, 8, hit=0.65) == pytest.approx(3.45)
 
 
 def test_crossing_is_found_between_samples() -> None:

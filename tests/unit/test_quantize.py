@@ -1,4 +1,4 @@
-"""Weight-only quantisation: what is stored, what it changes, what is refused; lossless as ever."""
+"""Weight-only quantisation: stored bytes, errors, losslessness and error messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_layers_are_quantised_and_nothing_else(kind, steps):
 
 @needs_torchao
 def test_a_quantised_pair_decodes_losslessly():
-    """Speculative decoding of a quantised target equals its own plain decoding."""
+    """Speculative decoding of a quantised target equals its plain decoding."""
     pair = RandomPair(
         num_layers=2, hidden_size=64, dtype="float32", quantization="int8", graphs="replay"
     )
@@ -80,7 +80,7 @@ def test_refusals_of_the_library_are_passed_on():
         quantize(_model(dtype="float64"), "int8")
     with pytest.raises(UserError, match="multiples of 32, not 24; use int8"):
         quantize(random_model("llama", num_layers=1, hidden_size=24), "int4")
-    with pytest.raises(UserError, match="finds no plain linear maps in model type 'gpt2'"):
+    with pytest.raises(UserError, match="finds no plain linear layers in model type 'gpt2'"):
         quantize(random_model("gpt2", num_layers=1), "int8")
 
 

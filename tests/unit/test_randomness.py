@@ -81,7 +81,7 @@ def test_cached_draws_equal_their_definition_in_any_order_of_asking(monkeypatch)
 
 
 def test_two_users_a_few_positions_apart_share_a_table(monkeypatch):
-    """A source that reads the target's draws runs ahead of it over a block border."""
+    """A source that uses the target's draws is ahead of it across a block border."""
     draws = KeyedDraws(seed=1)
     computed = []
     real = randomness.keyed_uniforms

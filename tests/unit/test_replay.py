@@ -132,7 +132,7 @@ def test_every_strategy_decodes_the_recorded_prompts(words: tuple[str, ...]) -> 
 
 def test_beyond_the_end_of_the_record_positions_are_drawn_from_it() -> None:
     models = replayed(recorded("greedy"))
-    hidden, request = models.synthetic(), recorded("greedy").requests[0]
+    hidden, request = models.hidden, recorded("greedy").requests[0]
     end = request.num_prompt + request.num_output
     inside = np.arange(request.num_prompt - 1, end - 1)
     assert (hidden.ranks(request.id, inside) == request.ranks).all()
@@ -161,7 +161,7 @@ def test_what_a_record_does_not_hold_is_refused(words: tuple[str, ...], reason: 
 
 
 def test_a_prompt_that_was_not_recorded_is_refused() -> None:
-    hidden = replayed(recorded("greedy")).synthetic()
+    hidden = replayed(recorded("greedy")).hidden
     with pytest.raises(UserError, match="no prompt 99"):
         hidden.tokens(99, np.arange(3))
 
@@ -182,9 +182,9 @@ def test_records_are_written_and_read_without_loss(tmp_path) -> None:
     ("damage", "complaint"),
     [
         (lambda a: a.pop("ranks"), "not a record"),
-        (lambda a: a.update(ranks=a["ranks"][1:]), "do not add up"),
+        (lambda a: a.update(ranks=a["ranks"][1:]), "differ in number"),
         (lambda a: a.update(ids=a["ids"] * 0), "occurs twice"),
-        (lambda a: a.update(logprobs=a["logprobs"][:, ::-1]), "falling order"),
+        (lambda a: a.update(logprobs=a["logprobs"][:, ::-1]), "descending order"),
         (lambda a: a.update(logprobs=-a["logprobs"]), "above 0"),
         (lambda a: a.update(num_prompt=a["num_prompt"] * 0), "no prompt"),
         (lambda a: a.update(head=np.array('{"format": "other"}')), "version"),
@@ -207,7 +207,7 @@ def test_files_that_are_no_records_are_refused(tmp_path) -> None:
     (tmp_path / "text.npz").write_text("text", encoding="utf-8")
     with pytest.raises(UserError, match="not a record"):
         build_replay(record=str(tmp_path / "text.npz"))
-    with pytest.raises(UserError, match="leave it null"):
+    with pytest.raises(UserError, match=r"model\.method=null"):
         build_replay(record=str(tmp_path / "none.npz"), method="acc_eagle")
 
 

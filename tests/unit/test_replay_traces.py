@@ -60,7 +60,7 @@ def test_chains_emit_what_the_trace_says(tmp_path, gamma: int, stages: int | Non
 def test_a_shifted_trace_would_be_seen(tmp_path) -> None:
     """The planted bug: lengths read one position late."""
     models = build_replay(record=written(tmp_path / "t.jsonl"), method="acc_eagle")
-    hidden = models.synthetic()
+    hidden = models.hidden
     first = hidden.reach(5, np.arange(4, 15))
     assert first is not None
     assert (first + 1).tolist() == LENGTHS[5]

@@ -114,7 +114,7 @@ def test_no_global_random_numbers() -> None:
 
 
 def test_every_package_is_installed() -> None:
-    """The list in pyproject.toml is explicit, because conf/ is mapped into specdec.conf."""
+    """The list in pyproject.toml is explicit; specdec.conf is a link to conf/."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     listed = set(project["tool"]["setuptools"]["packages"])
     found = {

@@ -1,4 +1,4 @@
-"""Files that survive crashes, tables that hide nothing, provenance without secrets."""
+"""Result files survive crashes, tables are complete, provenance contains no secrets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_requests_are_read_back_as_written(tmp_path: Path) -> None:
     totals = RunTotals(steps=2, stage_busy_s={1: 0.25})
     with RequestWriter(path) as writer:
         writer.write("specpipe", result, repeat=1, totals=totals, prompt="stdlib/4")
-        # A reader sees the line while the run goes on.
+        # A reader sees the line during the run.
         (record,) = read_requests(path)
     assert record.result == result
     assert record.totals == totals
@@ -49,7 +49,7 @@ def test_requests_are_read_back_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", ['{"strategy": "ar", "rep', "\x00\x00", '{"a": 1}'])
 def test_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path, torn: str) -> None:
-    """Appending behind a torn line would glue two records together and lose both."""
+    """Appending to an incomplete line would merge two records and lose both."""
     path = tmp_path / "requests.jsonl"
     with RequestWriter(path) as writer:
         writer.write("ar", make_result([[1]], prompt_id=0), totals=RunTotals())
@@ -58,7 +58,7 @@ def test_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path, torn: s
     assert list(finished(path, "ar")) == [0]
     with RequestWriter(path) as writer:
         writer.write("ar", make_result([[1]], prompt_id=1), totals=RunTotals())
-        writer.write("ar", make_result([[1]], prompt_id=2))  # its counts are nowhere
+        writer.write("ar", make_result([[1]], prompt_id=2))  # without totals
     assert list(finished(path, "ar")) == [0, 1]
 
 
@@ -123,8 +123,8 @@ def test_table_shows_every_column_and_marks_the_best_lossless_row() -> None:
         assert "prompt 0, token 9: None instead of 9" in text
 
 
-def test_few_prompts_are_told_with_their_intervals() -> None:
-    """Two prompts gave 1.57x and an asterisk, without a word."""
+def test_few_prompts_are_noted_with_their_intervals() -> None:
+    """Regression: a speed-up from two prompts was marked best without a note."""
     row = {"strategy": "mine", "num_prompts": 2, "speedup_wall_interval": [0.9, 1.75]}
     yardstick = {"strategy": "ar", "num_prompts": 2, "speedup_wall_interval": [1.0, 1.0]}
     (note,) = notes_of([yardstick, row])
@@ -160,7 +160,7 @@ def test_run_folder_holds_summary_and_a_picture(tmp_path: Path) -> None:
     paths = write_run(tmp_path, summary, run.results, {"strategy": "x"})
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     assert json.loads(paths[1].read_text(encoding="utf-8"))["new_tokens"] == 40, "written last"
-    write_run(tmp_path, summarise([], RunTotals()), [], {})  # an empty run is drawn empty
+    write_run(tmp_path, summarise([], RunTotals()), [], {})  # a run without results has empty plots
 
 
 def test_provenance_names_versions_hardware_and_configuration() -> None:

@@ -1,8 +1,10 @@
-"""Pictures and the page: what they show is what the counts say."""
+"""Pictures and the report page agree with the counts."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -34,7 +36,7 @@ BYTES = [b" caf", b"\xc3", b"\xa9", b" <b>", b"\xe2\x82", b"\xac", b"\n  x"]
 
 
 def decode(tokens: list[int]) -> str:
-    """Byte tokens; like Llama's, the tokenizer drops a leading space of what it is given."""
+    """Decodes byte tokens; like Llama's tokenizer, drops a leading space."""
     text = b"".join(BYTES[t] for t in tokens).decode("utf-8", errors="replace")
     return text.removeprefix(" ")
 
@@ -47,7 +49,7 @@ def colored() -> tuple[object, list[int]]:
 
 
 def test_token_texts_add_up_to_the_text() -> None:
-    """Characters of several tokens, and spaces that a tokenizer drops, are nobody's twice."""
+    """Characters of several tokens and dropped leading spaces are each assigned once."""
     result, ends = colored()
     assert result.text == "caf\u00e9 <b>\u20ac\n  x"
     assert ends[-1] == len(result.text)
@@ -80,7 +82,7 @@ def test_without_texts_tokens_are_numbers() -> None:
     assert pieces(result, None)[0] == Piece("#0 #1 ", 0)
 
 
-def test_the_picture_has_as_much_of_a_colour_as_its_source_has_characters() -> None:
+def test_coloured_areas_are_proportional_to_characters() -> None:
     result, ends = colored()
     names = {-1: "target", 0: "draft model", 1: "prompt lookup"}
     image = matplotlib.image.imread(BytesIO(origins_png(result, ends, names, columns=20)))
@@ -108,8 +110,8 @@ def test_staged_trees_name_both_levels() -> None:
     assert mixture == {-1: "target", 0: "prompt lookup", 1: "draft model"}
 
 
-def test_curves_are_what_the_times_say() -> None:
-    # Three prompts; tokens of one chunk come together. The longest has no half of them beside it.
+def test_curves_agree_with_the_times() -> None:
+    # Tokens of one chunk share a time. Only one of three prompts reaches the fourth token.
     a = make_result([[1], [2, 3]], times=[1.0, 2.0], admitted=0.5)
     b = make_result([[1], [2], [3], [4]], times=[1.0, 3.0, 5.0, 9.0], admitted=0.0)
     c = make_result([[1], [2], [3]], times=[1.0, 3.0, 5.0], admitted=0.0)
@@ -122,7 +124,7 @@ def test_curves_are_what_the_times_say() -> None:
     assert shares([mixed]) == {-1: pytest.approx(1 / 3), 0: pytest.approx(2 / 3)}
 
 
-def test_a_sweeps_page_holds_jobs_against_their_plain_decoding(
+def test_a_sweeps_page_compares_jobs_with_their_baseline(
     sweep: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -148,7 +150,27 @@ def test_the_page_needs_nothing_else(comparison: Path) -> None:  # noqa: F811
     assert "<script" not in page, "only a traced run's trees need one, inside a frame"
 
 
-def test_bad_words_and_empty_folders_are_refused(tmp_path: Path, capsys) -> None:
+def test_names_and_texts_cannot_inject_html(comparison: Path, tmp_path: Path) -> None:  # noqa: F811
+    folder = tmp_path / "<img src=x onerror=alert(1)>\"'&"
+    shutil.copytree(comparison, folder)
+    requests = folder / "requests.jsonl"
+    lines = [json.loads(line) for line in requests.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line["text"] = "<script>alert(2)</script>"
+    ends = {
+        s: {str(r["id"]): [25] * len(r["output"]) for r in lines} for s in ("ar", "speculative")
+    }
+    (folder / "token_ends.json").write_text(json.dumps(ends), encoding="utf-8")
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "&lt;script&gt;alert(2)&lt;/script&gt;" in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    assert "<script" not in page
+    assert "<img src=x" not in page
+
+
+def test_bad_arguments_and_empty_folders_are_refused(tmp_path: Path, capsys) -> None:
     for words in ([], ["a", "b"], ["a", "text=x"], [str(tmp_path / "none")], [str(tmp_path)]):
         assert main(["report", *words]) == BAD_INPUT
         assert "Traceback" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Run folders read back: what was written is found again, in objects and in frames."""
+"""Reading run folders returns what was written, as objects and data frames."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_of(strategy: str, **keys: Any) -> dict[str, Any]:
 
 
 def runs_of(strategy: str, gap_s: float) -> Run:
-    """Two prompts of five tokens: ``ar`` one per answer, others two."""
+    """Two prompts of five tokens; ``ar`` emits one token per answer, others two."""
     found = []
     for prompt in range(2):
         chunks = [[1], [2], [3], [4], [5]] if strategy == "ar" else [[1], [2, 3], [4, 5]]
@@ -116,15 +116,15 @@ def test_several_folders_are_one_frame(sweep: Path, comparison: Path) -> None:
     assert len(results.frame(sweep, comparison)) == 6
 
 
-def test_plain_decoding_is_found_where_only_the_parts_differ(sweep: Path) -> None:
+def test_the_baseline_differs_only_in_its_parts(sweep: Path) -> None:
     found = {r.name: r for r in results.read(sweep)}
-    plain = results.partner(found["strategy=speculative,seed=1"], found.values())
+    plain = results.baseline_of(found["strategy=speculative,seed=1"], found.values())
     assert plain is found["strategy=ar,seed=1"], "another seed is another experiment"
     found["strategy=ar,seed=1"].config["executor"] = {"stages": 8}
-    assert results.partner(found["strategy=speculative,seed=1"], found.values()) is None
+    assert results.baseline_of(found["strategy=speculative,seed=1"], found.values()) is None
 
 
-def test_what_cannot_be_read_is_said(tmp_path: Path, sweep: Path) -> None:
+def test_unreadable_folders_are_refused(tmp_path: Path, sweep: Path) -> None:
     with pytest.raises(UserError, match="not a folder"):
         results.read(tmp_path / "none")
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""The sampling transform against transformers' own processors and warpers, and its edges."""
+"""The sampling transform against transformers' processors and warpers, and edge cases."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.sampling.history import repeated_ngrams
-from specdec.sampling.host import Distribution, inverse_cdf
+from specdec.sampling.host import Distribution, inverse_cdf, sample_candidates
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
+from specdec.sampling.processors import repeated_ngrams
 from specdec.sampling.transform import (
-    Asked,
+    AnswerRequest,
     SamplingParams,
     SamplingTransform,
     TargetSampler,
-    sample_candidates,
 )
 
 LARGEST_DRAW = 1.0 - 2.0**-53
@@ -75,7 +74,7 @@ KINDS = ["plain", "flat", "peaked", "tied", "banned"]
 def test_probs_equal_transformers(kind, given):
     """Equal to 1e-12 in float64, and the same tokens are kept.
 
-    Which of several tied tokens top-p cuts depends on the sort there; here the lower ids stay.
+    In transformers, which tied tokens top-p cuts depends on the sort; here lower ids are kept.
     """
     logits = logits_of(kind)
     expected = hugging_face(logits, **given)
@@ -120,7 +119,7 @@ def test_lower_precision_logits_are_filtered_as_their_exact_values(dtype, given)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 def test_a_row_does_not_depend_on_its_batch(vocab, dtype, given):
-    """Bit for bit: otherwise a tree's answers would differ from token-by-token decoding."""
+    """Bit-identical: otherwise a tree's answers would differ from token-by-token decoding."""
     logits = logits_of("plain", rows=9, vocab=vocab).to(dtype)
     logits[3] = logits[3].round()
     transform = SamplingTransform(SamplingParams(**given))
@@ -145,7 +144,7 @@ def test_top_p_keeps_no_more_than_its_mass_needs(top_p, kept, top_k):
 
 
 def test_a_draw_beyond_a_blocks_rounded_end_falls_on_its_last_token():
-    """The sum of a block and its running sum round differently; a draw may lie between the two."""
+    """A block's sum and its cumulative sum round differently; a draw may lie between the two."""
     weights = np.zeros((200, 640))
     weights[:, 129:190] = np.random.default_rng(0).random((200, 61))
     block = weights[:, 128:192]
@@ -160,7 +159,7 @@ def test_a_draw_on_an_edge_of_the_cdf_belongs_to_the_token_above_it():
 
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 def test_no_rows_give_no_tokens(given):
-    """All rows of a request may have been pruned on their way."""
+    """All rows of a request may have been pruned."""
     transform, logits = SamplingTransform(SamplingParams(**given)), torch.zeros(0, 1000)
     assert transform.sample(logits, np.zeros(0)).shape == (0,)
     assert transform.probs(logits).shape == (0, 1000)
@@ -236,7 +235,7 @@ def test_a_proposal_is_the_processed_distribution_or_the_plain_one_if_greedy():
 
 
 def random_histories(rng: np.random.Generator, num: int, alphabet: int = 3):
-    """Ragged, over few tokens, so that n-grams repeat."""
+    """Histories of different lengths over few tokens, so that n-grams repeat."""
     return [rng.integers(0, alphabet, rng.integers(1, 30)) for _ in range(num)]
 
 
@@ -347,7 +346,7 @@ def test_answers_use_the_draw_of_the_position_after_the_node(given):
     draws = KeyedDraws(seed=9)
     for needs_probs in (False, True):
         sampler = TargetSampler(draws=draws, needs_probs=needs_probs)
-        (answers,) = sampler.answer([Asked(request, node_ids, positions)], logits)
+        (answers,) = sampler.answer([AnswerRequest(request, node_ids, positions)], logits)
         for i, position in enumerate(positions):
             uniform = draws.uniform(42, np.array([position + 1]), Purpose.TARGET)
             token = SamplingTransform(params).sample(logits[i : i + 1], uniform)
@@ -361,7 +360,7 @@ def test_answers_use_the_draw_of_the_position_after_the_node(given):
 
 @pytest.mark.parametrize("needs_probs", [False, True])
 def test_requests_that_share_a_call_are_answered_as_alone(needs_probs):
-    """Bit for bit, whether they share their parameters and with them the call, or do not."""
+    """Bit-identical, whether or not they have equal parameters and thus share the call."""
     logits = logits_of("plain", rows=7, vocab=300)
     hot, cold = SamplingParams(temperature=0.9, top_p=0.9), SamplingParams(no_repeat_ngram=2)
     rng = np.random.default_rng(0)
@@ -371,7 +370,9 @@ def test_requests_that_share_a_call_are_answered_as_alone(needs_probs):
         for i, (params, num) in enumerate(zip(kinds, (2, 4, 1), strict=True)):
             histories = random_histories(rng, num, alphabet=300)
             request = SimpleNamespace(id=i, sampling=params)
-            asked.append(Asked(request, np.arange(num) + start, np.arange(num) + 9, histories))
+            asked.append(
+                AnswerRequest(request, np.arange(num) + start, np.arange(num) + 9, histories)
+            )
             start += num
         together = sampler.answer(asked, logits)
         assert [answers.request for answers in together] == [0, 1, 2]

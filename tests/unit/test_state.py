@@ -114,7 +114,7 @@ def test_a_stop_string_in_the_prompt_does_not_end_the_request():
 
 
 @pytest.mark.parametrize("hit", [False, True])
-def test_a_commit_tells_holders_what_moved(hit):
+def test_a_commit_lists_retired_and_kept_nodes(hit):
     state, request = one_request(StopRules(max_new_tokens=9))
     state.step = 4
     commit = commit_path(state, request, [10, 11, 12], hit=hit)
@@ -145,7 +145,7 @@ def test_emitted_tokens_are_accepted_and_answers_before_cuts():
         assert len(request.output) == request.stop.max_new_tokens
 
 
-def test_idle_steps_are_counted_by_what_is_being_waited_for():
+def test_idle_steps_are_counted_by_cause():
     state, request = one_request(StopRules(max_new_tokens=9))
     request.prefill_sent = request.num_prefill
     state.commit([])
@@ -177,11 +177,11 @@ def test_an_empty_prompt_is_refused():
     ("rules", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": 4, "stop_strings": ("a", ""), "decode": str}, "empty text"),
-        ({"max_new_tokens": 4, "stop_strings": ("a",)}, "need decode"),
+        ({"max_new_tokens": 4, "stop_strings": ("a", ""), "decode": str}, "empty string"),
+        ({"max_new_tokens": 4, "stop_strings": ("a",)}, "requires decode"),
     ],
 )
-def test_stop_rules_that_cannot_be_followed_are_refused(rules, message):
+def test_invalid_stop_rules_are_refused(rules, message):
     with pytest.raises(ValueError, match=message):
         StopRules(**rules)
 

@@ -1,4 +1,4 @@
-"""Static buffers: arenas that are used again, growth, families, slices, refusals."""
+"""Static buffers: reuse of arenas, growth, families, slices, error messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specdec.clocks.meter import Meter
-from specdec.device import ROW_COUNTS, captured
 from specdec.errors import UserError
 from specdec.kernels import support
+from specdec.kernels.graphs import ROW_COUNTS, capture
 from specdec.models.captured import COLUMN_COUNTS
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
@@ -29,7 +29,7 @@ def _runner(model, execution=REPLAY, **kwargs):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
 def test_equals_a_plain_pass(family):
-    """Padded rows, windows and soft caps; node counts at and between the captured ones."""
+    """Padded rows, windows and soft caps; numbers of nodes at and between the captured counts."""
     options = {"sliding_window": 6} if family in {"gemma2", "mistral"} else None
     model = random_model(family, dtype="float64", num_layers=2, options=options)
     plain, static = _runner(model, Execution()), _runner(model)
@@ -43,7 +43,7 @@ def test_equals_a_plain_pass(family):
 
 
 def test_an_arena_is_used_again_and_its_past_is_not_seen():
-    """A later request gets the arena, and the passes captured over it, of one that is gone."""
+    """A later request reuses the arena, and the captured passes, of a closed one."""
     model = random_model("llama", dtype="float64", num_layers=2)
     plain, static = _runner(model, Execution()), _runner(model)
     first = static.new_cache(40)
@@ -61,7 +61,7 @@ def test_an_arena_is_used_again_and_its_past_is_not_seen():
 
 
 def test_two_requests_at_a_time_have_two_arenas():
-    """And each is replayed alone, with the other's rows in the same pass."""
+    """Each is replayed separately, with the other's rows in the same pass."""
     model = random_model("llama", dtype="float64", num_layers=2)
     plain, static = _runner(model, Execution()), _runner(model)
     found = []
@@ -83,7 +83,7 @@ def test_a_cache_outgrows_its_arena():
 
 
 def test_outputs_outlive_the_next_replay():
-    """A graph overwrites its outputs; what a runner hands out must stay."""
+    """A graph overwrites its outputs; a runner's results must not change."""
     model = random_model("llama", dtype="float64", num_layers=2)
     static = _runner(model, capture_layers=(0,))
     first = static.forward([grown(static, static.new_cache(8), prefix=9, nodes=4, seed=1)])
@@ -93,8 +93,8 @@ def test_outputs_outlive_the_next_replay():
     assert all(torch.equal(a, b) for a, b in zip(kept, given, strict=True))
 
 
-def test_larger_passes_run_as_ever():
-    """More rows than the largest count, or more entries than the widest mask: not replayed."""
+def test_larger_passes_run_uncaptured():
+    """With more rows than the largest count, or more entries than the widest mask."""
     model = random_model("llama", num_layers=1, max_positions=4096)
     static = _runner(model)
     many = grown(static, static.new_cache(8), prefix=9, nodes=ROW_COUNTS[-1] + 1)
@@ -111,7 +111,7 @@ def test_larger_passes_run_as_ever():
 
 
 def test_a_runner_that_is_gone_leaves_no_memory():
-    """Weights, arenas and graphs go at once, not when Python next looks for cycles."""
+    """Weights, arenas and graphs are freed at once, not by the next garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -125,7 +125,7 @@ def test_a_runner_that_is_gone_leaves_no_memory():
 
 
 class FakeCuda:
-    """Stands for the graphs of ``torch.cuda``: it notes the order of events."""
+    """Replaces the graphs of ``torch.cuda`` and records the order of events."""
 
     def __init__(self, monkeypatch, *, fails=False):
         self.events: list[str] = []
@@ -152,7 +152,7 @@ class FakeCuda:
 
 
 def test_a_pass_is_captured_once_and_then_replayed(monkeypatch):
-    """Two launches to warm up on a side stream, one that is captured, and none after."""
+    """Two warm-up launches on a side stream, one during capture, and none afterwards."""
     cuda = FakeCuda(monkeypatch)
     outputs = object()
 
@@ -160,7 +160,7 @@ def test_a_pass_is_captured_once_and_then_replayed(monkeypatch):
         cuda.events.append("launch")
         return outputs
 
-    replay = captured(launch, "pool")
+    replay = capture(launch, "pool")
     warm_up = ["wait", "launch", "launch", "wait"]
     assert cuda.events == [*warm_up, "capture in pool", "launch", "captured"]
     assert replay() is outputs
@@ -171,7 +171,7 @@ def test_a_pass_is_captured_once_and_then_replayed(monkeypatch):
 def test_a_pass_that_cannot_be_captured_is_refused(monkeypatch):
     FakeCuda(monkeypatch, fails=True)
     with pytest.raises(UserError, match=r"cannot capture.*not permitted when.*\): .*graphs=off"):
-        captured(object, "pool")
+        capture(object, "pool")
 
 
 def test_refusals_name_the_remedy():
@@ -204,7 +204,7 @@ def test_compiled_passes(monkeypatch):
 
 @pytest.mark.slow
 def test_every_layer_of_a_deep_model_is_compiled(monkeypatch):
-    """torch compiles eight variants of a code; layers that differ in a number are variants."""
+    """torch compiles at most eight variants of a function; each layer index would be one."""
     ran: list[int] = []
 
     def backend(graph, inputs):
@@ -231,7 +231,7 @@ def test_every_layer_of_a_deep_model_is_compiled(monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_passes_by_the_default_backend():
-    """Generated code takes another sine and cosine, in float32 as the family has them."""
+    """Generated code computes sine and cosine differently, in float32 as in this family."""
     problem = support.compile_problem("cpu")
     if problem is not None:
         pytest.skip(problem)
@@ -256,7 +256,7 @@ def test_compilation_without_a_compiler_is_refused_at_once(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["dense", "triton"])
 def test_cuda_graphs_equal_plain_passes(attention):
-    """Captured and replayed on a device, against the same kernels launched one by one."""
+    """Captured and replayed on a device, against the same kernels without graphs."""
     model = random_model("llama", device="cuda", num_layers=2, scale=0.1)
     plain = _runner(model, Execution())
     graphs = _runner(model, Execution(graphs="cuda"), attention=attention)

@@ -1,4 +1,4 @@
-"""Draws over static buffers: those of the transform without them, whatever was drawn before."""
+"""Draws over static buffers equal draws without them, independent of earlier draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _logits(num: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Te
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_draws_are_the_transforms_own(kind):
-    """Rows at and between the captured counts, two types, and buffers that held other rows."""
+    """Numbers of rows at and between the captured counts, two types, and reused buffers."""
     static = StaticDraws(graphs="replay")
     for seed, num in enumerate((1, 3, 64, 5, 3)):
         for dtype in (torch.float64, torch.float32):
@@ -38,7 +38,7 @@ def test_draws_are_the_transforms_own(kind):
 
 
 def test_the_buffers_are_what_is_read(monkeypatch):
-    """The control: draws that were not sent are not drawn by."""
+    """Control: draws use the uniforms in the buffers."""
     static = StaticDraws(graphs="replay")
     logits = _logits(4, 0)
     draws = [np.full(4, value) for value in (0.05, 0.95)]
@@ -48,8 +48,8 @@ def test_the_buffers_are_what_is_read(monkeypatch):
     np.testing.assert_array_equal(static.sample(logits, draws[0], **KINDS[0]), found[1])
 
 
-def test_what_is_not_served_is_drawn_as_ever(monkeypatch):
-    """A cut of top-p beyond the entries looked at; more transforms than are kept; many rows."""
+def test_other_draws_run_uncaptured(monkeypatch):
+    """A top-p cut beyond the searched entries; more transforms than the limit; many rows."""
     kind = {"temperature": 1.0, "top_k": 0, "top_p": 0.99}
     flat, draws = _logits(3, 1) * 0.01, np.array([0.1, 0.5, 0.9])
     expected = on_device.sample(flat, draws, **kind)
@@ -69,7 +69,7 @@ def test_what_is_not_served_is_drawn_as_ever(monkeypatch):
 
 
 def test_the_sampling_transform_goes_through_them():
-    """Where they are given and serve; greedy rows have no draw."""
+    """If given and applicable; greedy rows have no draw."""
     static = StaticDraws(graphs="replay")
     logits, draws = _logits(3, 2), np.array([0.2, 0.4, 0.6])
     for params, replays in ((SamplingParams(temperature=0.8), 1), (SamplingParams(), 1)):

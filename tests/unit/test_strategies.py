@@ -1,22 +1,30 @@
-"""The strategies in Python and the presets in YAML are the same combinations."""
+"""The builders of ``strategies``: the YAML preset with arguments in place of its values."""
 
 from __future__ import annotations
 
-from functools import partial
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specdec.compose.build import compose
+import strategies
+from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
-from specdec.executors import PipelineExecutor
-from specdec.pairs import RandomPair
+from specdec.errors import UserError
+from specdec.pairs import PretrainedPair, RandomPair
+from specdec.verifiers import RejectionVerifier
 from strategies import (
     autoregressive,
     best_first,
     eesd,
     leviathan2023,
     medusa,
+    multi_exit,
     pipedec,
     ppsd,
     specinfer,
@@ -27,25 +35,8 @@ from strategies import (
     swiftspec,
 )
 
-BUILDERS = {
-    "ar": autoregressive.build,
-    "speculative": leviathan2023.build,
-    "specinfer": specinfer.build,
-    "best_first": best_first.build,
-    "swiftspec": swiftspec.build,
-    "swiftspec_base": swiftspec.build_base,
-    "staged": staged.build,
-    "pipedec": pipedec.build,
-    "specpipe": specpipe.build,
-    "specpipe_bf": specpipe_bf.build,
-    "specpipe_db": specpipe_db.build,
-    "specpipe_db_adaptive": partial(specpipe_db.build, shared_width=True),
-    "eesd": eesd.build,
-    "eesd_ts": lambda bench: eesd.build(bench, max_gamma=10),
-    "ppsd": ppsd.build,
-    "medusa": medusa.build,
-    "ppsd_tree": lambda bench: ppsd.build(bench, width=4, children=4),
-}
+FOLDER = Path(strategies.__path__[0])
+MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +44,85 @@ def pair() -> RandomPair:
     return RandomPair(num_layers=14, hidden_size=8, num_heads=2, exit_layer=2)
 
 
-def described(parts: Parts) -> dict[str, object]:
-    """Classes and public settings of the parts."""
-    policy = {k: v for k, v in vars(parts.policy).items() if not k.startswith("_")}
-    stages = parts.executor.latency if isinstance(parts.executor, PipelineExecutor) else None
+def changed(build: Callable[..., Parts], **keys: Any) -> tuple[Callable[..., Parts], dict]:
+    return build, keys
+
+
+EVERY_ARGUMENT = {
+    "ar": changed(autoregressive.build, stages=3),
+    "speculative": changed(leviathan2023.build, gamma=2),
+    "specinfer": changed(specinfer.build, branching=[2, 1], stages=3, draft_overlap="rule"),
+    "best_first": changed(best_first.build, bs=9, w=2, d=2, min_mass=0.25, min_prob=0.125),
+    "swiftspec": changed(swiftspec.build, bs=9, w=2, d=2, target_degree=3, draft_degree=1),
+    "swiftspec_base": changed(swiftspec.build_base, bs=9, w=2, d=2, degree=3),
+    "staged": changed(staged.build, branching=[2, 1]),
+    "pipedec": changed(pipedec.build, width=5, children=3, stages=7),
+    "specpipe": changed(specpipe.build, width=5, children=3, stages=7, levels_per_step=2),
+    "specpipe_bf": changed(specpipe_bf.build, width=5, children=3, draft_passes=1, stages=7),
+    "specpipe_db": changed(specpipe_db.build, width=5, children=3, stages=7, kv_tokens=640),
+    "eesd": changed(eesd.build, gamma=2, stages=3),
+    "eesd_ts": changed(eesd.build, max_gamma=4, stages=3),
+    "ppsd": changed(ppsd.build, width=2, children=3, stages=5),
+    "multi": changed(multi_exit.build, further_exits=[5], stages=5),
+    "multi, serial": changed(multi_exit.build, gamma=2, further_exits=[5], stages=5),
+    "medusa": changed(medusa.build, heads=2, branching=[3, 2], stages=3),
+}
+
+
+def settings(parts: Parts) -> dict[str, Any]:
+    """Public attributes of policy, source and serving, and the pipeline's length."""
+    public = {k: v for part in (parts.policy, parts.source) for k, v in vars(part).items()}
+    heads = getattr(parts.source, "_heads", None)
     return {
-        "source": type(parts.source).__name__,
-        "policy": (type(parts.policy).__name__, policy),
-        "verifier": type(parts.verifier).__name__,
-        "stages": stages,
-        "serving": parts.serving,
+        **{k: v for k, v in public.items() if not k.startswith("_")},
+        "heads": getattr(heads, "num_heads", None),
+        "kv_tokens": parts.serving.kv_tokens,
+        "further_exits": list(getattr(parts.source, "layers", ()))[1:],
     }
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_python_and_yaml_build_the_same_strategy(name: str, pair: RandomPair) -> None:
-    cfg = compose_config([f"strategy={name}", "model=random"]).values
-    in_python = BUILDERS[name](Workbench(pair))  # type: ignore[operator]
-    assert described(in_python) == described(compose(cfg, pair))
+@pytest.mark.parametrize("name", EVERY_ARGUMENT)
+def test_arguments_reach_the_parts(name: str, pair: RandomPair) -> None:
+    build, keys = EVERY_ARGUMENT[name]
+    parts = build(Workbench(pair), **keys)
+    found = settings(parts)
+    for key, value in keys.items():
+        if key == "stages":
+            assert parts.executor.latency in (1, value)
+        elif key in found:
+            same = (value, tuple(value)) if isinstance(value, list) else (value,)
+            assert found[key] in same
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_example_runs(name: str) -> None:
+    module = importlib.import_module(f"strategies.{name}")
+    example = [line for line in inspect.getdoc(module).splitlines() if line.startswith("    ")]
+    assert example, f"strategies/{name}.py shows no example"
+    models = PretrainedPair(
+        target="bundled:target",
+        draft="bundled:draft",
+        ngram="bundled:ngram/samples.safetensors",
+        exit_heads="bundled:heads",
+        exit_layer=3,
+    )
+    names = {name: module, "bench": Workbench(models), "RejectionVerifier": RejectionVerifier}
+    exec(textwrap.dedent("\n".join(example)), names)
+    assert isinstance(names["parts"], Parts)
+
+
+def test_unknown_presets_and_keys_are_refused(pair: RandomPair) -> None:
+    bench = Workbench(pair)
+    with pytest.raises(UserError, match="spec_pipe is unknown"):
+        build_preset("spec_pipe", bench)
+    with pytest.raises(UserError, match="widht"):
+        build_preset("specpipe", bench, {"policy.widht": 3})
+
+
+def test_a_verifier_replaces_the_preset_s(pair: RandomPair) -> None:
+    parts = leviathan2023.build(Workbench(pair), verifier=RejectionVerifier())
+    assert isinstance(parts.verifier, RejectionVerifier)
+    assert parts.source.gives_probs  # type: ignore[attr-defined]
 
 
 def test_staged_branches_at_the_start() -> None:
@@ -78,7 +130,6 @@ def test_staged_branches_at_the_start() -> None:
 
     The shape once was 1,1,3,1,1,1: as many rows, more draft passes and fewer accepted tokens.
     """
-    shape = list(staged.BRANCHING)
+    shape = compose_config(["strategy=staged"]).values["policy"]["branching"]
     assert shape[0] > 1 == shape[-1]
     assert shape == sorted(shape, reverse=True)
-    assert compose_config(["strategy=staged"]).values["policy"]["branching"] == shape

@@ -1,4 +1,4 @@
-"""Shares of a model together equal the model, at any degree; what is not a share is zero."""
+"""The shares of a model together equal the model, at any degree; padding is zero."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_llama_at_degrees_up_to_more_than_heads(tied: bool) -> None:
 
 
 def test_missing_sums_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the inputs of one rank only."""
+    """Planted fault: outputs are not summed over the ranks."""
     monkeypatch.setattr("specdec.models.shortcuts._DIRECT", {})  # classes with the true forward
     monkeypatch.setattr(RowLinear, "forward", lambda self, x: x @ self.weight.T)
     with pytest.raises(AssertionError, match="off by"):
@@ -86,7 +86,7 @@ def test_missing_sums_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_padded_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: logits of vocabulary rows that are padding, 0 as they are."""
+    """Planted fault: padded vocabulary rows appear as logits of 0."""
 
     def all_of_it(self: ColumnLinear, hidden: torch.Tensor) -> torch.Tensor:
         output = torch.nn.functional.linear(hidden, self.weight, self.bias)
@@ -99,7 +99,7 @@ def test_padded_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (12, 4), (6, 2), (7, 7), (25, 5)])
-def test_every_query_head_is_somewhere_once_and_beside_its_own(heads: tuple[int, int]) -> None:
+def test_every_query_head_is_on_one_rank_with_its_key_value_head(heads: tuple[int, int]) -> None:
     num_heads, num_kv_heads = heads
     per_group = num_heads // num_kv_heads
     for size in range(1, 10):
@@ -126,7 +126,7 @@ def test_even_shares_cover_all_and_are_padded_alike(total: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_share_reads_what_a_share_of_the_whole_holds(family: str, tmp_path: Path) -> None:
-    """From safetensors, a stage of layers too: equal parameters, all else on the meta device."""
+    """From safetensors, also for a stage: equal parameters, all others on the meta device."""
     model = model_of(family, tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     for rank in range(3):

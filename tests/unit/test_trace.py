@@ -1,4 +1,4 @@
-"""Traces: the record follows the loop exactly, and files and pictures say what it says."""
+"""Traces: the record equals the loop's steps; files and pictures agree with the record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STAGES = 3
 
 
 def traced(policy: str, executor: str = "pipeline", **keys: object) -> tuple[PartsRunner, list]:
-    """A finished traced run and all its commits, step by step."""
+    """A finished traced run and its commits per step."""
     values = config(Cell("draft_model", policy, "match", executor, "t06"))
     if policy == "specpipe":
         values["policy"].update(width=5, children=3)
@@ -55,7 +55,7 @@ def folder(specpipe: tuple[PartsRunner, list], tmp_path_factory: pytest.TempPath
     where = tmp_path_factory.mktemp("run")
     trace = specpipe[0].trace
     assert trace is not None
-    # Text that would end a script or a comment if it were pasted into a page as it is.
+    # Text that would end a script or a comment if it were not escaped.
     write_trace(where, trace, latency=STAGES, text=lambda i: f"</script><!--{i}")
     return where
 
@@ -76,8 +76,8 @@ def test_a_trace_changes_nothing() -> None:
     assert found[0] == found[1]
 
 
-def test_an_early_exit_is_on_record() -> None:
-    """Every kind of work has a phase; the exit belongs to the level that passes it."""
+def test_an_early_exit_is_recorded() -> None:
+    """Each kind of work has a phase; an exit belongs to the level computed by its stage."""
     assert set(PHASES) == set(Work)
     cell = Cell("early_exit", "ppsd", "match", "pipeline", "greedy")
     costs = {**COSTS, "exit": {"tokens": [1], "ms": [4.0]}}
@@ -101,8 +101,8 @@ def test_an_early_exit_is_on_record() -> None:
     ("policy", "executor"),
     [("specpipe", "pipeline"), ("static", "local"), ("best_first", "local"), ("chain", "pipeline")],
 )
-def test_the_record_gives_every_tree_back(policy: str, executor: str) -> None:
-    """Replaying nodes and commits yields the nodes that each commit kept, and the output."""
+def test_trees_are_reproduced_from_the_record(policy: str, executor: str) -> None:
+    """Replaying nodes and commits gives the nodes that each commit kept, and the output."""
     runner, steps = traced(policy, executor)
     assert runner.trace is not None
     expected = {
@@ -134,22 +134,22 @@ def test_the_record_gives_every_tree_back(policy: str, executor: str) -> None:
 
 
 def test_a_recorder_that_forgets_nodes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: nodes made and pruned within one step are looked for too late."""
+    """Injected bug: nodes added and pruned within one step are missed."""
     from specdec.trace import recorder
 
     real = recorder.ObservedExecutor.collect
 
     def late(self, *args):  # type: ignore[no-untyped-def]
         output = real(self, *args)
-        for followed in self._trace.trees._followed.values():
-            steps = followed.record["steps"]
+        for entry in self._trace.trees._open_requests.values():
+            steps = entry.record["steps"]
             if steps:
                 steps[-1]["nodes"] = steps[-1]["nodes"][:-1]
         return output
 
     monkeypatch.setattr(recorder.ObservedExecutor, "collect", late)
     with pytest.raises((AssertionError, KeyError)):
-        test_the_record_gives_every_tree_back("specpipe", "pipeline")
+        test_trees_are_reproduced_from_the_record("specpipe", "pipeline")
 
 
 def test_work_and_waits_tile_every_rank_s_time(folder: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_stage_s_level_is_the_step_that_fed_it(
 
 
 def test_a_group_s_ranks_share_a_level() -> None:
-    """Two ranks per stage: both work in a step on what was fed stage - 1 steps ago."""
+    """Two ranks per stage: both compute the submission of stage - 1 steps ago."""
     spans = [Span(rank, "stage", rank / 10, 0.1, 4, 7) for rank in (1, 2, 3, 4)]
     fed = {6: {"requests": [1], "depths": [2, 2], "prefill": 0}}
     events = chrome_events(spans, fed, {1: 1, 2: 1, 3: 2, 4: 2})
@@ -196,7 +196,7 @@ def test_a_group_s_ranks_share_a_level() -> None:
     assert names[3] == "rank 4: stage 2"
 
 
-def test_the_record_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_is_bounded_and_marked_as_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_STEPS > 100
     monkeypatch.setattr("specdec.trace.recorder.MAX_STEPS", 5)
     runner, steps = traced("chain", "local")
@@ -207,7 +207,7 @@ def test_the_record_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert {s["step"] for r in trees.requests for s in r["steps"]} == set(range(5))
 
 
-def test_a_warm_up_leaves_no_mark() -> None:
+def test_a_warm_up_is_not_recorded() -> None:
     runner, steps = traced("specpipe")
     trace = runner.trace
     assert trace is not None
@@ -298,7 +298,7 @@ def test_steps_of_any_missed_request_are_misses() -> None:
         ([".", "steps=x"], "FROM-TO"),
     ],
 )
-def test_what_cannot_be_drawn_is_said(
+def test_traces_that_cannot_be_drawn_are_refused(
     words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specdec.cli.trace import main as trace
@@ -318,8 +318,8 @@ def test_files_of_another_version_are_refused(tmp_path: Path) -> None:
         draw(tmp_path)
 
 
-def test_workers_spans_are_laid_beside_the_controller_s() -> None:
-    """Their clocks began at another time of day; their steps start again with every run."""
+def test_spans_of_workers_are_aligned_with_the_controller() -> None:
+    """Their clocks start at another time of day; their steps restart with each run."""
     clock = MeasuredClock(timeline=Timeline())
     trace = RunTrace(clock)
 
@@ -351,7 +351,7 @@ def test_workers_spans_are_laid_beside_the_controller_s() -> None:
         (["run", "model=random", "strategy=specpipe", "clock=paced"], "process per stage"),
     ],
 )
-def test_what_cannot_be_traced_or_paced_is_said_before_models_load(
+def test_unsupported_traces_are_refused_before_models_load(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == BAD_INPUT

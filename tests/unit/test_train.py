@@ -13,13 +13,13 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
-from specdec.train import card, cli, corpus, recipes
-from specdec.train.distill import DistillationLoss, divergence, sample_documents
+from specdec.train import agreement, card, cli, corpus, recipes
+from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.keys import check_keys
 from specdec.train.lm import Pretraining, held_out_loss, silent
 from specdec.train.model import LanguageModel, ModelShape, grow, load_hf, save_hf
 from specdec.train.plan import Phase, RunPlan
-from specdec.train.samples import Sampling, generate, pick
+from specdec.train.samples import Sampling, generate, pick, sample_documents
 from specdec.train.streams import Mixture, encode, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
 from tests.unit.test_train_corpus import SOURCE
@@ -228,7 +228,8 @@ def test_the_draft_ranks_its_own_tokens_first():
     draft = toy()
     prompt = torch.arange(1, 9)
     new = generate(draft, prompt[None], 6, [Sampling()], torch.Generator())
-    assert card.draft_ranks(draft, prompt, new[0]) == [0] * 6
+    tokens = torch.cat((prompt, new[0]))
+    assert agreement.draft_ranks(draft)(tokens, len(prompt)) == [[0] * 6]
 
 
 def test_unknown_recipes_and_keys_are_refused():
@@ -246,7 +247,7 @@ def test_yaml_defaults_are_the_recipes_arguments():
     for what, recipe in cli.RECIPES.items():
         path = Path(__file__).parents[2] / "conf" / "train" / f"{what}.yaml"
         cfg = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-        check_keys(recipe, cfg, given=("report",))
+        check_keys(recipe, cfg, injected=("report",))
 
 
 @shipped
@@ -278,15 +279,15 @@ def test_shipped_draft_is_a_tenth_of_the_target_and_agrees_with_it():
     ).read_bytes()
     tokenizer = Tokenizer.from_file(str(ASSETS / "target" / "tokenizer.json"))
     prompt = torch.tensor(tokenizer.encode(SOURCE.split("    if")[0].lstrip()).ids)
-    found = card.measure_agreement(
+    (measured,) = agreement.measure_agreement(
         parts["target"],
-        parts["draft"],
+        agreement.draft_ranks(parts["draft"]),
         [prompt] * 4,
         Sampling(temperature=0.6, top_p=0.9, top_k=80),
         48,
         0,
     )
-    assert found.rates(inside=False)[card.RANKS.index(8)] > 0.6
+    assert measured["outside"][agreement.RANKS.index(8)] > 0.6
 
 
 @shipped
@@ -297,6 +298,12 @@ def test_shipped_ngram_samples():
     assert tokens.ndim == 1
     assert 0 <= int(tokens.min()) <= int(tokens.max()) < 4096
     assert len(tokens) > 100_000
+
+
+@shipped
+def test_shipped_card_is_what_the_recipe_writes():
+    """README.md is generated: the template and the records give exactly the shipped page."""
+    assert card.render_card(ASSETS) == (ASSETS / "README.md").read_text()
 
 
 @shipped

@@ -88,7 +88,9 @@ def test_evaluation_text_is_dropped(tmp_path, monkeypatch):
         assert [d.path for d in built.train] == ["plain.py"]
         assert built.dropped["evaluation n-gram"] == 1
         assert built.kept_out == ["HumanEval"]
-        assert "not at hand (SPECDEC_DATA): GSM8K's test questions" in recipes.told_of(built)
+        assert "not available (SPECDEC_DATA): GSM8K's test questions" in recipes.excluded_sets(
+            built
+        )
         path.unlink()
     monkeypatch.delenv("SPECDEC_DATA")
     assert len(corpus.build_corpus(packages={}).train) == 2, "the control: it is the set that drops"

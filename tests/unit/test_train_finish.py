@@ -1,4 +1,4 @@
-"""Training loops out of the target: what is marked, what the loss does, the recipe in rounds."""
+"""`specdec train finish`: marks of repeated n-grams, the loss, the rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.train.plan import Phase, RunPlan
 from specdec.train.samples import Sampling, generate
 from specdec.train.streams import Mixture, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
-from specdec.train.unlikelihood import UnlikelihoodLoss, between, finish_target, mark_repeated
+from specdec.train.unlikelihood import UnlikelihoodLoss, finish_target, interpolate, mark_repeated
 
 VOCAB = 300
 SIZES = {"hidden": 32, "feed_forward": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -92,7 +92,7 @@ def test_a_weight_must_be_positive():
 
 def test_a_blend_outside_the_two_models_is_refused():
     with pytest.raises(ValueError, match="blend must be in"):
-        between(toy(), toy(), 1.5)
+        interpolate(toy(), toy(), 1.5)
 
 
 def test_the_recipe_runs_its_rounds_and_goes_on(tmp_path, monkeypatch):

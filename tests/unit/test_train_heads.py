@@ -1,4 +1,4 @@
-"""The heads' recipes and the finishing of a target, by the command, on a model of one's own."""
+"""`specdec train` of heads, draft, n-grams and finish, on a small model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT = ["plan.max_steps=2", "plan.length=32"]
 
 @pytest.fixture
 def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A random 4-layer model with a tokenizer of its own, and token streams in that tokenizer."""
+    """A random 4-layer model with its tokenizer, and token streams in that tokenizer."""
     target = tmp_path / "own" / "target"
     save_tokenizer(train_tokenizer([SOURCE] * 3, 330), target, 1024)
     shape = ModelShape(num_layers=4, vocab_size=330, max_positions=1024, **SIZES)
@@ -110,7 +110,7 @@ def test_heads_of_ones_own_model(
     (record,) = heads.glob("training-*.json")
     assert json.loads(record.read_text())["steps"] == 2
     if recipe == "exit_head":
-        assert main(command) == 0, "the same command again finds its work done"
+        assert main(command) == 0, "a repeated command resumes finished work"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_heads_of_ones_own_model(
         (["output_dir=nowhere"], "nowhere/target/model.safetensors is missing"),
     ],
 )
-def test_bad_input_is_told_before_anything_is_sampled(
+def test_bad_input_is_refused_before_sampling(
     words: list[str], message: str, family: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fast = ["heads=[{kind: norm, layer: 2}]", "weights={stdlib: 1}", *COMMON, *SHORT, *EVALUATION]
@@ -170,10 +170,10 @@ def test_a_draft_of_ones_own_and_its_ngrams(family: list[str]) -> None:
     assert (target / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
 
 
-def test_finishing_trains_long_windows_and_knows_its_model(
+def test_finish_trains_long_windows_and_recognises_its_model(
     family: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """By the shipped plan: windows of 256 alone once cost later positions."""
+    """The default plan has long windows: 256 alone once raised the loss at later positions."""
     few = ["plan.max_steps=5", "plan.log_every=1", "unlikelihood.length=16", "rounds=1"]
     command = ["train", "finish", *family, *COMMON, *SAMPLING, *few]
     command += ["weights={stdlib: 0.5, function: 0.5}", "sampling.rules=[{temperature: 0.0}]"]
@@ -192,11 +192,11 @@ def test_finishing_trains_long_windows_and_knows_its_model(
         return all(torch.equal(now[name], value) for name, value in finished.items())
 
     assert main(command) == 0
-    assert unchanged(), "the same command again begins where it first began"
+    assert unchanged(), "a repeated command starts from the same first weights"
     assert main([*command, "ngram=3"]) == 2
     assert "ngram was 8, is 3" in " ".join(capsys.readouterr().err.split())
     other = LanguageModel(load_hf(target).shape, generator=torch.Generator().manual_seed(9))
     save_hf(other, target)
     assert main(command) == 2, "another model was once replaced by the first one's weights"
-    assert "neither the model whose rounds lie in" in " ".join(capsys.readouterr().err.split())
+    assert "neither the model before the rounds in" in " ".join(capsys.readouterr().err.split())
     assert Tokenizer.from_file(str(target / "tokenizer.json")).get_vocab_size() == 330

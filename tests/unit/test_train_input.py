@@ -1,4 +1,4 @@
-"""What training recipes refuse, what a resumed run takes up, and what is never overwritten."""
+"""Training recipes: refused input, resumed runs, and files that are never overwritten."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from tokenizers import Tokenizer
 
 from specdec.errors import UserError
 from specdec.train import parallel, recipes
-from specdec.train.card import prompts_of
+from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
-from specdec.train.distill import sample_documents
 from specdec.train.exits import ExitHeads, HeadSpec, SelfDistillation
-from specdec.train.keys import made_of
+from specdec.train.keys import build
 from specdec.train.lm import Pretraining, TextLoss, held_out_loss, silent
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import RunPlan
-from specdec.train.samples import Sampling, generate
+from specdec.train.samples import Sampling, generate, sample_documents
 from specdec.train.streams import Mixture, compact, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
 from specdec.train.unlikelihood import UnlikelihoodLoss, mark_repeated, minus_log_rest
@@ -50,7 +49,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 class TestResuming:
     @pytest.mark.parametrize("kind", ["heads", "unlikelihood"])
     def test_a_stopped_run_equals_an_uninterrupted_one(self, kind: str, tmp_path: Path) -> None:
-        """Also where the loss counts or draws; it once began anew there."""
+        """Also for losses with counters or draws, which once restarted from zero."""
         marked = [np.roll(LINE, 3 * n)[:30].astype(np.int64) + 48 for n in range(9)]
         samples = np.concatenate([piece for row in marked for piece in ([0], row)])
 
@@ -71,11 +70,11 @@ class TestResuming:
             parts = run(tmp_path / "parts", stop)
         assert torch.equal(whole, parts)
 
-    def test_other_settings_do_not_go_on_with_it(self, tmp_path: Path) -> None:
-        """A finished run of another plan, seed or recipe was once handed back as the new one's."""
+    def test_refuses_to_resume_under_changed_settings(self, tmp_path: Path) -> None:
+        """A finished run of another plan, seed or recipe was once returned as the new run."""
         Pretraining(toy(), text(), plan(), tmp_path, settings={"target": "a"}).run()
         again = Pretraining(toy(), text(), plan(log_every=3), tmp_path, settings={"target": "a"})
-        assert again.state.step == 7, "what does not touch the weights may change"
+        assert again.state.step == 7, "settings that do not affect the weights may change"
         for changed, value, others in (
             ("plan.muon_lr", "0.1", {"schedule": plan(muon_lr=0.1)}),
             ("seed", "5", {"mixture": text(5)}),
@@ -86,7 +85,7 @@ class TestResuming:
             with pytest.raises(UserError, match=rf"{changed} was .*, is {value}.*another work_dir"):
                 Pretraining(toy(), mixture, schedule, tmp_path, settings=settings)
         (tmp_path / "settings.json").unlink()
-        with pytest.raises(UserError, match="not written down"):
+        with pytest.raises(UserError, match="without a record of its settings"):
             Pretraining(toy(), text(), plan(), tmp_path)
 
 
@@ -115,7 +114,7 @@ class TestRefusals:
             ({"max_step": 3}, "did you mean max_steps"),
         ],
     )
-    def test_a_plan_that_is_none(self, changes: dict[str, object], message: str) -> None:
+    def test_invalid_plans(self, changes: dict[str, object], message: str) -> None:
         with pytest.raises(UserError, match=message):
             plan(**changes)
 
@@ -143,7 +142,7 @@ class TestRefusals:
         assert int(targets.max()) == 33
         assert Mixture({"stdlib": LINE[:17]}, {"stdlib": 1.0}, 0).batch(1, 16)[1][0, -1] == 17
 
-    def test_streams_that_hold_nothing(self) -> None:
+    def test_empty_streams(self) -> None:
         """GSM8K without its data is left out; alone it is an error, not a division by zero."""
         empty = np.zeros(0, np.uint16)
         both = Mixture({"stdlib": LINE, "gsm8k": empty}, {"stdlib": 0.9, "gsm8k": 0.1}, 0)
@@ -158,9 +157,9 @@ class TestRefusals:
         with pytest.raises(UserError, match="nothing to sample from"):
             sample_documents(toy(), [], [Sampling()], new_tokens=4, batch=1, seed=0)
 
-    def test_words_that_mean_nothing(self) -> None:
+    def test_unknown_names_and_values_out_of_range(self) -> None:
         with pytest.raises(UserError, match="did you mean temperature"):
-            made_of(Sampling, {"temprature": 1.0}, "sampling.rules")
+            build(Sampling, {"temprature": 1.0}, "sampling.rules")
         with pytest.raises(UserError, match="top_p in"):
             Sampling(temperature=1.0, top_p=0.0)
         with pytest.raises(UserError, match="prompts of human_eval: choose from"):
@@ -182,10 +181,8 @@ class TestRefusals:
             ("rope_parameters", {"rope_theta": 1e4, "rope_type": "llama3"}),
         ],
     )
-    def test_models_that_would_be_computed_wrongly(
-        self, key: str, value: object, tmp_path: Path
-    ) -> None:
-        """They were read without a word: an untied output matrix, for one, was thrown away."""
+    def test_models_of_another_format(self, key: str, value: object, tmp_path: Path) -> None:
+        """They were once read without an error; an untied output matrix was dropped."""
         save_hf(toy(), tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
         load_hf(tmp_path)
@@ -211,7 +208,7 @@ class TestNumbers:
         p = logits.detach().softmax(-1)[0, :, 2]
         torch.testing.assert_close(logits.grad[0, :, 2], p)
 
-    def test_marks_beyond_sixteen_bits_survive(self) -> None:
+    def test_marks_above_sixteen_bits(self) -> None:
         """A vocabulary of 40,000 is marked by ids up to 80,000."""
         marked = compact(mark_repeated(np.array([1, 2, 39_999] * 4), vocab_size=40_000, ngram=3))
         assert int(marked.max()) == 79_999
@@ -224,7 +221,7 @@ class TestProcesses:
         own = parallel.own_rows(torch.arange(4)[:, None], device=torch.device("cpu"))
         assert own[0].flatten().tolist() == [1, 3]
         odd = plan(phases=[{"until": 1.0, "length": 16, "batch": 3}])
-        with pytest.raises(UserError, match="batch=3 is no multiple of num_processes=2"):
+        with pytest.raises(UserError, match="batch=3 must be a multiple of num_processes=2"):
             Pretraining(toy(), text(), odd, tmp_path)
 
     @pytest.mark.parametrize(
@@ -235,15 +232,15 @@ class TestProcesses:
         """The recipes' two processes on a machine of one GPU ended in `invalid device ordinal`."""
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        sizes, told = [], []
+        sizes, lines = [], []
         monkeypatch.setattr(parallel, "run_in_processes", lambda *words: sizes.append(words[-1]))
-        cfg = {"device": device, "report": lambda _, line: told.append(line)}
+        cfg = {"device": device, "report": lambda _, line: lines.append(line)}
         spawned = parallel.spawned(recipes.train_target, cfg, 3)
         assert (spawned, sizes or [1]) == (made > 1, [made])
-        assert bool(told) == (made < 3)
+        assert bool(lines) == (made < 3)
 
     @pytest.mark.distributed
-    def test_an_error_of_a_process_is_told_as_it_was_raised(self, tmp_path: Path) -> None:
+    def test_an_error_of_a_process_is_raised_in_the_parent(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"tokens.npz is missing: run `specdec train tokenizer"):
             recipes.train_target(
                 work_dir=str(tmp_path),
@@ -277,7 +274,7 @@ class TestTokenizers:
         monkeypatch.setattr(recipes, "build_corpus", lambda **_: corpus)
         return lambda **words: recipes.make_tokenizer(**self.CONFIG, **words)
 
-    def test_one_that_models_use_is_never_learnt_anew(self, made, tmp_path: Path) -> None:
+    def test_a_new_tokenizer_beside_models_of_another(self, made, tmp_path: Path) -> None:
         """`specdec train tokenizer`, as errors say to run it, once broke the models that ship."""
         other = train_tokenizer(["something else entirely, 12 times"] * 3, 280)
         save_tokenizer(other, tmp_path / "own" / "target", 64)
@@ -303,7 +300,7 @@ class TestTokenizers:
             recipes.need_streams(Path(work), tmp_path / "two")
         assert recipes.need_streams(Path(work), tmp_path / "one" / "target")
 
-    def test_one_whose_end_is_not_token_0(self, made, tmp_path: Path) -> None:
+    def test_a_tokenizer_whose_end_token_is_not_0(self, made, tmp_path: Path) -> None:
         other = Tokenizer.from_str(train_tokenizer(["a b"] * 3, 280).to_str().replace(END, "<x>"))
         save_tokenizer(other, tmp_path, 64)
         for folder, message in ((tmp_path, "as id 0"), (tmp_path / "none", "no tokenizer.json")):
@@ -322,7 +319,7 @@ def test_a_target_needs_a_depth_and_room_for_the_vocabulary(tmp_path: Path) -> N
     for shape, layers, message in (
         ({**sizes, "vocab_size": 40}, 1, "vocab_size=40, but the token streams hold id 40"),
         ({**sizes, "hiden": 8}, 1, "did you mean hidden"),
-        (sizes, None, "the depth to begin with"),
+        (sizes, None, "the initial depth"),
     ):
         phase = {"until": 1.0, "length": 16, "batch": 2, "layers": layers}
         words = {"phases": [phase], "max_steps": 1, "eval_length": 16}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec.train.distill import DistillationLoss, divergence
+from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.model import LanguageModel, ModelShape, with_layers
 from specdec.train.plan import Phase, RunPlan
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.policies.tree_growth import most_probable
 from specdec.sampling.top_stable import top_set, top_stable
 from specdec.tree import TokenTree
-from specdec.types import NO_NODE, Candidates
+from specdec.types import NO_NODE, Candidates, FloatArray, IntArray
 
 LOGPROBS = [0.0, -0.25, -0.5, -0.5, -1.0, -2.0]  # exact in binary, with ties
 
 
 @dataclass
 class RefNode:
-    """A node that knows its parent object; everything else is found by walking."""
+    """A node with a reference to its parent; everything else is computed by walking."""
 
     id: int
     token: int
@@ -113,16 +115,22 @@ def check_questions(tree: TokenTree, ref: RefTree) -> None:
     assert len(tree.slots(ids[:0])) == 0
 
 
+def best_nodes(tree: TokenTree, scores: FloatArray, num: int) -> IntArray:
+    """The ``num`` best nodes by ``scores``, candidates left out."""
+    return most_probable(tree, scores, np.full(len(tree), -np.inf), num)
+
+
 def check_best(tree: TokenTree, ref: RefTree, num: int) -> None:
     nodes = ref.nodes
     order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].score, i))
-    best = tree.best_subgraph(num).tolist()
+    best = best_nodes(tree, tree.scores, num).tolist()
     assert best == sorted(order[:num])
     assert num == 0 or 0 in best
     assert all(ref.slot(nodes[i].parent) in best for i in best if nodes[i].parent is not None)
 
     waiting = [i for i in order if nodes[i].submitted_at < 0]
-    chosen = tree.best_unsubmitted(num).tolist()
+    unsubmitted = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
+    chosen = best_nodes(tree, unsubmitted, num).tolist()
     assert chosen == sorted(waiting[:num])
 
     pool = [
@@ -196,7 +204,8 @@ class Pair:
             self.ref.append(self.ref.nodes[slot], token, logprob, origin)
 
     def submit(self) -> None:
-        slots = self.tree.best_unsubmitted(int(self.rng.integers(1, 6)))
+        unsubmitted = np.where(self.tree.submitted_at < 0, self.tree.scores, -np.inf)
+        slots = best_nodes(self.tree, unsubmitted, int(self.rng.integers(1, 6)))
         step = int(self.rng.integers(0, 100))
         self.tree.submitted_at[slots] = step
         for slot in slots:
@@ -266,9 +275,28 @@ def test_best_subgraph_is_the_best_of_all_connected_ones() -> None:
                 if all(tree.parents[i] in (0, *rest) for i in rest)
             ]
             best = max(sum(tree.scores[list(nodes)]) for nodes in connected)
-            chosen = tree.best_subgraph(num)
+            chosen = best_nodes(tree, tree.scores, num)
             assert tuple(chosen.tolist()) in connected
             assert sum(tree.scores[chosen]) == pytest.approx(best, rel=0, abs=1e-12)
+
+
+def test_missing_ancestors_are_those_outside_a_cache() -> None:
+    """Against a walk up every path; an ancestor above a cached node counts as cached."""
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        tree = TokenTree(token=0, position=0, root_id=7)
+        for token in range(12):
+            tree.append(rng.integers(0, len(tree), 1), np.array([token]), np.zeros(1))
+        cached = tree.ids[rng.random(len(tree)) < 0.4]
+        slots = rng.permutation(len(tree))[:3]
+        expected = set(slots.tolist())
+        for slot in slots.tolist():
+            for above in tree.path(slot)[-2::-1].tolist():
+                if int(tree.ids[above]) in cached:
+                    break
+                expected.add(above)
+        rows = tree.with_missing_ancestors(slots, partial(np.isin, test_elements=cached))
+        assert rows.tolist() == sorted(expected)
 
 
 def test_draft_probs_follow_their_nodes() -> None:

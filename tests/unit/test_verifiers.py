@@ -8,19 +8,15 @@ import pytest
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.interfaces import Verifier
-from specdec.sampling.history import PathBook
+from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules, batch_of
 from specdec.tree import TokenTree
 from specdec.types import Answers, Candidates, CommitKind, Lossless, Nodes, Output
-from specdec.verifiers import (
-    MatchVerifier,
-    RejectionVerifier,
-    RelaxedVerifier,
-    StrictVerifier,
-    TypicalVerifier,
-)
+from specdec.verifiers import MatchVerifier, RejectionVerifier
+from strategies.medusa import TypicalVerifier
+from strategies.specpipe import RelaxedVerifier, StrictVerifier
 
 VOCAB = 4
 ALL = [MatchVerifier, RejectionVerifier, RelaxedVerifier, StrictVerifier, TypicalVerifier]
@@ -79,7 +75,7 @@ def cases(num: int, nodes: int = 14):
         yield rng, state, request, slots, answers
 
 
-def test_every_verifier_keeps_the_protocol_and_states_its_promise():
+def test_every_verifier_implements_the_protocol_and_declares_its_guarantee():
     for cls in ALL:
         assert isinstance(cls(), Verifier)
     promises = [cls().lossless for cls in ALL]
@@ -278,12 +274,12 @@ def test_thresholds_out_of_range_are_refused_by_name(make, value):
 
 
 def test_histories_follow_the_tree_through_commits():
-    """What the answering rank rebuilds from rows and commits is what the controller's tree says."""
+    """Histories rebuilt from rows and commits equal those of the controller's tree."""
     kinds = []
     for seed in range(40):
         rng = np.random.default_rng(seed)
         state, request = new_state(prompt=(3, 1, 2), temperature=1.0)
-        book = PathBook()
+        book = HistoryTracker()
         book.open(0, request.tokens)
         for _ in range(6):
             tree = request.tree

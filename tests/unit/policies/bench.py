@@ -18,7 +18,7 @@ from specdec.clocks.meter import Meter
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.loop import decode
 from specdec.metrics.counters import SourceCounters
-from specdec.policies.growing import last_position
+from specdec.policies.tree_growth import last_position
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.scheduler import FifoScheduler
@@ -66,7 +66,7 @@ def target_token(context: Context) -> int:
 
 
 class TableSource:
-    """A source that answers from ``children_of`` and records what it is asked.
+    """A source that proposes ``children_of`` and records the expanded nodes.
 
     Attributes:
         calls: per call, {request: contexts asked for}, and ``k`` in ``widths``.

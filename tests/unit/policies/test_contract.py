@@ -7,16 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from specdec.interfaces import TreePolicy
-from specdec.policies import (
-    BestFirst,
-    Chain,
-    FixedWidth,
-    PipelineBestFirst,
-    RootOnly,
-    StagedTree,
-    Static,
-)
-from specdec.policies.staged import cheap_source
+from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, Static
+from strategies.specpipe_bf import PipelineBestFirst
+from strategies.staged import StagedTree
+from strategies.staged.policy import cheap_source
 
 from .bench import TableSource, autoregressive, children_of, new_request, new_state, run
 
@@ -115,7 +109,7 @@ def test_one_source_call_per_round_for_all_requests(name: str) -> None:
     assert calls[0][0] > 0
 
 
-def test_nothing_for_requests_that_wait_for_prefill_or_are_over() -> None:
+def test_requests_in_prefill_or_finished_get_no_nodes() -> None:
     for name, make in POLICIES.items():
         filling, over, live = new_request(1), new_request(2), new_request(3)
         state = new_state(filling, over, live)
@@ -125,7 +119,7 @@ def test_nothing_for_requests_that_wait_for_prefill_or_are_over() -> None:
         assert [request for request, _ in nodes.items] == [3], name
 
 
-def test_no_node_stands_beyond_the_last_token() -> None:
+def test_no_node_is_beyond_the_last_token() -> None:
     """With two tokens left a tree has at most two levels (``CheckedPolicy`` checks positions)."""
     for name, make in POLICIES.items():
         state = new_state(new_request(1, max_new_tokens=2))

@@ -39,7 +39,7 @@ def simulated(
     pair = build_pair({"kind": "synthetic", **law})
     bench = Workbench(pair, clock=SimulatedClock(PROFILE) if clock is None else clock)
     parts = bench.parts(
-        source=SyntheticSource(pair=pair.synthetic()),
+        source=SyntheticSource(pair=pair.hidden),
         policy=Static(branching=BRANCHING, draft_overlap=overlap, guesses=guesses),
         verifier=MatchVerifier(),
         stages=STAGES,
@@ -75,7 +75,7 @@ def test_drafting_longer_than_verification_is_hidden_in_part() -> None:
     gaps = simulated("full", clock=clock)[1][:-1]
     # Tree i + 1 enters when both its 60 ms of drafting, begun with tree i, and tree i are over.
     assert gaps == pytest.approx([60.0] * len(gaps))
-    # What was not hidden is what the target waited for: the time in which no stage was at work.
+    # The drafting time that is not hidden equals the time in which no stage was busy.
     waited = clock.drafted.total_s - clock.drafted.hidden_s
     at_once = (STAGES - 1) * STAGE_MS * 1e-3  # the prompt is one stage ahead of the first tree
     assert clock.now() == pytest.approx(sum(clock.busy_s.values()) - at_once + waited)
@@ -99,7 +99,7 @@ def test_the_rule_lies_between_its_limits() -> None:
 
 @pytest.mark.parametrize("latency", [2, 4, 9])
 def test_drafting_ahead_changes_no_tree(latency: int) -> None:
-    """What is verified, step by step, is what is verified without it; only the calls move."""
+    """Every step verifies the same nodes as without it; only the source calls move."""
     trees, calls = [], []
     for overlap in ("none", "rule"):
         policy = Static(branching=(2, 1, 2), draft_overlap=overlap, guesses=3)
@@ -110,7 +110,7 @@ def test_drafting_ahead_changes_no_tree(latency: int) -> None:
     assert calls[1] < calls[0], "no guess was right: the test shows nothing"
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_invalid_overlaps_are_refused() -> None:
     with pytest.raises(ValueError, match=r"draft_overlap='half'.*none, rule, full"):
         Static(draft_overlap="half")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="guesses=0"):
@@ -118,7 +118,7 @@ def test_what_cannot_be_right_is_refused() -> None:
     pair = build_pair({"kind": "synthetic"})
     with pytest.raises(UserError, match=r"clock=simulated"):
         Workbench(pair, clock=MeasuredClock()).parts(
-            source=SyntheticSource(pair=pair.synthetic()),
+            source=SyntheticSource(pair=pair.hidden),
             policy=Static(draft_overlap="full"),
             verifier=MatchVerifier(),
         )

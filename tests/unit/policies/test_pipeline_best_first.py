@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.pipelines.running import Bench, Row
-from specdec.policies import FixedWidth, PipelineBestFirst
+from experiments.pipelines.simulated_runs import Bench, Row
+from specdec.policies import FixedWidth
+from strategies.specpipe_bf import PipelineBestFirst
 from tests.matrix.cells import Cell, config, decode, plain, runner
 
 from .bench import Context, TableSource, children_of, new_request, new_state, run, score
@@ -16,7 +17,7 @@ WIDTH, CHILDREN = 5, 3
 
 
 def after_one_step(passes: int, max_new_tokens: int) -> tuple[list[Context], set[Context]]:
-    """What the second step is fed after a fresh root, and what the draft was asked for."""
+    """Nodes submitted in the second step after a new root, and nodes expanded by the draft."""
     policy = PipelineBestFirst(width=WIDTH, children=CHILDREN, draft_passes=passes)
     state, source = new_state(new_request(1, ROOT, max_new_tokens)), TableSource()
     nodes = policy.select(state, source)
@@ -68,7 +69,7 @@ def test_thin_places_are_reinforced_and_a_step_verifies_several_tokens() -> None
     assert min(found["best"]) > 0
 
 
-def test_nothing_is_fed_beyond_the_last_token() -> None:
+def test_no_node_is_submitted_beyond_the_last_token() -> None:
     """``CheckedPolicy`` asserts it; near the end the budget must not be spent on nothing."""
     done = run(PipelineBestFirst(width=9, children=9, draft_passes=3), latency=3, max_new_tokens=3)
     assert len(done.requests[0].output) == 3
@@ -95,18 +96,18 @@ def test_a_policy_that_feeds_children_before_parents_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planted bug: the worst nodes instead of the best."""
-    from specdec.policies import growing
+    from specdec.policies import tree_growth
 
     def worst_set(values: np.ndarray, num: int) -> np.ndarray:
         return np.sort(np.argsort(np.where(values > -np.inf, values, np.inf))[:num])
 
-    monkeypatch.setattr(growing, "top_set", worst_set)
+    monkeypatch.setattr(tree_growth, "top_set", worst_set)
     with pytest.raises(AssertionError):
         run(PipelineBestFirst(width=3, children=4), latency=4)
 
 
 def test_it_needs_a_tenth_fewer_steps_than_whole_levels(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """The preset's promise on synthetic drafts with equal nodes per step (16 % on 16 x 128)."""
+    """The preset's stated gain on synthetic drafts with equal nodes per step (16 % on 16 x 128)."""
     bench = Bench(
         common=("model=synthetic", "data.limit=4", "max_new_tokens=64", "executor.stages=8"),
         out=tmp_path,

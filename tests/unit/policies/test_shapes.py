@@ -7,15 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from specdec.policies import (
-    BestFirst,
-    Chain,
-    FixedWidth,
-    StagedTree,
-    Static,
-)
-from specdec.policies.growing import expand
+from specdec.policies import BestFirst, Chain, FixedWidth, Static
+from specdec.policies.tree_growth import expand
 from specdec.types import Candidates, Nodes
+from strategies.staged import StagedTree
 
 from .bench import (
     Context,
@@ -66,7 +61,7 @@ def test_chain_follows_the_first_candidates(gamma: int) -> None:
     assert len(select_once(Chain(gamma=gamma), max_new_tokens=2)) == 1 + min(gamma, 2)
 
 
-def test_chain_goes_on_from_what_survived() -> None:
+def test_chain_extends_a_surviving_path() -> None:
     """Two unsubmitted nodes are left of a chain: two expansions make it four again."""
     state = new_state(new_request(1, ROOT))
     source, tree = TableSource(), state.requests[1].tree
@@ -259,7 +254,7 @@ def test_fewer_children_make_a_lone_root_grow_longer(children: int | None, passe
     assert sorted(chosen) == sorted(best_first(ROOT, 8, 8, passes, children))
 
 
-def test_best_first_grows_on_until_bs_nodes_are_there() -> None:
+def test_best_first_grows_until_bs_nodes_are_available() -> None:
     """Two candidates per node: one expansion does not give twelve nodes."""
     source = TableSource(table=lambda c: children_of(c)[:2])
     chosen = select_once(BestFirst(bs=12, w=2, d=1), source)
@@ -282,8 +277,8 @@ def test_best_first_leaves_improbable_nodes_out(min_prob: float) -> None:
 
 
 @pytest.mark.parametrize("min_mass", [0.0, 0.3, 0.6, 1.0])
-def test_best_first_stops_where_its_leaves_hold_too_little(min_mass: float) -> None:
-    """Expansions go on while the w best leaves hold min_mass, d at most; the root holds 1."""
+def test_best_first_stops_when_its_leaves_are_too_improbable(min_mass: float) -> None:
+    """Up to d expansions while the w best leaves have a total probability of min_mass (root: 1)."""
     source, rounds, scores, expanded = TableSource(), 0, {ROOT: 0.0}, set()
     select_once(BestFirst(bs=4, w=3, d=6, min_mass=min_mass), source)
     while rounds < 6:
@@ -348,7 +343,7 @@ def test_staged_extends_the_best_leaves_with_cheap_chains() -> None:
     assert not tree.expanded[tree.origins == 1].any()
 
 
-def test_staged_stops_where_the_cheap_source_is_silent() -> None:
+def test_staged_stops_where_the_cheap_source_has_no_candidates() -> None:
     root_length = len(ROOT)
     cheap = TableSource(silent=lambda c: len(c) > root_length + 3)
     policy = StagedTree(inner=Chain(gamma=2), extend_leaves=1, extend_depth=5)
@@ -357,7 +352,7 @@ def test_staged_stops_where_the_cheap_source_is_silent() -> None:
     assert len(cheap.calls) == 3
 
 
-def test_staged_goes_on_from_the_ends_of_surviving_guesses() -> None:
+def test_staged_extends_the_ends_of_surviving_guesses() -> None:
     """Guesses are unexpanded; those with a child are no leaves for all that."""
     state = new_state(new_request(1, ROOT))
     source = TableSource(cheap=TableSource())

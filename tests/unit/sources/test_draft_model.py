@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from specdec.clocks import CONTROLLER, LatencyProfile, SimulatedClock
+from specdec.sampling.host import sample_candidates
 from specdec.sampling.keyed_draws import Purpose
-from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import DraftModelSource
 from specdec.types import NO_NODE, Nodes
 
@@ -134,7 +135,7 @@ def take_some(tree, rng):
 
 
 def assert_prefix_is_fresh(source, request, runner):
-    cache = source._held[request.id].cache
+    cache = source._drafts[request.id].cache
     assert cache.cached_len <= request.prefix_len
     if not cache.cached_len:
         return
@@ -188,8 +189,8 @@ def test_ancestors_are_computed_once_and_answer_later():
     assert (source.counters.passes, source.counters.rows) == (1, 6)
 
 
-def test_a_second_question_is_answered_again():
-    """Policies ask once; whoever asks again gets the right answer, at the price of the tree."""
+def test_a_node_can_be_expanded_again():
+    """Policies expand a node once; a second expansion is right, but recomputes the tree."""
     source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
     open_request(state, source, make_request(1, [3, 4, 5]))
     first = expand(state, source, {1: [0]}, 4)
@@ -198,7 +199,7 @@ def test_a_second_question_is_answered_again():
     assert source.counters.rows == 2 + 1 + 1
 
 
-def test_nodes_beyond_the_models_positions_get_nothing():
+def test_nodes_beyond_the_models_positions_get_count_zero():
     model = tiny_model(max_positions=8)
     source, state = DraftModelSource(runner=make_runner(model), sample=True), make_state()
     request = open_request(state, source, make_request(1, np.arange(7)))
@@ -265,10 +266,10 @@ def test_guess_draw_needs_match():
         DraftModelSource(runner=make_runner(MODEL), guess_draw=True, sample=True)
 
 
-def test_only_live_nodes_may_be_asked():
+def test_only_live_nodes_can_be_expanded():
     source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
     open_request(state, source, make_request(1, [3, 4]))
-    with pytest.raises(AssertionError, match="left the tree"):
+    with pytest.raises(AssertionError, match="not in the tree"):
         source.expand(state, Nodes(((1, np.array([55])),)), 2)
     assert NO_NODE == -1
 

@@ -7,8 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specdec.sources.contexts import NO_TOKEN, hash_uniform
+from specdec.sources.contexts import NO_TOKEN
 from specdec.sources.discounts import discounts
+from specdec.sources.hashing import hash_uniform
 from specdec.sources.katz import KatzModel
 from specdec.sources.ngram import NGramSource
 
@@ -118,14 +119,6 @@ def test_rows_do_not_depend_on_batch_nor_form(case):
             assert (one_logprobs[0] == logprobs[i]).all()
 
 
-def test_save_and_load_give_the_same_model(case, tmp_path):
-    model, _, contexts = case
-    model.save(tmp_path / "model.safetensors")
-    loaded = KatzModel.load(tmp_path / "model.safetensors")
-    assert (loaded.order, loaded.vocab_size) == (model.order, model.vocab_size)
-    assert (loaded.probs(contexts) == model.probs(contexts)).all()
-
-
 def test_discounts_are_good_turing():
     """Counts of counts 100, 40, 20, 12, 8, 5: the formula by hand for r = 1 and r = 3."""
     num = [100, 40, 20, 12, 8, 5]
@@ -176,14 +169,6 @@ def test_hashless_keys_with_a_large_vocabulary():
 def test_bad_input_is_refused(tokens, order, complaint):
     with pytest.raises(ValueError, match=complaint):
         KatzModel.from_tokens(np.array(tokens, np.int64), order=order, vocab_size=9, separator=0)
-
-
-def test_load_refuses_other_files(tmp_path):
-    from safetensors.numpy import save_file
-
-    save_file({"tokens": np.arange(4)}, str(tmp_path / "x.safetensors"))
-    with pytest.raises(ValueError, match="from_tokens"):
-        KatzModel.load(tmp_path / "x.safetensors")
 
 
 def test_source_reads_path_and_committed_tokens():

@@ -97,7 +97,7 @@ def test_short_matches_are_no_matches():
     assert not request.tree.expanded[0]
 
 
-def test_confidence_follows_what_happens():
+def test_confidence_follows_the_outcomes():
     """In text without any repetition matches of one token mislead, in a loop they do not."""
     source, state = PromptLookupSource(max_match=4), make_state()
     rng = np.random.default_rng(0)

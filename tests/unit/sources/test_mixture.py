@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from specdec.metrics.counters import SourceCounters
+from specdec.sampling.host import sample_candidates
 from specdec.sampling.keyed_draws import Purpose
-from specdec.sampling.transform import sample_candidates
 from specdec.sources import MixtureSource, NullSource, PromptLookupSource, RandomSource
 from specdec.types import Candidates, Needs
 
@@ -15,7 +15,7 @@ from .support import VOCAB, expand, make_request, make_state, open_request
 
 
 class Fixed:
-    """Answers every node with given rows; notes how many nodes it was asked about."""
+    """Proposes given rows for every node; records the number of nodes per call."""
 
     def __init__(self, *rows, vocab_size=None):
         self.asked = []
@@ -67,7 +67,7 @@ def test_equal_tokens_add_up_and_origins_name_the_largest_share():
     assert np.exp(got.logprobs[1, 0]) == pytest.approx(0.5)
 
 
-def test_later_sources_are_asked_only_where_earlier_ones_are_not_confident():
+def test_later_sources_are_called_only_where_earlier_ones_are_not_confident():
     sure = Fixed([(5, 0.9)], [(5, 0.7)], [])
     last = Fixed([(6, 0.8)], [(6, 0.8)])
     got = ask(MixtureSource(sources=[sure, last], confident=0.8), 3, num_nodes=3)
@@ -86,7 +86,7 @@ def test_later_sources_are_asked_only_where_earlier_ones_are_not_confident():
     assert never.asked == []
 
 
-def test_no_answer_from_anybody_is_count_zero():
+def test_nodes_without_any_proposal_have_count_zero():
     got = ask(MixtureSource(sources=[NullSource(), NullSource()]), 3)
     assert got.counts.tolist() == [0]
 
@@ -129,7 +129,7 @@ def test_counters_are_sums():
     assert source.counters.by_level == {"fixed": 2}
 
 
-def test_what_a_source_counts_in_a_commit_is_counted():
+def test_counts_that_a_source_adds_in_commit_are_included():
     """An exit head's passes are known when they come back, after the step's last expand."""
     late = Fixed([(5, 0.6)])
     late.commit = lambda commits, output: setattr(late.counters, "passes", 7)
@@ -144,7 +144,7 @@ def test_what_a_source_counts_in_a_commit_is_counted():
     [
         ({"sources": []}, "at least one source"),
         ({"sources": [NullSource()], "weights": [0.0]}, "greater than 0"),
-        ({"sources": [NullSource()], "weights": [1.0, 1.0]}, "one for each of 1"),
+        ({"sources": [NullSource()], "weights": [1.0, 1.0]}, "one entry for each of 1"),
         ({"sources": [NullSource()], "confident": 1.5}, "confident=1.5 .* above 0 and at most 1"),
         (
             {

@@ -14,10 +14,10 @@ from specdec.sources import (
     NullSource,
     PromptLookupSource,
     RandomSource,
-    StagedSource,
     SyntheticPair,
     SyntheticSource,
 )
+from strategies.staged import StagedSource
 
 from .support import VOCAB, expand, make_request, make_runner, make_state, open_request, tiny_model
 
@@ -65,7 +65,7 @@ def test_quality_needs_a_target():
         RandomSource(vocab_size=VOCAB, quality=0.5)
 
 
-def test_null_source_has_nothing():
+def test_null_source_proposes_nothing():
     state, source = make_state(), NullSource()
     open_request(state, source, make_request(1, [3]))
     assert expand(state, source, {1: [0]}, 3).counts.tolist() == [0]

@@ -20,8 +20,8 @@ from specdec.sources import (
     NullSource,
     PromptLookupSource,
     RandomSource,
-    StagedSource,
 )
+from strategies.staged import StagedSource
 
 from .support import (
     VOCAB,
@@ -138,7 +138,7 @@ def test_sampled_trees_are_those_of_the_draft_alone(policy):
 
 
 @pytest.mark.parametrize("cheap", ["ngram", "staged"])
-def test_random_order_of_questions(cheap):
+def test_random_order_of_expansions(cheap):
     """Deep nodes before shallow ones, nodes without candidates, several requests: same answers."""
     rng = np.random.default_rng(4)
     draft = make_draft()
@@ -201,7 +201,7 @@ def test_rows_are_distinct_scratch_nodes_and_catch_up():
     assert staged.counters.by_level == {"draft": len(computed)}
 
 
-def test_levels_are_counted_apart():
+def test_levels_are_counted_separately():
     staged = StagedSource(draft=make_draft(), cheap=cheap_sources()["staged"]())
     drive(staged, Chain(gamma=6), sampling=SamplingParams())
     levels = staged.counters.by_level
@@ -209,7 +209,7 @@ def test_levels_are_counted_apart():
     assert sum(levels.values()) == staged.counters.passes
 
 
-def test_the_cheaper_source_can_be_asked_about_real_nodes():
+def test_the_cheaper_source_expands_real_nodes():
     """``policies.StagedTree`` extends leaves by ``source.cheap``, in the ids of the real tree."""
     staged = StagedSource(draft=make_draft(), cheap=make_draft(name="middle", model=MIDDLE))
     alone, state = make_draft(), make_state()
@@ -223,8 +223,8 @@ def test_the_cheaper_source_can_be_asked_about_real_nodes():
     assert staged.counters.by_level["middle"] > 0
 
 
-def test_guesses_survive_a_miss_they_foresaw():
-    """The real tree restarts on a miss; the scratch tree holds the new root if it was guessed."""
+def test_guesses_survive_a_miss_of_the_real_tree():
+    """The real tree restarts on a miss; the scratch tree has the new root if it was guessed."""
     inner = make_draft()
     staged, state = StagedSource(draft=inner, cheap=NGramSource(katz=KATZ)), make_state()
     request = open_request(state, staged, make_request(1, [3, 4, 5]))
@@ -251,7 +251,8 @@ def test_bad_sizes_and_vocabularies_are_refused():
 @pytest.mark.parametrize("front", [None, SimpleNamespace(counters=SourceCounters())])
 def test_a_source_in_the_executor_s_own_trees_cannot_be_staged(front):
     """Its answers are known by the ids of the real trees, which scratch nodes do not have."""
-    exits = EarlyExitSource(front=front, vocab_size=VOCAB)
+    pair = SimpleNamespace(vocab_size=VOCAB, exit_layer=1)
+    exits = EarlyExitSource(pair=pair, exit_front=front and (lambda _layers: front))
     inside = MixtureSource(sources=[exits, NullSource()])
     with pytest.raises(ValueError, match="source=mixture"):
         StagedSource(draft=make_draft(), cheap=inside)

@@ -78,7 +78,7 @@ def test_probabilities_fall_and_stay_below_one():
         assert np.exp(row.logprobs).sum() <= 1 + 1e-12
 
 
-def test_same_answers_in_any_order_and_company():
+def test_candidates_do_not_depend_on_order_or_batch():
     """Batches, the order of questions and other requests change nothing."""
     rows, true = follow(5, 6, 4)
     source, state = SyntheticSource(pair=PAIR), make_state()
@@ -142,7 +142,7 @@ def test_deep_trees_and_long_outputs_stay_inside_the_tables():
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ({"top1": (0.9,)}, "one value per class"),
+        ({"top1": (0.9,)}, "equal lengths"),
         ({"weights": (0.0, 0.0, 0.0)}, "must not all be 0"),
         ({"miss": (0.1, 2.0, 0.1)}, "between 0 and 1"),
         ({"top1": (0.9, 0.5, 0.01)}, "raise top1"),

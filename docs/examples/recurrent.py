@@ -1,0 +1,135 @@
+"""A model pair outside the library: a recurrent network, whose cache is one state per node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from specdec.clocks.meter import Meter
+from specdec.errors import UserError
+from specdec.executors.answerer import Answerer, ModelAnswerer
+from specdec.executors.exits import ExitStage
+from specdec.executors.stage import StageOutput
+from specdec.models import ModelRunner
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import TargetSampler
+from specdec.types import NO_NODE, Batch, Commit, CommitKind
+
+Width = Annotated[int, Field(ge=1)]  # an alias of the author's own
+
+
+class RecurrentPair:
+    """An untrained GRU as the target, and no draft model: sources that need none propose."""
+
+    is_synthetic = False  # True: hidden sequences without logits
+    num_layers = 1  # one pipeline stage at most
+    dtype = "float64"  # of the weights
+    head_cost = 0.0  # of the output head, in layers
+    max_positions: int | None = None  # None: no limit
+    eos_ids: frozenset[int] = frozenset()
+    tokenizer = None  # None: prompts are random tokens, and data= is not read
+
+    def __init__(self, *, width: Width, vocabulary: Width, seed: int) -> None:
+        """Takes the keys of its YAML.
+
+        Args:
+            width: of the hidden state.
+            vocabulary: number of tokens.
+            seed: of the weights.
+        """
+        self.vocab_size = vocabulary
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self._embedding = torch.nn.Embedding(vocabulary, width, dtype=torch.float64)
+            self._cell = torch.nn.GRUCell(width, width, dtype=torch.float64)
+
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the target's and of the draft's weights."""
+        tensors = [*self._embedding.parameters(), *self._cell.parameters()]
+        return sum(t.numel() * t.element_size() for t in tensors), 0
+
+    def stage(
+        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+    ) -> RecurrentStage:
+        """The layers ``first`` to ``last`` of the target: here all of it."""
+        return RecurrentStage(self._embedding, self._cell, meter)
+
+    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
+        """Draws the target's tokens from the logits of the last stage."""
+        return ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
+
+    def draft_runner(self, meter: Meter) -> ModelRunner:
+        """Refused: there is no draft."""
+        raise UserError("model=recurrent has no draft model; use source=prompt_lookup")
+
+    def artefact(self, kind: type, **options: Any) -> Any:
+        """Refused: there are no heads and no n-grams (``kind``) beside the target."""
+        raise UserError(f"model=recurrent has no {kind.__name__}; use source=prompt_lookup")
+
+    @property
+    def exit_layer(self) -> int:
+        """Refused: a target of one layer has no early exit."""
+        raise UserError("model=recurrent has no early exit; use source=prompt_lookup")
+
+    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
+        """Refused, as ``exit_layer``."""
+        raise AssertionError(self.exit_layer)
+
+
+class RecurrentStage:
+    """Computes the rows of batches; keeps a state per request and per node of its tree."""
+
+    def __init__(self, embedding: torch.nn.Embedding, cell: torch.nn.GRUCell, meter: Meter) -> None:
+        """Shares the pair's modules; passes are counted by ``meter``."""
+        self._embedding, self._cell, self._meter = embedding, cell, meter
+        self._prefix: dict[int, torch.Tensor] = {}  # request -> [1, E] after the committed tokens
+        self._nodes: dict[int, dict[int, torch.Tensor]] = {}  # request -> node -> [1, E]
+
+    def open(self, request_id: int, max_len: int) -> None:
+        """Begins a request of at most ``max_len`` tokens with a zero state."""
+        self._prefix[request_id] = torch.zeros(1, self._cell.hidden_size, dtype=torch.float64)
+        self._nodes[request_id] = {}
+
+    def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
+        """Prefill chunks first, then tree rows, parents before children."""
+        with self._meter.model("target"):
+            for chunk in batch.prefills:
+                for token in chunk.tokens.tolist():
+                    self._prefix[chunk.request] = self._step(self._prefix[chunk.request], token)
+            states = []
+            for rows in batch.trees:
+                nodes = self._nodes[rows.request]
+                each = zip(rows.node_ids, rows.parent_ids, rows.tokens, strict=True)
+                for node, parent, token in (map(int, row) for row in each):
+                    before = self._prefix[rows.request] if parent == NO_NODE else nodes[parent]
+                    nodes[node] = self._step(before, token)
+                    states.append(nodes[node])
+            if not states:
+                return StageOutput()
+            return StageOutput(logits=torch.cat(states) @ self._embedding.weight.T)  # [rows, V]
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Retired nodes join the prefix; nodes that left the tree are dropped."""
+        for commit in commits:
+            if commit.kind is CommitKind.NONE:
+                continue
+            nodes = self._nodes[commit.request]
+            self._prefix[commit.request] = nodes[int(commit.retired_ids[-1])]
+            kept = commit.keeps(np.array(list(nodes), np.int64))
+            pairs = zip(nodes.items(), kept.tolist(), strict=True)
+            self._nodes[commit.request] = {n: state for (n, state), keep in pairs if keep}
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._prefix.pop(request_id, None)
+        self._nodes.pop(request_id, None)
+
+    def _step(self, state: torch.Tensor, token: int) -> torch.Tensor:
+        embedded = self._embedding.weight[token][None]
+        after: torch.Tensor = self._cell(embedded, state)
+        return after

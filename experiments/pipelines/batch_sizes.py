@@ -1,0 +1,175 @@
+"""Throughput and time between tokens over batch sizes (SpecPipe Fig. 16, 17; PipeDec Fig. 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.pipelines.token_times import run_rows
+from experiments.reproduce.drafts import Draft, drafts
+from experiments.reproduce.drawing import (
+    band,
+    doublings,
+    figure,
+    legend,
+    lines,
+    tidy,
+)
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.intervals import Interval
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+
+
+def batches(item: Item, lab: Lab) -> Findings:
+    """Throughput and TBT over batch sizes.
+
+    Keys: ``common``, ``drafts``, ``rows`` (name -> overrides), ``batch_sizes``, ``ratios`` (claim
+    -> [metric, row, other row]: the median over batch sizes from ``from_batch`` on is the figure
+    of the claim), ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes``
+    (claim -> [metric, rows above at the largest size, row]), ``batching`` (see ``_batching``).
+    """
+    findings, config = Findings(), item.config
+    table: list[tuple[Any, ...]] = []
+    curves: dict[str, dict[str, dict[int, Outcome]]] = {}
+    for draft in drafts(config["drafts"], item, lab, findings):
+        rows = curves.setdefault(draft.title, {})
+        for name, overrides in config["rows"].items():
+            fixed = any(word.startswith("batch_size=") for word in overrides)
+            for size in config["batch_sizes"][:1] if fixed else config["batch_sizes"]:
+                run = run_rows(
+                    lab, draft, config["common"], {name: [f"batch_size={size}", *overrides]}
+                )[name]
+                rows.setdefault(name, {})[size] = run
+                s = run.summary
+                table.append(
+                    (
+                        draft.title,
+                        name,
+                        size,
+                        s["throughput_tokens_per_s"],
+                        s["tbt_ms_mean"],
+                        s["tbt_ms_p99"],
+                        s["tbt_ms_request_p99"],
+                        s["loop_share"],
+                    )
+                )
+            if fixed:
+                (only,) = rows[name].values()
+                rows[name] = dict.fromkeys(config["batch_sizes"], only)
+        _add_batch_measures(findings, config, draft, rows)
+    columns = (
+        *("draft", "row", "batch size", "tokens/s", "TBT ms", "p99 TBT ms"),
+        *("p99 of requests' means, ms", "loop_share"),
+    )
+    findings.table("Simulated, all requests present at the start", columns, table)
+    if "batching" in config:
+        _batching(config["batching"], lab, findings)
+    if curves:
+        findings.figure = _batch_figure(item, next(iter(curves.items())))
+    return findings
+
+
+def _batching(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:
+    """Time outside model calls over time inside them, with real models in one batch.
+
+    Keys: ``claim``, ``words``.
+    """
+    run = lab.run(config["words"])
+    totals = run.totals
+    outside = totals.wall_s - totals.total_model_s - totals.wait_s
+    text = f"bundled pair, this CPU, batch of {run.config['batch_size']}, all but model calls"
+    loops = run.summary["loop_share"]
+    findings.add(config["claim"], outside / totals.total_model_s, "measured", text, loops=loops)
+
+
+def _add_batch_measures(
+    findings: Findings,
+    config: Mapping[str, Any],
+    draft: Draft,
+    rows: Mapping[str, Mapping[int, Outcome]],
+) -> None:
+    def value(name: str, size: int, metric: str) -> float:
+        return float(rows[name][size].summary[metric])
+
+    sizes = list(config["batch_sizes"])
+    loops = next(iter(next(iter(rows.values())).values())).summary["loop_share"]
+    for claim, ratios in _batch_ratios(config, rows).items():
+        later = {size: r for size, r in ratios.items() if size >= config.get("from_batch", 1)}
+        size = sorted(later, key=lambda size: later[size])[len(later) // 2]
+        metric, ours, other = config["ratios"][claim]
+        ends: Interval = (None, None)
+        if metric.startswith("tbt"):
+            _, low, high = speed_ratio(rows[ours][size], rows[other][size])
+            ends = (low, high)
+        spread = f"{min(later.values()):.2f} to {max(later.values()):.2f} over batches of"
+        where = f"{draft.title}; batch {size}; {spread} {min(later)} to {max(later)}"
+        findings.add(claim, later[size], "simulated", where, loops=loops, interval=ends)
+    for claim, (metric, ours, other) in config.get("below", {}).items():
+        worst = max(value(ours, size, metric) / value(other, size, metric) for size in sizes)
+        where = f"{draft.title}; at worst {worst:.2f} of it"
+        findings.add(claim, worst < 1.0, "simulated", where, loops=loops)
+    for claim, (metric, others, ours) in config.get("overtakes", {}).items():
+        last = sizes[-1]
+        ahead = {name: value(name, last, metric) / value(ours, last, metric) for name in others}
+        text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ahead.items())
+        above = all(r > 1 for r in ahead.values())
+        where = f"{draft.title}; batch {last}: {text}"
+        findings.add(claim, above, "simulated", where, loops=loops)
+
+
+def _batch_ratios(
+    config: Mapping[str, Any], rows: Mapping[str, Mapping[int, Outcome]]
+) -> dict[str, dict[int, float]]:
+    """Ratio of two rows by claim and batch size; inverted for times, so that above 1 is ahead."""
+    all_ratios: dict[str, dict[int, float]] = {}
+    for claim, (metric, ours, other) in config.get("ratios", {}).items():
+        for size in config["batch_sizes"]:
+            one, two = (float(rows[name][size].summary[metric]) for name in (ours, other))
+            ratio = two / one if metric.startswith("tbt") else one / two
+            all_ratios.setdefault(claim, {})[size] = ratio
+    return all_ratios
+
+
+def _batch_figure(item: Item, curve: tuple[str, Mapping[str, Mapping[int, Outcome]]]) -> Any:
+    title, rows = curve
+    sizes = item.config["batch_sizes"]
+    ratios = _batch_ratios(item.config, rows)
+    fig, (left, right, *more) = figure(10.5 + 3.5 * bool(ratios), 4.6, 2 + bool(ratios))
+    by_size = {
+        name: (sizes, [runs[size].summary["tbt_ms_p99"] for size in sizes])
+        for name, runs in rows.items()
+    }
+    plane = {
+        name: (
+            [run.tbt_ms for run in runs.values()],
+            [run.summary["throughput_tokens_per_s"] for run in runs.values()],
+        )
+        for name, runs in rows.items()
+    }
+    lines(left, plane)
+    tidy(
+        left,
+        x="time between tokens (ms, simulated)",
+        y="throughput (tokens/s, simulated)",
+        title=title,
+    )
+    lines(right, by_size)
+    y = "p99 time between tokens (ms, simulated)"
+    if any("request" in metric for metric, *_ in item.config.get("below", {}).values()):
+        y += "\ndotted: p99 of requests' means"
+        for line, runs in zip(right.get_lines(), rows.values(), strict=True):
+            tail = [runs[size].summary["tbt_ms_request_p99"] for size in sizes]
+            right.plot(sizes, tail, ls=":", marker="o", ms=4, color=line.get_color())
+    doublings(right, sizes)
+    tidy(right, x="batch size (requests)", y=y, title=item.id)
+    for ax in more:
+        claims = item.stated.claims
+        lines(ax, {claims[c].text: (sizes, list(by.values())) for c, by in ratios.items()})
+        for claim in (claims[c] for c in ratios):
+            band(ax, *claim.ends, f"stated: {claim.text.split(', ')[-1]}, {claim.stated}")
+        doublings(ax, sizes)
+        tidy(ax, x="batch size (requests)", y="ratio (times, simulated)")
+        legend(ax)
+    legend(left)
+    return fig

@@ -1,0 +1,288 @@
+"""Time between tokens of pipelined methods at the papers' scale (SpecPipe Fig. 11, PipeDec Fig. 5).
+
+All rows decode the same prompts with the same hits on the same stages with different strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.pipelines.theory import decode_counts
+from experiments.reproduce.arithmetic import computed
+from experiments.reproduce.drafts import Draft, drafts
+from experiments.reproduce.drawing import (
+    bar_chart,
+    bars,
+    claims_panel,
+    figure,
+    legend,
+    line_chart,
+    tidy,
+)
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.intervals import beside, interval, times_of
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from experiments.reproduce.pacing import add_paced
+from specdec.clocks.build import build_profile
+from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt
+
+SIMULATED = "clock=simulated"
+COLUMNS = (
+    *("draft", "row", "TBT ms", "of PP", "steps/token", "hit rate", "accept length"),
+    *("nodes/pass", "draft passes/token", "loop_share", "prompts", "tokens"),
+)
+
+
+def tbt(item: Item, lab: Lab) -> Findings:
+    """TBT of the config's ``rows`` for each of its ``drafts``, and the stated ratios.
+
+    Keys: ``common`` (overrides of all rows), ``rows`` (name -> overrides, the first is plain
+    decoding), ``ratios`` (claim -> [slow, fast]), ``values`` (claim -> row), ``chains`` (row ->
+    drafts and overrides: methods with hits from an acceptance trace, on other prompts),
+    ``chain_ratios`` (claim -> [slow, fast], the slow one a chain; on the drafts of
+    ``chain_against``), ``values_of`` (drafts of ``values``), ``paper`` (row -> the
+    paper's milliseconds, for the picture), ``paced`` (run with ``--paced``).
+    """
+    findings, config = Findings(), item.config
+    table: list[tuple[Any, ...]] = []
+    shown: dict[str, dict[str, float | None]] = {}
+    if config.get("paper"):
+        shown["paper"] = dict(config["paper"])
+    chains = _chains(item, lab, findings, table)
+    for draft in drafts(config["drafts"], item, lab, findings):
+        runs = run_rows(lab, draft, config["common"], config["rows"])
+        table += [
+            row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()
+        ]
+        shown[draft.short] = {name: run.tbt_ms for name, run in runs.items()}
+        _add_ratios(findings, config, draft, runs)
+        _add_chain_ratios(findings, config, draft, runs, chains)
+    for traced in chains.values():
+        for draft, run in traced:
+            shown.setdefault("traced chains", {})[draft.short] = run.tbt_ms
+    findings.table("Simulated time between tokens", COLUMNS, table)
+    findings.measures += computed(config)
+    if lab.paced and "paced" in config:
+        add_paced(config["paced"], lab, findings)
+    findings.figure = _tbt_figure(item, findings, shown)
+    return findings
+
+
+def run_rows(
+    lab: Lab, draft: Draft, common: Sequence[str], rows: Mapping[str, Sequence[str]]
+) -> dict[str, Outcome]:
+    """Runs every row on one draft; later overrides win."""
+    return {
+        name: lab.run([*draft.overrides, SIMULATED, *common, *overrides])
+        for name, overrides in rows.items()
+    }
+
+
+def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[Any, ...]:
+    """One line of a table with ``COLUMNS``."""
+    s = run.summary
+    return (
+        *(draft.title, name, run.tbt_ms, plain.tbt_ms / run.tbt_ms, s["steps_per_token"]),
+        *(s["hit_rate"], s["acceptance_length"], s["rows_per_target_pass"]),
+        *(s["draft_passes_per_token"], s["loop_share"], s["num_prompts"], s["new_tokens"]),
+    )
+
+
+def add_ratio(
+    findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome
+) -> None:
+    """Adds the speed-up of one row over another, with its interval over prompts."""
+    value, low, high = speed_ratio(fast, slow)
+    loops = fast.summary["loop_share"]
+    findings.add(claim, value, "simulated", draft.title, loops=loops, interval=(low, high))
+
+
+def _add_ratios(
+    findings: Findings, config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
+) -> None:
+    for claim, (slow, fast) in config.get("ratios", {}).items():
+        add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast])
+    if draft.name in config.get("values_of", [draft.name]):
+        for claim, name in config.get("values", {}).items():
+            loops = runs[name].summary["loop_share"]
+            findings.add(claim, runs[name].tbt_ms, "simulated", draft.title, loops=loops)
+
+
+def _chains(
+    item: Item, lab: Lab, findings: Findings, table: list[tuple[Any, ...]]
+) -> dict[str, list[tuple[Draft, Outcome]]]:
+    """Rows with hits from traces, each against plain decoding of the same traced prompts."""
+    chains: dict[str, list[tuple[Draft, Outcome]]] = {}
+    plain_words = next(iter(item.config["rows"].values()))
+    for name, chain in item.config.get("chains", {}).items():
+        for draft in drafts(chain["drafts"], item, lab, findings):
+            rows = {"PP": plain_words, name: chain["words"]}
+            runs = run_rows(lab, draft, item.config["common"], rows)
+            table.append(row_of(draft, name, runs[name], plain=runs["PP"]))
+            chains.setdefault(name, []).append((draft, runs[name]))
+            for claim in chain.get("over_plain", ()):
+                add_ratio(findings, claim, draft, slow=runs["PP"], fast=runs[name])
+    return chains
+
+
+def _add_chain_ratios(
+    findings: Findings,
+    config: Mapping[str, Any],
+    draft: Draft,
+    runs: Mapping[str, Outcome],
+    chains: Mapping[str, Sequence[tuple[Draft, Outcome]]],
+) -> None:
+    """Ratios over rows of other prompts and another model, without interval."""
+    if draft.name not in config.get("chain_against", [draft.name]):
+        return
+    for claim, (slow, fast) in config.get("chain_ratios", {}).items():
+        for traced, run in chains.get(slow, ()):
+            where = f"{draft.title}; other side: {traced.title} (other prompts)"
+            loops = runs[fast].summary["loop_share"]
+            findings.add(claim, run.tbt_ms / runs[fast].tbt_ms, "simulated", where, loops=loops)
+
+
+def _tbt_figure(
+    item: Item, findings: Findings, shown: Mapping[str, Mapping[str, float | None]]
+) -> Any:
+    fig, (left, right) = figure(13.5, 6.0, 2)
+    bars(left, shown, form="{:.0f}")
+    title = "simulated" + ("; group 'paper': stated" if "paper" in shown else "")
+    tidy(left, x="draft", y="time between tokens (ms)", title=title)
+    legend(left)
+    same = [m for m in findings.measures if "other side" not in m.conditions]
+    claims_panel(right, item.stated.claims, same or findings.measures, unit="x")
+    fig.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
+    return fig
+
+
+def sampling_change(item: Item, lab: Lab) -> Findings:
+    """The change of TBT by sampling: 0.6/0.9/80 against greedy, each over its own tokens.
+
+    Keys: ``common``, ``rows``, ``greedy`` (drafts), ``stochastic`` (a draft), ``changes`` (claim ->
+    row), ``sentences`` (claim -> row whose increase must be below ``small`` per cent).
+    """
+    findings, config = Findings(), item.config
+    runs = {
+        draft: run_rows(lab, draft, config["common"], config["rows"])
+        for draft in drafts([*config["greedy"], config["stochastic"]], item, lab, findings)
+    }
+    table = [
+        row_of(draft, name, run, plain=next(iter(rows.values())))
+        for draft, rows in runs.items()
+        for name, run in rows.items()
+    ]
+    findings.table("Greedy and stochastic decoding", COLUMNS, table)
+    _add_changes(findings, config, runs)
+    fig, (left, *more) = figure(*((11.5, 4.4, 2) if config.get("changes") else (7.0, 4.2, 1)))
+    shown = {d.short: {n: r.tbt_ms for n, r in rows.items()} for d, rows in runs.items()}
+    bars(left, shown)
+    tidy(left, x="sampling", y="time between tokens (ms, simulated)", title=item.stated.title)
+    legend(left)
+    for ax in more:
+        claims_panel(ax, item.stated.claims, findings.measures)
+    findings.figure = fig
+    return findings
+
+
+def _add_changes(
+    findings: Findings, config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
+) -> None:
+    """Adds the change of a row's TBT by sampling in per cent, with its interval over prompts."""
+    sentences = config.get("sentences", {})
+    by_name = {draft.name: draft for draft in runs}
+    pairs = [(by_name[name], by_name[config["stochastic"]]) for name in config["greedy"]]
+    for claim, name in {**config.get("changes", {}), **sentences}.items():
+        for plain, stochastic in pairs:
+            greedy, sampled = runs[plain][name], runs[stochastic][name]
+            change = 100.0 * (sampled.tbt_ms / greedy.tbt_ms - 1.0)
+            rows = beside(sampled.results, greedy.results, times_of)
+            ends = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
+            text = f"bundled pair, replayed: {stochastic.short} against {plain.short}"
+            loops = sampled.summary["loop_share"]
+            if claim in sentences:
+                text += f"; change {change:+.1f} %"
+                findings.add(claim, change < config["small"], "simulated", text, loops=loops)
+            else:
+                findings.add(claim, change, "simulated", text, loops=loops, interval=ends)
+
+
+def levels(item: Item, lab: Lab) -> Findings:
+    """Several tree levels per step (SpecPipe 3.4): same rows per step, and the same width.
+
+    Keys: ``common``, ``drafts``, ``rows``; ``worse`` (claim: every later row is slower than the
+    first).
+    """
+    findings, config = Findings(), item.config
+    table, shown = [], {}
+    for draft in drafts(config["drafts"], item, lab, findings):
+        runs = run_rows(lab, draft, config["common"], config["rows"])
+        names = list(runs)
+        table += [row_of(draft, name, runs[name], plain=runs[names[0]]) for name in names]
+        shown[draft.short] = {name: runs[name].tbt_ms for name in names}
+        one, *more = (runs[name].tbt_ms for name in names)
+        findings.add(
+            config["worse"],
+            all(ms > one for ms in more),
+            "simulated",
+            (f"{draft.title}; {', '.join(f'{ms / one:.2f}' for ms in more)} of one level's time"),
+            loops=runs[names[0]].summary["loop_share"],
+        )
+    columns = tuple("of one level" if c == "of PP" else c for c in COLUMNS)
+    findings.table("Levels per step", columns, table)
+    y = "time between tokens (ms, simulated)"
+    findings.figure = bar_chart(shown, x="draft", y=y, title=item.stated.title, size=(8.0, 4.0))
+    return findings
+
+
+def equations(item: Item, lab: Lab) -> Findings:
+    """Eq. 1 and 2 at the simulated hit rate, beside the simulated times and steps.
+
+    Keys: ``common``, ``drafts``, ``stages``, ``width``, ``row``; claims ``eq1`` and ``eq2`` (the
+    equation is within 5 per cent at every number of stages).
+    """
+    findings, config = Findings(), item.config
+    table: list[tuple[Any, ...]] = []
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    for draft in drafts(config["drafts"], item, lab, findings):
+        rows = [_equations_row(config, lab, draft, stages) for stages in config["stages"]]
+        table += rows
+        loops = rows[0][-1]
+        for claim, column in (("eq1", 6), ("eq2", 9)):
+            worst = max((row[column] for row in rows), key=abs)
+            text = f"{draft.title}; {worst:+.1f} % off at most"
+            findings.add(claim, abs(worst) <= 5.0, "simulated", text, loops=loops)
+        for name, column in (("Eq. 1", 6), ("Eq. 2", 9)):
+            xs = [float(row[1]) for row in rows]
+            series[f"{name}, {draft.short}"] = (xs, [row[column] for row in rows])
+    columns = (
+        *("draft", "stages", "hit rate", "prompts", "TBT ms", "Eq. 1 ms", "Eq. 1 off, %"),
+        *("steps/token", "Eq. 2", "Eq. 2 off, %", "flush steps/token", "refill steps/token"),
+        "loop_share",
+    )
+    findings.table("The equations (reconstructed) and the simulator", columns, table)
+    y = "the equation against the simulator (per cent)"
+    met = (-5.0, 5.0, "met: within 5 %")
+    findings.figure = line_chart(series, x="stages", y=y, title=item.stated.title, within=met)
+    return findings
+
+
+def _equations_row(
+    config: Mapping[str, Any], lab: Lab, draft: Draft, stages: int
+) -> tuple[Any, ...]:
+    overrides = [*config["row"], f"executor.stages={stages}"]
+    run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+    s, tokens = run.summary, run.summary["new_tokens"]
+    counts = decode_counts(run.results, run.totals)  # without the steps that fill the pipeline
+    simulated = counts.steps / counts.tokens
+    profile = build_profile(run.config["clock"])
+    times = StepTimes.of(profile, width=config["width"], stages=stages)
+    ms, steps = eq1_tbt(times.stages, s["hit_rate"]), eq2_tbt(1.0, stages, s["hit_rate"])
+    return (
+        *(draft.title, stages, s["hit_rate"], s["num_prompts"]),
+        *(run.tbt_ms, ms, 100.0 * (ms / run.tbt_ms - 1.0)),
+        *(simulated, steps, 100.0 * (steps / simulated - 1.0)),
+        *(s["flush_steps"] / tokens, s["refill_steps"] / tokens, s["loop_share"]),
+    )

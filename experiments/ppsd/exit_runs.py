@@ -1,0 +1,261 @@
+"""Runs of the early-exit presets on the bundled target, for comparison with PPSD's equations.
+
+All are simulated: values of the bundled target, times of a profile with equal stages on which
+transfers and exit heads cost nothing, as in Eq. 3 to 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from experiments.pipelines.token_times import SIMULATED
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.intervals import Interval, interval, share
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from experiments.reproduce.profiles import write_profile
+from specdec.metrics.rates import judged
+from specdec.sources.exit_laws import eq5_acceptance
+
+_LAYERS = 24  # of the bundled target
+_STAGES = 8  # of Table 2's runs
+
+
+@dataclass(frozen=True, slots=True)
+class ExitRun:
+    """An early-exit strategy and plain decoding on one pipeline.
+
+    Attributes:
+        exit_layer, stages: layers before the exit, and number of stages.
+        plain, run: outcomes of plain decoding and of the strategy.
+    """
+
+    exit_layer: int
+    stages: int
+    plain: Outcome
+    run: Outcome
+
+    @property
+    def speedup(self) -> tuple[float, float | None, float | None]:
+        """Speed-up over plain decoding on the same stages, with its interval."""
+        return speed_ratio(self.run, self.plain)
+
+    @property
+    def alpha(self) -> float:
+        """Accepted over verified draft tokens."""
+        return float(self.run.summary["acceptance_rate_verified"])
+
+    @property
+    def alpha_interval(self) -> Interval:
+        """Interval of ``alpha`` over prompts."""
+        return interval([judged(r.counters, self.run.totals) for r in self.run.results], share)
+
+    @property
+    def law(self) -> float:
+        """Eq. 4 or 6 at the run's own alpha."""
+        return float(self.run.summary["speedup_law"])
+
+    @property
+    def loops(self) -> float | None:
+        """loop_share of the run."""
+        loops: float | None = self.run.summary["loop_share"]
+        return loops
+
+
+def exit_run(
+    item: Item,
+    lab: Lab,
+    exit_layer: int,
+    *,
+    pass_ms: float,
+    transfer_ms: float = 0.0,
+    overrides: Sequence[str] = (),
+    head: str | None = None,
+    strategy: Sequence[str] = ("strategy=ppsd",),
+) -> ExitRun:
+    """Runs a strategy and plain decoding on ceil(layers / exit_layer) equal stages.
+
+    Args:
+        item: has the number of prompts and tokens.
+        lab: runs both.
+        exit_layer: a layer with a head.
+        pass_ms: time of a target pass.
+        transfer_ms: time of a transfer between two stages.
+        overrides: further overrides of both, e.g. data and sampling.
+        head: kind of head (default: transformer if the layer has one).
+        strategy: overrides of the strategy.
+    """
+    stages = -(-_LAYERS // exit_layer)
+    profile = write_profile(
+        lab.folder, target_ms=pass_ms, stages=stages, draft_ms=0.0, transfer_ms=transfer_ms
+    )
+    common = _common(item, lab, stages, profile, overrides)
+    plain = lab.run(["strategy=ar", "executor=pipeline", *common])
+    head = head or ("norm" if exit_layer == _LAYERS // 2 else "transformer")
+    chosen = [f"model.exit_layer={exit_layer}", f"model.exit_head={head}"]
+    return ExitRun(exit_layer, stages, plain, lab.run([*strategy, *common, *chosen]))
+
+
+def _common(
+    item: Item, lab: Lab, stages: int, profile: Path | str, overrides: Sequence[str]
+) -> list[str]:
+    prompts, tokens = item.size["quick" if lab.quick else "full"]
+    return [
+        *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
+        *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *overrides),
+    ]
+
+
+def add_runs(
+    item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]
+) -> list[tuple[float, float]]:
+    """PPSD on the bundled target: acceptance, speed-up, and Eq. 6 beside it.
+
+    Returns (Eq. 6, speed-up) of each run.
+
+    Keys: ``data`` (name -> overrides), ``pass_ms``, ``heads`` ([kind, exit layer]);
+    ``claim`` (each run follows Eq. 6 within 5 per cent), ``best`` (claim -> [kind, exit that is
+    fastest]), ``lower`` (norm heads are accepted less often at equal exits).
+    """
+    rows = []
+    runs: dict[tuple[str, int], list[ExitRun]] = {}
+    for name, overrides in config["data"].items():
+        for kind, layer in config["heads"]:
+            outcome = exit_run(
+                item, lab, layer, pass_ms=config["pass_ms"], overrides=overrides, head=kind
+            )
+            runs.setdefault((kind, layer), []).append(outcome)
+            ratio, low, high = outcome.speedup
+            off = ratio / outcome.law
+            law = (ratio, low, high, outcome.law, off, outcome.loops)
+            exit_share = f"{layer}/{_LAYERS}"
+            rows.append((name, kind, exit_share, outcome.alpha, *outcome.alpha_interval, *law))
+            if "claim" in config:
+                text = f"bundled target, {name}, {kind} head, E = {exit_share}: {ratio:.2f}x, Eq. 6"
+                text += f" {outcome.law:.2f}x"
+                follows = abs(off - 1) <= 0.05
+                findings.add(config["claim"], follows, "simulated", text, loops=outcome.loops)
+    columns = (
+        *("data", "head", "E / N", "alpha", "95 % from", "to", "speed-up", "95 % from", "to"),
+        *("Eq. 6", "run / law", "loop_share"),
+    )
+    title = "PPSD on the bundled target, transfers and heads at no cost (simulated)"
+    findings.table(title, columns, rows)
+    for claim, spec in config.get("best", {}).items():
+        _add_best(findings, claim, runs, *spec)
+    if "lower" in config:
+        _add_lower(findings, config["lower"], runs)
+    return [(outcome.law, outcome.speedup[0]) for same in runs.values() for outcome in same]
+
+
+Runs = Mapping[tuple[str, int], Sequence[ExitRun]]
+
+
+def _add_best(findings: Findings, claim: str, runs: Runs, kind: str, claimed: int) -> None:
+    """Whether one exit has the highest mean speed-up of its kind of head."""
+    means = {
+        layer: fmean(outcome.speedup[0] for outcome in same)
+        for (name, layer), same in runs.items()
+        if name == kind
+    }
+    best = max(means, key=lambda layer: means[layer])
+    text = "bundled target, " + ", ".join(f"E={e}/24: {m:.2f}x" for e, m in means.items())
+    findings.add(claim, best == claimed, "simulated", text, loops=runs[kind, best][0].loops)
+
+
+def _add_lower(findings: Findings, claim: str, runs: Runs) -> None:
+    pairs = {
+        layer: (same, runs["transformer", layer])
+        for (kind, layer), same in runs.items()
+        if kind == "norm" and ("transformer", layer) in runs
+    }
+    alphas = {
+        layer: tuple(fmean(outcome.alpha for outcome in side) for side in sides)
+        for layer, sides in pairs.items()
+    }
+    text = ", ".join(f"E={e}/24: {a:.2f} against {b:.2f}" for e, (a, b) in alphas.items())
+    loops = next(iter(pairs.values()))[0][0].loops
+    less = all(a < b for a, b in alphas.values())
+    findings.add(claim, less, "simulated", f"bundled target, {text}", loops=loops)
+
+
+Curve = tuple[list[float], list[float]]
+
+
+def draft_length_runs(
+    item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]
+) -> tuple[Curve, Curve]:
+    """EESD over draft lengths; returns its acceptance and its speed-up.
+
+    Keys: ``data`` (overrides), ``pass_ms``, ``exit_layer``, ``gammas``; claims ``falls``,
+    ``peaks``.
+    """
+    rows, gammas = [], [int(gamma) for gamma in config["gammas"]]
+    for gamma in gammas:
+        strategy = ["strategy=eesd", "executor=early_exit", f"policy.gamma={gamma}"]
+        size = {"pass_ms": config["pass_ms"], "overrides": config["data"]}
+        outcome = exit_run(item, lab, config["exit_layer"], strategy=strategy, **size)
+        ratio, low, high = outcome.speedup
+        overall = float(outcome.run.summary["acceptance_rate"])
+        law = eq5_acceptance(outcome.alpha, gamma)
+        rows.append(
+            (gamma, outcome.alpha, overall, law, ratio, low, high, outcome.law, outcome.loops)
+        )
+    columns = (
+        *("draft length", "alpha", "overall acceptance", "Eq. 5", "speed-up", "95 % from", "to"),
+        *("Eq. 4", "loop_share"),
+    )
+    title = f"EESD on the bundled target, E = {config['exit_layer']} of {_LAYERS} (simulated)"
+    findings.table(title, columns, rows)
+    rates, speeds = [row[2] for row in rows], [row[4] for row in rows]
+    top = speeds.index(max(speeds))
+    falls = all(b < a for a, b in pairwise(rates))
+    peak = f"peak of {speeds[top]:.2f}x at a draft length of {gammas[top]}"
+    for claim, value, text in (
+        ("falls", falls, f"{rates[0]:.2f} to {rates[-1]:.2f}"),
+        ("peaks", 0 < top < len(speeds) - 1, peak),
+    ):
+        loops = rows[0][-1]
+        findings.add(claim, value, "simulated", f"EESD, bundled target; {text}", loops=loops)
+    xs = [float(gamma) for gamma in gammas]
+    return (xs, rates), (xs, speeds)
+
+
+def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]) -> None:
+    """Table 2's methods on the bundled target and its heads: 8 stages for every row (simulated).
+
+    Medusa submits its whole tree to the pipeline at once. Keys: ``rows`` (name -> overrides),
+    ``data`` (name -> overrides), ``pass_ms``, ``paid`` (a profile that prices heads and output
+    matrices), ``faster`` (claim -> [row, other]).
+    """
+    free = write_profile(
+        lab.folder, target_ms=config["pass_ms"], stages=_STAGES, draft_ms=0.0, transfer_ms=0.0
+    )
+    profiles = {"heads at no cost": free, "heads paid": config["paid"]}
+    table = []
+    for (name, overrides), (label, profile) in product(config["data"].items(), profiles.items()):
+        common = _common(item, lab, _STAGES, profile, overrides)
+        plain = lab.run(["strategy=ar", "executor=pipeline", *common])
+        runs = {row: lab.run([*chosen, *common]) for row, chosen in config["rows"].items()}
+        for row, run in runs.items():
+            s = run.summary
+            per_answer = s["new_tokens"] / s["answers"]
+            cells = (s["acceptance_rate_verified"], per_answer, *speed_ratio(run, plain))
+            table.append((name, label, row, *cells, s["loop_share"]))
+        for claim, (ours, other) in config["faster"].items():
+            ratio, low, high = speed_ratio(runs[ours], runs[other])
+            ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+            text = f"bundled target, {name}, {label}: {ratio:.2f}x{ends}"
+            loops = runs[ours].summary["loop_share"]
+            findings.add(claim, ratio > 1.0, "simulated", text, loops=loops)
+    columns = (
+        *("data", "profile", "row", "accepted / judged", "tokens per answer", "speed-up"),
+        *("95 % from", "to", "loop_share"),
+    )
+    title = f"On the bundled target, {_STAGES} stages for every row (simulated)"
+    findings.table(title, columns, table)

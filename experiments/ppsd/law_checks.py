@@ -1,0 +1,274 @@
+"""PPSD's tables from its own acceptance rates: formula checks, cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+
+from experiments.ppsd.exit_runs import add_runs, draft_length_runs
+from experiments.ppsd.laws import alpha_of_overall
+from experiments.reproduce.drawing import COLORS, band, doublings, figure, legend, lines, tidy
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab
+from experiments.reproduce.pacing import add_paced
+from specdec.sources.exit_laws import (
+    eq4_speedup,
+    eq5_acceptance,
+    eq6_speedup,
+    eq7_gain,
+    ppsd_law,
+)
+
+SETS = ("XSum", "GSM8K", "HumanEval")
+_CELL = (
+    *("model", "method", "E / N", "set", "AR %", "tokens/s", "SR stated", "SR from tokens/s"),
+    *("SR by the law", "stated / law"),
+)
+
+
+def cells(item: Item, lab: Lab) -> Findings:
+    """Stated cells beside Eq. 6 (PPSD) and Eq. 4 with Eq. 5 (EESD) at their own acceptance rates.
+
+    Keys: ``rows``: [model, method, N, E, gamma, [per set: AR %, tokens/s, SR]], gamma 0 for PPSD;
+    ``plain``: model -> tokens/s per set; ``claims``: claim -> [model, method, set], "mean" for all
+    sets; ``bound`` and ``consistent`` (claims that are sentences).
+    """
+    findings, config = Findings(), item.config
+    table = [cell for row in config["rows"] for cell in _cells(row, config["plain"])]
+    findings.table("Formula check of every stated cell", _CELL, table)
+    ppsd = [cell for cell in table if str(cell[1]).startswith("PPSD")]
+    for claim, (model, method, which) in config.get("claims", {}).items():
+        chosen = [c for c in ppsd if c[0] == model and c[1] == method and which in ("mean", c[3])]
+        law = float(np.mean([cell[8] for cell in chosen]))
+        where = f"{'Eq. 6 at AR of ' if which != 'mean' else 'mean of Eq. 6, '}{model}, {method}"
+        findings.add(claim, law, "formula", where)
+    above = [cell for cell in ppsd if cell[9] > 1.02]
+    worst = max(ppsd, key=lambda cell: cell[9])
+    text = f"{len(above)} of {len(ppsd)} cells above by more than 2 %"
+    text += f"; {worst[0]} {worst[3]} {worst[9]:.2f} of it"
+    findings.add(config["bound"], not above, "formula", text)
+    off = [cell for cell in table if abs(cell[7] / cell[6] - 1) > 0.02]
+    names = ", ".join(f"{c[0]} {c[1]} {c[3]} ({c[6]:.2f} stated, {c[7]:.2f})" for c in off)
+    text = f"{len(off)} of {len(table)} cells are off by more than 2 %" + (
+        f": {names}" if off else ""
+    )
+    findings.add(config["consistent"], not off, "formula", text)
+    stated: dict[str, list[tuple[float, float]]] = {}
+    for cell in table:
+        stated.setdefault(str(cell[1]).split(",")[0], []).append((cell[8], cell[6]))
+    findings.figure = _law_figure(item, stated, add_runs(item, lab, findings, config["runs"]))
+    if lab.paced and "paced" in config:
+        add_paced(config["paced"], lab, findings)
+    return findings
+
+
+def _cells(row: Sequence[Any], plain: Mapping[str, Sequence[float]]) -> list[tuple[Any, ...]]:
+    model, method, layers, exit_layer, gamma, values = row
+    cells: list[tuple[Any, ...]] = []
+    for name, (rate, speed, ratio), base in zip(SETS, values, plain[model], strict=True):
+        if gamma:
+            law = eq4_speedup(alpha_of_overall(rate / 100, gamma), gamma, exit_layer, layers)
+        else:
+            law = eq6_speedup(rate / 100, exit_layer, layers)
+        share = f"{exit_layer}/{layers}"
+        cells.append(
+            (model, method, share, name, rate, speed, ratio, speed / base, law, ratio / law)
+        )
+    return cells
+
+
+Points = Sequence[tuple[float, float]]
+
+
+def _law_figure(item: Item, stated: Mapping[str, Points], runs: Points) -> Any:
+    """Speed-ups against those of the equation: stated cells by group, and our runs."""
+    fig, (ax,) = figure(6.8, 5.0)
+    groups = {**stated, "bundled target, run (simulated)": runs}
+    for i, (name, points) in enumerate(groups.items()):
+        xs, ys = zip(*points, strict=True)
+        ax.plot(xs, ys, lw=0, marker="os^Dv"[i % 5], ms=5, color=COLORS[i], label=name)
+    ends = [value for points in groups.values() for point in points for value in point]
+    span = (0.95 * min(ends), 1.05 * max(ends))
+    ax.plot(span, span, color="#444444", ls="--", lw=0.9, label="as the law")
+    x = "speed-up by the law at the acceptance rate (times)"
+    tidy(ax, x=x, y="speed-up, stated or run (times)", title=item.stated.title)
+    legend(ax)
+    return fig
+
+
+def exits(item: Item, lab: Lab) -> Findings:
+    """Tables 3, 6, 7: stated speed-ups over exit positions beside both forms of Eq. 6.
+
+    Keys: ``rows``: [model, head, N, E, [per set: AR %, SR]]; ``follows`` (a claim that the cells
+    follow Eq. 6 within ``within`` per cent) and ``best`` (claim -> [model, head,
+    exit layer]), ``runs`` (see ``add_runs``).
+    """
+    findings, config = Findings(), item.config
+    table = []
+    for model, head, layers, exit_layer, values in config["rows"]:
+        for name, (rate, ratio) in zip(SETS, values, strict=True):
+            law = eq6_speedup(rate / 100, exit_layer, layers)
+            small = ppsd_law(exit_layer, layers, layers).speedup(rate / 100)
+            table.append(
+                (model, head, exit_layer, layers, name, rate, ratio, law, small, ratio / small)
+            )
+    columns = (
+        "model",
+        "head",
+        "E",
+        "N",
+        "set",
+        "AR %",
+        "SR stated",
+        "Eq. 6",
+        "Eq. 6 with S < E",
+        "stated / law",
+    )
+    findings.table("Formula check of every stated cell", columns, table)
+    off = [
+        abs(row[6] / min((row[7], row[8]), key=lambda law: abs(law - row[6])) - 1) for row in table
+    ]
+    inside = sum(error <= config["within"] / 100 for error in off)
+    text = f"{inside} of {len(off)} cells within {config['within']} % of the nearer form"
+    text += f"; worst {100 * max(off):.0f} %"
+    findings.add(config["follows"], inside == len(off), "formula", text)
+    for claim, spec in config.get("best", {}).items():
+        _add_best_exit(findings, claim, spec, table)
+    stated: dict[str, list[tuple[float, float]]] = {}
+    for row in table:
+        stated.setdefault(f"{row[0]}, {row[1]}", []).append((row[8], row[6]))
+    findings.figure = _law_figure(item, stated, add_runs(item, lab, findings, config["runs"]))
+    return findings
+
+
+def _add_best_exit(
+    findings: Findings, claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
+) -> None:
+    """Whether one exit position has the highest mean stated speed-up of its model and head."""
+    model, head, claimed = spec
+    speedups: dict[int, list[float]] = {}
+    for row in table:
+        if (row[0], row[1]) == (model, head):
+            speedups.setdefault(row[2], []).append(row[6])
+    means = {exit_layer: float(np.mean(values)) for exit_layer, values in speedups.items()}
+    best = max(means, key=lambda key: means[key])
+    text = "means " + ", ".join(f"E={e}: {m:.2f}x" for e, m in means.items())
+    findings.add(claim, best == claimed, "formula", text)
+
+
+def draft_lengths(item: Item, lab: Lab) -> Findings:
+    """Fig. 1 by Eq. 4 and 5, and by runs. Keys: ``alphas``, ``layers``, ``exit_layer``, ``gammas``,
+    ``runs`` (see ``draft_length_runs``)."""
+    findings, config = Findings(), item.config
+    gammas, layers, exit_layer = config["gammas"], config["layers"], config["exit_layer"]
+    fig, (left, right) = figure(9.5, 3.9, 2)
+    rates, speeds, rows = {}, {}, []
+    for alpha in config["alphas"]:
+        name = f"alpha = {alpha}"
+        rates[name] = (gammas, [eq5_acceptance(alpha, g) for g in gammas])
+        speeds[name] = (gammas, [eq4_speedup(alpha, g, exit_layer, layers) for g in gammas])
+        rows += [
+            (alpha, g, a, s, eq6_speedup(alpha, exit_layer, layers))
+            for g, a, s in zip(gammas, rates[name][1], speeds[name][1], strict=True)
+        ]
+    columns = ("alpha", "draft length", "Eq. 5 overall acceptance", "Eq. 4 EESD", "Eq. 6 PPSD")
+    findings.table(f"By the laws, E = {exit_layer} of {layers}", columns, rows)
+    falls = all(all(b < a for a, b in pairwise(ys)) for _, ys in rates.values())
+    peaks = all(0 < int(np.argmax(ys)) < len(ys) - 1 for _, ys in speeds.values())
+    tops = ", ".join(f"{n}: gamma {gammas[int(np.argmax(ys))]}" for n, (_, ys) in speeds.items())
+    findings.add("falls", falls, "formula", "Eq. 5")
+    findings.add("peaks", peaks, "formula", f"Eq. 4 peaks at {tops}")
+    run_rates, run_speeds = draft_length_runs(item, lab, findings, config["runs"])
+    name = f"run, E = {config['runs']['exit_layer']} of 24"
+    lines(left, {**rates, name: run_rates})
+    lines(right, {**speeds, name: run_speeds})
+    tidy(left, x="draft length (tokens)", y="overall acceptance rate")
+    tidy(
+        right,
+        x="draft length (tokens)",
+        y="speed-up of EESD (times)",
+        title="alpha: by the laws; run: simulated",
+    )
+    legend(left)
+    legend(right)
+    findings.figure = fig
+    return findings
+
+
+def no_verification(item: Item, lab: Lab) -> Findings:
+    """Fig. 3: time of 512 tokens without verification, with every draft token accepted.
+
+    EESD: tokens / gamma rounds of gamma E + N layers; PPSD: E layers per token. Keys: ``layers``,
+    ``exit_layer``, ``tokens``, ``pass_ms``, ``gammas``.
+    """
+    findings, config = Findings(), item.config
+    per_layer = config["pass_ms"] / config["layers"] / 1e3
+    gammas, exit_layer = config["gammas"], config["exit_layer"]
+    eesd = [config["tokens"] / g * (g * exit_layer + config["layers"]) * per_layer for g in gammas]
+    ppsd = config["tokens"] * exit_layer * per_layer
+    rows = tuple((g, s, ppsd) for g, s in zip(gammas, eesd, strict=True))
+    findings.table("Seconds for all tokens, computed", ("draft length", "EESD", "PPSD"), rows)
+    text = f"EESD {min(eesd):.1f} s at its best length, PPSD {ppsd:.1f} s"
+    findings.add("lowest", ppsd < min(eesd), "formula", text)
+    fig, (ax,) = figure(6.0, 3.7)
+    lines(ax, {"EESD": (gammas, eesd)})
+    band(ax, ppsd, ppsd, "PPSD")
+    doublings(ax, gammas)
+    tidy(
+        ax,
+        x="draft length (tokens)",
+        y="time for 512 tokens (s, computed)",
+        title=item.stated.title,
+    )
+    legend(ax)
+    findings.figure = fig
+    return findings
+
+
+def equations(item: Item, lab: Lab) -> Findings:
+    """Statements of the text about Eq. 5 to 7, over a grid.
+
+    Keys: ``alphas``, ``layers``, ``exits``, ``gammas``.
+    """
+    findings, config = Findings(), item.config
+    layers = config["layers"]
+    at_one = all(abs(eq6_speedup(1.0, e, layers) - layers / e) < 1e-9 for e in config["exits"])
+    worst = min(config["exits"], key=lambda e: eq6_speedup(0.0, e, layers))
+    least = eq6_speedup(0.0, worst, layers)
+    grid = [
+        (a, e, g, eq7_gain(a, g, e, layers))
+        for a, e, g in product(config["alphas"], config["exits"], config["gammas"])
+    ]
+    alpha, exit_layer, gamma, lowest = min(grid, key=lambda row: row[3])
+    findings.add("perfect", at_one, "formula", f"N = {layers}, E of {config['exits']}")
+    where = f"least {least:.3f}x at E = {worst}, N = {layers}: only where E divides N"
+    findings.add("nothing", least >= 1.0, "formula", where)
+    where = f"least {lowest:.3f} at alpha {alpha}, E = {exit_layer}, gamma = {gamma}"
+    findings.add("better", lowest > 1.0, "formula", where)
+    gain, stated = eq7_gain(1.0, 5, layers // 4, layers), 5 + 4
+    where = f"{gain:.2f} at gamma = 5, E = N / 4, not {stated}: (gamma + N / E) / (gamma + 1)"
+    findings.add("ones", abs(gain / stated - 1.0) < 0.01, "formula", where)
+    columns = ("alpha", "E", "gamma", "Eq. 7")
+    worst_rows = sorted(grid, key=lambda row: row[3])[:8]
+    findings.table("PPSD over EESD where it is least", columns, worst_rows)
+    return findings
+
+
+def shapes(item: Item, lab: Lab) -> Findings:
+    """Table 5: number of parameters from the shapes.
+
+    Keys: ``models`` (claim -> [layers, hidden, ffn, key and value size over hidden]), ``vocab``.
+    """
+    findings, config = Findings(), item.config
+    rows = []
+    for claim, (layers, hidden, ffn, kv) in config["models"].items():
+        layer = (2 + 2 * kv) * hidden**2 + 3 * hidden * ffn
+        total = (layers * layer + 2 * config["vocab"] * hidden) / 1e9
+        rows.append((claim, layers, hidden, ffn, total))
+        findings.add(claim, total, "formula", f"{layers} layers of {hidden} / {ffn}")
+    findings.table("Parameters", ("model", "layers", "hidden", "FFN", "billions"), rows)
+    return findings

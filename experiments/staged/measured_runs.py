@@ -1,0 +1,277 @@
+"""Staged speculative decoding (2308.04623): traffic, speed, spread over prompts, tokens by origin.
+
+All runs use real models on this machine; the paper has a 762M target on an RTX 4090. The relative
+memory traffic is also given for the run's passes with the paper's model sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.reproduce.drawing import (
+    COLORS,
+    bars,
+    claims_figure,
+    claims_panel,
+    figure,
+    legend,
+    tidy,
+)
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.intervals import Interval, interval, share
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab
+from specdec.metrics import Run, RunTotals
+from specdec.metrics.compare import comparison_row, prompt_speedups
+from specdec.report import read_requests
+
+STRATEGIES = ("ar", "speculative", "staged")
+
+
+def data_overrides() -> list[str]:
+    """HumanEval if there is a data folder, else function heads of the standard library."""
+    return ["data=humaneval" if os.environ.get("SPECDEC_DATA") else "data=stdlib"]
+
+
+def compared(item: Item, lab: Lab, sampling: str) -> dict[str, Any]:
+    """Plain, speculative and staged decoding of the same prompts, interleaved.
+
+    Keys of the config: ``words`` (further overrides), ``repeats``.
+    """
+    prompts, tokens = item.size["quick" if lab.quick else "full"]
+    repeats = item.config.get("repeats", 3)
+    return lab.compare(
+        [
+            f"strategies=[{','.join(STRATEGIES)}]",
+            *data_overrides(),
+            f"data.limit={prompts}",
+            f"max_new_tokens={tokens}",
+            f"sampling={sampling}",
+            f"repeats={repeats}",
+            "threads=1",
+            *item.config.get("words", ()),
+        ]
+    )
+
+
+def relative_traffic(row: Mapping[str, Any], draft_share: float) -> float:
+    """(target_passes + draft_passes B_d / B_t) / tokens, B_d / B_t given."""
+    return float((row["target_passes"] + row["draft_passes"] * draft_share) / row["new_tokens"])
+
+
+def traffic(item: Item, lab: Lab) -> Findings:
+    """Table 1: relative memory traffic. Keys: ``samplings`` (label -> option), ``paper_share``
+    (draft over target weights in the paper), ``claims`` (label -> strategy -> claim)."""
+    findings, config = Findings(), item.config
+    table = []
+    for label, sampling in config["samplings"].items():
+        result = compared(item, lab, sampling)
+        counts = _totals(result)
+        for row in result["rows"]:
+            name = row["strategy"]
+            scaled = relative_traffic(row, config["paper_share"] if name != "ar" else 0.0)
+            own = row["relative_memory_traffic"]
+            table.append(
+                (
+                    label,
+                    name,
+                    own,
+                    scaled,
+                    row["acceptance_length"],
+                    row["draft_passes"] / row["new_tokens"],
+                    row["loop_share"],
+                )
+            )
+            claim = config["claims"][label].get(name)
+            sizes = (
+                (own, _draft_share(counts[name]), "own"),
+                (scaled, config["paper_share"], "the paper's"),
+            )
+            for value, share_of, text in sizes:
+                if claim:
+                    findings.add(
+                        claim,
+                        value,
+                        "measured",
+                        f"counts of the bundled pair, {data_overrides()[0]}; {text} sizes",
+                        loops=row["loop_share"],
+                        interval=_traffic_interval(counts[name], share_of),
+                    )
+    columns = (
+        "sampling",
+        "row",
+        "own sizes",
+        "the paper's sizes",
+        "accept length",
+        "draft passes/token",
+        "loop_share",
+    )
+    findings.table("Relative memory traffic (counts of runs, exact)", columns, table)
+    findings.figure = claims_figure(item.stated.claims, findings.measures, item.stated.title)
+    return findings
+
+
+Totals = list[tuple[RunTotals, int]]
+
+
+def _totals(result: Mapping[str, Any]) -> dict[str, Totals]:
+    """strategy -> (totals, tokens) of each prompt, its repeats pooled."""
+    by: dict[str, dict[int, list[Any]]] = {}
+    for record in read_requests(result["folder"] / "requests.jsonl"):
+        assert record.totals is not None, "prompts are decoded one at a time"
+        by.setdefault(record.strategy, {}).setdefault(record.result.id, []).append(record)
+    return {
+        name: [
+            (RunTotals.merge([r.totals for r in same]), sum(len(r.result.output) for r in same))
+            for same in prompts.values()
+        ]
+        for name, prompts in by.items()
+    }
+
+
+def _draft_share(counts: Totals) -> float:
+    totals = counts[0][0]
+    return totals.draft_bytes / totals.target_bytes
+
+
+def _traffic_interval(counts: Totals, draft_share: float) -> Interval:
+    rows = [(t.target_passes + t.draft_passes * draft_share, tokens) for t, tokens in counts]
+    return interval(rows, share)
+
+
+def _overhead_interval(counts: Totals) -> Interval:
+    """Of overhead_share, in per cent."""
+    rows = [(t.wall_s - t.total_model_s - t.wait_s, t.wall_s) for t, _ in counts]
+    return interval(rows, lambda sums: 100.0 * sums[0] / sums[1])
+
+
+def speed(item: Item, lab: Lab) -> Findings:
+    """Table 2: tokens per second. Keys: ``samplings``, ``claims`` (label -> [claim of staged over
+    plain, of staged over speculative])."""
+    findings, config = Findings(), item.config
+    table: list[tuple[Any, ...]] = []
+    shown: dict[str, dict[str, float | None]] = {}
+    for label, sampling in config["samplings"].items():
+        result = compared(item, lab, sampling)
+        rows = {r["strategy"]: r for r in result["rows"]}
+        staged = rows["staged"]
+        keys = ("tokens_per_s", "speedup_wall", "speedup_theoretical", "lossless")
+        keys = (*keys, "overhead_share", "rows_per_target_pass", "loop_share")
+        table += [(label, name, *(row[key] for key in keys)) for name, row in rows.items()]
+        shown[label] = {name: row["tokens_per_s"] for name, row in rows.items()}
+        over_plain, over_single = config["claims"][label]
+        where = f"this CPU, bundled pair, {data_overrides()[0]}, {label}"
+        loops = staged["loop_share"]
+        ends = staged["speedup_wall_interval"] or (None, None)
+        value = staged["speedup_wall"]
+        findings.add(over_plain, value, "measured", where, loops=loops, interval=ends)
+        runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
+        beside = comparison_row("staged", runs["staged"], runs["speculative"])
+        ends = beside["speedup_wall_interval"] or (None, None)
+        value = beside["speedup_wall"]
+        findings.add(over_single, value, "measured", where, loops=loops, interval=ends)
+    columns = (
+        *("sampling", "row", "tokens/s", "over ar", "by counts", "tokens as ar"),
+        *("overhead_share", "nodes/pass", "loop_share"),
+    )
+    findings.table("Measured on this machine", columns, table)
+    fig, (left, right) = figure(11.0, 4.2, 2)
+    bars(left, shown)
+    tidy(left, x="sampling", y="tokens per second (measured, this CPU)", title=item.stated.title)
+    legend(left)
+    claims_panel(right, item.stated.claims, findings.measures)
+    findings.figure = fig
+    return findings
+
+
+def overhead(item: Item, lab: Lab) -> Findings:
+    """The share of time outside model calls: measured, and implied by the paper's two tables.
+
+    Keys: ``samplings``, ``stated`` (label -> list of [plain tokens/s, row's tokens/s, traffic]).
+    """
+    findings, config = Findings(), item.config
+    rows = []
+    for label, cells in config["stated"].items():
+        for name, plain, speed_of, part in cells:
+            bound = plain / part
+            implied = 100 * (1 - speed_of / bound)
+            rows.append((label, name, bound, speed_of, implied))
+            findings.add(
+                "overhead",
+                implied,
+                "formula",
+                (f"{label}, {name}: {speed_of} of {bound:.0f} tokens/s that its traffic allows"),
+            )
+    columns = ("sampling", "row", "tokens/s by traffic alone", "stated tokens/s", "lost, %")
+    findings.table("What Tables 1 and 2 imply", columns, rows)
+    for label, sampling in config["samplings"].items():
+        result = compared(item, lab, sampling)
+        row = next(r for r in result["rows"] if r["strategy"] == "staged")
+        findings.add(
+            "overhead",
+            100 * row["overhead_share"],
+            "measured",
+            f"staged on this CPU, {label}",
+            loops=row["loop_share"],
+            interval=_overhead_interval(_totals(result)["staged"]),
+        )
+    findings.figure = claims_figure(item.stated.claims, findings.measures, item.stated.title)
+    return findings
+
+
+def per_prompt(item: Item, lab: Lab) -> Findings:
+    """Fig. 2: speed-ups prompt by prompt. Keys: ``samplings``, claims ``spread`` and ``above``."""
+    findings, config = Findings(), item.config
+    fig, axes = figure(9.0, 3.8, len(config["samplings"]))
+    table = []
+    for ax, (label, sampling) in zip(axes, config["samplings"].items(), strict=True):
+        result = compared(item, lab, sampling)
+        runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
+        loops = next(r["loop_share"] for r in result["rows"] if r["strategy"] == "staged")
+        ratios = {n: np.sort(prompt_speedups(runs[n], runs["ar"])) for n in STRATEGIES[1:]}
+        for (name, values), color in zip(ratios.items(), COLORS, strict=False):
+            shares = (np.arange(len(values)) + 0.5) / len(values)
+            ax.plot(values, shares, marker="o", ms=3.5, color=color, label=name)
+            table.append(
+                (
+                    label,
+                    name,
+                    float(values[0]),
+                    float(np.median(values)),
+                    float(values[-1]),
+                    len(values),
+                    loops,
+                )
+            )
+        tidy(ax, x="speed-up over ar (times, measured)", y="share of prompts below", title=label)
+        legend(ax)
+        staged, single = ratios["staged"], ratios["speculative"]
+        above = float(np.median(staged) / np.median(single))
+        spread = float(staged[-1] / staged[0])
+        for claim, value, text in (
+            ("spread", spread > 1.5, f"best over worst {spread:.1f}"),
+            ("above", above > 1.0, f"medians' ratio {above:.2f}"),
+        ):
+            findings.add(
+                claim, value, "measured", f"{label}, {len(staged)} prompts; {text}", loops=loops
+            )
+    columns = ("sampling", "row", "worst prompt", "median", "best prompt", "prompts", "loop_share")
+    findings.table("Speed-up over ar per prompt, measured", columns, table)
+    findings.figure = fig
+    return findings
+
+
+def _runs(records: Sequence[Any]) -> dict[str, list[Run]]:
+    """The runs of each strategy, one per repeat."""
+    by: dict[tuple[str, int], list[Any]] = {}
+    for record in records:
+        by.setdefault((record.strategy, record.repeat), []).append(record)
+    runs: dict[str, list[Run]] = {}
+    for (name, _), of_run in by.items():
+        totals = RunTotals.merge([r.totals for r in of_run if r.totals is not None])
+        runs.setdefault(name, []).append(Run(tuple(r.result for r in of_run), totals))
+    return runs

@@ -1,0 +1,200 @@
+"""SwiftSpec on simulated device groups: serial against parallel trees, batch sizes, splits, d."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from experiments.pipelines.token_times import SIMULATED
+from experiments.reproduce.arithmetic import computed
+from experiments.reproduce.drafts import drafts
+from experiments.reproduce.drawing import (
+    band,
+    bar_chart,
+    bars,
+    claims_panel,
+    doublings,
+    figure,
+    legend,
+    lines,
+    tidy,
+)
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.intervals import Interval, accepted_of, beside, interval
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+
+_COLUMNS = (
+    "draft",
+    "row",
+    "tokens/s",
+    "accept length",
+    "accepted/pass",
+    "draft passes/token",
+    "loop_share",
+)
+
+
+def parallel_or_serial(item: Item, lab: Lab) -> Findings:
+    """Parallel tree generation against the serial form: the best of each over their depths.
+
+    Keys: ``drafts``, ``common``, ``parallel`` and ``serial`` (name -> overrides), ``speedup`` and
+    ``speedup_mean`` (claims of the ratio, per draft and as a mean), ``loss`` (claim: compression
+    lost, in per cent, between the first row of each and between the fastest), ``computed``.
+    """
+    findings, config = Findings(), item.config
+    table: list[tuple[Any, ...]] = []
+    shown: dict[str, dict[str, float | None]] = {}
+    ratios, loops = [], []
+    for draft in drafts(config["drafts"], item, lab, findings):
+        sides = {
+            side: {
+                name: lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+                for name, overrides in config[side].items()
+            }
+            for side in ("parallel", "serial")
+        }
+        rows = {**sides["parallel"], **sides["serial"]}
+        table += [_row(draft.title, name, run) for name, run in rows.items()]
+        shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in rows.items()}
+        best, base = (min(sides[s].values(), key=lambda run: run.tbt_ms) for s in sides)
+        ratio, low, high = speed_ratio(best, base)
+        share = best.summary["loop_share"]
+        ratios.append(ratio)
+        loops += [share] if share is not None else []
+        for claim in config.get("speedup", ()):
+            findings.add(claim, ratio, "simulated", draft.title, loops=share, interval=(low, high))
+        if "loss" in config:
+            equal = tuple(next(iter(runs.values())) for runs in sides.values())
+            for text, (ours, other) in (("equal depth", equal), ("fastest depths", (best, base))):
+                lost, ends = _lost(ours, other)
+                where = f"{draft.title}; {text}"
+                findings.add(config["loss"], lost, "simulated", where, loops=share, interval=ends)
+    if ratios and "speedup_mean" in config:
+        findings.add(
+            config["speedup_mean"],
+            fmean(ratios),
+            "simulated",
+            f"mean of {len(ratios)} drafts",
+            loops=fmean(loops) if loops else None,
+        )
+    findings.measures += computed(config)
+    findings.table("Simulated decoding", _COLUMNS, table)
+    fig, (left, right) = figure(12.0, 4.8, 2)
+    bars(left, shown, form="{:.0f}")
+    tidy(left, x="draft", y="tokens per second (simulated)", title=item.stated.title)
+    legend(left)
+    claims_panel(right, item.stated.claims, findings.measures, unit="x")
+    findings.figure = fig
+    return findings
+
+
+def _lost(ours: Outcome, other: Outcome) -> tuple[float, Interval]:
+    """Loss of accepted tokens per pass of one run against another in per cent, with interval."""
+    ratio = ours.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
+    rows = beside(ours.results, other.results, accepted_of)
+    return 100 * (1 - ratio), interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
+
+
+def _row(title: str, name: str, run: Outcome) -> tuple[Any, ...]:
+    s = run.summary
+    return (
+        *(title, name, s["tokens_per_s"], s["acceptance_length"], s["accepted_per_pass"]),
+        *(s["draft_passes_per_token"], s["loop_share"]),
+    )
+
+
+def tree_batches(item: Item, lab: Lab) -> Findings:
+    """Fig. 2: accepted tokens over the target's and the draft's batch size.
+
+    Keys: ``drafts``, ``common``, ``bs`` and ``w`` ([values], with ``at_w`` and ``at_bs`` fixed),
+    claims ``target`` and ``draft`` ([claim, size from which the gain is under ``small`` per cent]),
+    ``gain`` ([claim, from, to]).
+    """
+    findings, config = Findings(), item.config
+    fig, axes = figure(9.5, 3.9, 2)
+    table: list[tuple[Any, ...]] = []
+    drawn: dict[str, dict[str, tuple[list[float], list[float]]]] = {"bs": {}, "w": {}}
+    for draft in drafts(config["drafts"], item, lab, findings):
+        for key, fixed in (("bs", "w"), ("w", "bs")):
+            sizes, lengths, runs = config[key], [], {}
+            for size in sizes:
+                overrides = [f"policy.{key}={size}", f"policy.{fixed}={config[f'at_{fixed}']}"]
+                run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+                runs[size] = run
+                lengths.append(run.summary["accepted_per_pass"])
+                table.append((draft.title, key, size, lengths[-1], run.summary["loop_share"]))
+            drawn[key][draft.short] = (sizes, lengths)
+            _saturation(findings, config, key, runs, draft.title)
+    names = (("target's batch size bs (nodes)", "bs"), ("draft's batch size w (leaves)", "w"))
+    for ax, (x, key) in zip(axes, names, strict=True):
+        lines(ax, drawn[key])
+        knee = config["target" if key == "bs" else "draft"][1]
+        band(ax, knee, knee, f"stated: saturates at {knee}", vertical=True)
+        doublings(ax, config[key])
+        tidy(ax, x=x, y="accepted tokens per target pass (simulated)", title=item.stated.title)
+        legend(ax)
+    columns = ("draft", "varied", "size", "accepted per pass", "loop_share")
+    findings.table("Compression ratio (without the bonus token)", columns, table)
+    findings.figure = fig
+    return findings
+
+
+def _saturation(
+    findings: Findings, config: Any, key: str, runs: Mapping[int, Outcome], title: str
+) -> None:
+    """Adds whether the largest size gains little over the stated one; for bs also the gain."""
+    claim, knee = config["target" if key == "bs" else "draft"]
+    text, value, _ = _gain(runs, knee, max(runs))
+    loops, where = runs[knee].summary["loop_share"], f"{title}; {text}: {value:+.1f} %"
+    findings.add(claim, value < config["small"], "simulated", where, loops=loops)
+    if key == "bs":
+        name, low, high = config["gain"]
+        _, value, ends = _gain(runs, low, high)
+        findings.add(name, value, "simulated", title, loops=loops, interval=ends)
+
+
+def _gain(runs: Mapping[int, Outcome], low: int, high: int) -> tuple[str, float, Interval]:
+    """Gain of accepted tokens per pass by the larger size in per cent, with its interval."""
+    less, more = (runs[size].summary["accepted_per_pass"] for size in (low, high))
+    rows = beside(runs[high].results, runs[low].results, accepted_of)
+    ends = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
+    return f"{low} to {high}", 100.0 * (more / less - 1.0), ends
+
+
+def choices(item: Item, lab: Lab) -> Findings:
+    """Speed over one parameter (the split of devices, or d), and whether the paper's is best.
+
+    Keys: ``drafts``, ``common``, ``rows`` (name -> overrides), ``best`` (claim -> rows that may be
+    best).
+    """
+    findings, config = Findings(), item.config
+    table: list[tuple[Any, ...]] = []
+    shown: dict[str, dict[str, float | None]] = {}
+    for draft in drafts(config["drafts"], item, lab, findings):
+        runs = {
+            name: lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+            for name, overrides in config["rows"].items()
+        }
+        table += [_row(draft.title, name, run) for name, run in runs.items()]
+        shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}
+        best = min(runs, key=lambda name: runs[name].tbt_ms)
+        for claim, allowed in config["best"].items():
+            rival = min(allowed, key=lambda name: runs[name].tbt_ms)
+            lead, low, high = speed_ratio(runs[best], runs[rival])
+            ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+            ahead = "" if best in allowed else f", {lead:.2f}x{ends} of {rival}"
+            findings.add(
+                claim,
+                best in allowed,
+                "simulated",
+                f"{draft.title}; best: {best}{ahead}",
+                loops=runs[best].summary["loop_share"],
+            )
+    findings.table("Simulated decoding", _COLUMNS, table)
+    stated = " or ".join(name for allowed in config["best"].values() for name in allowed)
+    title = f"{item.stated.title} (the paper's best: {stated})"
+    y = "tokens per second (simulated)"
+    findings.figure = bar_chart(shown, x="draft", y=y, title=title, size=(7.5, 4.0), form="{:.0f}")
+    return findings

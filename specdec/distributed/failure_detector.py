@@ -1,0 +1,185 @@
+"""Finds which rank of a group failed first, and why."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from specdec.distributed import store_keys
+from specdec.distributed.launch import Processes
+from specdec.distributed.transport import PeerLost
+from specdec.errors import RankFailure, UserError
+
+_WATCH_S = 0.25
+_SETTLE_S = 1.0  # the first failure noticed may be the consequence of another
+_STALE_S = 4 * store_keys.HEARTBEAT_S
+
+
+class FailureDetector:
+    """Watches process exits, error reports and heartbeats of ranks 1 .. size - 1."""
+
+    def __init__(self, *, store: dist.Store, size: int, processes: Processes | None) -> None:
+        """Creates a detector; heartbeats are watched from ``start`` on.
+
+        Args:
+            store: shared by all ranks.
+            size: number of ranks, rank 0 included.
+            processes: the ranks' processes; None if a launcher has started them.
+        """
+        self._store = store
+        self._ranks = range(1, size)
+        self._processes = processes
+        # rank -> (time at which the latest beat was first seen, its number, current operation)
+        self._beats: dict[int, tuple[float, int, str]] = {}
+        self._last_progress = time.monotonic()
+        self._started: float | None = None
+        self._alarm = False
+        self._stopped = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread that watches heartbeats and error reports."""
+        self._started = time.monotonic()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def stop(self, wait_s: float = 0.0) -> None:
+        """Stops watching and waits up to ``wait_s`` for the thread to end."""
+        self._stopped.set()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(wait_s)
+
+    def alarmed(self) -> bool:
+        """Whether a rank is known to have failed or ended."""
+        return self._alarm or bool(self._processes is not None and self._processes.ended)
+
+    def expect_progress(self) -> None:
+        """Restarts the count of ``silent_s``: rank 0 starts to wait now."""
+        self._last_progress = max(self._last_progress, time.monotonic())
+
+    def silent_s(self) -> float:
+        """Seconds since any rank last changed its current operation."""
+        return time.monotonic() - self._last_progress
+
+    def failure(self, lost: PeerLost | None = None) -> BaseException:
+        """The root cause of a failure that has been noticed.
+
+        Waits up to a second for further evidence: a rank's own error takes precedence over a
+        process exit, and both over lost connections, which are consequences.
+
+        Args:
+            lost: a broken connection that this process has noticed itself.
+        """
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            error = self._reported_error() or self._process_exit()
+            if error is not None:
+                return error
+            if time.monotonic() > deadline:
+                return self._lost_connection(lost)
+            time.sleep(0.05)
+
+    def hang(self, timeout_s: float) -> RankFailure:
+        """The error for ``timeout_s`` seconds without progress, naming the rank to blame."""
+        stale = self.stale(_STALE_S)
+        if stale:
+            what = "gives no sign of life (stopped, swapped out, or its machine is gone)"
+            return RankFailure(
+                rank=min(stale),
+                cause=f"it {what}; nothing has moved for executor.timeout_s={timeout_s:g} s",
+            )
+        operations = {r: operation for r, (_, _, operation) in self._beats.items()}
+        computing = [r for r, operation in operations.items() if "computing" in operation]
+        rank = min(computing or operations)
+        return RankFailure(
+            rank=rank,
+            cause=f"it is {operations[rank]} and nothing has moved for"
+            f" executor.timeout_s={timeout_s:g} s; if its work takes that long, raise"
+            " executor.timeout_s",
+        )
+
+    def stale(self, seconds: float) -> list[int]:
+        """Ranks without a heartbeat for ``seconds``; none before ``start``."""
+        start, now = self._started, time.monotonic()
+        if start is None:
+            return []
+        return [r for r in self._ranks if now - self._beats.get(r, (start, -1, ""))[0] > seconds]
+
+    def _reported_error(self) -> BaseException | None:
+        reports = sorted(self._reports().items())
+        for rank, report in reports:
+            if report["kind"] == "user":
+                return UserError(f"rank {rank}: {report['text']}")
+        for rank, report in reports:
+            if report["kind"] == "raised":
+                return RankFailure(rank=rank, cause=report["text"])
+        return None
+
+    def _process_exit(self) -> RankFailure | None:
+        if self._processes is None:
+            return None
+        reports = self._reports()
+        for rank, status in sorted(self._processes.ended.items()):
+            if rank not in reports:  # ranks with a report exit because of it
+                return RankFailure(rank=rank, cause=_cause(status, self._processes.log(rank)))
+        return None
+
+    def _lost_connection(self, lost: PeerLost | None) -> RankFailure:
+        reports = self._reports()
+        lost_peers = Counter(r["peer"] for r in reports.values() if r["kind"] == "lost")
+        if lost is not None:
+            lost_peers[lost.peer] += 1
+        silent = [rank for rank, _ in lost_peers.most_common() if rank and rank not in reports]
+        if silent:
+            return RankFailure(
+                rank=silent[0], cause="its connections broke (killed, or its machine is gone)"
+            )
+        return RankFailure(rank=None, cause="connections between ranks broke")
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        """Rank -> the failure that it has reported (``worker.serve``)."""
+        reports = {}
+        with suppress(RuntimeError):
+            for rank in self._ranks:
+                key = store_keys.failed(rank)
+                if self._store.check([key]):
+                    reports[rank] = json.loads(self._store.get(key))
+        return reports
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_WATCH_S):
+            try:
+                self._poll()
+            except RuntimeError:  # the store is gone, and with it the job
+                self._alarm = not self._stopped.is_set()
+                return
+
+    def _poll(self) -> None:
+        now = time.monotonic()
+        for rank in self._ranks:
+            if self._store.check([store_keys.failed(rank)]):
+                self._alarm = True
+            if not self._store.check([store_keys.heartbeat(rank)]):
+                continue
+            number, operation = json.loads(self._store.get(store_keys.heartbeat(rank)))
+            _, last_number, last_operation = self._beats.get(rank, (0.0, -1, ""))
+            if number != last_number:
+                self._beats[rank] = (now, number, operation)
+            if operation != last_operation:
+                self._last_progress = now
+
+
+def _cause(status: int, log: str) -> str:
+    tail = f"; the end of its log: {log}" if log else ""
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = " (out of memory, or by hand)" if name == "SIGKILL" else ""
+        return f"its process was ended by {name}{hint}{tail}"
+    return f"its process ended with status {status}{tail}"

@@ -1,0 +1,133 @@
+"""Rank groups shared by the executors of one process.
+
+A group is either started here, by the first executor that needs it, or was started by torchrun or
+Slurm (``use_group``).
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from specdec.distributed.group import RankGroup
+from specdec.distributed.launch import Processes
+from specdec.errors import UserError
+
+_ADDRESS = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class _SharedGroup:
+    """A local group and its number of handles."""
+
+    group: RankGroup
+    num_handles: int = 0
+
+
+_local: dict[tuple[int, int | None], _SharedGroup] = {}  # (size, threads) -> group
+_external: RankGroup | None = None
+_logs: Path | None = None
+
+
+def use_group(group: RankGroup | None) -> None:
+    """Makes every executor use ``group``, which the caller has started (None: local groups)."""
+    global _external
+    _external = group
+
+
+@contextmanager
+def rank_logs_in(folder: Path) -> Iterator[None]:
+    """Ranks that are started within this context write their logs to ``folder``."""
+    global _logs
+    previous, _logs = _logs, folder
+    try:
+        yield
+    finally:
+        _logs = previous
+
+
+class GroupHandle:
+    """Reference-counted handle on a rank group, valid until ``release``.
+
+    Executors that need the same number of ranks and threads share a group, so the rows of a
+    comparison start processes once. Releasing the last handle ends the ranks.
+
+    Attributes:
+        group: the ranks.
+    """
+
+    def __init__(self, num_ranks: int, *, threads: int | None = None) -> None:
+        """Joins an existing group of this size, or starts one.
+
+        Args:
+            num_ranks: number of ranks besides this process.
+            threads: torch threads per rank; None divides the machine's cores among the ranks.
+
+        Raises:
+            UserError: torchrun or Slurm has started too few ranks.
+            RankFailure: the ranks cannot be started.
+        """
+        self._key = (num_ranks + 1, threads)
+        self._released = False
+        if _external is not None:
+            if _external.size <= num_ranks:
+                raise UserError(
+                    f"this executor needs {num_ranks + 1} ranks (the controller and {num_ranks} for"
+                    f" the stages), but {_external.size} were started: set torchrun's or srun's"
+                    " number of processes, or lower executor.stages"
+                )
+            self.group = _external
+            return
+        shared = _local.get(self._key)
+        if shared is None or not shared.group.alive:
+            shared = _local[self._key] = _SharedGroup(_start(num_ranks + 1, threads))
+        shared.num_handles += 1
+        self.group = shared.group
+
+    def release(self, *, broken: bool = False) -> None:
+        """Releases the group; ``broken`` kills it, because a step was interrupted."""
+        if broken:
+            self.group.kill()
+        if self._released or self.group is _external:
+            return
+        self._released = True
+        shared = _local.get(self._key)
+        if shared is not None and shared.group is self.group:
+            shared.num_handles -= 1
+            if not shared.num_handles:
+                del _local[self._key]
+                self.group.close()
+
+
+@contextmanager
+def keep_ranks(num_ranks: int, *, threads: int | None = None) -> Iterator[None]:
+    """Keeps ``num_ranks`` ranks running between executors that use them in turn (0: none)."""
+    handle = GroupHandle(num_ranks, threads=threads) if num_ranks else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.release()
+
+
+def _start(size: int, threads: int | None) -> RankGroup:
+    store = dist.TCPStore(_ADDRESS, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    processes = Processes(address=_ADDRESS, port=store.port, size=size, threads=threads, logs=_logs)
+    try:
+        return RankGroup(store=store, size=size, loopback=True, processes=processes)
+    except BaseException:
+        processes.kill()
+        raise
+
+
+@atexit.register
+def _kill_all() -> None:
+    for shared in _local.values():
+        shared.group.kill()
+    _local.clear()

@@ -1,0 +1,168 @@
+"""Packing of a batch's rows for a forward, and pruning of rows in flight between stages.
+
+Shape letters: R rows of a batch, W tree rows, T prompt tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from specdec.device import to_device
+from specdec.types import (
+    Batch,
+    BoolArray,
+    Commit,
+    IntArray,
+    Output,
+    PrefillChunk,
+    PromptHidden,
+    TreeRows,
+)
+
+_NO_TOKENS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RowItem:
+    """The rows of one request: its prefill chunk first, then its tree nodes."""
+
+    request: int
+    prefill: PrefillChunk | None
+    tree: TreeRows | None
+
+    @property
+    def prefill_tokens(self) -> IntArray:
+        """int64[T], empty without a chunk."""
+        return _NO_TOKENS if self.prefill is None else self.prefill.tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in the packed forward."""
+        return len(self.prefill_tokens) + (0 if self.tree is None else len(self.tree.node_ids))
+
+
+def row_items(batch: Batch) -> list[RowItem]:
+    """The batch's rows by request, in packing order, which is the same on every stage."""
+    chunks = {chunk.request: chunk for chunk in batch.prefills}
+    items = [RowItem(t.request, chunks.pop(t.request, None), t) for t in batch.trees]
+    return items + [RowItem(chunk.request, chunk, None) for chunk in chunks.values()]
+
+
+def tree_row_index(items: list[RowItem]) -> IntArray:
+    """int64[W]: packed indices of the tree rows, in the order of ``batch.trees``."""
+    parts, start = [], 0
+    for item in items:
+        stop = start + item.num_rows
+        parts.append(np.arange(start + len(item.prefill_tokens), stop))
+        start = stop
+    return np.concatenate(parts) if parts else _NO_TOKENS
+
+
+def with_hidden(output: Output, batch: Batch, captured: Mapping[int, torch.Tensor]) -> Output:
+    """Adds the hidden states of a batch that has passed the target to its output.
+
+    Args:
+        output: one ``Answers`` per request with tree rows, in the order of ``batch.trees``.
+        batch: the answered batch.
+        captured: layer -> [R, E], in packing order.
+    """
+    answers = {answer.request: answer for answer in output.answers}
+    prompts, start = [], 0
+    for item in row_items(batch):
+        middle, stop = start + len(item.prefill_tokens), start + item.num_rows
+        if item.prefill is not None:
+            layers = {layer: hidden[start:middle] for layer, hidden in captured.items()}
+            prompts.append(
+                PromptHidden(request=item.request, start=item.prefill.start, layers=layers)
+            )
+        if item.tree is not None:
+            rows = {layer: hidden[middle:stop] for layer, hidden in captured.items()}
+            answers[item.request] = replace(answers[item.request], hidden=rows)
+        start = stop
+    return replace(output, answers=tuple(answers.values()), prompts=tuple(prompts))
+
+
+class Submitted:
+    """Ids of the live nodes that have entered the target, by request."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[IntArray]] = {}
+
+    def open(self, request_id: int) -> None:
+        """Starts a request."""
+        self._ids[request_id] = []
+
+    def add(self, batch: Batch) -> None:
+        """Adds the nodes of a submitted batch."""
+        for rows in batch.trees:
+            self._ids[rows.request].append(rows.node_ids)
+
+    def commit(self, commit: Commit) -> int:
+        """Drops retired and pruned nodes.
+
+        Returns:
+            The number of nodes that the pruning examines: all live ones but the verified path.
+        """
+        parts = self._ids[commit.request]
+        ids = np.concatenate(parts) if parts else _NO_TOKENS
+        self._ids[commit.request] = [ids[commit.keeps(ids)]]
+        return len(ids) - len(commit.retired_ids)
+
+    def close(self, request_id: int) -> None:
+        """Drops the request."""
+        self._ids.pop(request_id, None)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A batch between two stages.
+
+    Attributes:
+        batch: the rows that are not pruned.
+        hidden: [R, E], output of the stage that it left; None before the first stage and for stages
+            without a model.
+        captured: layer -> [R, E] after it, for captured layers of the stages that it has passed.
+    """
+
+    batch: Batch
+    hidden: torch.Tensor | None = None
+    captured: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def prune(self, commits: Mapping[int, Commit], closed: frozenset[int] = frozenset()) -> None:
+        """Drops rows of nodes that a commit did not keep, and all rows of closed requests.
+
+        SpecPipe 3.3.2, second phase of a step: hidden states are pruned like the caches.
+        """
+        items = row_items(self.batch)
+        if not any(item.request in commits or item.request in closed for item in items):
+            return
+        keep = [_kept_rows(item, commits, closed) for item in items]
+        trees = [
+            item.tree.keep(mask[len(item.prefill_tokens) :])
+            for item, mask in zip(items, keep, strict=True)
+            if item.tree is not None
+        ]
+        if self.hidden is not None:
+            mask = np.concatenate(keep) if keep else np.zeros(0, np.bool_)
+            if not mask.all():
+                # Indices instead of a mask: indexing by a device mask synchronizes with the device.
+                rows = to_device(np.flatnonzero(mask), self.hidden.device)
+                self.hidden = self.hidden[rows]
+                self.captured = {layer: states[rows] for layer, states in self.captured.items()}
+        self.batch = replace(
+            self.batch,
+            trees=tuple(tree for tree in trees if len(tree.node_ids)),
+            prefills=tuple(c for c in self.batch.prefills if c.request not in closed),
+        )
+
+
+def _kept_rows(item: RowItem, commits: Mapping[int, Commit], closed: frozenset[int]) -> BoolArray:
+    """bool[rows of the item]: prompt rows are always kept unless the request is closed."""
+    mask = np.full(item.num_rows, item.request not in closed)
+    if item.request not in closed and item.request in commits and item.tree is not None:
+        mask[len(item.prefill_tokens) :] = commits[item.request].keeps(item.tree.node_ids)
+    return mask

@@ -1,0 +1,69 @@
+"""Cost of a pipeline's steps on a clock, for in-process and distributed stages alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.clocks import CONTROLLER, Clock, Work
+
+
+class StepCharges:
+    """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
+
+    All stages start with the step, which ends when the slowest has finished. A clock of a single
+    process applies charges of other ranks as its prediction of them, or ignores them.
+
+    A profile prices one device. The devices of a stage run one after the other within a step, with
+    a transfer between them (PipeDec 3.1: "nodes in group G must execute tasks sequentially").
+    """
+
+    def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
+        """Charges ``clock`` for stages on ranks 1 .. N with ``devices`` devices each."""
+        self._clock = clock
+        self._devices = tuple(devices)
+        self._ranks = range(1, len(self._devices) + 1)
+
+    def compute(self, rows: Sequence[int], num_nodes: int) -> None:
+        """Charges the compute phase of all stages.
+
+        Args:
+            rows: number of rows of each stage.
+            num_nodes: tree nodes on the last stage, for the output head.
+        """
+        for rank, num_devices, num_rows in zip(self._ranks, self._devices, rows, strict=True):
+            self._clock.align(rank, CONTROLLER)
+            for device in range(num_devices):
+                if device:
+                    self._clock.charge(rank, Work.TRANSFER, num_rows)
+                self._clock.charge(rank, Work.STAGE, num_rows)
+        self._clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
+
+    def exit(self, stage: int, num_nodes: int) -> None:
+        """Charges stage number ``stage``, from 0, for an exit head on ``num_nodes`` rows."""
+        self._clock.charge(self._ranks[stage], Work.EXIT, num_nodes)
+
+    def busy(self) -> bool:
+        """Whether a stage is still computing from the controller's point of view."""
+        return any(self._clock.busy(rank) for rank in self._ranks)
+
+    def finish(self) -> None:
+        """Makes the controller wait for the slowest stage."""
+        self._clock.barrier(self._ranks)
+
+    def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
+        """Charges pruning, then the transfer of hidden states and answers.
+
+        Args:
+            pruned: number of nodes that the pruning examines; 0 without a commit.
+            rows: rows that each stage but the last transmits.
+            answered: whether the last stage sends answers to the controller.
+        """
+        for rank in self._ranks:
+            self._clock.align(rank, CONTROLLER)
+            self._clock.charge(rank, Work.PRUNE, pruned)
+        for rank, num_rows in zip(self._ranks, rows, strict=False):
+            self._clock.charge(rank, Work.TRANSFER, num_rows)
+        if answered:
+            self._clock.charge(self._ranks[-1], Work.TRANSFER, 1)
+        for rank in self._ranks:
+            self._clock.align(CONTROLLER, rank)

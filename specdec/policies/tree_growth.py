@@ -1,0 +1,245 @@
+"""Operations that the tree policies share: growth rounds, selections and eligible requests.
+
+A *growth round* is one call of ``TokenSource.expand`` for the selected nodes of all requests
+together, so that all requests share one draft forward.
+
+Shape letters: N nodes, W selected nodes, K candidates per node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.sampling.top_stable import top_set
+from specdec.tree import TokenTree
+from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
+
+if TYPE_CHECKING:
+    from specdec.interfaces import TokenSource
+    from specdec.state import DecodeState, RequestState
+
+NO_SLOTS: IntArray = np.zeros(0, np.int64)
+"""int64[0], shared; never written to."""
+
+
+class Stateless:
+    """No-op ``TreePolicy`` methods for policies that store nothing per request."""
+
+    def open(self, request: RequestState) -> None:
+        """No-op."""
+
+    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+        """No-op: all drafting happens in ``select``, before the target starts."""
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """No-op: ``DecodeState.commit`` has already rerooted the trees."""
+
+    def close(self, request_id: int) -> None:
+        """No-op."""
+
+
+def live_requests(state: DecodeState) -> list[RequestState]:
+    """Requests that are not finished, in order of admission."""
+    return [request for request in state.requests.values() if not request.finished]
+
+
+def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
+    """Requests whose nodes may be submitted in this step, in order of admission.
+
+    A request is ready if it is its turn, its prefill is completely submitted, it is not finished
+    and, for a ``serial`` policy, no answer is outstanding.
+    """
+    return [
+        request
+        for request in state.requests.values()
+        if (state.turn is None or request.id in state.turn)
+        and request.prefill_sent >= request.num_prefill
+        and not request.finished
+        and not (serial and request.awaiting)
+    ]
+
+
+def last_position(request: RequestState) -> int:
+    """Position of the last token that the request can emit.
+
+    Nodes beyond it are never created: they could not be emitted, and the model may not have such a
+    position.
+    """
+    return request.num_prompt - 1 + request.stop.max_new_tokens
+
+
+def as_nodes(selected: Iterable[tuple[RequestState, IntArray]]) -> Nodes:
+    """``Nodes`` of (request, int64[W_r] slots) pairs; pairs without slots are dropped."""
+    return Nodes(tuple((r.id, r.tree.ids[slots]) for r, slots in selected if len(slots)))
+
+
+def unsubmitted(requests: Iterable[RequestState]) -> Nodes:
+    """All nodes of the requests' trees that were not submitted yet, parents first."""
+    return as_nodes((r, np.flatnonzero(r.tree.submitted_at < 0)) for r in requests)
+
+
+def expand(
+    state: DecodeState,
+    source: TokenSource,
+    selected: Sequence[tuple[RequestState, IntArray]],
+    k: int,
+) -> list[IntArray]:
+    """One growth round: stores the source's candidates for the selected nodes in the trees.
+
+    Args:
+        state: the decode state.
+        source: called once, or not at all if no node is selected.
+        selected: (request, int64[W_r] slots of unexpanded nodes); each request at most once.
+        k: maximum number of candidates per node.
+
+    Returns:
+        int64[W_r] per entry of ``selected``: the number of candidates of each node.
+    """
+    nodes = as_nodes(selected)
+    if not nodes.items:
+        return [NO_SLOTS for _ in selected]
+    with state.drafting():
+        candidates = source.expand(state, nodes, k)
+    assert len(candidates.counts) == len(nodes), "a source returns one row per node"
+    counts, start = [], 0
+    for request, slots in selected:
+        rows = slice(start, start + len(slots))
+        start = rows.stop
+        counts.append(candidates.counts[rows])
+        if len(slots):
+            request.tree.set_candidates(slots, candidates, rows)
+            _drop_known_children(request.tree, slots)
+    return counts
+
+
+def _drop_known_children(tree: TokenTree, slots: IntArray) -> None:
+    """Marks candidates as taken if a child of the node already has their token.
+
+    A node may have children before it is expanded (``StagedTree``); siblings must differ.
+    """
+    if int(tree.parents.max()) < int(slots.min()):
+        return
+    is_parent = np.zeros(len(tree), np.bool_)
+    is_parent[tree.parents[1:]] = True
+    for slot in slots[is_parent.take(slots)].tolist():
+        known = np.isin(tree.candidate_tokens[slot], tree.tokens[tree.children(slot)])
+        tree.candidate_logprobs[slot, known] = -np.inf
+
+
+def bottom_level(tree: TokenTree) -> IntArray:
+    """int64[W]: slots of the deepest nodes."""
+    positions = tree.positions
+    return np.flatnonzero(positions == positions.max())
+
+
+def growable_level(request: RequestState) -> IntArray:
+    """int64[W]: slots of the deepest nodes; empty if their children could not be emitted."""
+    bottom = bottom_level(request.tree)
+    room = int(request.tree.positions[bottom[0]]) < last_position(request)
+    return bottom if room else NO_SLOTS
+
+
+def open_bottom(request: RequestState) -> IntArray:
+    """int64[W]: the unexpanded nodes of ``growable_level``."""
+    bottom = growable_level(request)
+    return bottom[~request.tree.expanded[bottom]]
+
+
+def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:
+    """Turns the ``width`` most probable candidates of some nodes into nodes (PipeDec 3.3.3).
+
+    Args:
+        tree: the tree to grow.
+        parents: int64[W], slots, usually of one level.
+        width: maximum number of new nodes, by cumulative probability, ties in slot order.
+        children: only the first ``children`` candidates of each parent are considered.
+
+    Returns:
+        int64[<= width]: slots of the new nodes, in the order of their parents (breadth-first,
+        SpecPipe 3.2.1).
+    """
+    logprobs = tree.candidate_logprobs[parents, :children]  # [W, K]
+    scores = (logprobs + tree.scores.take(parents)[:, None]).ravel()
+    best = top_set(scores, width)
+    best = best[scores.take(best) > -np.inf]
+    if not len(best):
+        return NO_SLOTS
+    rows, columns = np.divmod(best, logprobs.shape[1])
+    return tree.take(parents.take(rows), columns)
+
+
+def most_probable(
+    tree: TokenTree,
+    node_scores: FloatArray,
+    parent_scores: FloatArray,
+    num: int,
+    min_score: float = -np.inf,
+) -> IntArray:
+    """The ``num`` highest-scoring nodes and candidates; selected candidates become nodes.
+
+    With ``tree.scores`` for both it is the best connected subgraph (SwiftSpec Alg. 1): a child's
+    score is at most its parent's, so the best nodes are connected.
+
+    Args:
+        tree: the tree.
+        node_scores: float64[N], scores of the nodes; -inf excludes a node.
+        parent_scores: float64[N], added to the log-probabilities of each node's candidates; -inf
+            excludes them.
+        num: maximum number of nodes; ties go to nodes before candidates, then in slot order.
+        min_score: minimum score of a selected node (the root has 0). Default: none.
+
+    Returns:
+        int64[<= num]: slots, in slot order.
+    """
+    num_nodes = len(tree)
+    candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
+    scores = np.concatenate([node_scores, candidate_scores.ravel()])
+    best = top_set(scores, num)
+    best_scores = scores.take(best)
+    best = best[(best_scores > -np.inf) & (best_scores >= min_score)]
+    split = int(best.searchsorted(num_nodes))
+    if split == len(best):
+        return best
+    rows, columns = np.divmod(best[split:] - num_nodes, candidate_scores.shape[1])
+    return np.concatenate([best[:split], tree.take(rows, columns)])
+
+
+def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> IntArray:
+    """int64[<= num]: slots of the most probable unsubmitted nodes and candidates, parents first.
+
+    Together with the submitted nodes they are connected: a child's score is at most its parent's,
+    and ties go to nodes before candidates. Candidates become nodes. See ``most_probable``.
+    """
+    node_scores = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
+    return most_probable(tree, node_scores, tree.scores, num, min_score)
+
+
+def best_leaves(
+    request: RequestState, num: int, *, excluded: IntArray = NO_SLOTS, min_score: float = -np.inf
+) -> IntArray:
+    """int64[<= num]: slots of the most probable leaves; leaves that were candidates become nodes.
+
+    A *leaf* is an unexpanded node or an untaken candidate that can have children: one at the last
+    position that the request can emit is not a leaf.
+
+    Args:
+        request: the request whose tree is read and grown.
+        num: maximum number of leaves.
+        excluded: int64[S], slots that are not returned. Default: none.
+        min_score: minimum score of a leaf (the root has 0). Default: none.
+    """
+    tree = request.tree
+    scores, closed = tree.scores, tree.expanded
+    parents = scores
+    limit = last_position(request)
+    if int(tree.positions.max()) + 1 >= limit:
+        room = limit - tree.positions  # levels that fit below each node
+        closed = closed | (room < 1)
+        parents = np.where(room > 1, scores, -np.inf)
+    nodes = np.where(closed, -np.inf, scores)
+    if len(excluded):
+        nodes[excluded] = -np.inf
+    return most_probable(tree, nodes, parents, num, min_score)

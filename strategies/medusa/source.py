@@ -1,0 +1,196 @@
+"""Proposals of heads on the target's last hidden state (Medusa, arXiv 2401.10774, section 2.1).
+
+``Needs.hidden_layers`` makes the executor return the hidden states of every answered row
+(``Answers.hidden``) and of the prompt (``Output.prompts``). A request keeps one of them, that of
+the last committed token before the root, at position t. The target itself has drawn the root, token
+t + 1, from it; head k guesses token t + 1 + k. So a node at position q gets its candidates from
+head q - t, whatever its parent: all nodes of a depth have the same ones (the Cartesian product of
+section 2.1.2). A commit moves t to the last retired node; nodes that were expanded before keep the
+candidates of the older hidden state.
+
+In a pipeline a prompt's hidden state leaves the last stage after the first root was submitted,
+which is therefore submitted alone. With sampled candidates (rejection) this holds on every
+executor, so that outputs are equal.
+
+Shape letters: W nodes, K candidates, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.metrics.counters import SourceCounters
+from specdec.models.medusa import MedusaHeads
+from specdec.parts.fields import Count, validated
+from specdec.sampling.candidates import candidates_of, picked
+from specdec.sampling.transform import SamplingTransform
+from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output
+
+if TYPE_CHECKING:
+    from specdec.clocks.meter import Meter
+    from specdec.sources.pair import SourcePair
+    from specdec.state import DecodeState, RequestState
+    from specdec.types import IntArray
+
+
+@dataclass(slots=True)
+class _Last:
+    """The hidden state that a request's heads read.
+
+    Attributes:
+        position: t.
+        hidden: [E].
+        logits: head -> [V], of the heads computed so far.
+    """
+
+    position: int
+    hidden: torch.Tensor
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class MedusaSource:
+    """Proposes the candidates of Medusa heads; has no model and no cache.
+
+    A node has candidates once its request has a hidden state, down to a depth of as many levels as
+    heads.
+
+    Attributes:
+        gives_probs: whether candidates are sampled and returned with their distribution.
+        counters: passes of single heads, and hidden states computed in them.
+    """
+
+    @validated
+    def __init__(
+        self,
+        *,
+        pair: SourcePair,
+        clock: Clock,
+        meter: Meter,
+        heads: Count = 4,
+        sample: bool = False,
+    ) -> None:
+        """Loads the heads.
+
+        Args:
+            pair: the model pair.
+            clock: charged one output head per pass of a head; the block's square matrix, E / V of
+                an output head, is not charged.
+            meter: counts the passes as "medusa".
+            heads: number of heads, which is the number of tokens guessed after the root.
+            sample: sample candidates and return their distribution, for rejection verifiers.
+
+        Raises:
+            ValueError: fewer than one head.
+            UserError: the pair has no hidden states, or not as many trained heads.
+        """
+        self._heads = pair.artefact(MedusaHeads, num_heads=heads, meter=meter)
+        self._clock = clock
+        self.needs = Needs(hidden_layers=(self._heads.layer,), real_nodes=True)
+        self.vocab_size: int | None = self._heads.vocab_size
+        self.gives_probs = sample
+        self.counters = SourceCounters()
+        self._last: dict[int, _Last | None] = {}
+        self._prompt_ends: dict[int, int] = {}  # positions before the first roots
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that one pass of a head reads."""
+        return self._heads.head_bytes
+
+    def open(self, request: RequestState) -> None:
+        """Starts a request, which has no hidden state yet."""
+        self._last[request.id] = None
+        self._prompt_ends[request.id] = request.num_prefill - 1
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Candidates by depth; count 0 below the last head and without a hidden state."""
+        numbers = [self._numbers(state, request_id, ids) for request_id, ids in nodes.items]
+        self._compute(nodes, numbers)
+        parts = [
+            self._proposed(state, request_id, ids[heads > 0], heads[heads > 0], k)
+            for (request_id, ids), heads in zip(nodes.items, numbers, strict=True)
+            if (heads > 0).any()
+        ]
+        if not parts:
+            return Candidates.empty(len(nodes))
+        return Candidates.joined(parts).spread(np.concatenate(numbers) > 0)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Takes the hidden states of prompts and of the last retired nodes."""
+        (layer,) = self.needs.hidden_layers
+        for chunk in output.prompts:
+            at_end = chunk.last_position == self._prompt_ends.get(chunk.request)
+            if at_end and not self.gives_probs:
+                hidden = chunk.layers[layer][-1].clone()  # so that the rest can be freed
+                self._last[chunk.request] = _Last(chunk.last_position, hidden)
+        answers = {answer.request: answer for answer in output.answers}
+        for commit in commits:
+            if commit.kind is CommitKind.NONE:
+                continue
+            answer = answers[commit.request]
+            (row,) = np.flatnonzero(answer.node_ids == commit.retired_ids[-1])
+            hidden = answer.hidden[layer][int(row)].clone()
+            self._last[commit.request] = _Last(commit.prefix_len - 1, hidden)
+
+    def close(self, request_id: int) -> None:
+        """Removes a request."""
+        self._last.pop(request_id, None)
+        self._prompt_ends.pop(request_id, None)
+
+    def _numbers(self, state: DecodeState, request_id: int, ids: IntArray) -> IntArray:
+        """int64[W]: the head that guesses each node's children; 0 for none."""
+        last = self._last[request_id]
+        if last is None:
+            return np.zeros(len(ids), np.int64)
+        tree = state.requests[request_id].tree
+        ahead = tree.positions[tree.slots(ids)] - last.position
+        return np.where((ahead >= 1) & (ahead <= self._heads.num_heads), ahead, 0)
+
+    def _compute(self, nodes: Nodes, numbers: Sequence[IntArray]) -> None:
+        """Runs heads that have no logits yet, each once for all requests."""
+        missing: dict[int, list[_Last]] = {}
+        for (request_id, _), heads in zip(nodes.items, numbers, strict=True):
+            last = self._last[request_id]
+            for number in np.unique(heads[heads > 0]).tolist():
+                if last is not None and number not in last.logits:
+                    missing.setdefault(number, []).append(last)
+        for number, rows in sorted(missing.items()):
+            self._clock.start(CONTROLLER)
+            logits = self._heads.logits(number, torch.stack([last.hidden for last in rows]))
+            self._clock.charge(CONTROLLER, Work.HEAD, len(rows))
+            self.counters.passes += 1
+            self.counters.rows += len(rows)
+            for last, row in zip(rows, logits, strict=True):
+                last.logits[number] = row
+
+    def _proposed(
+        self, state: DecodeState, request_id: int, ids: IntArray, numbers: IntArray, k: int
+    ) -> Candidates:
+        """Candidates of a request's nodes that have a head; computed once per depth if possible."""
+        request, last = state.requests[request_id], self._last[request_id]
+        assert last is not None, "a node without a hidden state has no head"
+        transform = SamplingTransform(request.sampling)
+        slots = request.tree.slots(ids)
+        histories = None
+        rows = np.arange(len(ids))
+        if transform.params.needs_history:
+            histories = [request.path_tokens(slot) for slot in slots.tolist()]
+        else:  # one row per depth for all its nodes
+            _, first, rows = np.unique(numbers, return_index=True, return_inverse=True)
+            numbers, slots = numbers[first], slots[first]
+        candidates = candidates_of(
+            transform,
+            torch.stack([last.logits[number] for number in numbers.tolist()]),
+            k,
+            histories,
+            draws=state.draws if self.gives_probs else None,
+            request_id=request_id,
+            positions=request.tree.positions[slots],
+        )
+        return picked(candidates, rows)

@@ -1,0 +1,86 @@
+"""Typical acceptance: a lossy verifier (Medusa, Cai et al. 2024, section 2.3.1).
+
+It uses ``Answers.probs``: the processed target distribution or, for greedy requests, the model's
+distribution at temperature 1 (a one-hot distribution would turn the rule into ``match``).
+
+Shape letters: C children, N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from specdec.device import on_host
+from specdec.parts.fields import PositiveShare, validated
+from specdec.state import DecodeState
+from specdec.types import NO_NODE, BoolArray, FloatArray, IntArray, Lossless, Needs, Output, Verdict
+from specdec.verifiers.answers import RootAnswered, accept_child, follow, record_answers
+
+
+class TypicalVerifier:
+    """Typical acceptance (Medusa, Cai et al. 2024, section 2.3.1).
+
+    A child is acceptable if target_probs(token) > min(epsilon, delta * exp(-entropy)). The longest
+    path of acceptable nodes is accepted; among equally long ones, at each node the child with the
+    higher target probability. The target's own token follows.
+    """
+
+    needs = Needs(target_probs=True)
+    lossless = Lossless.LOSSY
+
+    @validated
+    def __init__(
+        self,
+        *,
+        epsilon: PositiveShare = 0.09,
+        delta: Annotated[float, Field(gt=0)] = 0.3,
+    ) -> None:
+        """Sets the threshold.
+
+        Args:
+            epsilon: absolute threshold, above 0 and at most 1. Default: 0.09.
+            delta: threshold relative to exp(-entropy), above 0. Default: 0.3; Medusa uses
+                sqrt(epsilon).
+        """
+        self.epsilon = epsilon
+        self.delta = delta
+
+    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
+        """One verdict per request whose root was answered."""
+        return [self._follow(answered) for answered in record_answers(state, output)]
+
+    def _follow(self, answered: RootAnswered) -> Verdict:
+        probs = self._acceptable(answered)
+        tree = answered.request.tree
+        heights = _heights(tree.parents, tree.depths, probs > 0.0)
+
+        def choose(_answered: RootAnswered, _slot: int, children: IntArray) -> int:
+            best = np.lexsort((-probs[children], -heights[children]))
+            best = best[probs[children[best]] > 0.0]
+            return int(children[best[0]]) if len(best) else NO_NODE
+
+        return follow(answered, accept_child(answered, choose))
+
+    def _acceptable(self, answered: RootAnswered) -> FloatArray:
+        """float64[N]: target probability of the acceptable nodes, 0 elsewhere."""
+        tree, rows = answered.request.tree, answered.rows
+        assert answered.answers.probs is not None, "required by needs.target_probs"
+        probs = on_host(answered.answers.probs)
+        logs = np.log(probs, out=np.zeros_like(probs), where=probs > 0.0)
+        entropy = -(probs * logs).sum(axis=1)
+        threshold = np.minimum(self.epsilon, self.delta * np.exp(-entropy))
+        above = np.where(tree.parents == NO_NODE, -1, rows[tree.parents])
+        node_probs = np.where(above >= 0, probs[above, tree.tokens], 0.0)
+        return np.where(node_probs > threshold[above], node_probs, 0.0)
+
+
+def _heights(parents: IntArray, depths: IntArray, acceptable: BoolArray) -> IntArray:
+    """int64[N]: length of the longest path of acceptable nodes below each node."""
+    heights = np.zeros(len(parents), np.int64)
+    for depth in range(int(depths.max()), 0, -1):
+        level = np.flatnonzero(acceptable & (depths == depth))
+        np.maximum.at(heights, parents[level], heights[level] + 1)
+    return heights

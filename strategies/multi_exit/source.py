@@ -1,0 +1,264 @@
+"""Proposals of several exits of the target, one chosen for each token (PPSD B.3).
+
+Shape letters: W nodes, K candidates, X exits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.device import on_host
+from specdec.errors import UserError
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Count, validated
+from specdec.sampling.candidates import picked
+from specdec.sources.candidate_cache import CandidateCache
+from specdec.sources.early_exit import exit_pass_bytes, read_front
+from specdec.sources.exit_laws import eesd_saving, ppsd_saving
+from specdec.types import BoolArray, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
+
+if TYPE_CHECKING:
+    from specdec.executors.early_exit import ExitFront
+    from specdec.sources.pair import SourcePair
+    from specdec.state import DecodeState, RequestState
+
+
+class MultiExitSource:
+    """Takes each token from the first exit that no later exit is expected to improve on.
+
+    PPSD B.3 only names the idea; the rule is ours. An exit's saving weighs its expected acceptance
+    (``ExitChances``) against its depth: by Eq. 6 in a pipeline (``ppsd_saving``), by Eq. 4 if
+    drafts are verified afterwards (``eesd_saving``). The first exit answers whose saving, given its
+    own confidence, no later one is expected to exceed.
+
+    With ``executor=early_exit`` a later exit is computed only then, from the node's hidden state,
+    so no layer runs twice. With ``executor=pipeline`` all exits are read as nodes pass; choosing a
+    later one means waiting until it arrives.
+
+    The choice depends on distributions and on decided tokens, never on sampled candidates. With
+    sampled candidates (rejection verifiers) it does not learn either: it depends on the preceding
+    tokens alone, and the verifier stays unbiased.
+
+    Attributes:
+        layers: number of layers before each exit.
+        gives_probs: whether candidates are sampled and returned with their distribution.
+        counters: passes and rows by exit, see ``EarlyExitSource``.
+    """
+
+    @validated
+    def __init__(
+        self,
+        *,
+        pair: SourcePair,
+        exit_front: Callable[[Sequence[int]], ExitFront] | None = None,
+        further_exits: Sequence[Count] | None = None,
+        candidates: Count = 16,
+        sample: bool = False,
+    ) -> None:
+        """Composes the source.
+
+        Args:
+            pair, exit_front: see ``EarlyExitSource``.
+            further_exits: number of layers before each exit after the pair's own; None for one
+                exit at twice its depth.
+            candidates: maximum tokens per node and exit that a pipeline returns.
+            sample: sample candidates and return their distribution, for rejection verifiers.
+
+        Raises:
+            ValueError: fewer than one candidate.
+            UserError: exits that do not rise, or are not inside the target.
+        """
+        self.layers = _exit_layers(pair, further_exits)
+        self._front = None if exit_front is None else exit_front(self.layers)
+        self._pair, self._num_layers = pair, pair.num_layers
+        self.needs = Needs(real_nodes=True)
+        self.counters = SourceCounters()
+        if self._front is None:
+            self.needs = Needs(exits=candidates, further_exits=self.layers[1:], real_nodes=True)
+        else:
+            self.counters = self._front.counters
+        self.vocab_size: int | None = pair.vocab_size
+        self.gives_probs = sample
+        self._books = [CandidateCache() for _ in self.layers]
+        self._tops: dict[int, dict[int, dict[int, tuple[int, float]]]] = {}
+        self._chances: dict[int, ExitChances] = {}
+
+    @cached_property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that a pass of the first exit reads; see ``EarlyExitSource``."""
+        return exit_pass_bytes(self._pair, with_layers=self._front is not None)
+
+    def open(self, request: RequestState) -> None:
+        """Starts a request; the executor has the caches."""
+        for book in self._books:
+            book.open(request.id)
+        self._tops[request.id] = {}
+        self._chances[request.id] = ExitChances(len(self.layers))
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Candidates of the exit chosen for each node; count 0 until they arrive."""
+        left, rows = nodes, np.arange(len(nodes))
+        parts: list[Candidates] = []
+        placed: list[IntArray] = []
+        for at, book in enumerate(self._books):
+            if self._front is None:
+                answer = book.recall(left, k)
+            else:
+                answer = read_front(self._front, state, left, k, at=at, sample=self.gives_probs)
+                self._note(at, left, answer)
+            waits = self._prefers_later(state, left, at)
+            taken = (answer.counts > 0) & ~waits
+            if taken.any():
+                parts.append(picked(answer, np.flatnonzero(taken)))
+                placed.append(rows[taken])
+            left, rows = left.where(waits), rows[waits]
+            if not len(left):
+                break
+        if not parts:
+            return Candidates.empty(len(nodes))
+        order, mask = np.concatenate(placed), np.zeros(len(nodes), np.bool_)
+        mask[order] = True
+        return picked(Candidates.joined(parts), np.argsort(order)).spread(mask)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Stores arrived exits, learns from decided tokens, removes nodes that left the trees."""
+        for exits in output.exits:
+            at, nodes = self.layers.index(exits.layer), Nodes(((exits.request, exits.node_ids),))
+            self._books[at].keep(nodes, exits.candidates)
+            self._note(at, nodes, exits.candidates)
+            self.counters.rows += len(exits.node_ids)
+        self.counters.passes += len({exits.layer for exits in output.exits})
+        for book in self._books:
+            book.commit(commits)
+        for commit in commits:
+            if commit.kind is not CommitKind.NONE:
+                self._learn(commit)
+
+    def close(self, request_id: int) -> None:
+        """Removes a request."""
+        for book in self._books:
+            book.close(request_id)
+        self._tops.pop(request_id, None)
+        self._chances.pop(request_id, None)
+
+    def _note(self, at: int, nodes: Nodes, answer: Candidates) -> None:
+        """Stores each node's best token at an exit, and the exit's confidence in it."""
+        row = 0
+        for request_id, ids in nodes.items:
+            tops = self._tops.get(request_id)
+            for node_id in ids.tolist():
+                if tops is not None and answer.counts[row]:
+                    if answer.probs is None:
+                        best = int(answer.tokens[row, 0])
+                        sure = float(np.exp(answer.logprobs[row, 0]))
+                    else:
+                        probs = on_host(answer.probs[row])
+                        best, sure = int(probs.argmax()), float(probs.max())
+                    tops.setdefault(node_id, {})[at] = best, min(1.0, sure)
+                row += 1
+
+    def _prefers_later(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
+        """bool[W]: nodes answered by exit ``at`` on which a later exit is expected to improve."""
+        later_is_better = []
+        for request_id, ids in nodes.items:
+            tops, chances = self._tops[request_id], self._chances[request_id]
+            tree = state.requests[request_id].tree
+            reaches = np.exp(tree.scores[tree.slots(ids)]).tolist()
+            for node_id, reach in zip(ids.tolist(), reaches, strict=True):
+                top = tops.get(node_id, {}).get(at)
+                if top is None:
+                    later_is_better.append(False)
+                    continue
+                here, *later = [
+                    self._saving(chances.expected(at, other, top[1]), other, reach)
+                    for other in range(at, len(self.layers))
+                ]
+                later_is_better.append(max(later, default=here) > here)
+        return np.array(later_is_better, np.bool_)
+
+    def _saving(self, alpha: float, at: int, reach: float) -> float:
+        """Expected layers saved by a token of exit ``at``."""
+        if self._front is None:
+            return ppsd_saving(alpha, self.layers[at], self._num_layers)
+        return eesd_saving(alpha, reach, self.layers[at], self._num_layers)
+
+    def _learn(self, commit: Commit) -> None:
+        tops, chances = self._tops[commit.request], self._chances[commit.request]
+        decided = [*commit.retired_tokens[1:].tolist(), commit.next_token]
+        for node_id, token in zip(commit.retired_ids.tolist(), decided, strict=True):
+            top = tops.pop(node_id, None)
+            if top is not None and not self.gives_probs:
+                chances.learn(top, token)
+        kept = set(commit.kept_ids.tolist())
+        self._tops[commit.request] = {i: top for i, top in tops.items() if i in kept}
+
+
+def _exit_layers(pair: SourcePair, further: Sequence[int] | None) -> tuple[int, ...]:
+    """Number of layers before each exit, the pair's own first.
+
+    Raises:
+        UserError: they do not rise, or are not inside the target.
+    """
+    first, last = pair.exit_layer, pair.num_layers - 1
+    others = [min(2 * first, last)] if further is None else list(further)
+    layers = [first, *others]
+    if not others or layers != sorted(set(layers)) or layers[-1] > last:
+        raise UserError(
+            f"source.further_exits={further} must rise from above model.exit_layer={first} to"
+            f" at most {last}, the target's layers less one; for one exit use source=early_exit"
+        )
+    return tuple(layers)
+
+
+_BINS = 4
+_PRIOR_WEIGHT = 4.0  # weight of the prior, in tokens
+_PRIOR_ERRORS_LEFT = 0.8  # assumed share of an exit's errors that the next exit makes too
+
+
+class ExitChances:
+    """Expected acceptance of each exit's best token, given the confidence of an earlier exit.
+
+    Prior: an exit is right as often as its confidence states, and each later one makes four fifths
+    of its errors. Both are assumptions that a few tokens outweigh. Observations are counted by
+    confidence, in ``_BINS`` equal bins.
+    """
+
+    def __init__(self, num_exits: int) -> None:
+        """Starts without observations."""
+        self._right = np.zeros((num_exits, num_exits, _BINS))
+        self._seen = np.zeros((num_exits, num_exits, _BINS))
+
+    def expected(self, known: int, other: int, confidence: float) -> float:
+        """Expected acceptance of exit ``other``, given the confidence of exit ``known``.
+
+        Args:
+            known: index of an exit whose token is known.
+            other: index of the same exit or a later one.
+            confidence: probability of ``known``'s best token under its distribution.
+        """
+        at = known, other, _bin(confidence)
+        prior = 1.0 - (1.0 - confidence) * _PRIOR_ERRORS_LEFT ** (other - known)
+        total = _PRIOR_WEIGHT + self._seen[at]
+        return float((_PRIOR_WEIGHT * prior + self._right[at]) / total)
+
+    def learn(self, tops: Mapping[int, tuple[int, float]], token: int) -> None:
+        """Counts a decided position.
+
+        Args:
+            tops: index of an exit -> its best token and confidence.
+            token: the decided token.
+        """
+        for known, (_, confidence) in tops.items():
+            for other, (best, _) in tops.items():
+                if other >= known:
+                    at = known, other, _bin(confidence)
+                    self._seen[at] += 1
+                    self._right[at] += best == token
+
+
+def _bin(confidence: float) -> int:
+    return min(_BINS - 1, int(confidence * _BINS))

@@ -1,0 +1,75 @@
+"""The most probable nodes at every step of a pipeline, whatever their level (``specpipe_bf``).
+
+An extension of SpecPipe and PipeDec, which submit whole levels. Each step has the budget of one
+level, ``width`` nodes, and spends it on the most probable unsubmitted nodes: the next level, late
+siblings where pruning has thinned the tree, or several levels of a confident path. Each token of
+the target's path is submitted once, so the expected number of tokens per step is the probability
+mass submitted per step, which this selection maximizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from specdec.parts.fields import Count, DraftCount, validated
+from specdec.policies.tree_growth import (
+    Stateless,
+    as_nodes,
+    best_leaves,
+    best_unsubmitted,
+    expand,
+    live_requests,
+    ready_requests,
+)
+from specdec.types import Nodes
+
+if TYPE_CHECKING:
+    from specdec.interfaces import TokenSource
+    from specdec.state import DecodeState
+
+
+class PipelineBestFirst(Stateless):
+    """Submits the ``width`` most probable nodes per step, after ``draft_passes`` draft passes.
+
+    Each draft pass runs in ``overlap`` while the stages compute and expands the ``width`` most
+    probable leaves (``best_leaves``). ``select`` then submits the ``width`` most probable nodes and
+    candidates not yet submitted. A parent is submitted no later than its children: its score is at
+    least theirs, and ties go to the parent. After a miss the new root is submitted alone, as in
+    SpecPipe.
+
+    One pass per step adds one level per step, so a step verifies one token unless it catches up;
+    with two passes it can verify two on average. Hits need an executor of latency 2 or more.
+    """
+
+    value_dependent = True
+    serial = False
+
+    @validated
+    def __init__(self, *, width: DraftCount, children: Count, draft_passes: Count = 2) -> None:
+        """Sets the budgets of a step.
+
+        Args:
+            width: maximum number of nodes submitted per step, and of leaves expanded per pass.
+            children: maximum number of candidates per node.
+            draft_passes: draft passes per step. Default: 2.
+        """
+        self.width = width
+        self.children = children
+        self.draft_passes = draft_passes
+
+    def held_nodes(self, latency: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + self.width * latency
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The most probable unsubmitted nodes of every ready request."""
+        requests = ready_requests(state, serial=False)
+        return as_nodes((r, best_unsubmitted(r.tree, self.width)) for r in requests)
+
+    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+        """Runs the step's draft passes for all requests together."""
+        requests = live_requests(state)
+        for _ in range(self.draft_passes):
+            leaves = [(r, best_leaves(r, self.width)) for r in requests]
+            expand(state, source, leaves, self.children)

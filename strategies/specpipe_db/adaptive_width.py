@@ -1,0 +1,259 @@
+"""Levels with a node budget shared by all requests of a step.
+
+An extension of SpecPipe, whose width is fixed (64, the optimum of one request on its testbed): with
+many requests, every node of one request lengthens the step of all.
+
+Letters: B live requests, N steps of latency, n nodes of the step, W nodes of a level, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.clocks import LatencyProfile, Work
+from specdec.parts.fields import Count, DraftCount, validated
+from specdec.policies.tree_growth import (
+    Stateless,
+    expand,
+    growable_level,
+    live_requests,
+    open_bottom,
+    ready_requests,
+    unsubmitted,
+)
+from specdec.sampling.top_stable import top_set
+from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
+from strategies.specpipe_db.calibration import RankCalibration
+
+if TYPE_CHECKING:
+    from specdec.interfaces import TokenSource
+    from specdec.state import DecodeState, RequestState
+
+
+_MEAN_LEVELS = 4  # the running mean covers this many times the levels in flight
+_PRIOR_MISSES = 8.0  # initial misses, with their idle steps: the correction starts at 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The candidates for the next level of one request.
+
+    Attributes:
+        request: the request.
+        bottom: int64[W], slots of the level above.
+        picks: int64[<= width], candidates as flat indices into [W, K], most probable first.
+        probs: float64[<= width], their probabilities.
+        shares: float64[<= width], their probabilities given that the path passes the level above.
+        num_columns: K.
+    """
+
+    request: RequestState
+    bottom: IntArray
+    picks: IntArray
+    probs: FloatArray
+    shares: FloatArray
+    num_columns: int
+
+
+class AdaptiveWidth(Stateless):
+    """One level per step and request; the most probable nodes of all requests together.
+
+    A path that leaves the tree costs its request N - 1 steps (SpecPipe, Eq. 2); a longer step costs
+    all B requests. Each step takes the n most probable candidates of all requests, at least one of
+    each, with the n that minimizes
+
+        T(n) (B + (N - 1) (probability that the levels omit)),
+
+    which is the paper's T (1 + (1 - p)(N - 1)) over a batch. p is the draft's own probability,
+    corrected by the observed hits per rank (``RankCalibration``). N - 1 is corrected by the
+    ratio of observed to expected steps without a token, which includes the refill after a miss that
+    Eq. 2 omits. A step takes as long as the widest of the N levels in flight, so a single narrow
+    level saves nothing: the omitted probability is a running mean over several N steps, per nodes
+    of a request. Therefore n changes slowly, while its nodes go where they cover most. T(n) comes
+    from the clock's latency profile; without one it is fitted to the measured steps. A request gets
+    at most ``width`` nodes.
+    """
+
+    value_dependent = True
+    serial = False
+    levels_per_step = 1
+
+    @validated
+    def __init__(
+        self,
+        *,
+        width: DraftCount,
+        children: Count,
+        latency: int = 1,
+        profile: LatencyProfile | None = None,
+    ) -> None:
+        """Sets the bounds.
+
+        Args:
+            width: maximum number of nodes per level and request.
+            children: maximum number of candidates per node.
+            latency: the executor's latency in steps. Default: 1.
+            profile: cost of a step; None: measured during the run.
+        """
+        self.width = width
+        self.children = children
+        self._latency = latency
+        self._expected_idle = self._idle = _PRIOR_MISSES * (latency - 1)
+        self._num_output: dict[int, int] = {}
+        self._calibration = RankCalibration()
+        self._omitted: FloatArray | None = None  # [width], mean per request by nodes per request
+        self._cost: _ProfiledCost | _FittedCost = (
+            _FittedCost() if profile is None else _ProfiledCost(profile)
+        )
+
+    def open(self, request: RequestState) -> None:
+        """Starts a request."""
+        self._calibration.open(request.id)
+
+    def held_nodes(self, latency: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + self.width * latency
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The next level of every request, within the step's common node budget."""
+        self._count_idle(state)
+        requests = ready_requests(state, serial=False)
+        growing = [r for r in requests if r.tree.submitted_at[0] >= 0 or len(r.tree) > 1]
+        levels = [level for r in growing if (level := self._level(r)) is not None]
+        if levels:
+            self._append(levels, len(live_requests(state)), len(requests) - len(growing))
+        selected = unsubmitted(requests)
+        self._cost.step(state.clock.now(), len(selected))
+        return selected
+
+    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+        """Expands the newest level of every request, in one source call."""
+        expand(state, source, [(r, open_bottom(r)) for r in live_requests(state)], self.children)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Updates the calibration with the nodes that were on the path."""
+        self._calibration.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        """Drops the request's state."""
+        self._calibration.close(request_id)
+        self._num_output.pop(request_id, None)
+
+    def _count_idle(self, state: DecodeState) -> None:
+        """Counts the requests that got no token in the last step, after their first token."""
+        for request in state.requests.values():
+            before, now = self._num_output.get(request.id, 0), len(request.output)
+            self._idle += 0 < before == now and not request.finished
+            self._num_output[request.id] = now
+
+    def _level(self, request: RequestState) -> _Level | None:
+        """The best candidates below the deepest level; None if there are none."""
+        tree = request.tree
+        bottom = growable_level(request)
+        above = tree.scores.take(bottom)
+        logprobs = tree.candidate_logprobs[bottom, : self.children]  # [W, K]
+        scores = (logprobs + above[:, None]).ravel()
+        picks = top_set(scores, self.width)
+        picks = picks[scores.take(picks) > -np.inf]
+        if not len(picks):
+            return None
+        picks = picks[np.argsort(-scores.take(picks), kind="stable")]
+        probs = np.exp(scores.take(picks))
+        mass = float(np.exp(above).sum())
+        return _Level(request, bottom, picks, probs, probs / mass, logprobs.shape[1])
+
+    def _append(self, levels: list[_Level], num_live: int, num_roots: int) -> None:
+        """Turns the candidates that are worth their cost into nodes."""
+        owners = np.repeat(np.arange(len(levels)), [len(level.probs) for level in levels])
+        probs = np.concatenate([level.probs for level in levels])
+        shares = np.concatenate([self._calibration.corrected(level.shares) for level in levels])
+        first = np.concatenate([np.arange(len(level.probs)) == 0 for level in levels])
+        # The best candidate of each request is always taken; the others compete.
+        order = np.lexsort((-probs, ~first))
+        covered = np.cumsum(shares[order])[len(levels) - 1 :]
+        omitted = np.maximum(len(levels) - covered, 0.0)
+        sizes = np.arange(1, self.width + 1) * len(levels)
+        mean = self._mean_omitted(omitted[np.minimum(sizes, len(probs)) - len(levels)], levels)
+        step = self._cost.table(num_roots + int(sizes[-1]))[num_roots + sizes]
+        correction = self._idle / self._expected_idle if self._expected_idle else 1.0
+        value = step * (num_live + (self._latency - 1) * correction * mean)
+        num = int(min(sizes[value.argmin()], len(probs)))
+        self._expected_idle += (self._latency - 1) * float(omitted[num - len(levels)])
+        taken = np.bincount(owners[order[:num]], minlength=len(levels))
+        for level, count in zip(levels, taken.tolist(), strict=True):
+            picks, tree = level.picks[:count], level.request.tree
+            by_parent = np.argsort(picks)  # breadth-first
+            rows, columns = np.divmod(picks[by_parent], level.num_columns)
+            slots = tree.take(level.bottom.take(rows), columns)
+            ids = np.empty_like(slots)
+            ids[by_parent] = tree.ids[slots]  # most probable first, as ``picks``
+            self._calibration.add_level(
+                level.request.id,
+                position=int(tree.positions[slots[0]]),
+                ids=ids,
+                shares=level.shares[:count],
+            )
+
+    def _mean_omitted(self, omitted: FloatArray, levels: list[_Level]) -> FloatArray:
+        """float64[width]: running mean of the probability that all requests omit, by nodes each."""
+        each = omitted / len(levels)
+        if self._omitted is None:
+            self._omitted = each
+        self._omitted = self._omitted + (each - self._omitted) / (_MEAN_LEVELS * self._latency)
+        return self._omitted * len(levels)
+
+
+class _ProfiledCost:
+    """Step times of a latency profile."""
+
+    def __init__(self, profile: LatencyProfile) -> None:
+        self._profile = profile
+        self._table: FloatArray = np.zeros(0)
+
+    def step(self, now_s: float, num_nodes: int) -> None:
+        """No-op: the profile is fixed."""
+
+    def table(self, max_nodes: int) -> FloatArray:
+        """float64[max_nodes + 1]: milliseconds of a step by its number of nodes."""
+        size = len(self._table)
+        if max_nodes >= size:
+            new = [self._ms(n) for n in range(size, 2 * max_nodes + 1)]
+            self._table = np.concatenate([self._table, new])
+        return self._table[: max_nodes + 1]
+
+    def _ms(self, num: int) -> float:
+        """Compute, prune, transmit; the draft runs in parallel with the stages."""
+        ms = self._profile.ms
+        stage = ms(Work.STAGE, num) + ms(Work.HEAD, num)
+        return max(stage, ms(Work.DRAFT, num)) + ms(Work.PRUNE, num) + ms(Work.TRANSFER, num)
+
+
+class _FittedCost:
+    """Step times of the run so far, fitted by a line over the number of nodes."""
+
+    _DECAY = 0.98  # weight of a step relative to the next: about 50 steps
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # weights, n, t, n n, n t
+        self._last: tuple[float, int] | None = None
+
+    def step(self, now_s: float, num_nodes: int) -> None:
+        """Adds the duration of the last step, and remembers the new step's number of nodes."""
+        if self._last is not None:
+            start_s, n = self._last
+            t = now_s - start_s
+            self._sums = self._DECAY * self._sums + np.array([1.0, n, t, n * n, n * t])
+        self._last = now_s, num_nodes
+
+    def table(self, max_nodes: int) -> FloatArray:
+        """float64[max_nodes + 1]: seconds of a step by its number of nodes; flat without data."""
+        weight, n, t, nn, nt = self._sums.tolist()
+        spread = weight * nn - n * n
+        slope = max(0.0, (weight * nt - n * t) / spread) if spread > 1e-9 else 0.0
+        base = (t - slope * n) / weight if weight else 1.0
+        line: FloatArray = max(base, 1e-9) + slope * np.arange(max_nodes + 1, dtype=np.float64)
+        return line

@@ -1,0 +1,91 @@
+"""Calibration of a draft's probabilities by rank, measured during the run.
+
+A policy that weighs the last nodes of a level against their cost needs the probabilities of exactly
+those nodes, where a draft is least reliable: it describes a distribution, while a greedy or
+sharpened target follows the peaks of that distribution.
+
+Shape letters: W nodes of one level.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.types import Commit, CommitKind, FloatArray, IntArray
+
+_BINS = 16  # of ranks, each twice as wide as the one before
+_PRIOR = 2.0  # initial count of nodes on the path, observed and expected: a correction of 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A submitted level whose nodes are not decided yet; see ``RankCalibration.add_level``."""
+
+    position: int
+    ids: IntArray
+    shares: FloatArray
+
+
+class RankCalibration:
+    """Ratio of observed to predicted nodes on the target's path, by the node's rank in its level.
+
+    A node's *share* is its probability given that the path passes through the level above. A bin
+    covers the ranks 1, 2-3, 4-7, ...; its correction is the number of its nodes on the path divided
+    by the sum of their shares. Ranks, because the decision concerns the last ranks of a level;
+    shares, because a level below a miss gives no evidence about its width.
+    """
+
+    def __init__(self) -> None:
+        self._observed = np.full(_BINS, _PRIOR)
+        self._predicted = np.full(_BINS, _PRIOR)
+        self._pending: dict[int, deque[_Level]] = {}
+
+    def open(self, request_id: int) -> None:
+        """Starts a request."""
+        self._pending[request_id] = deque()
+
+    def add_level(
+        self, request_id: int, *, position: int, ids: IntArray, shares: FloatArray
+    ) -> None:
+        """Adds a level of one request, below all its levels that are not decided yet.
+
+        Args:
+            request_id: an open request.
+            position: position of the nodes.
+            ids: int64[W], node ids, most probable first.
+            shares: float64[W], their shares.
+        """
+        self._pending[request_id].append(_Level(position, ids, shares))
+
+    def corrected(self, shares: FloatArray) -> FloatArray:
+        """float64[W]: the shares of a level, best first, times the correction of their bins."""
+        return shares * (self._observed / self._predicted)[_bins(len(shares))]
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Counts the levels that the commits decide, and discards those below a miss."""
+        for commit in commits:
+            if commit.finished:
+                continue
+            pending = self._pending[commit.request]
+            hit = commit.kind is CommitKind.HIT
+            path = np.append(commit.retired_ids, commit.root_id) if hit else commit.retired_ids
+            while pending and pending[0].position <= commit.prefix_len:
+                level = pending.popleft()
+                bins = _bins(len(level.ids))
+                self._predicted += np.bincount(bins, level.shares, _BINS)
+                self._observed += np.bincount(bins[np.isin(level.ids, path)], minlength=_BINS)
+            if not hit:
+                pending.clear()
+
+    def close(self, request_id: int) -> None:
+        """Discards the request's undecided levels."""
+        self._pending.pop(request_id, None)
+
+
+def _bins(num: int) -> IntArray:
+    """int64[num], for ranks 1, 2, ...: 0, 1, 1, 2, 2, 2, 2, ..."""
+    return np.minimum(np.log2(np.arange(1, num + 1)).astype(np.int64), _BINS - 1)

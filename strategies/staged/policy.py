@@ -1,0 +1,190 @@
+"""Trees extended by a cheaper source (Staged Speculative Decoding, 3.1-3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, cast
+
+import numpy as np
+from pydantic import Field
+
+from specdec.errors import UserError
+from specdec.interfaces import TreePolicy
+from specdec.parts.fields import expects, validated
+from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
+from specdec.sampling.top_stable import top_stable
+from specdec.tree import TokenTree
+from specdec.types import Candidates, Commit, IntArray, Nodes, Output
+
+if TYPE_CHECKING:
+    from specdec.interfaces import TokenSource
+    from specdec.state import DecodeState, RequestState
+
+CHEAP_ORIGIN = 1
+"""Origin of nodes that the cheaper source proposed; those of the main source have 0."""
+
+_Extension = Annotated[
+    int,
+    Field(ge=1),
+    expects("it must be a whole number of at least 1, or use the inner policy alone"),
+]
+
+
+class StagedTree:
+    """An inner policy's tree, with chains of a cheaper source below its most probable leaves.
+
+    The paper's draft2 (an n-gram model) serves the draft inside a staged source; here its guesses
+    also reach the target directly, since tokens such as whitespace need no draft model (Figure 3,
+    token origins). To extend a leaf of the inner policy's tree, the draft would need one more
+    forward; the cheaper source, ``source.cheap``, continues the best leaves as chains instead.
+    """
+
+    serial = True
+    value_dependent = True  # the guesses are not samples of the draft's distribution
+
+    @validated
+    def __init__(
+        self,
+        *,
+        inner: TreePolicy,
+        extend_leaves: _Extension,
+        extend_depth: _Extension,
+    ) -> None:
+        """Wraps a policy.
+
+        Args:
+            inner: a serial policy (chain, static, best-first, serial fixed width).
+            extend_leaves: number of leaves to extend per request, the most probable ones.
+            extend_depth: length of the chain below each.
+
+        Raises:
+            ValueError: for an inner policy that is not serial.
+        """
+        if not getattr(inner, "serial", True):
+            raise ValueError(
+                f"policy.inner={type(inner).__name__} submits at every step, but a staged tree is"
+                " submitted whole: set policy.inner._target_ to Chain, Static, BestFirst (of"
+                " specdec.policies), or FixedWidth with policy.inner.levels_per_step=null"
+            )
+        self.inner = inner
+        self.extend_leaves = extend_leaves
+        self.extend_depth = extend_depth
+
+    def open(self, request: RequestState) -> None:
+        """Calls the inner policy."""
+        self.inner.open(request)
+
+    def held_nodes(self, latency: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return self.inner.held_nodes(latency) + self.extend_leaves * self.extend_depth
+
+    def check_source(self, source: TokenSource) -> None:
+        """Refuses a source without a cheaper source inside; see ``cheap_source``."""
+        cheap_source(source)
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The inner policy's nodes and the cheaper source's chains below them."""
+        cheap = cheap_source(source)
+        selected = self.inner.select(state, source)
+        tails = []
+        for request_id, ids in selected.items:
+            request = state.requests[request_id]
+            slots = request.tree.slots(ids)
+            tails.append((request, _best_leaves(request.tree, slots, self.extend_leaves)))
+        chains: dict[int, list[IntArray]] = {}
+        for _ in range(self.extend_depth):
+            tails = [(request, _extendable(request, slots)) for request, slots in tails]
+            tails = [(request, slots) for request, slots in tails if len(slots)]
+            if not tails:
+                break
+            tails = _extend(state, cheap, tails)
+            for request, slots in tails:
+                chains.setdefault(request.id, []).append(request.tree.ids[slots])
+        return Nodes(
+            tuple((i, np.concatenate([ids, *chains.get(i, [])])) for i, ids in selected.items)
+        )
+
+    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+        """Calls the inner policy."""
+        self.inner.overlap(state, source, ready)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Calls the inner policy."""
+        self.inner.commit(commits, output)
+
+    def close(self, request_id: int) -> None:
+        """Calls the inner policy."""
+        self.inner.close(request_id)
+
+
+def cheap_source(source: TokenSource) -> TokenSource:
+    """The cheaper source inside a staged source, which ``StagedTree`` requires.
+
+    Raises:
+        UserError: the source has none.
+    """
+    cheap = getattr(source, "cheap", None)
+    if cheap is None:
+        raise UserError(
+            "policy=staged_tree needs the cheaper source of a staged source;"
+            f" {type(source).__name__} has none: use source=staged (its key source.cheap), or the"
+            " inner policy alone (policy=chain, policy=static, ...)"
+        )
+    return cast("TokenSource", cheap)
+
+
+def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
+    """int64[<= num]: the most probable of ``slots`` without children and without candidates.
+
+    An expanded leaf is skipped: the inner policy did not select the main source's candidates for
+    it.
+    """
+    is_leaf = ~tree.expanded
+    is_leaf[tree.parents[1:]] = False
+    leaves = slots[is_leaf.take(slots)]
+    leaves = leaves[top_stable(tree.scores.take(leaves), num)]
+    leaves.sort()
+    return leaves
+
+
+def _extendable(request: RequestState, slots: IntArray) -> IntArray:
+    """int64[<= W]: the nodes below which a token could still be emitted."""
+    return slots[request.tree.positions.take(slots) < last_position(request)]
+
+
+def _extend(
+    state: DecodeState, cheap: TokenSource, tails: list[tuple[RequestState, IntArray]]
+) -> list[tuple[RequestState, IntArray]]:
+    """Appends the cheaper source's first guess to every tail; returns the new tails.
+
+    The guesses bypass ``TokenTree.set_candidates``: their parents stay unexpanded, since the main
+    source has not proposed candidates for them.
+    """
+    with state.drafting():
+        candidates = cheap.expand(state, as_nodes(tails), 1)
+    longer, start = [], 0
+    for request, slots in tails:
+        rows = slice(start, start + len(slots))
+        start = rows.stop
+        longer.append((request, _append_guesses(request.tree, slots, candidates, rows)))
+    return longer
+
+
+def _append_guesses(
+    tree: TokenTree, slots: IntArray, candidates: Candidates, rows: slice
+) -> IntArray:
+    """int64[<= W]: slots of the new nodes, for the ``slots`` whose rows have a candidate."""
+    proposed = np.flatnonzero(candidates.counts[rows])
+    if not len(proposed):
+        return NO_SLOTS
+    parents = slots[proposed]
+    lines = proposed + rows.start
+    if candidates.probs is not None:
+        for node_id, line in zip(tree.ids[parents].tolist(), lines.tolist(), strict=True):
+            tree.draft_probs[node_id] = candidates.probs[line]
+    return tree.append(
+        parents,
+        candidates.tokens[lines, 0],
+        candidates.logprobs[lines, 0],
+        np.full(len(parents), CHEAP_ORIGIN),
+    )

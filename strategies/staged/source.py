@@ -1,0 +1,289 @@
+"""A draft accelerated by a cheaper source (Staged Speculative Decoding, 3.2), to any depth.
+
+Shape letters: W nodes, K candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from specdec.device import on_host
+from specdec.interfaces import TokenSource
+from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Count, validated
+from specdec.sources.candidate_cache import CachedSource
+from specdec.sources.combined import joined_needs, tally
+from specdec.types import Candidates, Commit, IntArray, Nodes, Output
+from strategies.staged.scratch_tree import ScratchRequest
+
+if TYPE_CHECKING:
+    from specdec.state import DecodeState, RequestState
+
+_DEFAULT_CHILDREN = 16
+
+_Selection = list[tuple[ScratchRequest, IntArray]]
+"""(request, int64[W_r] scratch slots) per request."""
+
+
+class StagedSource:
+    """Returns the same candidates as its draft, in fewer passes of the draft.
+
+    When the draft must run, the cheaper source first guesses which nodes below the expanded ones
+    will be expanded next; the draft computes these guesses in the same pass, in a scratch tree.
+    If the policy later creates a guessed node, its candidates are already known. All candidates are
+    the draft's own, so the real tree equals the tree of the draft alone (with a draft that has
+    ``guess_draw``, up to the measured agreement, on which the scores depend).
+
+    The cheaper source may be staged itself: 20B, 1B, 50M, n-gram (the paper's future work 2).
+
+    Attributes:
+        cheap: the cheaper source, for nodes of the real trees.
+        counters: sums over both sources; ``by_level`` lists the draft's levels first.
+    """
+
+    @validated
+    def __init__(
+        self,
+        *,
+        draft: TokenSource,
+        cheap: TokenSource,
+        guess_width: Count = 2,
+        guess_depth: Count = 3,
+        guess_rows: Count = 5,
+        max_children: Count | None = None,
+    ) -> None:
+        """Wraps two sources, which must not be used elsewhere.
+
+        Args:
+            draft: source of the candidates.
+            cheap: source of the guesses.
+            guess_width: maximum number of guesses below each node. Default: 2.
+            guess_depth: levels of guesses below the nodes that the draft must run for. Default: 3.
+            guess_rows: maximum number of guesses per pass and request, the most probable ones.
+                Default: 5.
+            max_children: number of candidates requested from the draft, so that later calls for
+                more than the first one's ``k`` need no new pass. Default: 16, or 1 if candidates
+                are sampled. A call for more discards what is computed.
+
+        Raises:
+            ValueError: for different vocabularies, or a source that needs nodes of the real trees.
+        """
+        if (
+            None not in (draft.vocab_size, cheap.vocab_size)
+            and draft.vocab_size != cheap.vocab_size
+        ):
+            raise ValueError(
+                f"the draft's vocabulary has {draft.vocab_size} tokens, the cheaper source's"
+                f" {cheap.vocab_size}; both need the target's tokenizer"
+            )
+        self.gives_probs: bool = getattr(draft, "gives_probs", False)
+        self.vocab_size = draft.vocab_size
+        self.needs = joined_needs([draft.needs, cheap.needs])
+        if self.needs.real_nodes:
+            raise ValueError(
+                "a staged source expands nodes of scratch trees, which the executor does not have,"
+                " so it cannot contain a source that reads the target's hidden states"
+                " (source=medusa, source=early_exit): use source=mixture"
+            )
+        self.counters = SourceCounters()
+        self._draft = draft
+        self._cheap = CachedSource(source=cheap)
+        self.cheap: TokenSource = _CheapView(self, self._cheap)
+        self._width = guess_width
+        self._depth = guess_depth
+        self._rows = guess_rows
+        if max_children is None:
+            max_children = 1 if self.gives_probs else _DEFAULT_CHILDREN
+        self._k = max_children
+        self._requests: dict[int, ScratchRequest] = {}
+        self._state: DecodeState | None = None
+
+    def open(self, request: RequestState) -> None:
+        """Creates the request's scratch tree, in which both sources work."""
+        scratch = ScratchRequest(request)
+        self._requests[request.id] = scratch
+        for source in (self._draft, self._cheap):
+            source.open(cast("RequestState", scratch))
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """The draft's candidates; the draft runs only for nodes that are not computed yet."""
+        if k > self._k:
+            self._k = k
+            for scratch in self._requests.values():
+                scratch.tree.expanded[:] = False
+        selected = self._located(nodes)
+        missing = [(r, slots[~r.tree.expanded[slots]]) for r, slots in selected]
+        missing = [(r, slots) for r, slots in missing if len(slots)]
+        if missing:
+            scratch_state = self._scratch_state(state)
+            self._run_draft(scratch_state, self._with_guesses(scratch_state, missing))
+            tally(self.counters, (self._draft.counters, self._cheap.counters))
+        return self._stored(selected, k)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Moves the scratch trees, and commits on both sources in scratch ids.
+
+        ``output`` is passed unchanged; its node ids are those of the real trees.
+        """
+        scratch_commits = []
+        for commit in commits:
+            scratch = self._requests.get(commit.request)
+            moved = None if scratch is None else scratch.commit(commit)
+            if moved is not None:
+                scratch_commits.append(moved)
+        for source in (self._draft, self._cheap):
+            source.commit(scratch_commits, output)
+
+    def close(self, request_id: int) -> None:
+        """Drops the request."""
+        self._requests.pop(request_id, None)
+        for source in (self._draft, self._cheap):
+            source.close(request_id)
+
+    def expand_cheap(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """The cheaper source's candidates for nodes of the real trees."""
+        candidates = self._cheap.expand(
+            self._scratch_state(state), _scratch_nodes(self._located(nodes)), k
+        )
+        tally(self.counters, (self._draft.counters, self._cheap.counters))
+        return candidates
+
+    # ------------------------------------------------------------------ scratch trees
+
+    def _located(self, nodes: Nodes) -> _Selection:
+        """The scratch slots of real nodes."""
+        requests = [(self._requests[request_id], ids) for request_id, ids in nodes.items]
+        return [(scratch, scratch.slots(ids)) for scratch, ids in requests]
+
+    def _scratch_state(self, state: DecodeState) -> DecodeState:
+        """The run's state with scratch requests in place of the real ones."""
+        if self._state is None or self._state.draws is not state.draws:
+            self._state = type(state)(draws=state.draws, clock=state.clock, meter=state.meter)
+            self._state.requests = cast("dict[int, RequestState]", self._requests)
+        self._state.step = state.step
+        return self._state
+
+    def _with_guesses(self, state: DecodeState, missing: _Selection) -> _Selection:
+        """The missing nodes and the most probable guesses below them, slots sorted."""
+        guesses = [_Guesses(request, slots, self._rows) for request, slots in missing]
+        for _ in range(self._depth):
+            growing = [g for g in guesses if g.frontier]
+            if not growing:
+                break
+            nodes = Nodes(tuple((g.request.id, g.request.tree.ids[g.frontier]) for g in growing))
+            candidates = self._cheap.expand(state, nodes, self._width)
+            start = 0
+            for guess in growing:
+                stop = start + len(guess.frontier)
+                guess.grow(candidates, start)
+                start = stop
+        return [(g.request, g.selected()) for g in guesses]
+
+    def _run_draft(self, state: DecodeState, selected: _Selection) -> None:
+        """One pass of the draft; stores its candidates in the scratch trees."""
+        candidates = self._draft.expand(state, _scratch_nodes(selected), self._k)
+        start = 0
+        for request, slots in selected:
+            stop = start + len(slots)
+            request.tree.set_candidates(slots, candidates, slice(start, stop))
+            start = stop
+
+    def _stored(self, selected: _Selection, k: int) -> Candidates:
+        """At most ``k`` candidates of each node from the scratch trees."""
+        tokens, logprobs, probs = [], [], []
+        width = min([k, *(r.tree.candidate_tokens.shape[1] for r, _ in selected)])
+        for request, slots in selected:
+            tree = request.tree
+            tokens.append(tree.candidate_tokens[slots, :width])
+            logprobs.append(tree.candidate_logprobs[slots, :width])
+            if self.gives_probs:
+                uniform = np.full(self.vocab_size or 1, 1.0 / (self.vocab_size or 1))
+                probs += [tree.draft_probs.get(i, uniform) for i in tree.ids[slots].tolist()]
+        scores = np.concatenate(logprobs)
+        return Candidates(
+            tokens=np.concatenate(tokens),
+            logprobs=scores,
+            counts=(scores > -np.inf).sum(axis=1),
+            probs=np.stack([on_host(row) for row in probs]) if probs else None,
+        )
+
+
+def _scratch_nodes(selected: _Selection) -> Nodes:
+    return Nodes(tuple((request.id, request.tree.ids[slots]) for request, slots in selected))
+
+
+class _Guesses:
+    """Grows one request's guesses level by level, and keeps the most probable ones.
+
+    Plain Python numbers: for a few guesses, array calls would cost more than the saved pass of a
+    small draft.
+
+    Attributes:
+        request: the request.
+        frontier: slots below which the next level grows.
+    """
+
+    def __init__(self, request: ScratchRequest, slots: IntArray, max_rows: int) -> None:
+        self.request = request
+        self.frontier: list[int] = slots.tolist()
+        self._scores = [0.0] * len(slots)
+        self._expanding = frozenset(self.frontier)
+        self._max_rows = max_rows
+        self._best: list[tuple[float, int]] = []  # (minus the score, slot), best first
+
+    def grow(self, candidates: Candidates, start: int) -> None:
+        """Creates nodes from the best candidates of the frontier, rows ``start`` and following.
+
+        A candidate that is not among the best of all guesses so far is dropped with everything
+        below it: a child's score is at most its parent's.
+        """
+        ranked = [(score, -1, slot, 0) for score, slot in self._best]  # ties: the shallower guess
+        for row, (slot, score) in enumerate(zip(self.frontier, self._scores, strict=True), start):
+            count = int(candidates.counts[row])
+            logprobs = candidates.logprobs[row, :count].tolist()
+            tokens = candidates.tokens[row, :count].tolist()
+            ranked += [(-score - p, slot, t, 1) for p, t in zip(logprobs, tokens, strict=True)]
+        ranked.sort(key=_by_score)
+        best = ranked[: self._max_rows]
+        new = [(score, slot, token) for score, slot, token, is_new in best if is_new]
+        slots = self.request.children([entry[1] for entry in new], [entry[2] for entry in new])
+        grown = [
+            (score, slot)
+            for (score, _, _), slot in zip(new, slots, strict=True)
+            if slot not in self._expanding  # one expanded node may be below another
+        ]
+        self._best = [(score, slot) for score, _, slot, is_new in best if not is_new] + grown
+        self._best.sort(key=_by_score)
+        self.frontier = [slot for _, slot in grown]
+        self._scores = [-score for score, _ in grown]
+
+    def selected(self) -> IntArray:
+        """int64: sorted slots of the expanded nodes and the best guesses; parents are included."""
+        return np.array(sorted([*self._expanding, *(slot for _, slot in self._best)]))
+
+
+def _by_score(entry: tuple[float, ...]) -> float:
+    return entry[0]
+
+
+class _CheapView:
+    """The cheaper source for callers outside: takes real ids, works in the scratch trees."""
+
+    def __init__(self, owner: StagedSource, cheap: TokenSource) -> None:
+        self.needs = cheap.needs
+        self.vocab_size = cheap.vocab_size
+        self.counters = cheap.counters
+        self.gives_probs: bool = getattr(cheap, "gives_probs", False)
+        self.expand = owner.expand_cheap
+
+    def open(self, request: RequestState) -> None:
+        """No-op: ``StagedSource`` opens the request."""
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """No-op: ``StagedSource`` commits."""
+
+    def close(self, request_id: int) -> None:
+        """No-op: ``StagedSource`` closes the request."""
