@@ -114,7 +114,7 @@ def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
 
 
 HELD_OUT_MODULUS = 20
-"""One standard-library module in this many is held out."""
+"""One in 20 standard-library modules is held out."""
 
 
 SKIPPED_FOLDERS = frozenset(
