@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import format_exc, print_exc
 from typing import Any
@@ -69,7 +70,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     """
     parsed = parse(overrides)
     check_launcher(parsed)
-    _check_folders(parsed)
+    _check_hydra(parsed)
     folder = _sweep_folder(parsed)
     overrides = [str(o.input_line) for o in parsed if o.key_or_group != "output_dir"]
     axes = with_params(overrides, extra)
@@ -80,18 +81,19 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
             "-m needs something to vary: give a key several values, as in policy.gamma=2,4,8, or"
             " leave -m out"
         )
-    own_sweeper = any(str(o.key_or_group) == "hydra/sweeper" for o in parsed)
     # All combinations are checked before the first one runs, which may take hours.
     checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
     for notice in dict.fromkeys(text for job in checked for text in job.notices):
         print(f"note: {notice}", file=sys.stderr)
     _warn_of_shared_cores(parsed, checked)
-    expected = [] if own_sweeper else [_job_name(job, varying) for job in jobs]
+    expected = [_job_name(job, varying) for job in jobs]
     make_folder(folder)
     with alone_in(folder):
         notes, unrecorded = _notes_folder(folder), _LOST
         try:
-            place = _Place(folder, notes, tuple(varying), len(expected), time.time())
+            place = _Place(
+                folder.resolve(), notes.resolve(), tuple(varying), len(expected), time.time()
+            )
             _launch(overrides, extra, place)
         except KeyboardInterrupt:
             unrecorded = _INTERRUPTED
@@ -107,7 +109,8 @@ def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Ov
     """The overrides of a sweep, after those in ``hydra.sweeper.params`` of an experiment.
 
     Raises:
-        UserError: the first job cannot be composed, or its launcher is no launcher.
+        UserError: the first job cannot be composed, or a ``_target_`` of Hydra's node is of another
+            kind.
     """
     first = combinations(parse(overrides), extra)[0]
     raw = compose_raw(first, extra=extra)
@@ -127,9 +130,14 @@ def experiment_sweeps(overrides: Sequence[str], extra: Sequence[Path] = ()) -> b
     return OmegaConf.select(compose_raw(first, extra=extra), "hydra.mode") is RunMode.MULTIRUN
 
 
-def _check_folders(parsed: Sequence[Override]) -> None:
+def _check_hydra(parsed: Sequence[Override]) -> None:
     for override in parsed:
         key = str(override.key_or_group)
+        if key == "hydra/sweeper" and override.value() != "basic":
+            raise UserError(
+                f"{override.input_line} does not apply here: a job returns no number that a sweeper"
+                " could optimize; list the values to try, as in policy.gamma=2,4,8"
+            )
         if key.startswith(("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")):
             raise UserError(
                 f"{override.input_line} does not apply here: output_dir=DIR names the folder of a"
@@ -137,6 +145,7 @@ def _check_folders(parsed: Sequence[Override]) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
 class _Place:
     """A sweep, as its jobs see it; pickled into other processes.
 
@@ -144,15 +153,15 @@ class _Place:
         folder: of the sweep.
         notes: folder of the jobs' records.
         varying: keys that name a job's folder.
-        total: number of jobs, 0 where unknown.
+        total: number of jobs.
         began_s: start of the sweep, seconds since 1970.
     """
 
-    def __init__(
-        self, folder: Path, notes: Path, varying: tuple[str, ...], total: int, began_s: float
-    ) -> None:
-        self.folder, self.notes, self.varying = folder.resolve(), notes.resolve(), varying
-        self.total, self.began_s = total, began_s
+    folder: Path
+    notes: Path
+    varying: tuple[str, ...]
+    total: int
+    began_s: float
 
 
 def _launch(overrides: Sequence[str], extra: Sequence[Path], place: _Place) -> None:
@@ -175,8 +184,7 @@ def run_one(config: DictConfig, place: _Place) -> None:
     merged.merge_with(config)
     name = _job_name(list(HydraConfig.get().overrides.task), place.varying)
     number = int(HydraConfig.get().job.num) + 1
-    of = f"/{place.total}" if place.total else ""
-    print(f"[{number}{of}] {name}", flush=True)
+    print(f"[{number}/{place.total}] {name}", flush=True)
     record: Record = {"job": name, "status": "ok", "error": ""}
     start = time.monotonic()
     try:
@@ -199,7 +207,7 @@ def _time_left(place: _Place) -> str:
     """How many jobs have ended and the time the others may take at the rate so far."""
     records = _notes(place.notes)
     num_run = sum(record["status"] != "skipped" for record in records)
-    if not num_run or not place.total or len(records) >= place.total:
+    if not num_run or len(records) >= place.total:
         return ""
     seconds = (time.time() - place.began_s) / num_run * (place.total - len(records))
     return f"{len(records)} of {place.total} jobs over, about {duration(seconds)} left"

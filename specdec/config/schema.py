@@ -159,7 +159,11 @@ _SECTIONS: dict[tuple[str, str], dict[str, Any]] = {
         "timeout_s": Annotated[float, Field(ge=1, lt=1e6)],
     },
     ("profiling", ""): {
-        "name": Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")],
+        "name": Annotated[
+            str,
+            Field(pattern=r"^[A-Za-z0-9_-]+$"),
+            expects("it must be a name of letters, digits, - and _"),
+        ],
         "use": Text | None,
         "tokens": Counts,
         "repeats": Count,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Annotated, Any, ParamSpec, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -56,7 +56,9 @@ DraftCount = Annotated[
 ]
 """A size of a policy's trees: an int of at least 1."""
 
-Share = Annotated[float, Field(ge=0, le=1), expects("it must be a number from 0 to 1")]
+Share = Annotated[
+    float, Field(ge=0, le=1), expects("it must be a number of at least 0 and at most 1")
+]
 """A probability or a share: a float from 0 to 1."""
 
 PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
@@ -146,21 +148,21 @@ def errors_of(model: Model, values: Mapping[str, Any], where: str = "") -> list[
         items = error.errors(include_url=False, include_context=False)
     messages: dict[tuple[str, str], dict[str, None]] = {}  # several for a union's members
     for item in sorted(items, key=lambda item: item["type"] != "extra_forbidden"):
-        key, *rest = item["loc"]
+        key, *rest = item["loc"] or (next(iter(values)),)  # empty: text that is not Unicode
         at = ""
         text = {"extra_forbidden": "unknown", "missing": "missing"}.get(item["type"], "")
         if not text or rest:
             indices = "".join(f"[{i}]" for i in rest if isinstance(i, int))
             at = f"{where}{key}{indices}={_shown(item['input'])} cannot be used: "
-            text = item["msg"].replace("Input should", "it should")
+            text = item["msg"].replace("Input should", "it should").replace("valid array", "list")
+            if not indices and NoneType in get_args(model.model_fields[f"key_{key}"].annotation):
+                text = " or null;".join(text.split(";", 1)) if ";" in text else f"{text} or null"
         messages.setdefault((str(key), at), {})[text] = None
     return [(key, at + " or ".join(texts)) for (key, at), texts in messages.items()]
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
-    return repr(value)
+    return "null" if value is None else repr(value)
 
 
 def _resolved(make: Callable[..., Any], annotation: Any) -> Any:

@@ -55,7 +55,7 @@ class Handle:
         (Count, [1, 7], [0, -1, 1.0, 1.5, True, "3", None], "a whole number of at least 1"),
         (Width, [1, 7], [0, 3.0, True, "3"], "greater than or equal to 1"),
         (Count | None, [1, None], [0, "1"], "a whole number of at least 1"),
-        (Share, [0, 0.5, 1], [-0.1, 1.1, NAN, True, "0.5"], "a number from 0 to 1"),
+        (Share, [0, 0.5, 1], [-0.1, 1.1, NAN, True, "0.5"], "a number of at least 0 and at most 1"),
         (PositiveShare, [0.1, 1], [0, 2, NAN], "a number above 0 and at most 1"),
         (Annotated[float, Field(gt=-1)], [0, 5.5], [-1, NAN, INF], "greater than -1"),
         (float, [1, 1.5], [NAN, INF, True, "1"], "it should be a"),

@@ -97,7 +97,7 @@ class TestCfg:
         (["hydra.run.dir=x"], "output_dir"),
         (["-m", "seed=1,2", "hydra.sweep.dir=x"], "output_dir=DIR"),
         (["-m", "seed=1,2", "hydra.sweep.subdir=x"], "output_dir=DIR"),
-        (["-m", "seed=1,2", "hydra/sweeper=optuna"], "hydra/sweeper/optuna"),
+        (["-m", "seed=1,2", "hydra/sweeper=optuna"], "policy.gamma=2,4,8"),
         (["-m", "seed=interval(0,1)"], "seed=1,2,3"),
         (["+experiment=none"], "--config-dir"),
         (["-cd", "tree", "+experiment=tabel"], "table"),

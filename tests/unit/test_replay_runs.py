@@ -96,7 +96,7 @@ def test_a_comparison_records_its_first_row(tmp_path) -> None:
 
 @pytest.mark.parametrize("model", ["synthetic", "replay"])
 def test_what_has_no_draft_model_is_not_recorded(model: str) -> None:
-    with pytest.raises(UserError, match=f"model={model} has not"):
+    with pytest.raises(UserError, match=f"model={model} does not have"):
         run_job_of([f"model={model}", "record=true"])
 
 

@@ -143,7 +143,7 @@ def test_what_a_source_counts_in_a_commit_is_counted():
     ("keys", "complaint"),
     [
         ({"sources": []}, "at least one source"),
-        ({"sources": [NullSource()], "weights": [0.0]}, "above 0"),
+        ({"sources": [NullSource()], "weights": [0.0]}, "greater than 0"),
         ({"sources": [NullSource()], "weights": [1.0, 1.0]}, "one for each of 1"),
         ({"sources": [NullSource()], "confident": 1.5}, "confident=1.5 .* above 0 and at most 1"),
         (
