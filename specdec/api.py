@@ -1,4 +1,4 @@
-"""Decoding from Python: ``generate`` and ``stream`` for one call, ``Decoder`` for many."""
+"""Decoding from Python: ``generate`` and ``stream`` for one prompt, ``Decoder`` for several."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from specdec.state import DecodeState, RequestState
 if TYPE_CHECKING:
     from specdec.certify import Report
 
-_INCOMPLETE = "\ufffd"  # what a tokenizer makes of a character whose last bytes are still to come
+_INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What ``generate`` returns.
+    """Result of ``generate``.
 
     Attributes:
         text: the decoded output; empty for pairs without a tokenizer.
         tokens: output tokens.
-        origins: per token the source that proposed it, -1 where none did.
+        origins: per token the index of the source that proposed it; -1 for none.
         finish_reason: eos, stop_string, length or cancelled.
-        metrics: the run's metrics by the names of the documentation.
+        metrics: metrics of the run, by the names of docs/metrics.md.
     """
 
     text: str
@@ -47,14 +47,14 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The tokens that one step of the loop decided.
+    """The tokens decided in one step of the loop.
 
     Attributes:
         tokens: at least one.
-        origins: per token the source that proposed it, -1 where none did.
-        text: what they add to the text; a character whose bytes are not all there yet comes with
-            a later step. Empty for pairs without a tokenizer.
-        finish_reason: eos, stop_string or length with the last step, None before.
+        origins: per token the index of the source that proposed it; -1 for none.
+        text: decoded text; a character is complete with its last byte's step. Empty for pairs
+            without a tokenizer.
+        finish_reason: eos, stop_string or length at the last step, else None.
     """
 
     tokens: tuple[int, ...]
@@ -64,18 +64,18 @@ class Step:
 
 
 OnStep = Callable[[Step], bool | None]
-"""Told of each step as it is decided; returning False cancels the request."""
+"""Called with each step; returning False cancels the request."""
 
 
 class Decoder:
-    """A strategy with its models, ready to decode one prompt after the other.
+    """A strategy with its models, for decoding prompts one after the other.
 
         with Decoder(["strategy=best_first", "sampling=t06"]) as decoder:
             for step in decoder.stream("def fib(n):"):
                 print(step.text, end="")
 
-    Models stay loaded, and ranks of a distributed pipeline alive, until ``close``. A request that
-    was cancelled leaves nothing behind: caches and work in flight are released as for any other.
+    Models stay loaded, and ranks of a distributed pipeline running, until ``close``. A cancelled
+    request releases its caches and work in flight like any other.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Decoder:
         config_dirs: Sequence[str | Path] = (),
         pair: ModelPair | None = None,
     ) -> None:
-        """Composes the strategy and prepares its models.
+        """Composes the strategy.
 
         Args:
             overrides: as on the command line of ``specdec run``.
             config_dirs: further configuration trees (``--config-dir``).
-            pair: models to share with other decoders; built from ``model=`` where omitted.
+            pair: models to share with other decoders; built from ``model=`` if omitted.
 
         Raises:
-            UserError: for anything that the command line would refuse.
+            UserError: anything that the command line refuses.
         """
         cfg = _config(overrides, config_dirs)
         if cfg["strategy"]["kind"] != "parts":
@@ -123,20 +123,20 @@ class Decoder:
 
         Args:
             prompt: text, or token ids.
-            prompt_id: keys the randomness, together with ``seed=``.
-            chat: puts the text into the model's chat template, as the user's message.
-            on_step: told of each step; returning False ends the request there.
+            prompt_id: of the draws, together with ``seed=``.
+            chat: apply the model's chat template to the text, as the user's message.
+            on_step: called with each step; returning False cancels the request.
 
         Raises:
-            UserError: an empty prompt, one that does not fit, text without a tokenizer; a decoder
-                that is decoding already, or that broke down within a step.
+            UserError: a prompt that is empty or too long, text without a tokenizer, a decoder that
+                is decoding already, or one in which a step was interrupted.
         """
-        found = self._tokens(prompt, prompt_id, chat)
+        tokens = self._tokens(prompt, prompt_id, chat)
         results: list[RequestResult] = []
         with self._decoding():
             self._follower, self._on_step = _Follower(self.pair), on_step
             with self._whole_steps():
-                totals = self._runner.run([found], results.append)
+                totals = self._runner.run([tokens], results.append)
         if self._raised is not None:
             raise self._raised
         result = results[0]
@@ -151,29 +151,29 @@ class Decoder:
     def stream(
         self, prompt: str | Sequence[int], *, prompt_id: int = 0, chat: bool = False
     ) -> Iterator[Step]:
-        """Decodes one prompt, yielding each step's tokens as they are decided.
+        """Decodes one prompt and yields the tokens of each step.
 
-        Stop iterating to cancel; the decoder is then free for the next prompt. Arguments and
-        errors are those of ``generate``. One stream at a time.
+        Stop iterating to cancel; the decoder then accepts the next prompt. Arguments and errors are
+        those of ``generate``. One stream at a time.
         """
-        found = self._tokens(prompt, prompt_id, chat)
+        tokens = self._tokens(prompt, prompt_id, chat)
         with self._decoding():
             state = self._runner.parts.new_state()
             follower = _Follower(self.pair)
-            steps = self._runner.steps(state, [found], _ignore)
+            steps = self._runner.steps(state, [tokens], _ignore)
             try:
                 while self._has_step(steps):
-                    step = follower.step(state.requests[found.id])
+                    step = follower.step(state.requests[tokens.id])
                     if step is not None:
                         yield step
             finally:
                 for request in state.requests.values():
                     request.cancel()
-                while self._has_step(steps):  # one more turn, in which the parts close the request
+                while self._has_step(steps):  # one more step, in which the parts close the request
                     pass
 
     def close(self) -> None:
-        """Releases models' memory of this decoder and ends its ranks."""
+        """Releases the executor's memory and ends its ranks."""
         self._runner.close()
 
     def __enter__(self) -> Self:
@@ -184,7 +184,7 @@ class Decoder:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """One prompt at a time: parts would mix up two of the same id."""
+        """Marks the decoder busy: two prompts of one id would be mixed up."""
         self._busy, self._raised = True, None
         try:
             yield
@@ -194,7 +194,7 @@ class Decoder:
 
     @contextmanager
     def _whole_steps(self) -> Iterator[None]:
-        """Notes where a step was not finished: rows in flight would answer the next prompt."""
+        """Marks the decoder broken if a step is interrupted: rows would remain in flight."""
         try:
             yield
         except BaseException:
@@ -206,7 +206,7 @@ class Decoder:
             return next(steps, None) is not None
 
     def _tell(self, state: DecodeState) -> None:
-        """After each step of ``generate``; what the callback raises waits for the request's end."""
+        """Calls ``on_step``; its exception is raised after the request has ended."""
         for request in state.requests.values():
             if self._on_step is None or self._follower is None:
                 return
@@ -214,20 +214,20 @@ class Decoder:
             try:
                 if step is not None and self._on_step(step) is False:
                     request.cancel()
-            except BaseException as error:  # raised by ``generate``, once the parts have closed it
+            except BaseException as error:  # raised by ``generate``, once closed
                 self._raised, self._on_step = error, None
                 request.cancel()
 
     def _tokens(self, prompt: str | Sequence[int], prompt_id: int, chat: bool) -> TokenPrompt:
         if self._broken:
             raise UserError(
-                "an earlier call broke down or was interrupted within a step, and what it left in"
-                " flight may not be mixed with another prompt: close this decoder and make a new"
-                " one (pair=decoder.pair keeps the models)"
+                "an earlier call was interrupted within a step, and its rows in flight must not mix"
+                " with another prompt: close this decoder and create a new one (pair=decoder.pair"
+                " keeps the models)"
             )
         if self._busy:
             raise UserError(
-                "this decoder is decoding another prompt: end or close that stream first, or make"
+                "this decoder is decoding another prompt: end or close that stream first, or create"
                 " a second decoder (pair=decoder.pair shares the models)"
             )
         pair = self.pair
@@ -236,8 +236,9 @@ class Decoder:
         elif pair.tokenizer is None:
             raise UserError("this pair has no tokenizer: give the prompt as token ids")
         else:
-            asked = Prompt(prompt_id, prompt, "the prompt", "", prompt)
-            ids = prompt_tokens(asked, pair.tokenizer, chat="always" if chat else "never").tolist()
+            text = Prompt(prompt_id, prompt, "the prompt", "", prompt)
+            template = "always" if chat else "never"
+            ids = prompt_tokens(text, pair.tokenizer, chat=template).tolist()
         if not ids:
             raise UserError("the prompt is empty; give at least one token, e.g. a space")
         wrong = [token for token in ids if not 0 <= token < pair.vocab_size]
@@ -255,18 +256,18 @@ class Decoder:
 
 
 def _token_ids(prompt: object) -> list[int]:
-    """The prompt as it was given, if it is one prompt's tokens."""
+    """The token ids of one prompt."""
     try:
         return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
     except TypeError as error:
         raise UserError(
-            f"a prompt is text or a list of token ids, not {prompt!r:.60}; many prompts are decoded"
-            " in turn, one call each (or as one batch by `specdec run batch_size=`)"
+            f"a prompt is text or a list of token ids, not {prompt!r:.60}; decode several prompts"
+            " by one call each (or as a batch by `specdec run batch_size=`)"
         ) from error
 
 
 class _Follower:
-    """What a request's output has gained since it was last looked at."""
+    """Computes the new tokens and text of a request after each step."""
 
     def __init__(self, pair: ModelPair) -> None:
         self._tokenizer = pair.tokenizer
@@ -274,29 +275,29 @@ class _Follower:
         self._text = ""
 
     def step(self, request: RequestState) -> Step | None:
-        """The new tokens; None where there are none (a pipeline that fills, a prefill)."""
+        """The new tokens; None if there are none (pipeline filling, prefill)."""
         first, self._num_tokens = self._num_tokens, len(request.output)
         if first == self._num_tokens:
             return None
         return Step(
             tokens=tuple(request.output[first:]),
             origins=tuple(request.output_origins[first:]),
-            text=self._gained(request),
+            text=self._new_text(request),
             finish_reason=request.finish_reason,
         )
 
-    def _gained(self, request: RequestState) -> str:
+    def _new_text(self, request: RequestState) -> str:
         if self._tokenizer is None:
             return ""
         text = str(self._tokenizer.decode(request.output))
         if request.finish_reason is None and text.endswith(_INCOMPLETE):
             return ""
-        gained, self._text = text[len(self._text) :], text
-        return gained
+        new, self._text = text[len(self._text) :], text
+        return new
 
 
 def _ignore(_request: RequestState) -> None:
-    """Streams report nothing at the end: their last step says how it ended."""
+    """Does nothing: the last step of a stream has its finish reason."""
 
 
 def generate(
@@ -319,7 +320,7 @@ def generate(
         prompt_id, chat, on_step: see ``Decoder.generate``.
 
     Raises:
-        UserError: for anything that the command line would refuse, and for an empty prompt.
+        UserError: anything that the command line refuses, and an empty prompt.
     """
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         return decoder.generate(prompt, prompt_id=prompt_id, chat=chat, on_step=on_step)
@@ -334,7 +335,7 @@ def stream(
     pair: ModelPair | None = None,
     chat: bool = False,
 ) -> Iterator[Step]:
-    """Like ``generate``, yielding each step's tokens as they are decided.
+    """Like ``generate``, but yields the tokens of each step.
 
     Stop iterating to cancel. Arguments and errors are those of ``generate``.
     """
@@ -353,10 +354,10 @@ def certify(
     Args:
         overrides: as on the command line.
         config_dirs: further configuration trees (``--config-dir``).
-        checks: names of those to run; all where None.
+        checks: names of the checks; None for all.
 
     Raises:
-        UserError: for anything that the command line would refuse.
+        UserError: anything that the command line refuses.
     """
     from specdec.certify import certify as run_checks
 
@@ -364,7 +365,7 @@ def certify(
 
 
 def _config(overrides: Sequence[str], config_dirs: Sequence[str | Path]) -> dict[str, Any]:
-    for name, given in (("overrides", overrides), ("config_dirs", config_dirs)):
-        if isinstance(given, str):
-            raise UserError(f"{name}={given!r} must be a list, as in {name}=[{given!r}]")
+    for name, value in (("overrides", overrides), ("config_dirs", config_dirs)):
+        if isinstance(value, str):
+            raise UserError(f"{name}={value!r} must be a list, as in {name}=[{value!r}]")
     return run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config

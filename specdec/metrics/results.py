@@ -62,19 +62,17 @@ class RequestResult:
         return {**values, "counters": counters}
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> RequestResult:
+    def from_json(values: Mapping[str, Any]) -> RequestResult:
         """The inverse of ``to_json``.
 
         Raises:
             KeyError, TypeError: the mapping has other keys.
         """
-        counters = dict(found["counters"])
+        counters = dict(values["counters"])
         for name in _HISTOGRAMS:
             counters[name] = Counter({int(k): v for k, v in counters[name].items()})
-        values = {**found, "counters": RequestCounters(**counters)}
-        for name in ("output", "origins", "emitted_s"):
-            values[name] = tuple(values[name])
-        return RequestResult(**values)
+        tuples = {name: tuple(values[name]) for name in ("output", "origins", "emitted_s")}
+        return RequestResult(**{**values, **tuples, "counters": RequestCounters(**counters)})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,11 +193,11 @@ class RunTotals:
         return values
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> RunTotals:
+    def from_json(values: Mapping[str, Any]) -> RunTotals:
         """The inverse of ``to_json``."""
-        totals = RunTotals(**found)
-        if found.get("law") is not None:
-            totals.law = SpeedupLaw(**found["law"])
+        totals = RunTotals(**values)
+        if values.get("law") is not None:
+            totals.law = SpeedupLaw(**values["law"])
         if totals.stage_busy_s is not None:
             totals.stage_busy_s = {int(k): v for k, v in totals.stage_busy_s.items()}
         return totals

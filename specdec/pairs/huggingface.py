@@ -114,12 +114,8 @@ class HuggingFacePair:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """End-of-sequence tokens, from the generation config, else from the model config."""
-        config = self.target.generation_config
-        eos = config.eos_token_id if config is not None else self.target.config.eos_token_id
-        if eos is None:
-            return frozenset()
-        return frozenset(eos if isinstance(eos, list) else [eos])
+        """End-of-sequence tokens; by default none."""
+        return frozenset()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -17,7 +17,7 @@ from specdec.types import IntArray
 
 
 class RandomPair(HuggingFacePair):
-    """Small models with random weights, for tests of equality."""
+    """Small models with random weights and no end tokens, for tests of equality."""
 
     def __init__(
         self,
@@ -46,8 +46,7 @@ class RandomPair(HuggingFacePair):
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers: of the target.
-            draft_layers: of the draft, which is the target's first layers.
+            num_layers, draft_layers: of the target and of the draft, the target's first layers.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
@@ -98,11 +97,6 @@ class RandomPair(HuggingFacePair):
     def token_samples(self) -> IntArray:
         """Greedy continuations of the draft."""
         return self._samples
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """No tokens: random models would end at random positions."""
-        return frozenset()
 
     def _make(self, num_layers: int, seed: int) -> PreTrainedModel:
         model = random_model(

@@ -28,7 +28,7 @@ VERSION = 1
 NUM_LOGPROBS = 32
 """K of new records: the largest number of candidates in the presets."""
 MAX_RANK = 256
-"""Ranks are exact below it; it stands for itself and all larger ranks."""
+"""Ranks are exact below it; it represents itself and all larger ranks."""
 
 _ARRAYS = ("ids", "num_prompt", "num_output", "ranks", "logprobs")
 

@@ -1,4 +1,4 @@
-"""What sources share: the tokens before a node, and keyed hashes.
+"""The tokens before a node, and keyed hashes.
 
 Shape letters: W nodes, L tokens of a context.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specdec.state import RequestState
 
 NO_TOKEN = -1
-"""Stands for a token before the start of the sequence."""
+"""Placeholder for tokens before the start of the sequence."""
 
 _GAMMA = 0x9E3779B97F4A7C15  # odd constant of splitmix64 (Steele et al. 2014)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -26,24 +26,24 @@ def tails(request: RequestState, slots: Sequence[int], length: int) -> list[tupl
     """The last ``length`` tokens up to and including each node, oldest first.
 
     Args:
-        request: whose committed tokens and tree are read.
+        request: its committed tokens and tree are read.
         slots: tree slots.
         length: tokens of each tuple, ``NO_TOKEN`` before the start of the sequence.
     """
     tree, committed = request.tree, request.tokens
     above = [NO_TOKEN] * length + committed[max(0, len(committed) - length) :].tolist()
     tokens, parents = tree.tokens, tree.parents
-    found = []
+    contexts = []
     for slot in slots:
         path: list[int] = []
-        here = int(slot)
-        while here > 0 and len(path) < length:
-            path.append(int(tokens[here]))
-            here = int(parents[here])
+        node = int(slot)
+        while node > 0 and len(path) < length:
+            path.append(int(tokens[node]))
+            node = int(parents[node])
         path.reverse()
         missing = length - len(path)
-        found.append((*above[len(above) - missing :], *path))
-    return found
+        contexts.append((*above[len(above) - missing :], *path))
+    return contexts
 
 
 def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
@@ -69,7 +69,7 @@ def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
 
 
 def _finish(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # intended arithmetic modulo 2^64
         value = value + np.uint64(_GAMMA)
         value = (value ^ (value >> np.uint64(30))) * _MIX_1
         value = (value ^ (value >> np.uint64(27))) * _MIX_2

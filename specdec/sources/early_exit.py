@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 
 
 class EarlyExitSource:
-    """What the target's first layers and an exit head propose.
+    """Proposes the candidates of the target's first layers and an exit head.
 
-    With a ``front`` (``executor=early_exit``) a node that is asked for is computed by it: draft,
-    then verify. Without (``executor=pipeline``) proposals arrive with ``Output.exits`` once a
-    submitted node has passed the exit layer, and a node that has not yet is answered with count 0:
-    verify while drafting (PPSD 4.2).
+    With ``executor=early_exit`` (``exit_front``) expanded nodes are computed at once: draft, then
+    verify. With ``executor=pipeline`` proposals arrive with ``Output.exits`` once a submitted node
+    has passed the exit layer; until then it has count 0: verify while drafting (PPSD 4.2).
 
     Attributes:
-        gives_probs: whether candidates are sampled and come with their whole distribution.
+        gives_probs: whether candidates are sampled and returned with their distribution.
         counters: passes of the front and their rows; in a pipeline, passes of the head alone.
     """
 
@@ -91,7 +90,7 @@ class EarlyExitSource:
         return read_front(self._front, state, nodes, k, sample=self.gives_probs)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Takes what has arrived, and forgets what left the trees."""
+        """Stores arrived exits and removes nodes that left the trees."""
         for exits in output.exits:
             self._book.keep(Nodes(((exits.request, exits.node_ids),)), exits.candidates)
             self.counters.rows += len(exits.node_ids)
@@ -99,7 +98,7 @@ class EarlyExitSource:
         self._book.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Forgets a request."""
+        """Removes a request."""
         self._book.close(request_id)
 
 
@@ -120,18 +119,18 @@ def exit_pass_bytes(pair: SourcePair, *, with_layers: bool) -> int:
 def read_front(
     front: ExitFront, state: DecodeState, nodes: Nodes, k: int, *, at: int = 0, sample: bool
 ) -> Candidates:
-    """Candidates of an exit that is computed when it is asked for.
+    """Candidates of an exit computed on demand.
 
     Args:
         front: the target's first layers.
         state: the forest.
         nodes: W nodes.
-        k: candidates per node at most.
-        at: number of the exit.
-        sample: sample candidates, and give the distribution.
+        k: maximum candidates per node.
+        at: index of the exit.
+        sample: sample candidates and return their distribution.
 
     Returns:
-        W rows; count 0 for nodes that the front gives no logits for.
+        W rows; count 0 for nodes without logits.
     """
     known, logits = front.logits(state, nodes, at)
     parts, start = [], 0
@@ -142,7 +141,7 @@ def read_front(
         histories = None
         if transform.params.needs_history:
             histories = [request.path_tokens(slot) for slot in slots.tolist()]
-        found = candidates_of(
+        candidates = candidates_of(
             transform,
             torch.stack(logits[start : start + len(ids)]),
             k,
@@ -151,7 +150,7 @@ def read_front(
             request_id=request_id,
             positions=request.tree.positions[slots],
         )
-        parts.append(found)
+        parts.append(candidates)
         start += len(ids)
     if not parts:
         return Candidates.empty(len(nodes))

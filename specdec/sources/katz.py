@@ -2,13 +2,13 @@
 
 For a context h with continuations w counted c(hw), and h' = h without its first token:
 
-    P(w | h) = d(c) c(hw) / c(h)          where c(hw) > 0
-             = alpha(h) P(w | h')         elsewhere,
+    P(w | h) = d(c) c(hw) / c(h)          if c(hw) > 0
+             = alpha(h) P(w | h')         otherwise,
 
-alpha(h) being what makes the row sum to 1; an unseen h is h'. The empty context backs off to the
-uniform distribution. N-grams stand in a trie: an m-gram is the key ``id(first m-1 tokens) * V + w``
-in a sorted array, so that keys are exact for any order and vocabulary, and the id of a context is
-found by one bisection per token.
+where alpha(h) makes the row sum to 1; an unseen h is replaced by h'. The empty context backs off to
+the uniform distribution. N-grams form a trie: an m-gram has the key ``id(first m-1 tokens) * V +
+w`` in a sorted array, so keys are exact for any order and vocabulary, and the id of a context takes
+one bisection per token.
 
 Shape letters: W contexts, K candidates, V vocabulary, G n-grams of one order.
 """
@@ -26,10 +26,10 @@ from specdec.sources.contexts import NO_TOKEN
 from specdec.sources.discounts import discounts
 from specdec.types import FloatArray, IntArray
 
-_LIGHT = 16  # contexts with at most so many continuations are merged with their back-off when asked
-_LIST = 48  # length of the precomputed list of a heavier context; exact for k <= _LIST - _LIGHT
+_LIGHT = 16  # contexts of at most this many continuations are merged with their back-off on lookup
+_LIST = 48  # length of the cached list of other contexts; exact for k <= _LIST - _LIGHT
 _COUNTED: WeakKeyDictionary[Any, KatzModel] = WeakKeyDictionary()
-_NOTHING_LEFT = 1e-9  # discounted mass below this counts as none
+_NOTHING_LEFT = 1e-9  # discounted mass below this is taken as 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class KatzModel:
         starts = np.concatenate([[0], np.cumsum(seen)])
         return _Level(keys=keys, tokens=token, probs=probs, starts=starts, alphas=alphas)
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ lookup
 
     def probs(self, contexts: Sequence[IntArray] | IntArray) -> FloatArray:
         """Whole distributions.
@@ -251,7 +251,7 @@ class KatzModel:
     def _context_ids(self, windows: IntArray) -> IntArray:
         """int64[order, W]: global index of the context of each length 0 .. order - 1.
 
-        The index behind all contexts stands for one that was never seen.
+        The index after all contexts means unseen.
         """
         length = self.order - 1
         ids = np.zeros((self.order, len(windows)), np.int64)
@@ -263,17 +263,17 @@ class KatzModel:
         )  # row i: first token of the context of length i + 1, then its id
         ids[1] = np.where(local[0] == NO_TOKEN, self._unseen, self._offsets[1] + local[0])
         for step in range(1, length):
-            # All contexts longer than ``step`` go on by one token, in one bisection.
+            # All contexts longer than ``step`` are extended by one token, in one bisection.
             keys = self._keys[step]
             want = local[step:] * self.vocab_size + newest_first[: length - step]
             at = np.searchsorted(keys, want)
-            found = (keys.take(at, mode="clip") == want) if len(keys) else at < 0
-            local[step:] = np.where(found, at, NO_TOKEN)
-            ids[step + 1] = np.where(found[0], at[0] + self._offsets[step + 1], self._unseen)
+            hit = (keys.take(at, mode="clip") == want) if len(keys) else at < 0
+            local[step:] = np.where(hit, at, NO_TOKEN)
+            ids[step + 1] = np.where(hit[0], at[0] + self._offsets[step + 1], self._unseen)
         return ids
 
     def _index(self) -> None:
-        """Flat arrays over the contexts of all lengths, with one row behind them for 'unseen'."""
+        """Flat arrays over the contexts of all lengths; the last row is 'unseen'."""
         lengths = [len(level.alphas) for level in self._levels]
         self._offsets = np.concatenate([[0], np.cumsum(lengths)])
         self._unseen = int(self._offsets[-1])

@@ -1,16 +1,16 @@
 """Proposals of heads on the target's last hidden state (Medusa, arXiv 2401.10774, section 2.1).
 
-The channel is ``Needs.hidden_layers``: the executor hands out the hidden states of every answered
-row (``Answers.hidden``) and of the prompt (``Output.prompts``). Of them a request keeps one, that
-of the last committed token before the root, at position t: the target itself has drawn the root,
-token t + 1, from it, and head k guesses token t + 1 + k from it. So a node at position q gets its
-candidates from head q - t, whatever its parent is: all nodes of a depth have the same ones (the
-Cartesian product of section 2.1.2). A commit moves t to the last retired node; nodes that were
-asked before keep the candidates of the older hidden state.
+``Needs.hidden_layers`` makes the executor return the hidden states of every answered row
+(``Answers.hidden``) and of the prompt (``Output.prompts``). A request keeps one of them, that of
+the last committed token before the root, at position t. The target itself has drawn the root, token
+t + 1, from it; head k guesses token t + 1 + k. So a node at position q gets its candidates from
+head q - t, whatever its parent: all nodes of a depth have the same ones (the Cartesian product of
+section 2.1.2). A commit moves t to the last retired node; nodes that were expanded before keep the
+candidates of the older hidden state.
 
-In a pipeline a prompt's hidden state leaves the last stage after its first root was submitted,
-alone then. Where candidates are sampled (rejection) the first root always goes alone, so that the
-output is the same on every executor.
+In a pipeline a prompt's hidden state leaves the last stage after the first root was submitted,
+which is therefore submitted alone. With sampled candidates (rejection) this holds on every
+executor, so that outputs are equal.
 
 Shape letters: W nodes, K candidates, V vocabulary, E hidden size.
 """
@@ -46,7 +46,7 @@ class _Last:
     Attributes:
         position: t.
         hidden: [E].
-        logits: head -> [V], of heads that have been asked.
+        logits: head -> [V], of the heads computed so far.
     """
 
     position: int
@@ -55,13 +55,14 @@ class _Last:
 
 
 class MedusaSource:
-    """What Medusa heads propose; no model and no cache of its own.
+    """Proposes the candidates of Medusa heads; has no model and no cache.
 
-    A node has candidates once its request has a hidden state, as deep as there are heads.
+    A node has candidates once its request has a hidden state, down to a depth of as many levels as
+    heads.
 
     Attributes:
-        gives_probs: whether candidates are sampled and come with their whole distribution.
-        counters: passes of single heads, and the hidden states that they read.
+        gives_probs: whether candidates are sampled and returned with their distribution.
+        counters: passes of single heads, and hidden states computed in them.
     """
 
     @validated
@@ -108,13 +109,13 @@ class MedusaSource:
         self._prompt_ends[request.id] = request.num_prefill - 1
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates by depth; count 0 below the last head and where no hidden state is known."""
+        """Candidates by depth; count 0 below the last head and without a hidden state."""
         numbers = [self._numbers(state, request_id, ids) for request_id, ids in nodes.items]
         self._compute(nodes, numbers)
         parts = [
-            self._proposed(state, request_id, ids[asked > 0], asked[asked > 0], k)
-            for (request_id, ids), asked in zip(nodes.items, numbers, strict=True)
-            if (asked > 0).any()
+            self._proposed(state, request_id, ids[heads > 0], heads[heads > 0], k)
+            for (request_id, ids), heads in zip(nodes.items, numbers, strict=True)
+            if (heads > 0).any()
         ]
         if not parts:
             return Candidates.empty(len(nodes))
@@ -126,24 +127,24 @@ class MedusaSource:
         for chunk in output.prompts:
             at_end = chunk.last_position == self._prompt_ends.get(chunk.request)
             if at_end and not self.gives_probs:
-                hidden = chunk.layers[layer][-1].clone()  # the rest of the pass may go
+                hidden = chunk.layers[layer][-1].clone()  # so that the rest can be freed
                 self._last[chunk.request] = _Last(chunk.last_position, hidden)
-        answers = {found.request: found for found in output.answers}
+        answers = {answer.request: answer for answer in output.answers}
         for commit in commits:
             if commit.kind is CommitKind.NONE:
                 continue
-            found = answers[commit.request]
-            (row,) = np.flatnonzero(found.node_ids == commit.retired_ids[-1])
-            hidden = found.hidden[layer][int(row)].clone()
+            answer = answers[commit.request]
+            (row,) = np.flatnonzero(answer.node_ids == commit.retired_ids[-1])
+            hidden = answer.hidden[layer][int(row)].clone()
             self._last[commit.request] = _Last(commit.prefix_len - 1, hidden)
 
     def close(self, request_id: int) -> None:
-        """Forgets a request."""
+        """Removes a request."""
         self._last.pop(request_id, None)
         self._prompt_ends.pop(request_id, None)
 
     def _numbers(self, state: DecodeState, request_id: int, ids: IntArray) -> IntArray:
-        """int64[W]: the head that guesses each node's children, 0 where there is none."""
+        """int64[W]: the head that guesses each node's children; 0 for none."""
         last = self._last[request_id]
         if last is None:
             return np.zeros(len(ids), np.int64)
@@ -152,14 +153,14 @@ class MedusaSource:
         return np.where((ahead >= 1) & (ahead <= self._heads.num_heads), ahead, 0)
 
     def _compute(self, nodes: Nodes, numbers: Sequence[IntArray]) -> None:
-        """Runs the heads that are asked for the first time, each once for all requests."""
-        wanted: dict[int, list[_Last]] = {}
-        for (request_id, _), asked in zip(nodes.items, numbers, strict=True):
+        """Runs heads that have no logits yet, each once for all requests."""
+        missing: dict[int, list[_Last]] = {}
+        for (request_id, _), heads in zip(nodes.items, numbers, strict=True):
             last = self._last[request_id]
-            for number in np.unique(asked[asked > 0]).tolist():
+            for number in np.unique(heads[heads > 0]).tolist():
                 if last is not None and number not in last.logits:
-                    wanted.setdefault(number, []).append(last)
-        for number, rows in sorted(wanted.items()):
+                    missing.setdefault(number, []).append(last)
+        for number, rows in sorted(missing.items()):
             self._clock.start(CONTROLLER)
             logits = self._heads.logits(number, torch.stack([last.hidden for last in rows]))
             self._clock.charge(CONTROLLER, Work.HEAD, len(rows))
@@ -171,7 +172,7 @@ class MedusaSource:
     def _proposed(
         self, state: DecodeState, request_id: int, ids: IntArray, numbers: IntArray, k: int
     ) -> Candidates:
-        """Candidates of nodes of one request that have a head; once per depth where they can be."""
+        """Candidates of a request's nodes that have a head; computed once per depth if possible."""
         request, last = state.requests[request_id], self._last[request_id]
         assert last is not None, "a node without a hidden state has no head"
         transform = SamplingTransform(request.sampling)
@@ -180,10 +181,10 @@ class MedusaSource:
         rows = np.arange(len(ids))
         if transform.params.needs_history:
             histories = [request.path_tokens(slot) for slot in slots.tolist()]
-        else:  # one row per depth, handed out to all its nodes
+        else:  # one row per depth for all its nodes
             _, first, rows = np.unique(numbers, return_index=True, return_inverse=True)
             numbers, slots = numbers[first], slots[first]
-        found = candidates_of(
+        candidates = candidates_of(
             transform,
             torch.stack([last.logits[number] for number in numbers.tolist()]),
             k,
@@ -192,4 +193,4 @@ class MedusaSource:
             request_id=request_id,
             positions=request.tree.positions[slots],
         )
-        return picked(found, rows)
+        return picked(candidates, rows)

@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 
 class MultiExitSource:
-    """Takes each token from the first exit beyond which no other promises more.
+    """Takes each token from the first exit that no later exit is expected to improve on.
 
-    B.3 only names the idea; the rule is ours. An exit's *saving* is its expected acceptance
-    (``ExitChances``) weighed against its depth as Eq. 6 does in a pipeline (``ppsd_saving``) and as
-    Eq. 4 does where drafts are verified afterwards (``eesd_saving``). Exits are asked in order: one
-    answers unless a later one is expected to save more, given how sure this one is.
+    PPSD B.3 only names the idea; the rule is ours. An exit's saving weighs its expected acceptance
+    (``ExitChances``) against its depth: by Eq. 6 in a pipeline (``ppsd_saving``), by Eq. 4 if
+    drafts are verified afterwards (``eesd_saving``). The first exit answers whose saving, given its
+    own confidence, no later one is expected to exceed.
 
-    With ``executor=early_exit`` the later exit is computed only then, from where the node stands:
-    no layer is passed twice. With ``executor=pipeline`` all exits are read in passing, and to
-    decide for a later one is to feed nothing until it arrives.
+    With ``executor=early_exit`` a later exit is computed only then, from the node's hidden state,
+    so no layer runs twice. With ``executor=pipeline`` all exits are read as nodes pass; choosing a
+    later one means waiting until it arrives.
 
-    The choice looks at distributions and at what the target has decided, never at sampled
-    candidates; where candidates are sampled (rejection verifiers) it does not learn either, so it
-    is a function of the tokens before it alone, and the verifier stays unbiased.
+    The choice depends on distributions and on decided tokens, never on sampled candidates. With
+    sampled candidates (rejection verifiers) it does not learn either: it depends on the preceding
+    tokens alone, and the verifier stays unbiased.
 
     Attributes:
-        layers: of the target before each exit.
-        gives_probs: whether candidates are sampled and come with their whole distribution.
+        layers: number of layers before each exit.
+        gives_probs: whether candidates are sampled and returned with their distribution.
         counters: passes and rows by exit, see ``EarlyExitSource``.
     """
 
@@ -84,7 +84,7 @@ class MultiExitSource:
         self.vocab_size: int | None = pair.vocab_size
         self.gives_probs = sample
         self._books = [AnswerBook() for _ in self.layers]
-        self._said: dict[int, dict[int, dict[int, tuple[int, float]]]] = {}
+        self._tops: dict[int, dict[int, dict[int, tuple[int, float]]]] = {}
         self._chances: dict[int, ExitChances] = {}
 
     @cached_property
@@ -96,11 +96,11 @@ class MultiExitSource:
         """Starts a request; the executor has the caches."""
         for book in self._books:
             book.open(request.id)
-        self._said[request.id] = {}
+        self._tops[request.id] = {}
         self._chances[request.id] = ExitChances(len(self.layers))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates of the exit chosen for each node; count 0 while that has not arrived."""
+        """Candidates of the exit chosen for each node; count 0 until they arrive."""
         left, rows = nodes, np.arange(len(nodes))
         parts: list[Candidates] = []
         placed: list[IntArray] = []
@@ -110,12 +110,12 @@ class MultiExitSource:
             else:
                 answer = read_front(self._front, state, left, k, at=at, sample=self.gives_probs)
                 self._note(at, left, answer)
-            goes_on = self._goes_on(state, left, at)
-            taken = (answer.counts > 0) & ~goes_on
+            waits = self._prefers_later(state, left, at)
+            taken = (answer.counts > 0) & ~waits
             if taken.any():
                 parts.append(picked(answer, np.flatnonzero(taken)))
                 placed.append(rows[taken])
-            left, rows = left.where(goes_on), rows[goes_on]
+            left, rows = left.where(waits), rows[waits]
             if not len(left):
                 break
         if not parts:
@@ -125,7 +125,7 @@ class MultiExitSource:
         return picked(Candidates.joined(parts), np.argsort(order)).spread(mask)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Takes what has arrived, learns from what was decided, forgets what left the trees."""
+        """Stores arrived exits, learns from decided tokens, removes nodes that left the trees."""
         for exits in output.exits:
             at, nodes = self.layers.index(exits.layer), Nodes(((exits.request, exits.node_ids),))
             self._books[at].keep(nodes, exits.candidates)
@@ -139,62 +139,62 @@ class MultiExitSource:
                 self._learn(commit)
 
     def close(self, request_id: int) -> None:
-        """Forgets a request."""
+        """Removes a request."""
         for book in self._books:
             book.close(request_id)
-        self._said.pop(request_id, None)
+        self._tops.pop(request_id, None)
         self._chances.pop(request_id, None)
 
     def _note(self, at: int, nodes: Nodes, answer: Candidates) -> None:
-        """Keeps each node's best token at an exit, and the exit's confidence in it."""
+        """Stores each node's best token at an exit, and the exit's confidence in it."""
         row = 0
         for request_id, ids in nodes.items:
-            said = self._said.get(request_id)
+            tops = self._tops.get(request_id)
             for node_id in ids.tolist():
-                if said is not None and answer.counts[row]:
+                if tops is not None and answer.counts[row]:
                     if answer.probs is None:
                         best = int(answer.tokens[row, 0])
                         sure = float(np.exp(answer.logprobs[row, 0]))
                     else:
                         probs = on_host(answer.probs[row])
                         best, sure = int(probs.argmax()), float(probs.max())
-                    said.setdefault(node_id, {})[at] = best, min(1.0, sure)
+                    tops.setdefault(node_id, {})[at] = best, min(1.0, sure)
                 row += 1
 
-    def _goes_on(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
-        """bool[W]: nodes known at exit ``at`` for which a later one is expected to save more."""
-        found = []
+    def _prefers_later(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
+        """bool[W]: nodes answered by exit ``at`` on which a later exit is expected to improve."""
+        later_is_better = []
         for request_id, ids in nodes.items:
-            said, chances = self._said[request_id], self._chances[request_id]
+            tops, chances = self._tops[request_id], self._chances[request_id]
             tree = state.requests[request_id].tree
             reaches = np.exp(tree.scores[tree.slots(ids)]).tolist()
             for node_id, reach in zip(ids.tolist(), reaches, strict=True):
-                known = said.get(node_id, {}).get(at)
-                if known is None:
-                    found.append(False)
+                top = tops.get(node_id, {}).get(at)
+                if top is None:
+                    later_is_better.append(False)
                     continue
                 here, *later = [
-                    self._saving(chances.expected(at, other, known[1]), other, reach)
+                    self._saving(chances.expected(at, other, top[1]), other, reach)
                     for other in range(at, len(self.layers))
                 ]
-                found.append(max(later, default=here) > here)
-        return np.array(found, np.bool_)
+                later_is_better.append(max(later, default=here) > here)
+        return np.array(later_is_better, np.bool_)
 
     def _saving(self, alpha: float, at: int, reach: float) -> float:
-        """Layers' time that a token of exit ``at`` is expected to save."""
+        """Expected layers saved by a token of exit ``at``."""
         if self._front is None:
             return ppsd_saving(alpha, self.layers[at], self._num_layers)
         return eesd_saving(alpha, reach, self.layers[at], self._num_layers)
 
     def _learn(self, commit: Commit) -> None:
-        said, chances = self._said[commit.request], self._chances[commit.request]
+        tops, chances = self._tops[commit.request], self._chances[commit.request]
         decided = [*commit.retired_tokens[1:].tolist(), commit.next_token]
         for node_id, token in zip(commit.retired_ids.tolist(), decided, strict=True):
-            known = said.pop(node_id, None)
-            if known is not None and not self.gives_probs:
-                chances.learn(known, token)
+            top = tops.pop(node_id, None)
+            if top is not None and not self.gives_probs:
+                chances.learn(top, token)
         kept = set(commit.kept_ids.tolist())
-        self._said[commit.request] = {i: known for i, known in said.items() if i in kept}
+        self._tops[commit.request] = {i: top for i, top in tops.items() if i in kept}
 
 
 def _exit_layers(pair: SourcePair, further: Sequence[int] | None) -> tuple[int, ...]:
@@ -215,47 +215,47 @@ def _exit_layers(pair: SourcePair, further: Sequence[int] | None) -> tuple[int, 
 
 
 _BINS = 4
-_PRIOR_WEIGHT = 4.0  # tokens that the belief before any observation counts for
-_PRIOR_LEFT = 0.8  # share of an exit's errors that the next one is believed to make, too
+_PRIOR_WEIGHT = 4.0  # weight of the prior, in tokens
+_PRIOR_ERRORS_LEFT = 0.8  # assumed share of an exit's errors that the next exit makes too
 
 
 class ExitChances:
-    """Expected acceptance of each exit's best token, given how sure an exit before it was.
+    """Expected acceptance of each exit's best token, given the confidence of an earlier exit.
 
-    Before any observation an exit is believed to be right as often as it says, and each further
-    one to leave four fifths of the errors; both are assumptions that a few tokens outweigh. What is
-    seen is counted by the confidence (in ``_BINS`` equal bins) of the exit that was asked.
+    Prior: an exit is right as often as its confidence states, and each later one makes four fifths
+    of its errors. Both are assumptions that a few tokens outweigh. Observations are counted by
+    confidence, in ``_BINS`` equal bins.
     """
 
     def __init__(self, num_exits: int) -> None:
-        """Nothing seen yet."""
+        """Starts without observations."""
         self._right = np.zeros((num_exits, num_exits, _BINS))
         self._seen = np.zeros((num_exits, num_exits, _BINS))
 
-    def expected(self, asked: int, other: int, confidence: float) -> float:
-        """Expected acceptance of exit ``other``, given ``asked``'s confidence in its own token.
+    def expected(self, known: int, other: int, confidence: float) -> float:
+        """Expected acceptance of exit ``other``, given the confidence of exit ``known``.
 
         Args:
-            asked: number of an exit whose token is known, from 0.
-            other: the same exit, or a later one.
-            confidence: probability of ``asked``'s best token, by its own distribution.
+            known: index of an exit whose token is known.
+            other: index of the same exit or a later one.
+            confidence: probability of ``known``'s best token under its distribution.
         """
-        at = asked, other, _bin(confidence)
-        believed = 1.0 - (1.0 - confidence) * _PRIOR_LEFT ** (other - asked)
+        at = known, other, _bin(confidence)
+        prior = 1.0 - (1.0 - confidence) * _PRIOR_ERRORS_LEFT ** (other - known)
         total = _PRIOR_WEIGHT + self._seen[at]
-        return float((_PRIOR_WEIGHT * believed + self._right[at]) / total)
+        return float((_PRIOR_WEIGHT * prior + self._right[at]) / total)
 
-    def learn(self, said: Mapping[int, tuple[int, float]], token: int) -> None:
+    def learn(self, tops: Mapping[int, tuple[int, float]], token: int) -> None:
         """Counts a decided position.
 
         Args:
-            said: exit number -> its best token and the confidence in it, of exits that were read.
-            token: that the target decided on.
+            tops: index of an exit -> its best token and confidence.
+            token: the decided token.
         """
-        for asked, (_, confidence) in said.items():
-            for other, (best, _) in said.items():
-                if other >= asked:
-                    at = asked, other, _bin(confidence)
+        for known, (_, confidence) in tops.items():
+            for other, (best, _) in tops.items():
+                if other >= known:
+                    at = known, other, _bin(confidence)
                     self._seen[at] += 1
                     self._right[at] += best == token
 

@@ -22,20 +22,19 @@ if TYPE_CHECKING:
 
 _MEMORY = 1 << 16  # answers cached per request; the cache is cleared when it is full
 
-_Known = dict[tuple[int, ...], tuple[IntArray, FloatArray, int]]
+_Cache = dict[tuple[int, ...], tuple[IntArray, FloatArray, int]]
 """(k, *context) -> (tokens, log probabilities, valid entries) of its k best continuations."""
 
 
 class NGramSource:
-    """Answers every node from its last ``order - 1`` tokens.
+    """Proposes continuations of each node's last ``order - 1`` tokens.
 
-    Text repeats its contexts: answers are kept by context, since looking one up costs a few
-    microseconds and working it out a hundred. They are forgotten with their request; else a prompt
-    that is measured again would find all of its own.
+    Results are cached by context, since text repeats its contexts. The cache belongs to a request,
+    so that a second measurement of a prompt starts empty.
 
     Attributes:
         katz: the model.
-        gives_probs: whether candidates are sampled and come with their whole distribution.
+        gives_probs: whether candidates are sampled and returned with their distribution.
     """
 
     needs = Needs()
@@ -65,17 +64,17 @@ class NGramSource:
         self.gives_probs = sample
         self.vocab_size: int | None = katz.vocab_size
         self.counters = SourceCounters()
-        self._known: dict[int, _Known] = {}  # request -> what it has looked up
+        self._cache: dict[int, _Cache] = {}  # by request
 
     def open(self, request: RequestState) -> None:
-        """Starts with nothing known."""
-        self._known[request.id] = {}
+        """Starts an empty cache."""
+        self._cache[request.id] = {}
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The ``k`` most probable continuations of each node, or ``k`` sampled ones."""
         for request_id, _ in nodes.items:
-            if len(self._known[request_id]) > _MEMORY:
-                self._known[request_id].clear()
+            if len(self._cache[request_id]) > _MEMORY:
+                self._cache[request_id].clear()
         contexts = [
             (request_id, tail)
             for request_id, ids in nodes.items
@@ -84,32 +83,32 @@ class NGramSource:
         if self.gives_probs:
             windows = self._windows([tail for _, tail in contexts])
             return sampled_candidates(state, nodes, self.katz.probs(windows), k)
-        missing = [(i, tail) for i, tail in contexts if (k, *tail) not in self._known[i]]
+        missing = [(i, tail) for i, tail in contexts if (k, *tail) not in self._cache[i]]
         if missing:
-            self._learn(missing, k)
-        rows = [self._known[i][k, *tail] for i, tail in contexts]
+            self._compute(missing, k)
+        rows = [self._cache[i][k, *tail] for i, tail in contexts]
         tokens, logprobs, counts = zip(*rows, strict=True)
         return Candidates(
             tokens=np.stack(tokens), logprobs=np.stack(logprobs), counts=np.array(counts)
         )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Nothing to follow."""
+        """Does nothing."""
 
     def close(self, request_id: int) -> None:
-        """Forgets what the request has looked up."""
-        self._known.pop(request_id, None)
+        """Removes the request's cache."""
+        self._cache.pop(request_id, None)
 
     def _tails(self, request: RequestState, ids: IntArray) -> list[tuple[int, ...]]:
         return tails(request, request.tree.slots(ids).tolist(), self.katz.order - 1)
 
-    def _learn(self, missing: list[tuple[int, tuple[int, ...]]], k: int) -> None:
-        """Works out the best continuations of contexts that their requests do not know."""
+    def _compute(self, missing: list[tuple[int, tuple[int, ...]]], k: int) -> None:
+        """Fills the caches with the best continuations of missing contexts."""
         windows = self._windows([tail for _, tail in missing])
         tokens, logprobs = self.katz.top(windows, min(k, self.katz.vocab_size))
-        counts = (logprobs > -np.inf).sum(axis=1)  # a context after which all V tokens were seen
+        counts = (logprobs > -np.inf).sum(axis=1)  # fewer after a context with all V tokens seen
         for row, (request_id, tail) in enumerate(missing):
-            self._known[request_id][k, *tail] = tokens[row], logprobs[row], int(counts[row])
+            self._cache[request_id][k, *tail] = tokens[row], logprobs[row], int(counts[row])
 
     def _windows(self, contexts: list[tuple[int, ...]]) -> IntArray:
         """int64[W, L]."""

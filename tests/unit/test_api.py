@@ -86,7 +86,7 @@ def test_a_step_that_broke_down_and_a_stream_under_way_are_in_the_way() -> None:
             patch.setattr(executor, "collect", lambda: {}["interrupted"])
             with pytest.raises(KeyError):
                 list(decoder.stream([1, 2, 3]))
-        with pytest.raises(specdec.UserError, match="make a new one"):
+        with pytest.raises(specdec.UserError, match="create a new one"):
             decoder.generate([1, 2, 3])
     with specdec.Decoder(OVERRIDES, pair=decoder.pair) as another:
         assert another.generate([1, 2, 3]).tokens == whole.tokens

@@ -202,7 +202,7 @@ class TestSampled:
 
         monkeypatch.setattr(
             MultiExitSource,
-            "_goes_on",
+            "_prefers_later",
             lambda self, state, nodes, at: odd(self._books[at], nodes) & (at == 0),
         )
         assert frozenset({True, False}) in self.choices(4, monkeypatch)
@@ -210,7 +210,7 @@ class TestSampled:
     def choices(self, stages: int | None, monkeypatch: pytest.MonkeyPatch) -> list[frozenset[bool]]:
         """By tokens up to a node: whether it went on from the first exit, of ten requests each."""
         found: dict[tuple[int, ...], set[bool]] = {}
-        goes_on = MultiExitSource._goes_on
+        goes_on = MultiExitSource._prefers_later
 
         def noting(self: MultiExitSource, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
             mask = goes_on(self, state, nodes, at)
@@ -219,12 +219,12 @@ class TestSampled:
                 tree = state.requests[request_id].tree
                 for node_id, slot in zip(ids.tolist(), tree.slots(ids).tolist(), strict=True):
                     went = next(rows)
-                    if at == 0 and 0 in self._said[request_id].get(node_id, {}):
+                    if at == 0 and 0 in self._tops[request_id].get(node_id, {}):
                         path = state.requests[request_id].path_tokens(slot)
                         found.setdefault(tuple(path.tolist()), set()).add(went)
             return mask
 
-        monkeypatch.setattr(MultiExitSource, "_goes_on", noting)
+        monkeypatch.setattr(MultiExitSource, "_prefers_later", noting)
         bench = Workbench(pair(num_layers=6, exit_layer=2), seed=1)
         parts = multi_exit.build(bench, stages=stages, verifier=RejectionVerifier())
         stop, rule = StopRules(max_new_tokens=3), SamplingParams(temperature=0.5)
