@@ -123,6 +123,6 @@ def _title(folder: Path) -> str:
     stages = (config.get("executor") or {}).get("stages")
     if stages:
         words.append(f"{stages} stages")
-    if clock.get("profile"):
+    if clock.get("profile") and "_target_" not in clock:
         words.append(f"{clock['kind']} clock, profile {clock['profile']} x {clock['scale']:g}")
     return ", ".join(words)

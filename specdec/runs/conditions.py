@@ -37,7 +37,7 @@ def conditions_of(
         "threads": torch.get_num_threads(),
         "repeats": repeats,
     }
-    if "profile" in clock:
+    if "profile" in clock and "_target_" not in clock:
         conditions["clock_profile"] = clock["profile"]
         conditions["clock_scale"] = clock["scale"]
     if hasattr(pair, "conditions"):
