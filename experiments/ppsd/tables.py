@@ -20,7 +20,7 @@ from specdec.sources.exit_laws import (
     eq5_acceptance,
     eq6_speedup,
     eq7_gain,
-    shallow_stages_speedup,
+    ppsd_law,
 )
 
 SETS = ("XSum", "GSM8K", "HumanEval")
@@ -112,7 +112,7 @@ def exits(item: Item, lab: Lab) -> Findings:
     for model, head, layers, exit_layer, values in config["rows"]:
         for name, (rate, ratio) in zip(SETS, values, strict=True):
             law = eq6_speedup(rate / 100, exit_layer, layers)
-            small = shallow_stages_speedup(rate / 100, exit_layer, layers, layers)
+            small = ppsd_law(exit_layer, layers, layers).speedup(rate / 100)
             table.append(
                 (model, head, exit_layer, layers, name, rate, ratio, law, small, ratio / small)
             )
