@@ -26,15 +26,6 @@ from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """Token, parent and position with which a node's row was computed."""
-
-    token: int
-    parent: int
-    position: int
-
-
 @dataclass(slots=True)
 class Shadow:
     """The rows computed into one cache.
@@ -43,7 +34,7 @@ class Shadow:
         cache: the observed cache.
         runner: the model that fills it.
         request: the request it belongs to; None if unknown.
-        nodes: every tree row computed into the cache, by node id.
+        nodes: (token, parent id, position) of every tree row computed into the cache, by node id.
         repeated: node ids that were computed more than once.
         node_rows, catch_up_rows: number of tree rows and of committed tokens computed.
         real: whether all node ids were those of the request's tree (a staged source has a tree
@@ -54,7 +45,7 @@ class Shadow:
     cache: TreeCache
     runner: ModelRunner
     request: RequestState | None
-    nodes: dict[int, Node] = field(default_factory=dict)
+    nodes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
     node_rows: int = 0
     catch_up_rows: int = 0
@@ -67,11 +58,11 @@ class Shadow:
         """Records tree rows that are about to be computed."""
         self.node_rows += len(ids)
         self.real = self.real and self._is_real(ids, tokens)
-        columns = (values.tolist() for values in (ids, tokens, parents, positions))
-        for node_id, token, parent, position in zip(*columns, strict=True):
+        rows = zip(tokens.tolist(), parents.tolist(), positions.tolist(), strict=True)
+        for node_id, row in zip(ids.tolist(), rows, strict=True):
             if node_id in self.nodes:
                 self.repeated.append(node_id)
-            self.nodes[node_id] = Node(token, parent, position)
+            self.nodes[node_id] = row
 
     def _is_real(self, ids: IntArray, tokens: IntArray) -> bool:
         if self.request is None or not len(ids):
@@ -83,10 +74,9 @@ class Shadow:
     def path(self, node_id: int, cached_len: int, committed: IntArray) -> tuple[int, ...]:
         """Tokens up to a node: the committed ones in the cache, its ancestors and its own."""
         chain = []
-        while node_id in self.nodes and self.nodes[node_id].position >= cached_len:
-            node = self.nodes[node_id]
-            chain.append(node.token)
-            node_id = node.parent
+        while node_id in self.nodes and self.nodes[node_id][2] >= cached_len:
+            token, node_id, _ = self.nodes[node_id]
+            chain.append(token)
         return (*committed[:cached_len].tolist(), *reversed(chain))
 
 
