@@ -28,7 +28,7 @@ def protocol_of(section: str) -> type | None:
 
         return ModelPair
     if section == "data":
-        return getattr(data, "DataReader", None)
+        return data.DataReader
     from specdec import clocks, interfaces
 
     names = {"policy": "TreePolicy", "source": "TokenSource", "serving": "Scheduler"}

@@ -159,7 +159,8 @@ class TestTargets:
     """Nothing that a ``_target_`` names is called unless it has the methods of its Protocol."""
 
     @pytest.mark.parametrize(
-        "group", ["source", "policy", "verifier", "executor", "clock", "model", "serving"]
+        "group",
+        ["source", "policy", "verifier", "executor", "clock", "model", "serving", "data", "logger"],
     )
     @pytest.mark.parametrize("target", ["subprocess.Popen", "os.system", "pathlib.Path"])
     def test_on_the_command_line(self, group: str, target: str, capsys) -> None:
