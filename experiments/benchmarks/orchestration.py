@@ -65,7 +65,7 @@ def build(stages: int, width: int, sleep_ms: float) -> Parts:
     pair, meter = build_pair(MODEL), Meter()
     bench = Workbench(pair, clock=build_clock(clock, meter), meter=meter)
     return bench.parts(
-        source=SyntheticSource(pair=pair.hidden),
+        source=SyntheticSource(pair=pair),
         policy=FixedWidth(width=width, children=16, levels_per_step=1),
         verifier=MatchVerifier(),
         stages=stages,

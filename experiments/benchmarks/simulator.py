@@ -47,7 +47,7 @@ def run(stages: int, width: int, num_tokens: int) -> float:
     pair = build_pair({"kind": "synthetic"})
     bench = Workbench(pair, clock=SimulatedClock(PROFILE))
     parts = bench.parts(
-        source=SyntheticSource(pair=pair.hidden),
+        source=SyntheticSource(pair=pair),
         policy=FixedWidth(width=width, children=16, levels_per_step=1),
         verifier=MatchVerifier(),
         stages=stages,

@@ -39,7 +39,7 @@ def simulated(
     pair = build_pair({"kind": "synthetic", **law})
     bench = Workbench(pair, clock=SimulatedClock(PROFILE) if clock is None else clock)
     parts = bench.parts(
-        source=SyntheticSource(pair=pair.hidden),
+        source=SyntheticSource(pair=pair),
         policy=Static(branching=BRANCHING, draft_overlap=overlap, guesses=guesses),
         verifier=MatchVerifier(),
         stages=STAGES,
@@ -118,7 +118,7 @@ def test_invalid_overlaps_are_refused() -> None:
     pair = build_pair({"kind": "synthetic"})
     with pytest.raises(UserError, match=r"clock=simulated"):
         Workbench(pair, clock=MeasuredClock()).parts(
-            source=SyntheticSource(pair=pair.hidden),
+            source=SyntheticSource(pair=pair),
             policy=Static(draft_overlap="full"),
             verifier=MatchVerifier(),
         )
