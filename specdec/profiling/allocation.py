@@ -61,8 +61,7 @@ def allocate(
     Args:
         cfg: resolved configuration; its source, verifier, sampling and seed are used.
         pair, prompts, stop: models, prompts and stop rules.
-        devices: total number of devices.
-        targets: devices of the target to try; the draft has the others.
+        devices, targets: all devices, and those of the target to try; the draft has the others.
         sizes, leaves: values of bs and of w to try.
         use: a latency profile with times by degree (``name``, ``costs``, ``degrees``) to simulate;
             each tree is tried with d = floor(target time / draft time) and with d + 1. None: runs
@@ -75,12 +74,7 @@ def allocate(
     Raises:
         UserError: a split leaves no device for a group, or the profile has no times for it.
     """
-    wrong = [t for t in targets if not 1 <= t < devices]
-    if wrong:
-        raise UserError(
-            f"profiling.targets={list(targets)}: {wrong[0]} of profiling.devices={devices} devices"
-            f" leaves none for the draft: name numbers from 1 to {devices - 1}"
-        )
+    _check_targets(targets, devices)
     splits: list[Split] = []
     for target, bs, w in product(targets, sizes, leaves):
         draft = devices - target
@@ -92,18 +86,14 @@ def allocate(
             ratio = max(1, int(target_ms / draft_ms))
             depths = [ratio, ratio + 1]
         for d in depths:
-            changes = _sections(cfg, profile, (target, draft), {"bs": bs, "w": w, "d": d})
-            # On real ranks the first calls allocate memory and load pages.
-            summary = decode_summary(
-                {**cfg, **changes}, pair, prompts, stop, warm_up=profile is None
-            )
+            tree: dict[str, Any] = {"bs": bs, "w": w, "d": d}
+            changed = {**cfg, **_sections(cfg, profile, (target, draft), tree)}
+            summary = decode_summary(changed, pair, prompts, stop, warm_up=profile is None)
             splits.append(
                 Split(
                     target=target,
                     draft=draft,
-                    bs=bs,
-                    w=w,
-                    d=d,
+                    **tree,
                     target_ms=target_ms,
                     draft_ms=draft_ms,
                     interpolated=interpolated,
@@ -113,6 +103,15 @@ def allocate(
             )
             on_split(splits[-1])
     return splits
+
+
+def _check_targets(targets: Sequence[int], devices: int) -> None:
+    wrong = [t for t in targets if not 1 <= t < devices]
+    if wrong:
+        raise UserError(
+            f"profiling.targets={list(targets)}: {wrong[0]} of profiling.devices={devices} devices"
+            f" leaves none for the draft: name numbers from 1 to {devices - 1}"
+        )
 
 
 def preset(split: Split, *, name: str, about: str) -> str:
