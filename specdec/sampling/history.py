@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.types import NO_NODE, Commit, CommitKind, IntArray, TreeRows
+from specdec.types import NO_NODE, Commit, IntArray, TreeRows
 
 
 @dataclass(slots=True)
@@ -68,9 +68,9 @@ class HistoryTracker:
         request.nodes.update(zip(rows.node_ids.tolist(), links, strict=True))
 
     def commit(self, commit: Commit) -> None:
-        """Applies a commit; one of kind ``NONE``, and a second one for a step, change nothing."""
+        """Applies a commit; a second one for the same step changes nothing."""
         request = self._requests[commit.request]
-        if commit.kind is CommitKind.NONE or commit.step <= request.last_step:
+        if commit.step <= request.last_step:
             return
         request.last_step = commit.step
         request.extend(np.append(commit.retired_tokens[1:], commit.next_token))

@@ -19,7 +19,7 @@ from specdec.sampling.candidates import picked
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.early_exit import exit_pass_bytes, read_front
 from specdec.sources.exit_laws import eesd_saving, ppsd_saving
-from specdec.types import BoolArray, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
+from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.executors.early_exit import ExitFront
@@ -135,8 +135,7 @@ class MultiExitSource:
         for book in self._books:
             book.commit(commits)
         for commit in commits:
-            if commit.kind is not CommitKind.NONE:
-                self._learn(commit)
+            self._learn(commit)
 
     def close(self, request_id: int) -> None:
         """Removes a request."""
