@@ -14,7 +14,7 @@ from specdec.errors import UserError
 from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import StageOutput
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler
 from specdec.types import NO_NODE, Batch, Commit

@@ -19,7 +19,7 @@ from specdec.attention.kv_storage import BlockPool
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.executors.stage import ModelStage
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit

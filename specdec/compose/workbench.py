@@ -33,7 +33,7 @@ from specdec.executors.layout import StageLayout
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.pairs import HuggingFacePair, ModelPair, PartsOnly
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.serving.rules import MakeScheduler, ServingRules

@@ -16,7 +16,7 @@ from specdec.errors import UserError
 from specdec.executors.answerer import AnsweredRequest, Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import NullStage, Stage
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
 from specdec.sources.synthetic import HiddenPair, SyntheticPair, SyntheticTarget
