@@ -266,8 +266,8 @@ class Workbench:
                     "executor=early_exit verifies drafts of the target's first layers: use it with"
                     " source=early_exit, or choose executor=local or executor=pipeline"
                 )
-            if blocks[0] is not None:
-                self._front.page(*blocks)
+            if serving.num_blocks is not None:
+                self._front.page(serving.num_blocks, serving.block_tokens)
             after = self._front.layers[-1]
             return EarlyExitExecutor(
                 front=self._front,
