@@ -82,7 +82,7 @@ class RequestState:
         emitted_s: time of each, in seconds of the run's clock.
         finish_reason: why the request is complete; None while it is not.
         prefill_sent: prompt tokens submitted to the target so far.
-        last_kind: kind of the last commit.
+        last_kind: kind of the last commit; None before the first.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RequestState:
         self.output_origins: list[int] = []
         self.finish_reason: str | None = None
         self.prefill_sent = 0
-        self.last_kind = CommitKind.NONE
+        self.last_kind: CommitKind | None = None
         self.counters = RequestCounters()
         self._tokens = np.concatenate(
             [np.asarray(prompt, np.int64), np.zeros(stop.max_new_tokens + 1, np.int64)]
@@ -332,7 +332,7 @@ def _count_idle(request: RequestState) -> None:
     counters = request.counters
     if request.prefill_sent < request.num_prefill or not request.awaiting:
         return
-    if request.last_kind is CommitKind.NONE:
+    if request.last_kind is None:
         counters.fill_steps += 1
     elif request.last_kind is CommitKind.MISS:
         counters.flush_steps += 1

@@ -342,13 +342,11 @@ class CommitKind(StrEnum):
     """Relation of the committed next token to the tree.
 
     ``HIT``: a node carries it and becomes the root; its subtree survives. ``MISS``: no node carries
-    it; the tree is discarded and a new root is created. ``NONE``: nothing is committed yet
-    (``RequestState.last_kind``); never the kind of a ``Commit``.
+    it; the tree is discarded and a new root is created.
     """
 
     HIT = "hit"
     MISS = "miss"
-    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +359,7 @@ class Commit:
     Attributes:
         request: request id.
         step: step at whose end the decision was made.
-        kind: hit, miss or none.
+        kind: hit or miss.
         retired_ids: int64[D + 1], old root and accepted nodes in path order; their KV entries move
             into the prefix.
         retired_tokens: int64[D + 1], their tokens.

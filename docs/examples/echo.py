@@ -9,7 +9,7 @@ from itertools import pairwise
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState, RequestState
-from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 
 class Echo:
@@ -53,7 +53,7 @@ class Echo:
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Reads the decided tokens: the old root, the accepted tokens and the next one."""
         for commit in commits:
-            if commit.kind is not CommitKind.NONE and commit.request in self._followers:
+            if commit.request in self._followers:
                 decided = [*commit.retired_tokens.tolist(), commit.next_token]
                 self._followers[commit.request].update(pairwise(decided))
 

@@ -14,10 +14,10 @@ from specdec.errors import UserError
 from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import StageOutput
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler
-from specdec.types import NO_NODE, Batch, Commit, CommitKind
+from specdec.types import NO_NODE, Batch, Commit
 
 Width = Annotated[int, Field(ge=1)]  # an alias of the author's own
 
@@ -116,8 +116,6 @@ class RecurrentStage:
     def commit(self, commits: Sequence[Commit]) -> None:
         """Retired nodes join the prefix; nodes that left the tree are dropped."""
         for commit in commits:
-            if commit.kind is CommitKind.NONE:
-                continue
             nodes = self._nodes[commit.request]
             self._prefix[commit.request] = nodes[int(commit.retired_ids[-1])]
             kept = commit.keeps(np.array(list(nodes), np.int64))

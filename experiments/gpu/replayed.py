@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from specdec.clocks.meter import Meter
 from specdec.executors.answerer import AnsweredRequest, Answerer, ModelAnswerer
 from specdec.executors.stage import ModelStage, Stage
-from specdec.models import ModelRunner
 from specdec.models.execution import Execution
 from specdec.models.quantize import num_bytes
+from specdec.models.runner import ModelRunner
 from specdec.pairs.replay import ReplayModels
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws

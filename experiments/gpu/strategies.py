@@ -11,13 +11,13 @@ from experiments.gpu.replayed import REPLAY, ReplayedShapes, ReplayedSource
 from experiments.gpu.shapes import Shape, random_llama
 from experiments.gpu.timing import Bench
 from specdec.config.job import run_job_of
-from specdec.metrics import RequestResult, RunTotals
+from specdec.metrics import RequestResult
 from specdec.metrics.rates import summarise
 from specdec.models.execution import Execution
 from specdec.pairs import ReplayModels, build_pair
-from specdec.runs import HFBaseline
-from specdec.runs.jobs import prepare, stop_rules
-from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, build_runner
+from specdec.runs.hf_generate import HFBaseline
+from specdec.runs.jobs import build_runner, prepare, stop_rules
+from specdec.runs.runners import PartsRunner, Runner, TokenPrompt
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import SyntheticSource
 from specdec.state import StopRules
@@ -60,8 +60,14 @@ def shape_rows(
     row = {"pair": f"{target.name}/{draft.name}", "acceptances": "replayed", "strategy": "staged"}
     rows.append(row | {"skipped": "a record has no text to count n-grams from"})
     row = {"pair": f"{target.name}/-", "acceptances": "none", "strategy": "hf_generate"}
-    free = StopRules(max_new_tokens=max_new_tokens)
-    rows.append(row | _measured(bench, lambda: _Plain(models[0], free), prompts))
+    make_plain = partial(
+        HFBaseline,
+        kind="hf_generate",
+        target=models[0],
+        stop=StopRules(max_new_tokens=max_new_tokens),
+        sampling=SamplingParams(),
+    )
+    rows.append(row | _measured(bench, make_plain, prompts))
     return _with_speedups(rows)
 
 
@@ -98,30 +104,6 @@ def _replayed(name: str, pair: ReplayedShapes, stop: StopRules) -> Runner:
         source = ReplayedSource(real=real, replayed=replayed, meter=runner.parts.meter)
         runner.parts = replace(runner.parts, source=source)
     return runner
-
-
-class _Plain:
-    """transformers' generate on a model, as a runner."""
-
-    name = "hf_generate"
-
-    def __init__(self, target: Any, stop: StopRules) -> None:
-        self._baseline = HFBaseline(
-            kind="hf_generate", target=target, stop=stop, sampling=SamplingParams()
-        )
-
-    def run(
-        self, prompts: Sequence[TokenPrompt], on_finish: Callable[[RequestResult], None]
-    ) -> RunTotals:
-        parts = []
-        for prompt in prompts:
-            result, totals = self._baseline.generate_one(prompt.id, prompt.tokens)
-            parts.append(totals)
-            on_finish(result)
-        return RunTotals.merge(parts)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def _prompts(record: ReplayModels, num: int) -> list[TokenPrompt]:

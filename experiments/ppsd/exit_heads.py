@@ -6,11 +6,11 @@ import json
 from importlib import resources
 
 from experiments.ppsd.exit_runs import add_runs
+from experiments.ppsd.laws import eq6_speedup
 from experiments.reproduce.drawing import bar_chart
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
-from specdec.sources.exit_laws import eq6_speedup
 
 
 def heads(item: Item, lab: Lab) -> Findings:

@@ -14,13 +14,13 @@ from statistics import fmean
 from typing import Any
 
 from experiments.pipelines.token_times import SIMULATED
+from experiments.ppsd.laws import eq5_acceptance
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.profiles import write_profile
 from specdec.metrics.rates import judged
-from specdec.sources.exit_laws import eq5_acceptance
 
 _LAYERS = 24  # of the bundled target
 _STAGES = 8  # of Table 2's runs

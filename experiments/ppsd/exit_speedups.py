@@ -33,11 +33,11 @@ from typing import Any
 import torch
 
 from experiments.pipelines.simulated_runs import Bench, Row
+from experiments.ppsd.laws import eq5_acceptance
 from experiments.reproduce.drawing import COLORS, as_png, figure, legend, lines, tidy
 from specdec.config.job import run_job_of
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import prepare
-from specdec.sources.exit_laws import eq5_acceptance
 
 STAGES = 8
 EXIT = "model.exit_layer=3"

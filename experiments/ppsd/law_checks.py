@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from experiments.ppsd.exit_runs import add_runs, draft_length_runs
-from experiments.ppsd.laws import alpha_of_overall
+from experiments.ppsd.laws import (
+    alpha_of_overall,
+    eq4_speedup,
+    eq5_acceptance,
+    eq6_speedup,
+    eq7_gain,
+)
 from experiments.reproduce.drawing import COLORS, band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from experiments.reproduce.pacing import add_paced
-from specdec.sources.exit_laws import (
-    eq4_speedup,
-    eq5_acceptance,
-    eq6_speedup,
-    eq7_gain,
-    ppsd_law,
-)
+from specdec.sources.exit_laws import ppsd_law
 
 SETS = ("XSum", "GSM8K", "HumanEval")
 _CELL = (

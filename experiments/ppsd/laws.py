@@ -1,8 +1,54 @@
-"""PPSD's equations (2509.19368) solved for alpha: the acceptance that a figure implies."""
+"""PPSD's equations (arXiv 2509.19368), also solved for alpha: the acceptance that a figure implies.
+
+Letters as in ``specdec.sources.exit_laws``.
+"""
 
 from __future__ import annotations
 
-from specdec.sources.exit_laws import eq5_acceptance
+from specdec.metrics.speedup import expected_accepted
+from specdec.sources.exit_laws import eesd_law, ppsd_law
+
+
+def eq3_speedup(
+    alpha: float, gamma: int, *, target_one: float, target_gamma: float, draft_one: float
+) -> float:
+    """Eq. 3: speed-up of speculative decoding over plain decoding.
+
+    Args:
+        alpha, gamma: see ``specdec.sources.exit_laws``.
+        target_one, target_gamma, draft_one: times of a target pass over one token and over gamma,
+            and of a draft pass, in one unit.
+    """
+    return target_one / (gamma * draft_one + target_gamma) * (expected_accepted(alpha, gamma) + 1.0)
+
+
+def eq4_speedup(alpha: float, gamma: int, exit_layer: int, num_layers: int) -> float:
+    """Eq. 4: EESD over plain decoding, (1 - alpha^(gamma+1)) N / ((1 - alpha) (gamma E + N))."""
+    return eesd_law(gamma, exit_layer, num_layers).speedup(alpha)
+
+
+def eq5_acceptance(alpha: float, gamma: int) -> float:
+    """Eq. 5: accepted over proposed draft tokens, E(gamma) / gamma; falls with gamma."""
+    return expected_accepted(alpha, gamma) / gamma
+
+
+def eq6_speedup(alpha: float, exit_layer: int, num_layers: int) -> float:
+    """Eq. 6: PPSD over plain decoding, N / (alpha E + (1 - alpha) ceil(N / E) E).
+
+    Below 1 at alpha = 0 where E does not divide N.
+    """
+    return ppsd_law(exit_layer, num_layers).speedup(alpha)
+
+
+def eq7_gain(alpha: float, gamma: int, exit_layer: int, num_layers: int) -> float:
+    """Eq. 7: PPSD over EESD, Eq. 6 / Eq. 4.
+
+    The paper states that it is always above 1; it is not where E does not divide N and alpha is
+    small. At alpha = 1 it is (gamma + N / E) / (gamma + 1); the paper prints gamma + N / E.
+    """
+    return eq6_speedup(alpha, exit_layer, num_layers) / eq4_speedup(
+        alpha, gamma, exit_layer, num_layers
+    )
 
 
 def alpha_of_overall(overall: float, gamma: int) -> float:

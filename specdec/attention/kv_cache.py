@@ -23,7 +23,7 @@ import torch
 from numpy import count_nonzero
 
 from specdec.attention.kv_storage import CacheSpec, Contiguous, PassView, Storage
-from specdec.types import BoolArray, Commit, CommitKind, IntArray
+from specdec.types import BoolArray, Commit, IntArray
 
 EMPTY: IntArray = np.zeros(0, np.int64)
 """An empty array of tokens or nodes."""
@@ -275,7 +275,7 @@ class TreeCache:
         must be passed as ``prefix_tokens``. One gather over all layers copies only the entries that
         change slots. A second call for the same step does nothing.
         """
-        if commit.kind is CommitKind.NONE or commit.step <= self._step:
+        if commit.step <= self._step:
             return
         self._step = commit.step
         if not self.num_nodes:

@@ -19,11 +19,11 @@ from specdec.attention.kv_storage import BlockPool
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.executors.stage import ModelStage
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nodes
+from specdec.types import NO_NODE, Candidates, Commit, IntArray, Nodes
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class Watch:
     def step(self, commits: Sequence[Commit]) -> None:
         """Follows the commits of a step to track how many tokens the draft has cached."""
         for commit in commits:
-            if commit.kind is CommitKind.NONE or commit.request not in self._cached:
+            if commit.request not in self._cached:
                 continue
             position = commit.prefix_len - len(commit.retired_ids)
             for node_id in commit.retired_ids.tolist():

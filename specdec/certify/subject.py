@@ -15,9 +15,8 @@ from specdec.certify.oracle import Oracle
 from specdec.compose.build import compose
 from specdec.compose.workbench import Parts
 from specdec.errors import UserError
-from specdec.models import inspect_model
 from specdec.models.bundled import family_path
-from specdec.models.inspection import CERTIFIED
+from specdec.models.inspection import CERTIFIED, inspect_model
 from specdec.pairs import ModelPair, RandomPair, build_pair
 from specdec.runs.runners import sampling_params
 from specdec.sampling.transform import SamplingParams

@@ -6,7 +6,7 @@ loaded, the source before the target is, and the executor last.
 
 from __future__ import annotations
 
-from specdec.clocks import Clock, SimulatedClock
+from specdec.clocks import Clock, ClockKind, SimulatedClock
 from specdec.errors import UserError
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.policies import Static
@@ -105,4 +105,22 @@ def check_executor(source: TokenSource, policy: TreePolicy, executor: Executor) 
         raise UserError(
             f"{type(source).__name__} needs hidden states of target layers {sorted(missing)}, which"
             f" {type(executor).__name__} does not deliver; choose another source or executor"
+        )
+
+
+def check_in_process(clock: Clock) -> None:
+    """Refuses clocks that need a process per rank for a pipeline in one process.
+
+    Raises:
+        UserError: with the remedy.
+    """
+    if clock.kind is ClockKind.PACED:
+        raise UserError(
+            "clock=paced needs a process per rank: add executor.transport=distributed, or use"
+            " executor=local (one stage) or clock=simulated"
+        )
+    if clock.kind is ClockKind.MEASURED and clock.timeline is not None:
+        raise UserError(
+            "trace=true needs a process per rank: add executor.transport=distributed, or use"
+            " clock=simulated or executor=local"
         )

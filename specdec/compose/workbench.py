@@ -19,21 +19,34 @@ from typing import cast
 import numpy as np
 import torch
 
-from specdec.clocks import Clock, ClockKind, MeasuredClock
+from specdec.clocks import Clock, MeasuredClock
 from specdec.clocks.meter import Meter
-from specdec.compose.early_exit import build_early_exit, build_front
-from specdec.compose.refusals import check_choice, check_executor, check_exits, check_source
+from specdec.compose.refusals import (
+    check_choice,
+    check_executor,
+    check_exits,
+    check_in_process,
+    check_source,
+)
 from specdec.distributed.draft_leader import DraftGroup
 from specdec.distributed.executor import DistributedExecutor, Ranks
 from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
-from specdec.executors import ExitFront, ExitReader, LocalExecutor, PipelineExecutor, Stage
+from specdec.executors import (
+    EarlyExitExecutor,
+    ExitFront,
+    ExitReader,
+    LocalExecutor,
+    PipelineExecutor,
+    Stage,
+)
+from specdec.executors.early_exit import Segment
 from specdec.executors.exits import paged
 from specdec.executors.layout import StageLayout
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.pairs import HuggingFacePair, ModelPair, PartsOnly
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.serving.rules import MakeScheduler, ServingRules
@@ -248,14 +261,20 @@ class Workbench:
         blocks = serving.num_blocks, serving.block_tokens
         answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
         if stages is not None and stages.after_drafting:
-            return build_early_exit(
+            if self._front is None:
+                raise UserError(
+                    "executor=early_exit verifies drafts of the target's first layers: use it with"
+                    " source=early_exit, or choose executor=local or executor=pipeline"
+                )
+            if serving.num_blocks is not None:
+                self._front.page(serving.num_blocks, serving.block_tokens)
+            after = self._front.layers[-1]
+            return EarlyExitExecutor(
                 front=self._front,
-                pair=pair,
-                bounds=self._bounds(stages, pair.exit_layer if self._front else None),
+                rest=paged(pair.stage(after, pair.num_layers, self.meter), *blocks),
                 answerer=answerer,
-                meter=self.meter,
                 clock=self.clock,
-                blocks=blocks,
+                stages=sum(last > after for _, last in self._bounds(stages, pair.exit_layer)),
             )
         hidden = tuple(layer for layer in needs.hidden_layers if 0 <= layer < pair.num_layers)
         if stages is None:
@@ -272,7 +291,7 @@ class Workbench:
         if ranks is not None:
             parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
             return self._distributed(needs, stages, ranks, parts, serving)
-        self._refuse_in_process()
+        check_in_process(self.clock)
         # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(stages.devices).tolist()]
         slices: list[Stage] = []
@@ -307,7 +326,15 @@ class Workbench:
         """
         if self._front is None:
             bounds = self._bounds(stages, self.pair.exit_layer)
-            self._front = build_front(self.pair, layers, bounds, self.meter, self.clock)
+            segments = [
+                Segment(
+                    stage=self.pair.exit_stage(start, layer, self.meter, (layer,)),
+                    layer=layer,
+                    stages=sum(first < layer and last > start for first, last in bounds),
+                )
+                for start, layer in pairwise([0, *layers])
+            ]
+            self._front = ExitFront(segments=segments, clock=self.clock)
         return self._front
 
     def _distributed(
@@ -362,20 +389,6 @@ class Workbench:
             return split_layers(pair.num_layers, num_devices, head_layers=head)
         except ValueError as error:
             raise UserError(str(error)) from error
-
-    def _refuse_in_process(self) -> None:
-        """Raises ``UserError`` for clocks that need a process per rank."""
-        clock = self.clock
-        if clock.kind is ClockKind.PACED:
-            raise UserError(
-                "clock=paced needs a process per rank: add executor.transport=distributed, or use"
-                " executor=local (one stage) or clock=simulated"
-            )
-        if clock.kind is ClockKind.MEASURED and clock.timeline is not None:
-            raise UserError(
-                "trace=true needs a process per rank: add executor.transport=distributed, or use"
-                " clock=simulated or executor=local"
-            )
 
 
 def _num_ranks(stages: StageLayout, *, shares_draft: bool) -> int:

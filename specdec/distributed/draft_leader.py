@@ -20,8 +20,7 @@ from specdec.distributed.transport import PeerLost
 from specdec.types import Commit, IntArray
 
 if TYPE_CHECKING:
-    from specdec.models import ModelRunner
-    from specdec.models.runner import RunnerOutput
+    from specdec.models.runner import ModelRunner, RunnerOutput
     from specdec.pairs import HuggingFacePair
 
 

@@ -19,7 +19,7 @@ from specdec.sampling.transform import SamplingParams
 from specdec.types import Batch, Commit, CommitKind, IntArray, PrefillChunk, TreeRows
 
 HEADER_WORDS = 4
-_KINDS = (CommitKind.HIT, CommitKind.MISS, CommitKind.NONE)
+_KINDS = tuple(CommitKind)
 _WORD = 8
 
 

@@ -42,11 +42,7 @@ class Answerer(Protocol):
 
 
 class ModelAnswerer:
-    """Samples from the target's logits with the request's own transform and keyed draws.
-
-    If the transform has logits processors, a node's history is rebuilt from the rows that passed
-    through the executor, so processors see what they would see token by token, on any rank.
-    """
+    """Samples from the target's logits with the request's own transform and keyed draws."""
 
     def __init__(self, *, sampler: TargetSampler) -> None:
         """Uses ``sampler`` for every request."""
@@ -57,30 +53,22 @@ class ModelAnswerer:
     def open(self, request: AnsweredRequest) -> None:
         """Starts a request."""
         self._requests[request.id] = request
-        if request.sampling.needs_history:
-            self._paths.open(request.id, request.tokens)
+        self._paths.open(request.id, request.tokens, request.sampling)
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """Samples the token after every tree row of the batch; ``logits``: [tree rows, V]."""
         assert logits is not None, "the last stage must compute logits"
         queries = []
         for rows in batch.trees:
-            request = self._requests[rows.request]
-            histories = None
-            if request.sampling.needs_history:
-                self._paths.observe(rows)
-                histories = self._paths.histories(rows.request, rows.node_ids)
+            request, histories = self._requests[rows.request], self._paths.observe(rows)
             queries.append(AnswerRequest(request, rows.node_ids, rows.positions, histories))
         return self._sampler.answer(queries, logits) if queries else ()
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories."""
-        for commit in commits:
-            if self._requests[commit.request].sampling.needs_history:
-                self._paths.commit(commit)
+        self._paths.commit(commits)
 
     def close(self, request_id: int) -> None:
         """Drops the request."""
-        request = self._requests.pop(request_id, None)
-        if request is not None and request.sampling.needs_history:
-            self._paths.close(request_id)
+        self._requests.pop(request_id, None)
+        self._paths.close(request_id)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +23,7 @@ from specdec.executors.stage import ModelStage, Stage, StageOutput
 from specdec.sampling.candidates import candidates_of
 from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sampling.transform import SamplingTransform
 from specdec.types import Batch, Commit, Exits
 
 
@@ -171,11 +170,7 @@ def layers_of(stage: Stage) -> ModelStage | None:
 
 
 class ExitReader:
-    """Turns exit logits into candidates, on the rank that has the exit layers.
-
-    If the sampling transform needs histories, they are rebuilt from the rows that passed the stage,
-    as in ``ModelAnswerer``, so no token tree is needed.
-    """
+    """Turns exit logits into candidates, on the rank that has the exit layers."""
 
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
         """Sets the kind of candidates.
@@ -194,10 +189,8 @@ class ExitReader:
 
     def open(self, request: AnsweredRequest) -> None:
         """Starts a request."""
-        params: SamplingParams = request.sampling
-        self._requests[request.id] = SamplingTransform(params)
-        if params.needs_history:
-            self._paths.open(request.id, np.asarray(request.tokens))
+        self._requests[request.id] = SamplingTransform(request.sampling)
+        self._paths.open(request.id, request.tokens, request.sampling)
 
     def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
         """Candidates of every tree row at the exit after ``layer`` layers.
@@ -209,17 +202,12 @@ class ExitReader:
         """
         exits, start = [], 0
         for rows in batch.trees:
-            transform = self._requests[rows.request]
-            histories = None
-            if transform.params.needs_history:
-                self._paths.observe(rows)
-                histories = self._paths.histories(rows.request, rows.node_ids)
             stop = start + len(rows.node_ids)
             candidates = candidates_of(
-                transform,
+                self._requests[rows.request],
                 logits[start:stop],
                 self._k,
-                histories,
+                self._paths.observe(rows),
                 draws=self._draws if self._sample else None,
                 request_id=rows.request,
                 positions=rows.positions,
@@ -234,11 +222,9 @@ class ExitReader:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories."""
-        for commit in commits:
-            if self._requests[commit.request].params.needs_history:
-                self._paths.commit(commit)
+        self._paths.commit(commits)
 
     def close(self, request_id: int) -> None:
         """Drops the request."""
-        if self._requests.pop(request_id, None) is not None:
-            self._paths.close(request_id)
+        self._requests.pop(request_id, None)
+        self._paths.close(request_id)

@@ -18,10 +18,10 @@ from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.stage import ModelStage
 from specdec.kernels.graphs import Graphs
-from specdec.models import ModelRunner
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, final_norm, head_model
 from specdec.models.quantize import Quantization, num_bytes
+from specdec.models.runner import ModelRunner
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler

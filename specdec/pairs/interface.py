@@ -11,7 +11,7 @@ from specdec.clocks.meter import Meter
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import Stage
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import SourcePair
 

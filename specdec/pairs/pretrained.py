@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
-from specdec.models import ModelInfo, inspect_model, load_model, load_tokenizer
 from specdec.models.bundled import family_path
-from specdec.models.loading import end_tokens, load_stage, weight_bytes
+from specdec.models.inspection import ModelInfo, inspect_model
+from specdec.models.loading import end_tokens, load_model, load_stage, load_tokenizer, weight_bytes
 from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.pairs.huggingface import HuggingFacePair, head_cost
 from specdec.tensor_parallel import Collective

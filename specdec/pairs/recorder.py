@@ -13,7 +13,7 @@ import numpy as np
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, loop_share
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.pairs.record import MAX_RANK, NUM_LOGPROBS, Record, RecordedRequest
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import IntArray, Lossless

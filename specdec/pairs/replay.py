@@ -23,7 +23,6 @@ from specdec.pairs.acceptance_traces import TracedRequest, is_trace, read_traces
 from specdec.pairs.record import Record, RecordedRequest, read_record
 from specdec.pairs.synthetic import DRAFT_MODEL, SYNTHETIC, HiddenModels
 from specdec.sources.hashing import hash_u64
-from specdec.sources.synthetic import SyntheticTarget
 from specdec.types import FloatArray, IntArray
 
 END = 0
@@ -86,7 +85,6 @@ class RecordedPair(HiddenSequences):
 
     Attributes:
         class_logprobs: float64[P, K].
-        target: answers with the hidden sequences.
     """
 
     def __init__(self, *, record: Record, seed: int = 0) -> None:
@@ -101,7 +99,6 @@ class RecordedPair(HiddenSequences):
             request.id: int(stop) - request.num_output
             for request, stop in zip(record.requests, stops, strict=True)
         }
-        self.target = SyntheticTarget(self)
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
         """int64[n]: the recorded position; beyond the record a drawn one."""
@@ -138,7 +135,6 @@ class TracedPair(HiddenSequences):
 
     Attributes:
         class_logprobs: float64[1, 1], the log share of positions with an accepted token.
-        target: answers with the hidden sequences.
     """
 
     def __init__(self, *, requests: Sequence[TracedRequest], seed: int = 0) -> None:
@@ -147,7 +143,6 @@ class TracedPair(HiddenSequences):
         share = np.mean(np.concatenate([request.emitted for request in requests]) > 1)
         self.class_logprobs: FloatArray = np.log(np.clip(share, 1e-3, 1.0)).reshape(1, 1)
         self._emitted = {request.id: request.emitted for request in requests}
-        self.target = SyntheticTarget(self)
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
         """int64[n]: all 0."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,22 +16,16 @@ from specdec.errors import UserError
 from specdec.executors.answerer import AnsweredRequest, Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import NullStage, Stage
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
-from specdec.sources.synthetic import HiddenPair, SyntheticPair, SyntheticTarget
+from specdec.sources.synthetic import HiddenPair, SyntheticPair
 from specdec.types import Answers, Batch, Commit
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
 
 _REAL = "use model=tiny, model=hf or model=random"
-
-
-class Sequences(HiddenPair, Protocol):
-    """Hidden sequences with a target that answers from them."""
-
-    target: SyntheticTarget
 
 
 class HiddenModels:
@@ -53,7 +47,7 @@ class HiddenModels:
     def __init__(
         self,
         *,
-        pair: Sequences,
+        pair: HiddenPair,
         num_layers: int = 80,
         weight_bytes: tuple[int, int] = (0, 0),
     ) -> None:
@@ -90,7 +84,7 @@ class HiddenModels:
                 f"model={self.option} has target tokens but no target distributions; use"
                 " verifier=match"
             )
-        return SyntheticAnswerer(target=self.hidden.target)
+        return SyntheticAnswerer(self.hidden)
 
     @property
     def exit_layer(self) -> int:
@@ -141,22 +135,26 @@ def build_synthetic(*, num_layers: int = 80, **keys: Any) -> SyntheticModels:
 
 
 class SyntheticAnswerer:
-    """Answers from a hidden target sequence instead of a model."""
+    """Answers from hidden sequences instead of a model."""
 
-    def __init__(self, *, target: SyntheticTarget) -> None:
-        """Takes the target that gives the token after each position."""
-        self._target = target
+    def __init__(self, hidden: HiddenPair) -> None:
+        """Takes the sequences."""
+        self._hidden = hidden
 
     def open(self, request: AnsweredRequest) -> None:
         """Does nothing: the sequence is keyed by the request's id."""
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """The hidden token after every row's position; those off the path are never used."""
+        """The hidden token after every row's position.
+
+        A node off the target's path gets the same answer as the node on it. It is never used: a
+        verifier follows matching children from the root and reads only answers on the path.
+        """
         return tuple(
             Answers(
                 request=rows.request,
                 node_ids=rows.node_ids,
-                tokens=self._target.answer(rows.request, rows.positions),
+                tokens=self._hidden.tokens(rows.request, rows.positions + 1),
             )
             for rows in batch.trees
         )

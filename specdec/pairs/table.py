@@ -21,9 +21,9 @@ from specdec.errors import UserError
 from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage, TransformerHead
 from specdec.executors.stage import ModelStage
-from specdec.models import ModelRunner, RunnerOutput
 from specdec.models.exits import HeadWeights
 from specdec.models.medusa import MedusaHeads
+from specdec.models.runner import ModelRunner, RunnerOutput
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import TargetSampler
 from specdec.sources.katz import KatzModel

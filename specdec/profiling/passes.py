@@ -21,7 +21,7 @@ from specdec.clocks import Work
 from specdec.clocks.meter import Meter
 from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import ModelStage, split_layers
-from specdec.models import NO_ROWS, ModelRunner
+from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs import HuggingFacePair
 from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, TreeRows
 

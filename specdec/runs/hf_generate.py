@@ -6,26 +6,34 @@ and a streamer count passes and tokens, so rates are derived as for every other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation import StoppingCriteriaList
 from transformers.utils import logging as hf_logging
 
+from specdec.errors import UserError
 from specdec.metrics.counters import RequestCounters
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
+from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.fields import Count, Share
 from specdec.runs.hf_counting import EmissionLog, PassLog, StopStrings
+from specdec.runs.runners import Book, TokenPrompt, sampling_params
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, StopRules
-from specdec.types import IntArray
+from specdec.types import IntArray, Lossless
 
 HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 """Names of the rows."""
@@ -50,19 +58,14 @@ class HFOptions:
     max_matching_ngram: Count = 2
 
 
-class Detokenizer(Protocol):
-    """Decodes token ids."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids."""
-        ...
-
-
 class HFBaseline:
-    """One kind of baseline on one model pair; prompts are decoded one by one.
+    """One kind of baseline on one model pair, as a ``Runner``; prompts are decoded one by one.
 
     Hooks and a neutral ``generation_config`` are on the models during ``generate_one`` only.
     """
+
+    parts = None
+    trace = None
 
     def __init__(
         self,
@@ -73,8 +76,10 @@ class HFBaseline:
         sampling: SamplingParams,
         seed: int = 0,
         draft: PreTrainedModel | None = None,
-        tokenizer: Detokenizer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         options: HFOptions | None = None,
+        name: str | None = None,
+        weight_bytes: tuple[int, int] | None = None,
     ) -> None:
         """Prepares the settings.
 
@@ -88,6 +93,8 @@ class HFBaseline:
                 Its draws differ from ours, so tokens are comparable under greedy decoding only.
             tokenizer: for ``RequestResult.text``.
             options: of assisted decoding.
+            name: of the strategy. Default: ``kind``.
+            weight_bytes: of target and draft. Default: those in memory.
 
         Raises:
             ValueError: an unknown kind, or a missing or unused draft.
@@ -97,7 +104,12 @@ class HFBaseline:
         if (draft is not None) != (kind == "hf_assisted"):
             needs = "needs" if kind == "hf_assisted" else "has no use for"
             raise ValueError(f"{kind} {needs} a draft model")
-        self.kind = kind
+        self.kind, self.name = kind, name or kind
+        self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
+        self._weight_bytes = weight_bytes or (
+            num_bytes(target),
+            0 if draft is None else num_bytes(draft),
+        )
         self._target, self._draft = target, draft
         self._stop, self._sampling, self._seed = stop, sampling, seed
         self._tokenizer = tokenizer
@@ -105,6 +117,53 @@ class HFBaseline:
         self._config = self._generation_config()
         self._processors = LogitsProcessorList(sampling.processors)
         self._origin_s = perf_counter()
+
+    @classmethod
+    def of(cls, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> HFBaseline:
+        """The baseline of a configuration.
+
+        Args:
+            cfg: resolved configuration of a strategy of kind ``hf``.
+            pair: target and draft, real models.
+            stop: when requests are complete.
+
+        Raises:
+            UserError: a pair without real models.
+        """
+        name, kind = str(cfg["strategy"]["name"]), cfg["strategy"]["method"]
+        if not isinstance(pair, HuggingFacePair):
+            raise UserError(f"strategy={name} needs real models; use model=tiny or model=hf")
+        return cls(
+            kind=kind,
+            name=name,
+            target=pair.target,
+            draft=pair.draft if kind == "hf_assisted" else None,
+            stop=stop,
+            sampling=sampling_params(cfg["sampling"]),
+            seed=int(cfg["seed"]),
+            tokenizer=pair.tokenizer,
+            options=HFOptions(**cfg["strategy"]["options"]),
+            weight_bytes=pair.weight_bytes,
+        )
+
+    def run(
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
+    ) -> RunTotals:
+        """Decodes the prompts one by one; see ``Runner``."""
+        parts: list[RunTotals] = []
+        for prompt in prompts:
+            result, totals = self.generate_one(prompt.id, prompt.tokens)
+            parts.append(totals)
+            on_finish(result)
+            if book is not None:
+                book(result, totals)
+        return RunTotals.merge(parts)
+
+    def close(self) -> None:
+        """Does nothing."""
 
     def generate_one(self, prompt_id: int, tokens: IntArray) -> tuple[RequestResult, RunTotals]:
         """Decodes one prompt.
@@ -227,8 +286,8 @@ class HFBaseline:
             draft_total_s=draft.seconds,
             model_s={name: log.seconds for name, log in logs.items()},
             model_calls={name: len(log.rows) for name, log in logs.items()},
-            target_bytes=num_bytes(self._target),
-            draft_bytes=0 if self._draft is None else num_bytes(self._draft),
+            target_bytes=self._weight_bytes[0],
+            draft_bytes=self._weight_bytes[1],
         )
 
     def _result(
@@ -241,7 +300,7 @@ class HFBaseline:
         counters = _counters(log.chunks, target.rows, num_prompt)
         counters.cut_tokens = len(decided) - length
         output = decided[:length]
-        text = "" if self._tokenizer is None else self._tokenizer.decode(output)
+        text = "" if self._tokenizer is None else str(self._tokenizer.decode(output))
         return RequestResult(
             id=prompt_id,
             num_prompt=num_prompt,

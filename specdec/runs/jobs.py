@@ -39,7 +39,8 @@ from specdec.runs.conditions import (
     note_unused_options,
     recorded_figures,
 )
-from specdec.runs.runners import Runner, TokenPrompt, build_runner, sampling_params
+from specdec.runs.hf_generate import HFBaseline
+from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
 from specdec.trace import write_trace
@@ -229,6 +230,13 @@ def _groups(prompts: Sequence[TokenPrompt], cfg: Mapping[str, Any]) -> list[list
 def _as_run(counted: _Counted) -> Run:
     totals = RunTotals.merge([totals for _, totals in counted])
     return Run(tuple(result for result, _ in counted), totals)
+
+
+def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
+    """The runner of a strategy: transformers' own for kind ``hf``, else ours."""
+    if cfg["strategy"]["kind"] == "hf":
+        return HFBaseline.of(cfg, pair, stop)
+    return PartsRunner(cfg=cfg, pair=pair, stop=stop)
 
 
 def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:

@@ -1,6 +1,6 @@
-"""Runners decode prompts with one strategy: ours or transformers' own.
+"""Runners decode prompts with one strategy: ours here, transformers' in ``hf_generate``.
 
-Both kinds return the same raw counts, from which all rates are derived.
+Both return the same raw counts, from which all rates are derived.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from specdec.compose.build import compose
 from specdec.compose.workbench import Parts
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals
-from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.runs import HFBaseline, HFOptions
+from specdec.pairs import ModelPair
 from specdec.runs.totals import RunBook
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
@@ -218,69 +217,6 @@ class PartsRunner:
             admitted_s=request.admitted_s,
             counters=request.counters,
         )
-
-
-class HFRunner:
-    """transformers' own ``generate``, for comparison."""
-
-    parts = None
-    trace = None
-
-    def __init__(self, *, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> None:
-        """Prepares a baseline.
-
-        Args:
-            cfg: resolved configuration of a strategy of kind ``hf``.
-            pair: target and draft, real models.
-            stop: when requests are complete.
-
-        Raises:
-            UserError: a pair without real models.
-        """
-        strategy = dict(cfg["strategy"])
-        self.name = str(strategy["name"])
-        if not isinstance(pair, HuggingFacePair):
-            raise UserError(f"strategy={self.name} needs real models; use model=tiny or model=hf")
-        sampling = sampling_params(cfg["sampling"])
-        self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
-        self._pair = pair
-        assisted = strategy["method"] == "hf_assisted"
-        self._baseline = HFBaseline(
-            kind=strategy["method"],
-            target=pair.target,
-            draft=pair.draft if assisted else None,
-            stop=stop,
-            sampling=sampling,
-            seed=int(cfg["seed"]),
-            tokenizer=pair.tokenizer,
-            options=HFOptions(**strategy["options"]),
-        )
-
-    def run(
-        self,
-        prompts: Sequence[TokenPrompt],
-        on_finish: Callable[[RequestResult], None],
-        book: Book | None = None,
-    ) -> RunTotals:
-        """Decodes the prompts one by one; see ``Runner``."""
-        parts: list[RunTotals] = []
-        for prompt in prompts:
-            result, totals = self._baseline.generate_one(prompt.id, prompt.tokens)
-            totals.target_bytes, totals.draft_bytes = self._pair.weight_bytes
-            parts.append(totals)
-            on_finish(result)
-            if book is not None:
-                book(result, totals)
-        return RunTotals.merge(parts)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    """The runner of a strategy: transformers' own for kind ``hf``, else ours."""
-    kind = HFRunner if cfg["strategy"]["kind"] == "hf" else PartsRunner
-    return kind(cfg=cfg, pair=pair, stop=stop)
 
 
 def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:

@@ -7,11 +7,13 @@ Shape letters: A nodes, T history length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.types import NO_NODE, Commit, CommitKind, IntArray, TreeRows
+from specdec.sampling.transform import SamplingParams
+from specdec.types import NO_NODE, Commit, IntArray, TreeRows
 
 
 @dataclass(slots=True)
@@ -52,31 +54,44 @@ class _RequestHistory:
 
 
 class HistoryTracker:
-    """Tracks the token sequence up to each node in flight through the target."""
+    """Tracks the token sequence up to each node in flight through the target.
+
+    Histories are rebuilt from the rows that pass through an executor and from commits, so that
+    logits processors see the same tokens on any rank. Requests without processors are ignored.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[int, _RequestHistory] = {}
 
-    def open(self, request_id: int, prompt: IntArray) -> None:
+    def open(self, request_id: int, prompt: IntArray, params: SamplingParams) -> None:
         """Adds a request with its prompt, int64[T >= 1], whose last token is the first root."""
-        self._requests[request_id] = _RequestHistory(np.array(prompt, np.int64), len(prompt))
+        if params.needs_history:
+            self._requests[request_id] = _RequestHistory(np.array(prompt, np.int64), len(prompt))
 
-    def observe(self, rows: TreeRows) -> None:
-        """Records nodes that reached this rank; parents before or together with their children."""
-        request = self._requests[rows.request]
+    def observe(self, rows: TreeRows) -> list[IntArray] | None:
+        """Records nodes that reached this rank; parents before or together with their children.
+
+        Returns:
+            The nodes' histories; None for a request without processors.
+        """
+        request = self._requests.get(rows.request)
+        if request is None:
+            return None
         links = zip(rows.tokens.tolist(), rows.parent_ids.tolist(), strict=True)
         request.nodes.update(zip(rows.node_ids.tolist(), links, strict=True))
+        return self.histories(rows.request, rows.node_ids)
 
-    def commit(self, commit: Commit) -> None:
-        """Applies a commit; one of kind ``NONE``, and a second one for a step, change nothing."""
-        request = self._requests[commit.request]
-        if commit.kind is CommitKind.NONE or commit.step <= request.last_step:
-            return
-        request.last_step = commit.step
-        request.extend(np.append(commit.retired_tokens[1:], commit.next_token))
-        request.root_id = commit.root_id
-        nodes = request.nodes
-        request.nodes = {i: nodes[i] for i in commit.kept_ids.tolist() if i in nodes}
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Moves retired nodes into the histories; a second commit of a step changes nothing."""
+        for commit in commits:
+            request = self._requests.get(commit.request)
+            if request is None or commit.step <= request.last_step:
+                continue
+            request.last_step = commit.step
+            request.extend(np.append(commit.retired_tokens[1:], commit.next_token))
+            request.root_id = commit.root_id
+            nodes = request.nodes
+            request.nodes = {i: nodes[i] for i in commit.kept_ids.tolist() if i in nodes}
 
     def close(self, request_id: int) -> None:
         """Removes a request."""

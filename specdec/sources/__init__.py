@@ -11,7 +11,7 @@ from specdec.sources.mixture import MixtureSource
 from specdec.sources.ngram import NGramSource
 from specdec.sources.null import NullSource
 from specdec.sources.random import RandomSource
-from specdec.sources.synthetic import SyntheticPair, SyntheticSource, SyntheticTarget
+from specdec.sources.synthetic import SyntheticPair, SyntheticSource
 
 __all__ = [
     "DraftModelSource",
@@ -24,5 +24,4 @@ __all__ = [
     "RandomSource",
     "SyntheticPair",
     "SyntheticSource",
-    "SyntheticTarget",
 ]

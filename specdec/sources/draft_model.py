@@ -15,7 +15,7 @@ import torch
 from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
-from specdec.models import NO_ROWS, ModelRunner
+from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import counts_of, top_candidates
 from specdec.sampling.transform import SamplingParams, SamplingTransform

@@ -84,7 +84,6 @@ class SyntheticPair:
         vocab_size: V.
         class_probs: float64[C, 64], P_c(r).
         class_logprobs: float64[C, 64], its logarithm.
-        target: the target.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class SyntheticPair:
             self.class_logprobs = np.log(self.class_probs)
         self._class_edges = np.cumsum(self._weights)[:-1]
         self._rank_edges = np.cumsum(self.class_probs, axis=1)
-        self.target = SyntheticTarget(self)
 
     def rank_probabilities(self) -> FloatArray:
         """float64[64]: probability that the true token has rank 1 .. 64, over all classes."""
@@ -168,28 +166,6 @@ class SyntheticPair:
         drawn = hash_uniform(self.seed, _NODE_CLASS, request_id, positions, tokens)
         classes = np.searchsorted(self._class_edges, drawn, side="right")
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
-
-
-class SyntheticTarget:
-    """The target whose output is the hidden sequence."""
-
-    def __init__(self, pair: HiddenPair) -> None:
-        self._pair = pair
-
-    def answer(self, request_id: int, positions: IntArray) -> IntArray:
-        """The target's token after each position.
-
-        A node off the target's path gets the same answer as the node on it. It is never used: a
-        verifier follows matching children from the root and reads only answers on the path.
-
-        Args:
-            request_id: key of the sequence.
-            positions: int64[A], absolute positions of nodes.
-
-        Returns:
-            int64[A].
-        """
-        return self._pair.tokens(request_id, positions + 1)
 
 
 class _RequestTables:

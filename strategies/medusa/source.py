@@ -30,7 +30,7 @@ from specdec.models.medusa import MedusaHeads
 from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import candidates_of, picked
 from specdec.sampling.transform import SamplingTransform
-from specdec.types import Candidates, Commit, CommitKind, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -131,8 +131,6 @@ class MedusaSource:
                 self._last[chunk.request] = _Last(chunk.last_position, hidden)
         answers = {answer.request: answer for answer in output.answers}
         for commit in commits:
-            if commit.kind is CommitKind.NONE:
-                continue
             answer = answers[commit.request]
             (row,) = np.flatnonzero(answer.node_ids == commit.retired_ids[-1])
             hidden = answer.hidden[layer][int(row)].clone()

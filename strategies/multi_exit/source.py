@@ -18,8 +18,7 @@ from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import picked
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.early_exit import exit_pass_bytes, read_front
-from specdec.sources.exit_laws import eesd_saving, ppsd_saving
-from specdec.types import BoolArray, Candidates, Commit, CommitKind, IntArray, Needs, Nodes, Output
+from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.executors.early_exit import ExitFront
@@ -135,8 +134,7 @@ class MultiExitSource:
         for book in self._books:
             book.commit(commits)
         for commit in commits:
-            if commit.kind is not CommitKind.NONE:
-                self._learn(commit)
+            self._learn(commit)
 
     def close(self, request_id: int) -> None:
         """Removes a request."""
@@ -262,3 +260,26 @@ class ExitChances:
 
 def _bin(confidence: float) -> int:
     return min(_BINS - 1, int(confidence * _BINS))
+
+
+def ppsd_saving(alpha: float, exit_layer: int, num_layers: int) -> float:
+    """Expected layers saved by a draft token of an exit in a pipeline: alpha (N - E).
+
+    By Eq. 6 a token costs E if it is accepted and N if not, plain decoding N. A rejection is known
+    at the same time whatever the exit, so a later exit costs more only for accepted tokens.
+    """
+    return alpha * (num_layers - exit_layer)
+
+
+def eesd_saving(alpha: float, reach: float, exit_layer: int, num_layers: int) -> float:
+    """Expected layers saved by a draft token that is verified afterwards: reach alpha N - E.
+
+    By Eq. 4 a draft token costs E in any case, and an accepted one saves a target pass of N.
+
+    Args:
+        alpha: chance that the token is accepted.
+        reach: chance that all draft tokens before it are accepted.
+        exit_layer: E.
+        num_layers: N.
+    """
+    return reach * alpha * num_layers - exit_layer

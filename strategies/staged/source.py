@@ -14,9 +14,9 @@ from specdec.device import on_host
 from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
-from specdec.sources.candidate_cache import CachedSource
 from specdec.sources.combined import joined_needs, tally
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
+from strategies.staged.cached_source import CachedSource
 from strategies.staged.scratch_tree import ScratchRequest
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from specdec.compose.workbench import Workbench
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.stage import ModelStage
 from specdec.interfaces import TreePolicy
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
 from specdec.sampling.transform import SamplingParams, SamplingTransform

@@ -20,7 +20,7 @@ from specdec.metrics import (
     lossless_against,
     summarise,
 )
-from specdec.runs import HF_KINDS, HFBaseline, HFOptions
+from specdec.runs.hf_generate import HF_KINDS, HFBaseline, HFOptions
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import StopRules
 

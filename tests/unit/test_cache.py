@@ -211,15 +211,14 @@ def test_root_cached_as_prefix(runner):
     assert (cache.cached_len, cache.node_ids.tolist()) == (2, [1, 2])
 
 
-def test_none_commit_and_truncate(runner):
-    """A null commit changes nothing; truncation drops the tree and the tail."""
+def test_truncate(runner):
+    """Truncation drops the tree and the tail."""
     cache = runner.new_cache(4)
     ids = np.arange(2)
     runner.forward([cache.rows(prefix_tokens=np.array([4, 5, 6]))], logits_rows=NO_ROWS)
     runner.forward(
         [cache.rows(node_ids=ids, node_tokens=ids, parent_ids=ids - 1, node_positions=3 + ids)]
     )
-    cache.commit(_commit(retired=[], kept=[], prefix_len=3, kind=CommitKind.NONE))
     assert cache.has(np.array([0, 1, 7])).tolist() == [True, True, False]
     cache.truncate(2)
     assert (cache.cached_len, cache.num_nodes) == (2, 0)
@@ -272,11 +271,11 @@ def test_misuse_is_an_assertion(runner):
         runner.new_cache(0)
 
 
-def _commit(*, retired, kept, prefix_len, kind=CommitKind.HIT):
+def _commit(*, retired, kept, prefix_len):
     return Commit(
         request=0,
         step=0,
-        kind=kind,
+        kind=CommitKind.HIT,
         retired_ids=np.array(retired, np.int64),
         retired_tokens=np.zeros(len(retired), np.int64),
         next_token=1,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import specdec.assets
+from experiments.ppsd import laws
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
@@ -30,7 +31,8 @@ from specdec.models.exits import (
 from specdec.models.random import random_model
 from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
-from specdec.sources import EarlyExitSource, exit_laws
+from specdec.sources import EarlyExitSource
+from specdec.sources.exit_laws import ppsd_law
 from specdec.state import RequestState, StopRules
 from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
 from specdec.train.exits import (
@@ -84,29 +86,29 @@ class TestLaws:
                 assert expected_accepted(alpha, gamma) == pytest.approx(expected)
 
     def test_limits_that_the_paper_states(self) -> None:
-        assert exit_laws.eq6_speedup(1.0, 3, 24) == pytest.approx(8.0)
-        assert exit_laws.eq6_speedup(0.0, 3, 24) == pytest.approx(1.0)
-        assert exit_laws.eq6_speedup(0.0, 9, 24) == pytest.approx(24 / 27)  # E does not divide N
-        assert exit_laws.eq4_speedup(0.0, 5, 3, 24) == pytest.approx(24 / 39)
-        assert exit_laws.eq7_gain(0.6, 5, 3, 24) > 1.0
-        assert exit_laws.eq7_gain(1.0, 5, 3, 24) == pytest.approx((5 + 8) / 6)  # printed: 5 + 8
-        rates = [exit_laws.eq5_acceptance(0.7, gamma) for gamma in range(1, 11)]
+        assert laws.eq6_speedup(1.0, 3, 24) == pytest.approx(8.0)
+        assert laws.eq6_speedup(0.0, 3, 24) == pytest.approx(1.0)
+        assert laws.eq6_speedup(0.0, 9, 24) == pytest.approx(24 / 27)  # E does not divide N
+        assert laws.eq4_speedup(0.0, 5, 3, 24) == pytest.approx(24 / 39)
+        assert laws.eq7_gain(0.6, 5, 3, 24) > 1.0
+        assert laws.eq7_gain(1.0, 5, 3, 24) == pytest.approx((5 + 8) / 6)  # printed: 5 + 8
+        rates = [laws.eq5_acceptance(0.7, gamma) for gamma in range(1, 11)]
         assert rates == sorted(rates, reverse=True)
         assert rates[0] == pytest.approx(0.7)
 
     def test_eq4_is_eq3_with_times_in_layers(self) -> None:
-        by_time = exit_laws.eq3_speedup(0.6, 5, target_one=24.0, target_gamma=24.0, draft_one=3.0)
-        assert exit_laws.eq4_speedup(0.6, 5, 3, 24) == pytest.approx(by_time)
+        by_time = laws.eq3_speedup(0.6, 5, target_one=24.0, target_gamma=24.0, draft_one=3.0)
+        assert laws.eq4_speedup(0.6, 5, 3, 24) == pytest.approx(by_time)
 
     def test_shallow_stages_join_eq6_where_a_stage_is_an_exit(self) -> None:
         for alpha in (0.0, 0.5, 1.0):
-            deep = exit_laws.eq6_speedup(alpha, 3, 24)
-            assert exit_laws.ppsd_law(3, 24, 8).speedup(alpha) == pytest.approx(deep)
-        assert exit_laws.ppsd_law(6, 24, 8).speedup(0.5) == pytest.approx(24 / (3 + 12))
+            deep = laws.eq6_speedup(alpha, 3, 24)
+            assert ppsd_law(3, 24, 8).speedup(alpha) == pytest.approx(deep)
+        assert ppsd_law(6, 24, 8).speedup(0.5) == pytest.approx(24 / (3 + 12))
 
     def test_a_share_is_a_share(self) -> None:
         with pytest.raises(ValueError, match=r"alpha=1\.2"):
-            exit_laws.eq6_speedup(1.2, 3, 24)
+            laws.eq6_speedup(1.2, 3, 24)
 
 
 class TestLossless:

@@ -31,7 +31,7 @@ from specdec.parts.fields import (
 from specdec.parts.fields import Count as Number
 
 if TYPE_CHECKING:
-    from specdec.models import ModelRunner
+    from specdec.models.runner import ModelRunner
 
 NAN, INF = float("nan"), float("inf")
 Width = Annotated[int, Field(ge=1)]

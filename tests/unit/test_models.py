@@ -15,15 +15,10 @@ import torch
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models import (
-    NO_ROWS,
-    ModelRunner,
-    inspect_model,
-    load_model,
-    load_stage,
-    load_tokenizer,
-)
+from specdec.models.inspection import inspect_model
+from specdec.models.loading import load_model, load_stage, load_tokenizer
 from specdec.models.random import random_model
+from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.models.shortcuts import is_plain_rms_norm
 
 
@@ -76,7 +71,7 @@ def test_inspect_model(saved):
 def test_inspection_does_without_torch(saved):
     """Errors in a path are reported before torch is imported."""
     code = (
-        "import sys; from specdec.models import inspect_model; "
+        "import sys; from specdec.models.inspection import inspect_model; "
         f"inspect_model({str(saved / 'llama')!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

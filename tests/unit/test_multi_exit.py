@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.ppsd.laws import eq4_speedup, eq6_speedup
 from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
 from specdec.executors import ExitFront
@@ -20,14 +21,13 @@ from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
 from specdec.sources.candidate_cache import CandidateCache
-from specdec.sources.exit_laws import eesd_saving, eq4_speedup, eq6_speedup, ppsd_saving
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
 from strategies import multi_exit
 from strategies.multi_exit import MultiExitSource
-from strategies.multi_exit.source import ExitChances
+from strategies.multi_exit.source import ExitChances, eesd_saving, ppsd_saving
 from tests.exits import going_on
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
 

@@ -11,7 +11,13 @@ import yaml
 
 from experiments.pipelines.memory_and_features import memory
 from experiments.ppsd.baseline_comparisons import cells_off
-from experiments.ppsd.laws import alpha_of_overall, alpha_of_speedup
+from experiments.ppsd.laws import (
+    alpha_of_overall,
+    alpha_of_speedup,
+    eq4_speedup,
+    eq5_acceptance,
+    eq6_speedup,
+)
 from experiments.reproduce import command, results
 from experiments.reproduce.arithmetic import evaluate
 from experiments.reproduce.drafts import known_drafts
@@ -29,7 +35,6 @@ from experiments.reproduce.lab import Lab
 from experiments.reproduce.rendering import claim_rows, csv_text, markdown
 from experiments.reproduce.stated import Claim, read_paper
 from specdec.errors import UserError
-from specdec.sources.exit_laws import eq4_speedup, eq5_acceptance, eq6_speedup
 
 ITEMS = all_items()
 SIMPLE = [

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models import ModelRunner
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import load_stage
 from specdec.models.random import random_model
+from specdec.models.runner import ModelRunner
 from specdec.tensor_parallel import Collective, HeadSplit, sharded
 from specdec.tensor_parallel.cuts import Cut, even
 from specdec.tensor_parallel.layers import ColumnLinear, RowLinear

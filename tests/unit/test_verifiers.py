@@ -280,7 +280,7 @@ def test_histories_follow_the_tree_through_commits():
         rng = np.random.default_rng(seed)
         state, request = new_state(prompt=(3, 1, 2), temperature=1.0)
         book = HistoryTracker()
-        book.open(0, request.tokens)
+        book.open(0, request.tokens, SamplingParams(no_repeat_ngram=2))
         for _ in range(6):
             tree = request.tree
             grow(tree, rng, 8)
@@ -295,8 +295,8 @@ def test_histories_follow_the_tree_through_commits():
             answers = answers_for(tree, slots[: rng.integers(1, len(slots) + 1)], rng)
             verdicts = MatchVerifier().verify(state, Output(step=state.step, answers=(answers,)))
             for commit in state.commit(verdicts):
-                book.commit(commit)
-                book.commit(commit)  # idempotent by step
+                book.commit([commit])
+                book.commit([commit])  # idempotent by step
                 kinds.append(commit.kind)
         book.close(0)
     assert set(kinds) == {CommitKind.HIT, CommitKind.MISS}

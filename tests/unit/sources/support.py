@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.interfaces import TokenSource
-from specdec.models import ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules

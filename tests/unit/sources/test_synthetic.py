@@ -26,7 +26,7 @@ def follow(request_id: int, num: int, k: int, source=None):
     rows, true = [], []
     for _ in range(num):
         rows.append(expand(state, source, {request_id: [0]}, k))
-        token = int(PAIR.target.answer(request_id, request.tree.positions[:1])[0])
+        token = int(PAIR.tokens(request_id, request.tree.positions[:1] + 1)[0])
         true.append(token)
         commit(state, [source], request_id, [], token)
     return rows, np.array(true)
