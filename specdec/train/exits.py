@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.errors import UserError
-from specdec.train.keys import build
+from specdec.parts.fields import build
 from specdec.train.lm import Loss
 from specdec.train.model import LanguageModel, compiled_if, save_weights
 

@@ -22,14 +22,15 @@ from torch import Tensor
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
+from specdec.parts.fields import build
 from specdec.train.draft import sample_target
-from specdec.train.keys import build
-from specdec.train.lm import Loss, Pretraining, Report
+from specdec.train.lm import Loss, Pretraining
 from specdec.train.model import LanguageModel, load_hf, load_weights, save_hf, weights_of
-from specdec.train.parallel import check_rows, own_rows, rank_and_size, spawned, wait_for_all
+from specdec.train.parallel import check_rows, own_rows, rank_and_size, wait_for_all
 from specdec.train.plan import RunPlan
-from specdec.train.recipes import pick_device, read_teacher, record_run, set_up
+from specdec.train.recipes import read_teacher, record_run
 from specdec.train.resuming import keep_settings, weights_hash
+from specdec.train.session import Session
 from specdec.train.streams import Mixture
 
 
@@ -130,9 +131,8 @@ def minus_log_rest(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
 
 
 def finish_target(
+    session: Session,
     *,
-    work_dir: str,
-    output_dir: str,
     rounds: int,
     ngram: int,
     blend: float,
@@ -140,25 +140,14 @@ def finish_target(
     weights: dict[str, float],
     unlikelihood: dict[str, Any],
     plan: dict[str, Any],
-    seed: int,
-    precision: str,
-    compiled: bool,
-    num_threads: int,
-    num_processes: int,
-    device: str,
-    report: Report,
 ) -> None:
     """Reduces the target's repetitions in rounds of sampling and training on the samples.
 
     Replaces output_dir/target by weights between the first ones (in work_dir/finish/start) and the
     last round's. Resumes after the last complete round. Arguments: conf/train/finish.yaml.
     """
-    if spawned(finish_target, locals(), num_processes):
-        return
-    work, out, place = Path(work_dir), Path(output_dir) / "target", pick_device(device)
-    dtype, schedule = set_up(num_threads, precision), RunPlan.of(plan)
-    teacher = read_teacher(work, out, dtype=dtype, device=place, compiled=compiled)
-    work = work / "finish"
+    work, out = session.work / "finish", session.out / "target"
+    seed, schedule, teacher = session.seed, RunPlan.of(plan), read_teacher(session)
     schedule.check(teacher.model.shape)
     settings = {"ngram": ngram, "sampling": sampling, "weights": weights, "seed": seed}
     settings |= {"unlikelihood": unlikelihood, "plan": plan}
@@ -166,14 +155,14 @@ def finish_target(
     for number in range(rounds):
         here = work / str(number)
         if not (here / "model" / "model.safetensors").exists():
-            model = load_hf(folder, compute_dtype=dtype, compiled=compiled).to(place)
+            model = session.load(folder)
             samples = sample_target(
                 replace(teacher, model=model),
                 work=here,
                 sampling=sampling,
                 seed=seed + number,
                 mark=partial(mark_repeated, vocab_size=model.shape.vocab_size, ngram=ngram),
-                report=report,
+                report=session.report,
             )
             run = Pretraining(
                 model,
@@ -182,7 +171,7 @@ def finish_target(
                 here,
                 held_out=teacher.streams["held_out"],
                 loss=_loss(unlikelihood, samples, seed),
-                report=report,
+                report=session.report,
             )
             _train_round(run, here, samples)
         folder = here / "model"
