@@ -69,6 +69,13 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
 """A probability or a share above 0 and at most 1."""
 
 
+Positive = Annotated[float, Field(gt=0)]
+"""A float above 0."""
+
+NotNegative = Annotated[float, Field(ge=0)]
+"""A float of at least 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """Parameters of a constructor.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_bytes
-from specdec.parts.fields import build
+from specdec.parts.fields import Positive, Share, build, validated
 from specdec.train.lm import Loss, Pretraining, Report
 from specdec.train.model import LanguageModel, compiled_if, with_layers
 from specdec.train.parallel import rank_and_size, wait_for_all
@@ -45,23 +45,17 @@ class DistillationLoss(Loss):
     weights the target's likeliest tokens, which decide acceptance, above the tail.
     """
 
+    @validated
     def __init__(
-        self, target: LanguageModel, *, text_weight: float = 0.0, temperature: float = 1.0
+        self, target: LanguageModel, *, text_weight: Share = 0.0, temperature: Positive = 1.0
     ) -> None:
         """Freezes the target; the loss is compiled if the target is.
 
         Args:
             target: the teacher.
-            text_weight: share, in [0, 1], of the text's cross entropy in the loss.
-            temperature: of both distributions, positive.
-
-        Raises:
-            UserError: text_weight or temperature is out of range.
+            text_weight: share of the text's cross entropy in the loss.
+            temperature: of both distributions.
         """
-        if not 0.0 <= text_weight <= 1.0:
-            raise UserError(f"text_weight must be in [0, 1], got {text_weight}")
-        if temperature <= 0:
-            raise UserError(f"temperature must be positive, got {temperature}")
         self.target, self.text_weight = target.requires_grad_(False), text_weight
         self.temperature = temperature
         self.divergence = compiled_if(target.compiled, divergence)
@@ -151,8 +145,8 @@ def train_draft(
     sampling: dict[str, Any],
     distill_weights: dict[str, float],
     distill_plan: dict[str, Any],
-    text_weight: float,
-    temperature: float,
+    text_weight: Share,
+    temperature: Positive,
 ) -> None:
     """Distils the draft from output_dir/target into output_dir/draft.
 

@@ -65,7 +65,8 @@ def train_exit_heads(
     (record of the run) and measured-NAME.json (agreement by data set). Arguments:
     conf/train/exit_head.yaml.
     """
-    seed, report, specs = session.seed, session.report, [HeadSpec.of(values) for values in heads]
+    seed, report = session.seed, session.report
+    specs = [build(HeadSpec, head, "heads") for head in heads]
     teacher = read_teacher(session)
     target, streams = teacher.model, dict(teacher.streams)
     exit_heads = ExitHeads(target, specs).to(session.place)

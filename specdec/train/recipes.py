@@ -11,15 +11,16 @@ import platform
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
-from specdec.parts.fields import build
+from specdec.parts.fields import PositiveShare, build
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
 from specdec.train.lm import Pretraining
 from specdec.train.model import LanguageModel, ModelShape, save_hf
@@ -136,8 +137,8 @@ def make_tokenizer(
     tokenizer: str | None,
     packages: dict[str, float],
     gsm8k_mb: float,
-    copy_threshold: float,
-    vocab_size: int,
+    copy_threshold: PositiveShare,
+    vocab_size: Annotated[int, Field(ge=257)],
     merges_mb: float,
     max_positions: int,
 ) -> None:

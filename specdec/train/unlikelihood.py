@@ -22,7 +22,7 @@ from torch import Tensor
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
-from specdec.parts.fields import build
+from specdec.parts.fields import Count, Positive, Share, build, validated
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining
 from specdec.train.model import LanguageModel, load_hf, load_weights, save_hf, weights_of
@@ -63,12 +63,7 @@ def interpolate(first: LanguageModel, last: LanguageModel, share: float) -> Lang
     Half-way between a model and its fine-tuned form most of the gain remains, and most of the loss
     on other inputs disappears (Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR
     2022, section 3).
-
-    Raises:
-        UserError: share is outside [0, 1].
     """
-    if not 0.0 <= share <= 1.0:
-        raise UserError(f"blend must be in [0, 1], got {share}")
     ends = weights_of(last)
     load_weights(first, {name: w.lerp(ends[name], share) for name, w in weights_of(first).items()})
     return first
@@ -81,21 +76,20 @@ class UnlikelihoodLoss(Loss):
     marked tokens and 0 elsewhere, so that it decreases with the number of repetitions.
     """
 
-    def __init__(self, samples: Mixture, *, weight: float, batch: int, length: int) -> None:
+    @validated
+    def __init__(self, samples: Mixture, *, weight: Positive, batch: Count, length: Count) -> None:
         """Checks the samples against the windows.
 
         Args:
             samples: one stream, marked by mark_repeated.
-            weight: of the second term, positive.
+            weight: of the second term.
             batch: sample windows per step, over all processes.
             length: positions per sample window.
 
         Raises:
-            UserError: the weight is not positive, the samples do not fill a window, or the batch
-                does not divide evenly among the processes.
+            UserError: the samples do not fill a window, or the batch does not divide evenly among
+                the processes.
         """
-        if weight <= 0:
-            raise UserError(f"the unlikelihood weight must be positive, got {weight}")
         check_rows(batch, "unlikelihood.batch")
         samples.check(length)
         self.samples, self.weight, self.batch, self.length = samples, weight, batch, length
@@ -135,7 +129,7 @@ def finish_target(
     *,
     rounds: int,
     ngram: int,
-    blend: float,
+    blend: Share,
     sampling: dict[str, Any],
     weights: dict[str, float],
     unlikelihood: dict[str, Any],

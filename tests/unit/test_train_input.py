@@ -57,7 +57,7 @@ class TestResuming:
             target, loss = toy(3), TextLoss()
             model: torch.nn.Module = toy()
             if kind == "heads":
-                model = ExitHeads(target, [HeadSpec.of({"kind": "norm", "layer": 1})])
+                model = ExitHeads(target, [build(HeadSpec, {"kind": "norm", "layer": 1})])
                 loss = SelfDistillation(target, every=3)
             else:
                 alone = Mixture({"samples": compact(samples)}, {"samples": 1.0}, 4)
@@ -160,8 +160,8 @@ class TestRefusals:
     def test_unknown_names_and_values_out_of_range(self) -> None:
         with pytest.raises(UserError, match="did you mean temperature"):
             build(Sampling, {"temprature": 1.0}, "sampling.rules")
-        with pytest.raises(UserError, match="top_p in"):
-            Sampling(temperature=1.0, top_p=0.0)
+        with pytest.raises(UserError, match=r"rules.top_p=0.0 cannot be used.* above 0"):
+            build(Sampling, {"temperature": 1.0, "top_p": 0.0}, "rules")
         with pytest.raises(UserError, match="prompts of human_eval: choose from"):
             prompts_of(
                 "human_eval",
