@@ -91,7 +91,7 @@ def profile_config(
 
 def execute(config: dict[str, Any], folder: Path) -> None:
     """Measures or simulates in the folder, unless it is complete."""
-    from specdec.profiling.allocation_job import allocation_job, print_splits
+    from specdec.profiling.allocation import allocation_job, print_splits
     from specdec.profiling.job import print_profile, profile_job
 
     splits = config["profiling"]["devices"] is not None

@@ -4,7 +4,7 @@ from specdec.data.datasets import DATASETS, data_provenance
 from specdec.data.files import DATA_VARIABLE
 from specdec.data.fitting import fit_prompt, prompt_tokens
 from specdec.data.prompt import DataReader, Prompt
-from specdec.data.prompts import check_data, load_prompts, load_requested
+from specdec.data.prompts import check_data, load_prompts
 from specdec.data.request import Request, section_provenance
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "data_provenance",
     "fit_prompt",
     "load_prompts",
-    "load_requested",
     "prompt_tokens",
     "section_provenance",
 ]

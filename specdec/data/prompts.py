@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from specdec.data.datasets import (
     DEFAULT_FIELD,
@@ -38,18 +38,7 @@ class Tokenizer(Protocol):
 
 
 def load_prompts(
-    *,
-    name: str,
-    limit: int | None = None,
-    path: str | Path | None = None,
-    field: str | None = None,
-    template: str | None = None,
-    subset: str | None = None,
-    sets: Sequence[str] | None = None,
-    origin: str = "local",
-    sample_seed: int | None = None,
-    data_dir: str | Path | None = None,
-    tokenizer: Tokenizer | None = None,
+    request: Request | None = None, *, tokenizer: Tokenizer | None = None, **keys: Any
 ) -> list[Prompt]:
     """Loads the prompts of a data set.
 
@@ -57,30 +46,14 @@ def load_prompts(
     a line break with the indentation after it, so a final line break would exclude indentation.
 
     Args:
-        name, limit, path, field, template, subset, sets, origin, sample_seed, data_dir: see
-            ``Request``.
+        request: the data set; None for ``Request(**keys)``.
         tokenizer: refuses prompts without tokens; None checks nothing.
+        keys: attributes of ``Request``, such as ``name="humaneval", limit=8``.
 
     Raises:
         UserError: unknown set, missing file or folder, unreadable record, empty prompt.
     """
-    request = Request(
-        name=name,
-        limit=limit,
-        path=path,
-        field=field,
-        template=template,
-        subset=subset,
-        sets=sets,
-        origin=origin,
-        sample_seed=sample_seed,
-        data_dir=data_dir,
-    )
-    return load_requested(request, tokenizer=tokenizer)
-
-
-def load_requested(request: Request, *, tokenizer: Tokenizer | None = None) -> list[Prompt]:
-    """``load_prompts`` for a request."""
+    request = request or Request(**keys)
     check_request(request)
     prompts = list(islice(_prompts(request), request.limit))
     if not prompts:
@@ -97,10 +70,10 @@ def load_requested(request: Request, *, tokenizer: Tokenizer | None = None) -> l
 def check_data(request: Request) -> None:
     """Checks within milliseconds that the data set's file exists, by reading its first prompt.
 
-    ``load_requested`` reports bad records after the first.
+    ``load_prompts`` reports bad records after the first.
 
     Raises:
-        UserError: as ``load_requested``.
+        UserError: as ``load_prompts``.
     """
     check_request(request)
     if request.origin == "hub":

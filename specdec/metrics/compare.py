@@ -120,7 +120,7 @@ def speed_ratio_interval(
         num_resamples: bootstrap samples.
         seed: of the resampling.
     """
-    ours, plain = _per_prompt(results), _per_prompt(ar_results)
+    ours, plain = decoded_by_prompt(results), decoded_by_prompt(ar_results)
     common = sorted(ours.keys() & plain.keys())
     if len(common) < 2:
         return None
@@ -137,13 +137,13 @@ def speed_ratio_interval(
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
     """float64[P]: ratio of decode speeds per prompt, repeats pooled."""
-    ours = _per_prompt([result for run in runs for result in run.results])
-    plain = _per_prompt([result for run in ar_runs for result in run.results])
+    ours = decoded_by_prompt([result for run in runs for result in run.results])
+    plain = decoded_by_prompt([result for run in ar_runs for result in run.results])
     common = [i for i in sorted(ours.keys() & plain.keys()) if min(*ours[i], *plain[i]) > 0]
     return np.array([(ours[i][0] / ours[i][1]) / (plain[i][0] / plain[i][1]) for i in common])
 
 
-def _per_prompt(results: Sequence[RequestResult]) -> dict[int, tuple[float, float]]:
+def decoded_by_prompt(results: Sequence[RequestResult]) -> dict[int, tuple[float, float]]:
     """Prompt id -> tokens and seconds of its decode phases."""
     totals: dict[int, tuple[float, float]] = {}
     for result in results:

@@ -6,7 +6,7 @@ A value is None where it is undefined: a zero denominator, or not applicable to 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.metrics.loops import loop_share
@@ -153,31 +153,34 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
     }
 
 
+def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
+    """First position of each bucket -> share of its tokens that a source proposed."""
+    drafted, emitted = Counter[int](), Counter[int]()
+    for result in results:
+        for position, origin in enumerate(result.origins):
+            start = position // POSITION_BUCKET * POSITION_BUCKET
+            emitted[start] += 1
+            drafted[start] += origin >= 0
+    return {start: drafted[start] / emitted[start] for start in sorted(emitted)}
+
+
 def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> dict[str, Any]:
     """Counts by depth (empty for one level per step), by position and by origin."""
-    accepted: Counter[int] = Counter()
-    judged: Counter[int] = Counter()
-    paths: Counter[int] = Counter()
-    origins: Counter[int] = Counter()
-    drafted: Counter[int] = Counter()
-    emitted: Counter[int] = Counter()
+    accepted, judged, paths, origins = (Counter[int]() for _ in range(4))
     for result in results:
         if not level_per_step:
             accepted.update(result.counters.accepted_by_depth)
             judged.update(result.counters.judged_by_depth)
         paths.update(result.counters.path_lengths)
         origins.update(result.origins)
-        for start in range(0, len(result.origins), POSITION_BUCKET):
-            bucket = result.origins[start : start + POSITION_BUCKET]
-            emitted[start] += len(bucket)
-            drafted[start] += sum(origin >= 0 for origin in bucket)
-    return {
-        "acceptance_by_depth": {str(d): accepted[d] / judged[d] for d in sorted(judged)},
-        "judged_by_depth": {str(d): judged[d] for d in sorted(judged)},
-        "path_lengths": {str(k): paths[k] for k in sorted(paths)},
-        "tokens_by_origin": {str(k): origins[k] for k in sorted(origins)},
-        "drafted_share_by_position": {str(s): drafted[s] / emitted[s] for s in sorted(emitted)},
+    histograms: dict[str, Mapping[int, float]] = {
+        "acceptance_by_depth": {d: accepted[d] / judged[d] for d in judged},
+        "judged_by_depth": judged,
+        "path_lengths": paths,
+        "tokens_by_origin": origins,
+        "drafted_share_by_position": drafted_by_position(results),
     }
+    return {name: {str(k): of[k] for k in sorted(of)} for name, of in histograms.items()}
 
 
 def _cost_metrics(totals: RunTotals) -> dict[str, Any]:

@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, SimpleNamespace
-from typing import Annotated, Any, ParamSpec, get_args, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.functional_validators import WrapValidator
 from pydantic_core import PydanticCustomError
 
+from specdec.errors import UserError
+from specdec.parts.suggest import did_you_mean
+
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 Model = type[BaseModel]
 
 
@@ -63,6 +67,13 @@ Share = Annotated[
 
 PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
 """A probability or a share above 0 and at most 1."""
+
+
+Positive = Annotated[float, Field(gt=0)]
+"""A float above 0."""
+
+NotNegative = Annotated[float, Field(ge=0)]
+"""A float of at least 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +170,43 @@ def errors_of(model: Model, values: Mapping[str, Any], where: str = "") -> list[
                 text = " or null;".join(text.split(";", 1)) if ";" in text else f"{text} or null"
         messages.setdefault((str(key), at), {})[text] = None
     return [(key, at + " or ".join(texts)) for (key, at), texts in messages.items()]
+
+
+def check_values(
+    make: Callable[..., Any],
+    values: Mapping[str, Any],
+    where: str = "",
+    *,
+    given: Collection[str] = (),
+    also: Collection[str] = (),
+) -> None:
+    """Checks a section of a configuration against the parameters of a function or class.
+
+    Args:
+        where: dotted key of the section, for messages.
+        given: parameters that the section does not state.
+        also: further known keys, for messages.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value has the wrong type or is out of range.
+    """
+    model = signature_of(make).model
+    missing = []
+    for key, error in errors_of(model, values, f"{where}." if where else ""):
+        if error == "unknown":
+            hint = did_you_mean(key, [*names_of(model), *also])
+            raise UserError(f"{where and where + ': '}unknown key {key!r}: {hint}")
+        if error != "missing":
+            raise UserError(error)
+        missing += [] if key in given else [key]
+    if missing:
+        raise UserError(f"{where and where + ': '}missing keys: {', '.join(missing)}")
+
+
+def build(make: Callable[..., _T], values: Mapping[str, Any], where: str = "", **given: Any) -> _T:
+    """Returns ``make(**values, **given)`` after ``check_values``."""
+    check_values(make, values, where, given=given)
+    return make(**values, **given)
 
 
 def _shown(value: Any) -> str:

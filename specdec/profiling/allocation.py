@@ -1,21 +1,37 @@
-"""Search for the device split between target and draft and its tree (SwiftSpec 3.1, 5.5)."""
+"""``specdec profile profiling.devices=K``: tries device splits and writes the best as a preset.
+
+The search of SwiftSpec 3.1 and 5.5: devices of target and draft, and the tree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from specdec.clocks import LatencyProfile, Work
 from specdec.clocks.build import build_profile
 from specdec.clocks.profile import curve_at
 from specdec.errors import UserError
-from specdec.pairs import ModelPair
+from specdec.files import write_json, write_text
 from specdec.policies.best_first import UNTIL_READY
-from specdec.profiling.proposal import clock_node, decode_summary
-from specdec.runs.runners import TokenPrompt
-from specdec.state import StopRules
+from specdec.profiling.job import RESULT_FILE
+from specdec.profiling.proposal import Workload, clock_node
+from specdec.report.provenance import provenance
+from specdec.report.tables import number
+from specdec.runs.jobs import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BEST = "swiftspec_best"
+"""Name of the written preset."""
+
+_CHOICES = ("targets", "bs", "w")  # keys of ``profiling`` that list the values to try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,40 +59,65 @@ class Split:
     tokens_per_s: float
 
 
-def allocate(
-    cfg: Mapping[str, Any],
-    pair: ModelPair,
-    prompts: Sequence[TokenPrompt],
-    stop: StopRules,
-    *,
-    devices: int,
-    targets: Sequence[int],
-    sizes: Sequence[int],
-    leaves: Sequence[int],
-    use: Mapping[str, Any] | None,
-    on_split: Callable[[Split], None] = lambda _: None,
-) -> list[Split]:
-    """Decodes with every combination of split and tree.
+def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
+    """Tries device splits and trees.
 
     Args:
-        cfg: resolved configuration; its source, verifier, sampling and seed are used.
-        pair, prompts, stop: models, prompts and stop rules.
-        devices, targets: all devices, and those of the target to try; the draft has the others.
-        sizes, leaves: values of bs and of w to try.
+        cfg: resolved configuration with the section ``profiling`` and, if ``profiling.use`` names
+            a profile, the section ``use`` with its costs.
+        folder: for profile.json (every split) and strategy/swiftspec_best.yaml (the best one).
+        progress: advanced after every split.
+
+    Returns:
+        The content of ``profile.json``.
+
+    Raises:
+        UserError: as ``allocate``.
+    """
+    section, work = cfg["profiling"], Workload.of(cfg, progress)
+    use = None if section["use"] is None else {"name": section["use"], **cfg["use"]}
+    runs = prod(len(section[key]) for key in _CHOICES) * (1 if use is None else 2)
+    progress.phase("trying splits", runs)
+    splits = []
+    for split in allocate(work, use):
+        splits.append(split)
+        progress.advance(detail=f"{split.target}:{split.draft}, d {split.d}")
+    best = max(splits, key=lambda split: split.tokens_per_s)
+    source = "measured on real ranks" if use is None else f"simulated on {section['use']}"
+    about = f"The fastest of {len(splits)} splits and trees, {source}, by `specdec profile`."
+    write_text(folder / "strategy" / f"{BEST}.yaml", preset(best, name=BEST, about=about))
+    result = {
+        "source": source,
+        "splits": [asdict(split) for split in splits],
+        "best": asdict(best),
+        "provenance": provenance(command=sys.argv, config=cfg),
+    }
+    write_json(folder / RESULT_FILE, result)
+    return result
+
+
+def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[Split]:
+    """Decodes with every combination of split and tree.
+
+    ``profiling.devices`` is the number of devices and ``profiling.targets`` those of the target to
+    try; the draft has the others. ``profiling.bs`` and ``w`` are parameters of the trees to try.
+
+    Args:
+        work: models and prompts.
         use: a latency profile with times by degree (``name``, ``costs``, ``degrees``) to simulate;
             each tree is tried with d = floor(target time / draft time) and with d + 1. None: runs
             on real ranks, timed by the wall clock, with as many expansions as fit.
-        on_split: called with each result.
 
-    Returns:
+    Yields:
         The results, in the order tried.
 
     Raises:
         UserError: a split leaves no device for a group, or the profile has no times for it.
     """
-    _check_targets(targets, devices)
-    splits: list[Split] = []
-    for target, bs, w in product(targets, sizes, leaves):
+    section = work.cfg["profiling"]
+    devices = section["devices"]
+    _check_targets(section["targets"], devices)
+    for target, bs, w in product(*(section[key] for key in _CHOICES)):
         draft = devices - target
         profile, interpolated = (None, False) if use is None else _profile(use, target, draft)
         target_ms = draft_ms = None
@@ -87,22 +128,18 @@ def allocate(
             depths = [ratio, ratio + 1]
         for d in depths:
             tree: dict[str, Any] = {"bs": bs, "w": w, "d": d}
-            changed = {**cfg, **_sections(cfg, profile, (target, draft), tree)}
-            summary = decode_summary(changed, pair, prompts, stop, warm_up=profile is None)
-            splits.append(
-                Split(
-                    target=target,
-                    draft=draft,
-                    **tree,
-                    target_ms=target_ms,
-                    draft_ms=draft_ms,
-                    interpolated=interpolated,
-                    acceptance_length=summary["acceptance_length"],
-                    tokens_per_s=summary["tokens_per_s"],
-                )
+            changes = _sections(work.cfg, profile, (target, draft), tree)
+            summary = work.decode(changes, warm_up=profile is None)
+            yield Split(
+                target=target,
+                draft=draft,
+                **tree,
+                target_ms=target_ms,
+                draft_ms=draft_ms,
+                interpolated=interpolated,
+                acceptance_length=summary["acceptance_length"],
+                tokens_per_s=summary["tokens_per_s"],
             )
-            on_split(splits[-1])
-    return splits
 
 
 def _check_targets(targets: Sequence[int], devices: int) -> None:
@@ -174,3 +211,34 @@ def _sections(
         },
         "clock": {"kind": "measured"} if profile is None else clock_node(profile),
     }
+
+
+def print_splits(result: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the table of splits, fastest first, and the best."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = console or Console()
+    heads = ("target:draft", "bs", "w", "d", "t target", "t draft", "accepted", "tokens/s")
+    table = Table(*heads, box=None, padding=(0, 1))
+    for split in sorted(result["splits"], key=lambda s: -s["tokens_per_s"]):
+        mark = "*" if split["interpolated"] else ""
+        times = (split["target_ms"], split["draft_ms"])
+        table.add_row(
+            f"{split['target']}:{split['draft']}{mark}",
+            *(str(split[key]) for key in ("bs", "w", "d")),
+            *("-" if ms is None else number(ms, 2) for ms in times),
+            number(split["acceptance_length"], 2),
+            number(split["tokens_per_s"], 1),
+        )
+    console.print(table)
+    interpolated = any(split["interpolated"] for split in result["splits"])
+    best = Split(**result["best"])
+    console.print(
+        f"{result['source']}; accepted: emitted tokens per target pass"
+        + ("; * a degree between two of the profile's" if interpolated else ""),
+        highlight=False,
+    )
+    console.print(
+        f"best: {best.target}:{best.draft}, bs {best.bs}, w {best.w}, d {best.d}", highlight=False
+    )

@@ -16,11 +16,11 @@ from specdec.errors import UserError
 from specdec.files import write_json, write_text
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.profiling.passes import Sample, measure_model
-from specdec.profiling.proposal import Cell, costs_node, propose
+from specdec.profiling.proposal import Cell, Workload, costs_node, propose
 from specdec.profiling.transfer import measure_transfer
 from specdec.report.provenance import provenance
 from specdec.report.tables import number, percent
-from specdec.runs.jobs import Progress, prepare, stop_rules
+from specdec.runs.jobs import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,33 +46,22 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     Raises:
         UserError: there is no model to measure, or a grouping does not divide the devices.
     """
-    section = cfg["profiling"]
-    if cfg.get("threads"):
-        torch.set_num_threads(int(cfg["threads"]))
-    progress.phase("loading models", None)
-    pair, prompts, _ = prepare(cfg)
+    section, work = cfg["profiling"], Workload.of(cfg, progress)
     samples: dict[Work, list[Sample]] = {}
     if section["use"] is not None:
         profile = build_profile({"profile": section["use"], **cfg["use"]})
     else:
-        samples = _measure(cfg, pair, progress)
-        profile = profile_of(samples, name=section["name"], note=_note(cfg, pair))
+        samples = _measure(cfg, work.pair, progress)
+        profile = profile_of(samples, name=section["name"], note=_note(cfg, work.pair))
         write_text(
             folder / f"{profile.name}.yaml", profile_yaml(profile, stages=cfg["executor"]["stages"])
         )
     trees = len(section["widths"]) * len(section["children"])
     progress.phase("simulating trees", trees + sum(g > 1 for g in section["groups"]))
-    cells = propose(
-        cfg,
-        pair,
-        prompts,
-        stop_rules(cfg, pair),
-        profile,
-        widths=section["widths"],
-        children=section["children"],
-        groups=section["groups"],
-        on_cell=lambda cell: progress.advance(detail=f"width {cell.width}"),
-    )
+    cells = []
+    for cell in propose(work, profile):
+        cells.append(cell)
+        progress.advance(detail=f"width {cell.width}")
     result = {
         "profile": {"name": profile.name, "note": profile.note, "costs": costs_node(profile)},
         "samples": {k.value: [s.to_json() for s in v] for k, v in samples.items()},

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
+
+import torch
 
 from specdec.clocks import LatencyProfile
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt, pipedec_latency
+from specdec.runs.jobs import Progress, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
-from specdec.state import StopRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,69 +54,96 @@ class Cell:
         return {**values, **errors}
 
 
-def propose(
-    cfg: Mapping[str, Any],
-    pair: ModelPair,
-    prompts: Sequence[TokenPrompt],
-    stop: StopRules,
-    profile: LatencyProfile,
-    *,
-    widths: Sequence[int],
-    children: Sequence[int],
-    groups: Sequence[int],
-    on_cell: Callable[[Cell], None] = lambda _: None,
-) -> list[Cell]:
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Models and prompts of a configuration, decoded one by one under changed sections.
+
+    Attributes:
+        cfg: resolved configuration with the section ``profiling``; its source, verifier, sampling
+            and seed are used, not its ``batch_size`` and ``trace``.
+        pair, prompts: models and prompts.
+    """
+
+    cfg: Mapping[str, Any]
+    pair: ModelPair
+    prompts: Sequence[TokenPrompt]
+
+    @staticmethod
+    def of(cfg: Mapping[str, Any], progress: Progress) -> Workload:
+        """Sets the number of threads and loads the models."""
+        if cfg.get("threads"):
+            torch.set_num_threads(int(cfg["threads"]))
+        progress.phase("loading models", None)
+        pair, prompts, _ = prepare(cfg)
+        return Workload(cfg, pair, prompts)
+
+    def decode(
+        self, changes: Mapping[str, Any], *, warm_up: bool = False, needs: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Summary of decoding all prompts.
+
+        Args:
+            changes: sections that replace those of the configuration.
+            warm_up: decode the first prompt once before.
+            needs: metrics that must not be None, besides the time between tokens.
+
+        Raises:
+            UserError: the outputs are too short for these metrics.
+        """
+        cfg = {**self.cfg, **changes, "batch_size": 1, "trace": False}
+        runner = PartsRunner(cfg=cfg, pair=self.pair, stop=stop_rules(cfg, self.pair))
+        results: list[RequestResult] = []
+        try:
+            if warm_up:
+                runner.run(self.prompts[:1], lambda _: None)
+            totals = [runner.run([prompt], results.append) for prompt in self.prompts]
+        finally:
+            runner.close()
+        summary = summarise(results, RunTotals.merge(totals))
+        if not summary["tbt_ms_mean"] or any(summary[name] is None for name in needs):
+            raise UserError(
+                f"max_new_tokens={cfg['max_new_tokens']} is too few for a measurement: raise it"
+            )
+        return summary
+
+
+def propose(work: Workload, profile: LatencyProfile) -> Iterator[Cell]:
     """Simulates SpecPipe with several trees and groupings on a profile.
 
-    Tries every width with every number of children at one device per stage, then every grouping
-    with the fastest tree.
+    Tries every width with every number of children (``profiling.widths``, ``children``) at one
+    device per stage, then every grouping (``profiling.groups``) with the fastest tree.
+    ``executor.stages`` is the number of devices.
 
     Args:
-        cfg: resolved configuration; its source, verifier, sampling and seed are used, and
-            ``executor.stages`` is the number of devices.
-        pair, prompts, stop: models, prompts and stop rules.
+        work: models and prompts.
         profile: costs of one device.
-        widths, children, groups: the values to try.
-        on_cell: called with each result.
 
-    Returns:
+    Yields:
         The results, in the order tried.
 
     Raises:
         UserError: a grouping does not divide the number of devices.
     """
-    devices = int(cfg["executor"]["stages"])
+    section, devices = work.cfg["profiling"], int(work.cfg["executor"]["stages"])
+    groups = section["groups"]
     wrong = [g for g in groups if devices % g]
     if wrong:
         raise UserError(
             f"profiling.groups={list(groups)}: {wrong[0]} does not divide the"
             f" executor.stages={devices} devices; name divisors of {devices}"
         )
-    cells: list[Cell] = []
-
-    def try_cell(width: int, num_children: int, group: int) -> None:
-        cells.append(_cell(cfg, pair, prompts, stop, profile, (width, num_children, group)))
-        on_cell(cells[-1])
-
-    for width in widths:
-        for num_children in children:
-            try_cell(width, num_children, 1)
+    cells = []
+    for width, children in product(section["widths"], section["children"]):
+        cells.append(_cell(work, profile, width, children, 1))
+        yield cells[-1]
     best = min(cells, key=lambda cell: cell.tbt)
     for group in groups:
         if group > 1:
-            try_cell(best.width, best.children, group)
-    return cells
+            yield _cell(work, profile, best.width, best.children, group)
 
 
-def _cell(
-    cfg: Mapping[str, Any],
-    pair: ModelPair,
-    prompts: Sequence[TokenPrompt],
-    stop: StopRules,
-    profile: LatencyProfile,
-    tree: tuple[int, int, int],
-) -> Cell:
-    width, children, group = tree
+def _cell(work: Workload, profile: LatencyProfile, width: int, children: int, group: int) -> Cell:
+    cfg = work.cfg
     stages = int(cfg["executor"]["stages"]) // group
     policy = {
         "_target_": "specdec.policies.FixedWidth",
@@ -123,7 +153,7 @@ def _cell(
     # The simulated clock runs in one process.
     executor = {**cfg["executor"], "stages": stages, "groups": groups, "transport": "in_process"}
     changes = {"policy": policy, "clock": clock, "executor": executor}
-    summary = decode_summary({**cfg, **changes}, pair, prompts, stop, needs=("hit_rate",))
+    summary = work.decode(changes, needs=("hit_rate",))
     hit_rate = summary["hit_rate"]
     times = StepTimes.of(profile, width=width, stages=stages, group=group)
     return Cell(
@@ -139,42 +169,6 @@ def _cell(
         pipedec=pipedec_latency(times),
         draft_bound=times.draft > times.compute,
     )
-
-
-def decode_summary(
-    cfg: Mapping[str, Any],
-    pair: ModelPair,
-    prompts: Sequence[TokenPrompt],
-    stop: StopRules,
-    *,
-    warm_up: bool = False,
-    needs: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Summary of decoding the prompts one by one.
-
-    Args:
-        cfg: resolved configuration, without regard to ``batch_size`` and ``trace``.
-        pair, prompts, stop: models, prompts and stop rules.
-        warm_up: decode the first prompt once before.
-        needs: metrics that must not be None, besides the time between tokens.
-
-    Raises:
-        UserError: the outputs are too short for these metrics.
-    """
-    runner = PartsRunner(cfg={**cfg, "batch_size": 1, "trace": False}, pair=pair, stop=stop)
-    results: list[RequestResult] = []
-    try:
-        if warm_up:
-            runner.run(prompts[:1], lambda _: None)
-        totals = [runner.run([prompt], results.append) for prompt in prompts]
-    finally:
-        runner.close()
-    summary = summarise(results, RunTotals.merge(totals))
-    if not summary["tbt_ms_mean"] or any(summary[name] is None for name in needs):
-        raise UserError(
-            f"max_new_tokens={cfg['max_new_tokens']} is too few for a measurement: raise it"
-        )
-    return summary
 
 
 def clock_node(profile: LatencyProfile) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.metrics.compare import prompt_speedups
-from specdec.metrics.rates import POSITION_BUCKET
+from specdec.metrics.compare import decoded_by_prompt, prompt_speedups
+from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import decode_phase
 from specdec.report.plots import figure_of, png, tidy
 
@@ -159,17 +159,6 @@ def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
     return _finish(figure, "Throughput", (time, rate))
 
 
-def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
-    """First position of each bucket -> share of its tokens that a source proposed."""
-    drafted, emitted = Counter[int](), Counter[int]()
-    for result in results:
-        for position, origin in enumerate(result.origins):
-            start = position // POSITION_BUCKET * POSITION_BUCKET
-            emitted[start] += 1
-            drafted[start] += origin >= 0
-    return {start: drafted[start] / emitted[start] for start in sorted(emitted)}
-
-
 def mean_emission(results: Sequence[RequestResult]) -> FloatArray:
     """float64[N]: mean over prompts of the seconds from admission to the n-th token.
 
@@ -203,12 +192,8 @@ def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, Floa
 
 
 def _speeds(curve: Curve) -> FloatArray:
-    pooled: dict[int, tuple[float, float]] = {}
-    for result in curve.results:
-        phase = decode_phase(result)
-        count, seconds = pooled.get(result.id, (0.0, 0.0))
-        pooled[result.id] = (count + phase.tokens, seconds + phase.seconds)
-    return np.array([count / seconds for count, seconds in pooled.values() if seconds > 0])
+    phases = decoded_by_prompt(curve.results).values()
+    return np.array([count / seconds for count, seconds in phases if seconds > 0])
 
 
 def _color(curves: Sequence[Curve], curve: Curve) -> str:

@@ -14,7 +14,7 @@ import torch
 from specdec.data import (
     Request,
     fit_prompt,
-    load_requested,
+    load_prompts,
     prompt_tokens,
     section_provenance,
 )
@@ -266,7 +266,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     limit = data.get("max_prompt_tokens")
     bounds = [b for b in (room, limit) if b is not None]
     prompts, cut = [], 0
-    for prompt in load_requested(Request.of(data), tokenizer=tokenizer):
+    for prompt in load_prompts(Request.of(data), tokenizer=tokenizer):
         tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"))
         if bounds:
             tokens, num_cut = fit_prompt(

@@ -22,20 +22,18 @@ from specdec.train.agreement import BATCH, RANKS, agreement_by_data, draft_ranks
 from specdec.train.corpus import EVALUATED, held_out_files
 from specdec.train.lm import Report, held_out_loss
 from specdec.train.model import LanguageModel, load_hf
+from specdec.train.session import Session
 from specdec.train.streams import encode
 
 
 def make_card(
+    session: Session,
     *,
-    output_dir: str,
     measure: bool,
     new_tokens: int,
     prompts: dict[str, int],
     length: int,
     reference: str | None,
-    seed: int,
-    num_threads: int,
-    report: Report,
 ) -> None:
     """Measures target and draft in output_dir and writes its README.md and measured.json.
 
@@ -46,15 +44,13 @@ def make_card(
     Raises:
         UserError: a model is missing, or measured.json where ``measure`` is false.
     """
-    out = Path(output_dir)
-    if num_threads:
-        torch.set_num_threads(num_threads)
+    out, report = session.out, session.report
     if measure:
         measured = _measure(out, length, report)
         if reference is not None:
             report(0.2, f"held-out loss of {reference}")
             measured["reference"] = _measure_reference(Path(reference), length)
-        measured["agreement"] = _measure_agreement(out, prompts, new_tokens, seed, report)
+        measured["agreement"] = _measure_agreement(session, prompts, new_tokens)
         measured |= {"new_tokens": new_tokens, "batch": BATCH}
         write_json(out / "measured.json", measured)
     elif not (out / "measured.json").exists():
@@ -163,14 +159,16 @@ def _measure(out: Path, length: int, report: Report) -> dict[str, Any]:
 
 
 def _measure_agreement(
-    out: Path, prompts: dict[str, int], new_tokens: int, seed: int, report: Report
+    session: Session, prompts: dict[str, int], new_tokens: int
 ) -> list[dict[str, Any]]:
+    out = session.out
     target, draft = load_hf(out / "target"), load_hf(out / "draft")
     rows: list[dict[str, Any]] = []
     for (row,) in agreement_by_data(
-        target, draft_ranks(draft), _tokenizer(out / "target"), prompts, new_tokens, seed
+        target, draft_ranks(draft), _tokenizer(out / "target"), prompts, new_tokens, session.seed
     ):
-        report(0.3 + 0.7 * len(rows) / (2 * len(prompts)), f"{row['data']}, {row['sampling']}")
+        progress = 0.3 + 0.7 * len(rows) / (2 * len(prompts))
+        session.report(progress, f"{row['data']}, {row['sampling']}")
         rows.append(row)
     return rows
 

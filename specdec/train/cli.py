@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from specdec.errors import UserError
+from specdec.parts.fields import build, check_values, names_of, signature_of
 from specdec.train import card, draft, exit_recipe, recipes, unlikelihood
-from specdec.train.keys import check_keys
+from specdec.train.session import Recipe, Session, start
 
-RECIPES: dict[str, Callable[..., None]] = {
+RECIPES: dict[str, Recipe] = {
     "tokenizer": recipes.make_tokenizer,
     "target": recipes.train_target,
     "finish": unlikelihood.finish_target,
@@ -30,7 +30,7 @@ def run(what: str, cfg: dict[str, Any]) -> int:
 
     Args:
         what: a key of ``RECIPES``.
-        cfg: exactly the recipe's arguments, as in conf/train/<what>.yaml.
+        cfg: the keys of conf/train/<what>.yaml.
 
     Returns:
         0.
@@ -41,8 +41,10 @@ def run(what: str, cfg: dict[str, Any]) -> int:
     """
     if what not in RECIPES:
         raise UserError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
-    recipe = RECIPES[what]
-    check_keys(recipe, cfg, injected=("report",))
+    recipe, names = RECIPES[what], names_of(signature_of(Session).model)
+    shared = {key: value for key, value in cfg.items() if key in names}
+    own = {key: value for key, value in cfg.items() if key not in names}
+    check_values(recipe, own, also=names)
     columns = *Progress.get_default_columns()[:3], TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=1.0)
@@ -51,5 +53,5 @@ def run(what: str, cfg: dict[str, Any]) -> int:
             bar.update(task, completed=progress)
             bar.console.print(line, markup=False, highlight=False)
 
-        recipe(**cfg, report=report)
+        start(recipe, build(Session, shared, report=report), own)
     return 0

@@ -130,8 +130,6 @@ class NearDuplicates:
 
     def __init__(self, threshold: float = 0.5) -> None:
         """Takes the share of known shingles, in (0, 1], from which a document is a copy."""
-        if not 0.0 < threshold <= 1.0:
-            raise UserError(f"threshold must be in (0, 1], got {threshold}")
         self.threshold, self.seen = threshold, set[int]()
 
     def is_copy(self, text: str) -> bool:

@@ -14,18 +14,12 @@ from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_bytes
-from specdec.train.keys import build
+from specdec.parts.fields import Positive, Share, build, validated
 from specdec.train.lm import Loss, Pretraining, Report
 from specdec.train.model import LanguageModel, compiled_if, with_layers
-from specdec.train.parallel import rank_and_size, spawned, wait_for_all
+from specdec.train.parallel import rank_and_size, wait_for_all
 from specdec.train.plan import RunPlan
-from specdec.train.recipes import (
-    Teacher,
-    pick_device,
-    read_teacher,
-    set_up,
-    train_and_save,
-)
+from specdec.train.recipes import Teacher, read_teacher, train_and_save
 from specdec.train.resuming import keep_settings, weights_hash
 from specdec.train.samples import (
     Sampling,
@@ -34,6 +28,7 @@ from specdec.train.samples import (
     sample_documents,
     sequence_end,
 )
+from specdec.train.session import Session
 from specdec.train.streams import Mixture, load_streams, save_streams
 
 
@@ -50,23 +45,17 @@ class DistillationLoss(Loss):
     weights the target's likeliest tokens, which decide acceptance, above the tail.
     """
 
+    @validated
     def __init__(
-        self, target: LanguageModel, *, text_weight: float = 0.0, temperature: float = 1.0
+        self, target: LanguageModel, *, text_weight: Share = 0.0, temperature: Positive = 1.0
     ) -> None:
         """Freezes the target; the loss is compiled if the target is.
 
         Args:
             target: the teacher.
-            text_weight: share, in [0, 1], of the text's cross entropy in the loss.
-            temperature: of both distributions, positive.
-
-        Raises:
-            UserError: text_weight or temperature is out of range.
+            text_weight: share of the text's cross entropy in the loss.
+            temperature: of both distributions.
         """
-        if not 0.0 <= text_weight <= 1.0:
-            raise UserError(f"text_weight must be in [0, 1], got {text_weight}")
-        if temperature <= 0:
-            raise UserError(f"temperature must be positive, got {temperature}")
         self.target, self.text_weight = target.requires_grad_(False), text_weight
         self.temperature = temperature
         self.divergence = compiled_if(target.compiled, divergence)
@@ -150,69 +139,46 @@ def sample_target(
 
 
 def train_draft(
+    session: Session,
     *,
-    work_dir: str,
-    output_dir: str,
     target_layers: list[int],
     sampling: dict[str, Any],
     distill_weights: dict[str, float],
     distill_plan: dict[str, Any],
-    text_weight: float,
-    temperature: float,
-    seed: int,
-    precision: str,
-    compiled: bool,
-    num_threads: int,
-    num_processes: int,
-    device: str,
-    report: Report,
+    text_weight: Share,
+    temperature: Positive,
 ) -> None:
     """Distils the draft from output_dir/target into output_dir/draft.
 
     The draft's initial weights are the target's embedding and some of its layers, which saves
     hundreds of steps compared with random weights. Arguments: conf/train/draft.yaml.
     """
-    if spawned(train_draft, locals(), num_processes):
-        return
-    work, out = Path(work_dir), Path(output_dir)
-    dtype, place = set_up(num_threads, precision), pick_device(device)
+    work, out, seed = session.work / "draft", session.out, session.seed
     schedule = RunPlan.of(distill_plan, "distill_plan")
-    target = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
-    draft = with_layers(target.model, target_layers).to(place)
+    target = read_teacher(session)
+    draft = with_layers(target.model, target_layers).to(session.place)
     schedule.check(draft.shape)
     loss = DistillationLoss(target.model, text_weight=text_weight, temperature=temperature)
-    samples = sample_target(
-        target, work=work / "draft", sampling=sampling, seed=seed, report=report
-    )
+    samples = sample_target(target, work=work, sampling=sampling, seed=seed, report=session.report)
     streams = {**target.streams, "samples": samples}
     run = Pretraining(
         draft,
         Mixture(streams, distill_weights, seed + 1),
         schedule,
-        work / "draft",
+        work,
         loss=loss,
         held_out=streams["held_out"],
         settings={
             **{"target": weights_hash(target.model), "target_layers": target_layers},
             **{"text_weight": text_weight, "temperature": temperature},
         },
-        report=report,
+        report=session.report,
     )
     extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
     train_and_save(run, out / "draft", tokenizer=out / "target", extra=extra)
 
 
-def sample_ngram(
-    *,
-    work_dir: str,
-    output_dir: str,
-    sampling: dict[str, Any],
-    max_tokens: int,
-    seed: int,
-    precision: str,
-    num_threads: int,
-    report: Report,
-) -> None:
+def sample_ngram(session: Session, *, sampling: dict[str, Any], max_tokens: int) -> None:
     """Samples token sequences from the draft for n-gram counts.
 
     Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents each preceded by token 0.
@@ -221,21 +187,19 @@ def sample_ngram(
     Raises:
         UserError: the vocabulary has ids above 32767, which int16 cannot hold.
     """
-    work, out = Path(work_dir), Path(output_dir)
-    dtype = set_up(num_threads, precision)
-    draft = read_teacher(work, out / "draft", dtype=dtype, device=torch.device("cpu"))
+    draft = read_teacher(session, "draft")
     if draft.model.shape.vocab_size > 32768:
         raise UserError(f"vocabulary of {draft.model.shape.vocab_size} does not fit 16 bits")
     tokens = sample_documents(
         draft.model,
-        docstring_prompts(draft, sampling["prompts"], seed),
+        docstring_prompts(draft, sampling["prompts"], session.seed),
         sampling_rules(sampling),
         new_tokens=sampling["new_tokens"],
         batch=sampling["batch"],
-        seed=seed,
+        seed=session.seed,
         minutes=sampling["minutes"],
         keep_prompt=False,
-        report=report,
+        report=session.report,
     )[:max_tokens]
     data = save({"tokens": tokens.astype(np.int16)})
-    write_bytes(out / "ngram" / "samples.safetensors", data)
+    write_bytes(session.out / "ngram" / "samples.safetensors", data)

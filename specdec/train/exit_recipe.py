@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_json
+from specdec.parts.fields import build
 from specdec.train.agreement import agreement_by_data, check_data_name, ranks_of
 from specdec.train.draft import sample_target
 from specdec.train.exits import (
@@ -22,13 +22,13 @@ from specdec.train.exits import (
     save_heads,
     warm_start,
 )
-from specdec.train.keys import build
 from specdec.train.lm import Pretraining, Report, silent
 from specdec.train.model import LanguageModel
-from specdec.train.parallel import rank_and_size, spawned
+from specdec.train.parallel import rank_and_size
 from specdec.train.plan import Phase, RunPlan
-from specdec.train.recipes import pick_device, read_teacher, record_run, set_up
+from specdec.train.recipes import read_teacher, record_run
 from specdec.train.resuming import weights_hash
+from specdec.train.session import Session
 from specdec.train.streams import Mixture
 
 
@@ -49,23 +49,15 @@ STATED = {
 
 
 def train_exit_heads(
+    session: Session,
     *,
-    work_dir: str,
-    output_dir: str,
-    heads: list[dict[str, object]],
+    heads: list[dict[str, Any]],
     loss: dict[str, Any],
     warm_batches: int,
     plan: dict[str, Any],
     weights: dict[str, float],
     sampling: dict[str, Any] | None,
     evaluation: dict[str, Any],
-    seed: int,
-    precision: str,
-    compiled: bool,
-    num_threads: int,
-    num_processes: int,
-    device: str,
-    report: Report,
 ) -> None:
     """Trains heads of output_dir/target together; the target is not changed.
 
@@ -73,17 +65,15 @@ def train_exit_heads(
     (record of the run) and measured-NAME.json (agreement by data set). Arguments:
     conf/train/exit_head.yaml.
     """
-    if spawned(train_exit_heads, locals(), num_processes):
-        return
-    work, out, place = Path(work_dir), Path(output_dir), pick_device(device)
-    dtype, specs = set_up(num_threads, precision), [HeadSpec.of(values) for values in heads]
-    teacher = read_teacher(work, out / "target", dtype=dtype, device=place, compiled=compiled)
+    seed, report = session.seed, session.report
+    specs = [build(HeadSpec, head, "heads") for head in heads]
+    teacher = read_teacher(session)
     target, streams = teacher.model, dict(teacher.streams)
-    exit_heads = ExitHeads(target, specs).to(place)
+    exit_heads = ExitHeads(target, specs).to(session.place)
     name = specs[0].name
     distillation = build(SelfDistillation, loss, "loss", target=target)
     _check_before_sampling(target, specs, plan, evaluation)
-    folder = work / "heads" / name
+    folder, out = session.work / "heads" / name, session.out / "heads"
     if sampling is not None:
         streams["samples"] = sample_target(
             teacher, work=folder, sampling=sampling, seed=seed, report=report
@@ -104,10 +94,10 @@ def train_exit_heads(
     )
     run.run()
     if rank_and_size()[0] == 0:
-        save_heads(exit_heads, out / "heads")
-        record_run(run, out / "heads" / f"training-{name}.json", {**settings, "weights": weights})
+        save_heads(exit_heads, out)
+        record_run(run, out / f"training-{name}.json", {**settings, "weights": weights})
         rows = evaluate_heads(target, exit_heads, teacher.tokenizer, evaluation, seed, report)
-        write_json(out / "heads" / f"measured-{name}.json", rows)
+        write_json(out / f"measured-{name}.json", rows)
 
 
 def _warm_start(

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.errors import UserError
-from specdec.train.keys import build
+from specdec.parts.fields import Count, NotNegative, Positive, validated
 from specdec.train.lm import Loss
 from specdec.train.model import LanguageModel, compiled_if, save_weights
 
@@ -47,29 +49,18 @@ class HeadSpec:
     """
 
     kind: HeadKind
-    layer: int
-    offset: int = 0
+    layer: Count
+    offset: Annotated[int, Field(ge=0)] = 0
     own_output: bool = True
+
+    def __post_init__(self) -> None:
+        """Accepts the kind as text."""
+        object.__setattr__(self, "kind", HeadKind(self.kind))
 
     @property
     def name(self) -> str:
         """File name without ending: ``transformer-3``, ``medusa-24-1``."""
         return f"{self.kind}-{self.layer}" + (f"-{self.offset}" if self.offset else "")
-
-    @staticmethod
-    def of(values: dict[str, object]) -> HeadSpec:
-        """Builds a HeadSpec from plain values.
-
-        Raises:
-            UserError: an unknown kind or key, or a value out of range.
-        """
-        kinds = list(HeadKind)
-        if values.get("kind") not in kinds:
-            raise UserError(f"heads: {values} has none of the kinds {', '.join(kinds)}")
-        spec = build(HeadSpec, {**values, "kind": HeadKind(str(values["kind"]))}, "heads")
-        if spec.offset < 0 or spec.layer < 1:
-            raise UserError(f"heads: {values}: layer must be at least 1, offset at least 0")
-        return spec
 
 
 class ExitHead(nn.Module):
@@ -158,13 +149,14 @@ class SelfDistillation(Loss):
     there.
     """
 
+    @validated
     def __init__(
         self,
         target: LanguageModel,
         *,
-        kl_weight: float = 1.0,
-        temperature: float = 1.0,
-        every: int = 1,
+        kl_weight: NotNegative = 1.0,
+        temperature: Positive = 1.0,
+        every: Count = 1,
     ) -> None:
         """Freezes the target; the loss is compiled if the target is.
 
@@ -175,15 +167,7 @@ class SelfDistillation(Loss):
                 the likeliest tokens, which a verifier compares, weigh more.
             every: the loss uses one position in this many, at an offset that changes each step;
                 saves products with the output matrix, most of a small model's work. 1 in the paper.
-
-        Raises:
-            UserError: a value is out of range.
         """
-        if kl_weight < 0 or temperature <= 0 or every < 1:
-            raise UserError(
-                f"kl_weight={kl_weight} must be at least 0, temperature={temperature} above 0 and"
-                f" every={every} at least 1"
-            )
         self.target, self.kl_weight = target.requires_grad_(False), kl_weight
         self.temperature, self.every = temperature, every
         self._calls = 0

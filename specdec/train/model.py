@@ -22,6 +22,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
+from specdec.parts.fields import Count, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,15 @@ class ModelShape:
         rope_theta: base of the rotary frequencies.
     """
 
-    num_layers: int
-    hidden: int
-    feed_forward: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int = 4096
-    max_positions: int = 2048
-    rope_theta: float = 10000.0
+    num_layers: Count
+    hidden: Count
+    feed_forward: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    vocab_size: Count = 4096
+    max_positions: Count = 2048
+    rope_theta: Positive = 10000.0
 
     def __post_init__(self) -> None:
         """Checks the sizes against each other."""
@@ -57,8 +58,6 @@ class ModelShape:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim must be even, got {self.head_dim}")
-        if self.num_layers < 1:
-            raise UserError(f"num_layers must be at least 1, got {self.num_layers}")
 
 
 INIT_STD = 0.02

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from specdec.errors import UserError
-from specdec.train.keys import build
+from specdec.parts.fields import Count, build
 from specdec.train.model import ModelShape
 
 
@@ -25,14 +25,9 @@ class Phase:
     """
 
     until: float
-    length: int
-    batch: int
-    layers: int | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the ranges."""
-        if min(self.length, self.batch, self.layers or 1) < 1:
-            raise UserError(f"length, batch and layers must be at least 1, got {self}")
+    length: Count
+    batch: Count
+    layers: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +65,9 @@ class RunPlan:
     cycle_rates: tuple[float, ...] = ()
     clip: float = 1.0
     checkpoint_minutes: float = 4.0
-    log_every: int = 50
-    eval_every: int = 4
-    eval_length: int = 256
+    log_every: Count = 50
+    eval_every: Count = 4
+    eval_length: Count = 256
 
     def __post_init__(self) -> None:
         """Checks the values against each other."""
@@ -92,8 +87,6 @@ class RunPlan:
             raise UserError(
                 f"{len(self.restarts) + 1} cycles need as many cycle_rates, got {self.cycle_rates}"
             )
-        if min(self.log_every, self.eval_every, self.eval_length) < 1:
-            raise UserError("log_every, eval_every and eval_length must be at least 1")
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str = "plan") -> RunPlan:
@@ -108,7 +101,8 @@ class RunPlan:
         """
         series = {name: tuple(values.get(name) or ()) for name in ("restarts", "cycle_rates")}
         phases = tuple(build(Phase, phase, f"{where}.phases") for phase in values.get("phases", ()))
-        return build(RunPlan, {**values, **series, "phases": phases}, where)
+        rest = {key: value for key, value in {**values, **series}.items() if key != "phases"}
+        return build(RunPlan, rest, where, phases=phases)
 
     def check(self, shape: ModelShape) -> None:
         """Checks a model's sizes against the phases.

@@ -1,8 +1,7 @@
 """The recipes of the tokenizer and the target, and what all recipes share.
 
-A recipe takes plain values (the keys of conf/train/*.yaml) and writes to two folders: `work_dir`
-for token streams and checkpoints, `output_dir` for the finished models. An interrupted run resumes
-from its checkpoint when the same command is given again.
+A recipe takes a Session and plain values (the other keys of conf/train/NAME.yaml). An interrupted
+run resumes from its checkpoint when the same command is given again.
 """
 
 from __future__ import annotations
@@ -12,25 +11,24 @@ import platform
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
+from specdec.parts.fields import PositiveShare, build
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
-from specdec.train.keys import build
-from specdec.train.lm import Pretraining, Report
-from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
-from specdec.train.parallel import rank_and_size, spawned
+from specdec.train.lm import Pretraining
+from specdec.train.model import LanguageModel, ModelShape, save_hf
+from specdec.train.parallel import rank_and_size
 from specdec.train.plan import RunPlan
+from specdec.train.session import Session
 from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams, stream_of
 from specdec.train.tokenizer import END, save_tokenizer, tokenizer_texts, train_tokenizer
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def need(path: Path, recipe: str) -> Path:
@@ -86,49 +84,22 @@ class Teacher:
     streams: dict[str, np.ndarray]
 
 
-def read_teacher(
-    work: Path,
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    compiled: bool = False,
-) -> Teacher:
-    """Reads a model and the token streams for it.
+def read_teacher(session: Session, part: str = "target") -> Teacher:
+    """Reads the model output_dir/part and the token streams for it.
 
     Args:
-        work: folder of the token streams.
-        folder: of the model; its name is that of the recipe that writes it.
-        dtype, device, compiled: of the LanguageModel; the first one is its compute dtype.
+        session: folders and machine.
+        part: the model's folder, which has the name of the recipe that writes it.
 
     Raises:
         UserError: a file is missing, or model and streams have different tokenizers.
     """
+    folder = session.out / part
     for name in ("model.safetensors", "tokenizer.json"):
-        need(folder / name, folder.name)
-    streams = need_streams(work, folder)
-    model = load_hf(folder, compute_dtype=dtype, compiled=compiled).to(device)
+        need(folder / name, part)
+    streams = need_streams(session.work, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Teacher(model=model, tokenizer=tokenizer, streams=streams)
-
-
-def pick_device(name: str) -> torch.device:
-    """A device by name; "auto" is a GPU if there is one (by rank in a group), else the CPU."""
-    if name != "auto":
-        return torch.device(name)
-    rank, size = rank_and_size()
-    if size > 1:
-        return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    return Accelerator().device
-
-
-def set_up(num_threads: int, precision: str) -> torch.dtype:
-    """Sets the CPU threads (0 keeps torch's default); returns the dtype of a precision's name."""
-    if precision not in PRECISIONS:
-        raise UserError(f"precision must be one of {sorted(PRECISIONS)}, got {precision!r}")
-    if num_threads:
-        torch.set_num_threads(num_threads)
-    return PRECISIONS[precision]
+    return Teacher(model=session.load(folder), tokenizer=tokenizer, streams=streams)
 
 
 def describe_corpus(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -161,18 +132,15 @@ def describe_corpus(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str,
 
 
 def make_tokenizer(
+    session: Session,
     *,
-    work_dir: str,
-    output_dir: str,
     tokenizer: str | None,
     packages: dict[str, float],
     gsm8k_mb: float,
-    copy_threshold: float,
-    vocab_size: int,
+    copy_threshold: PositiveShare,
+    vocab_size: Annotated[int, Field(ge=257)],
     merges_mb: float,
     max_positions: int,
-    seed: int,
-    report: Report,
 ) -> None:
     """Builds the corpus, trains a tokenizer unless one is given, encodes the token streams.
 
@@ -183,7 +151,7 @@ def make_tokenizer(
     Raises:
         UserError: output_dir has models of another tokenizer, or ``tokenizer`` cannot be used.
     """
-    work, out = Path(work_dir), Path(output_dir)
+    work, out, report = session.work, session.out, session.report
     existing = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
     report(0.0, "reading source files")
     corpus = build_corpus(packages=packages, gsm8k_mb=gsm8k_mb, copy_threshold=copy_threshold)
@@ -193,7 +161,7 @@ def make_tokenizer(
         used = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
         _refuse_other_models(used, out)
     report(0.6, "encoding")
-    streams = encode_corpus(corpus, used, seed)
+    streams = encode_corpus(corpus, used, session.seed)
     save_streams(streams, work / "tokens.npz")
     save_tokenizer(used, work, max_positions)
     if existing is None:
@@ -271,44 +239,31 @@ def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None
 
 
 def train_target(
-    *,
-    work_dir: str,
-    output_dir: str,
-    shape: dict[str, int],
-    weights: dict[str, float],
-    plan: dict[str, Any],
-    seed: int,
-    precision: str,
-    compiled: bool,
-    num_threads: int,
-    num_processes: int,
-    device: str,
-    report: Report,
+    session: Session, *, shape: dict[str, Any], weights: dict[str, float], plan: dict[str, Any]
 ) -> None:
     """Trains the target on the token streams that make_tokenizer wrote.
 
     Writes output_dir/target and work_dir/target. Arguments: conf/train/target.yaml.
     """
-    if spawned(train_target, locals(), num_processes):
-        return
-    work = Path(work_dir)
-    dtype = set_up(num_threads, precision)
-    streams, schedule = need_streams(work), RunPlan.of(plan)
-    sizes = _shape(shape, schedule, streams)
-    generator = torch.Generator().manual_seed(seed)
-    model = LanguageModel(sizes, generator=generator, compute_dtype=dtype, compiled=compiled)
-    run = Pretraining(
-        model.to(pick_device(device)),
-        Mixture(streams, weights, seed),
-        schedule,
-        work / "target",
-        held_out=streams["held_out"],
-        report=report,
+    streams, schedule = need_streams(session.work), RunPlan.of(plan)
+    model = LanguageModel(
+        _shape(shape, schedule, streams),
+        generator=torch.Generator().manual_seed(session.seed),
+        compute_dtype=session.dtype,
+        compiled=session.compiled,
     )
-    train_and_save(run, Path(output_dir) / "target", tokenizer=work)
+    run = Pretraining(
+        model.to(session.place),
+        Mixture(streams, weights, session.seed),
+        schedule,
+        session.work / "target",
+        held_out=streams["held_out"],
+        report=session.report,
+    )
+    train_and_save(run, session.out / "target", tokenizer=session.work)
 
 
-def _shape(sizes: dict[str, int], schedule: RunPlan, streams: dict[str, np.ndarray]) -> ModelShape:
+def _shape(sizes: dict[str, Any], schedule: RunPlan, streams: dict[str, np.ndarray]) -> ModelShape:
     """Sizes of the model in the first phase.
 
     Raises:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from pydantic import Field
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from specdec.errors import UserError
+from specdec.parts.fields import NotNegative, Positive, PositiveShare
 from specdec.train.lm import Report, silent
 from specdec.train.model import LanguageModel
 from specdec.train.streams import compact
@@ -36,17 +38,10 @@ class Sampling:
         share: share of the sequences sampled by this rule, where there are several.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    share: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Checks the ranges."""
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.share <= 0:
-            raise UserError(
-                f"temperature and top_k must be at least 0, top_p in (0, 1], share positive: {self}"
-            )
+    temperature: NotNegative = 0.0
+    top_p: PositiveShare = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    share: Positive = 1.0
 
 
 def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specdec.errors import UserError
 from specdec.files import write_json, write_text
 from specdec.train.corpus import Corpus
 
@@ -24,13 +23,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 
     Args:
         texts: training text only.
-        vocab_size: number of entries, including END and the 256 bytes.
-
-    Raises:
-        UserError: vocab_size is less than 257 (END and the bytes).
+        vocab_size: number of entries, at least 257: END and the 256 bytes.
     """
-    if vocab_size < 257:
-        raise UserError(f"vocab_size must be at least 257, got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -22,14 +22,15 @@ from torch import Tensor
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
+from specdec.parts.fields import Count, Positive, Share, build, validated
 from specdec.train.draft import sample_target
-from specdec.train.keys import build
-from specdec.train.lm import Loss, Pretraining, Report
+from specdec.train.lm import Loss, Pretraining
 from specdec.train.model import LanguageModel, load_hf, load_weights, save_hf, weights_of
-from specdec.train.parallel import check_rows, own_rows, rank_and_size, spawned, wait_for_all
+from specdec.train.parallel import check_rows, own_rows, rank_and_size, wait_for_all
 from specdec.train.plan import RunPlan
-from specdec.train.recipes import pick_device, read_teacher, record_run, set_up
+from specdec.train.recipes import read_teacher, record_run
 from specdec.train.resuming import keep_settings, weights_hash
+from specdec.train.session import Session
 from specdec.train.streams import Mixture
 
 
@@ -62,12 +63,7 @@ def interpolate(first: LanguageModel, last: LanguageModel, share: float) -> Lang
     Half-way between a model and its fine-tuned form most of the gain remains, and most of the loss
     on other inputs disappears (Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR
     2022, section 3).
-
-    Raises:
-        UserError: share is outside [0, 1].
     """
-    if not 0.0 <= share <= 1.0:
-        raise UserError(f"blend must be in [0, 1], got {share}")
     ends = weights_of(last)
     load_weights(first, {name: w.lerp(ends[name], share) for name, w in weights_of(first).items()})
     return first
@@ -80,21 +76,20 @@ class UnlikelihoodLoss(Loss):
     marked tokens and 0 elsewhere, so that it decreases with the number of repetitions.
     """
 
-    def __init__(self, samples: Mixture, *, weight: float, batch: int, length: int) -> None:
+    @validated
+    def __init__(self, samples: Mixture, *, weight: Positive, batch: Count, length: Count) -> None:
         """Checks the samples against the windows.
 
         Args:
             samples: one stream, marked by mark_repeated.
-            weight: of the second term, positive.
+            weight: of the second term.
             batch: sample windows per step, over all processes.
             length: positions per sample window.
 
         Raises:
-            UserError: the weight is not positive, the samples do not fill a window, or the batch
-                does not divide evenly among the processes.
+            UserError: the samples do not fill a window, or the batch does not divide evenly among
+                the processes.
         """
-        if weight <= 0:
-            raise UserError(f"the unlikelihood weight must be positive, got {weight}")
         check_rows(batch, "unlikelihood.batch")
         samples.check(length)
         self.samples, self.weight, self.batch, self.length = samples, weight, batch, length
@@ -130,35 +125,23 @@ def minus_log_rest(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
 
 
 def finish_target(
+    session: Session,
     *,
-    work_dir: str,
-    output_dir: str,
     rounds: int,
     ngram: int,
-    blend: float,
+    blend: Share,
     sampling: dict[str, Any],
     weights: dict[str, float],
     unlikelihood: dict[str, Any],
     plan: dict[str, Any],
-    seed: int,
-    precision: str,
-    compiled: bool,
-    num_threads: int,
-    num_processes: int,
-    device: str,
-    report: Report,
 ) -> None:
     """Reduces the target's repetitions in rounds of sampling and training on the samples.
 
     Replaces output_dir/target by weights between the first ones (in work_dir/finish/start) and the
     last round's. Resumes after the last complete round. Arguments: conf/train/finish.yaml.
     """
-    if spawned(finish_target, locals(), num_processes):
-        return
-    work, out, place = Path(work_dir), Path(output_dir) / "target", pick_device(device)
-    dtype, schedule = set_up(num_threads, precision), RunPlan.of(plan)
-    teacher = read_teacher(work, out, dtype=dtype, device=place, compiled=compiled)
-    work = work / "finish"
+    work, out = session.work / "finish", session.out / "target"
+    seed, schedule, teacher = session.seed, RunPlan.of(plan), read_teacher(session)
     schedule.check(teacher.model.shape)
     settings = {"ngram": ngram, "sampling": sampling, "weights": weights, "seed": seed}
     settings |= {"unlikelihood": unlikelihood, "plan": plan}
@@ -166,14 +149,14 @@ def finish_target(
     for number in range(rounds):
         here = work / str(number)
         if not (here / "model" / "model.safetensors").exists():
-            model = load_hf(folder, compute_dtype=dtype, compiled=compiled).to(place)
+            model = session.load(folder)
             samples = sample_target(
                 replace(teacher, model=model),
                 work=here,
                 sampling=sampling,
                 seed=seed + number,
                 mark=partial(mark_repeated, vocab_size=model.shape.vocab_size, ngram=ngram),
-                report=report,
+                report=session.report,
             )
             run = Pretraining(
                 model,
@@ -182,7 +165,7 @@ def finish_target(
                 here,
                 held_out=teacher.streams["held_out"],
                 loss=_loss(unlikelihood, samples, seed),
-                report=report,
+                report=session.report,
             )
             _train_round(run, here, samples)
         folder = here / "model"

@@ -16,7 +16,6 @@ from specdec.data import (
     check_data,
     fit_prompt,
     load_prompts,
-    load_requested,
 )
 from specdec.data.stdlib import heads_of, is_held_out
 from specdec.errors import UserError
@@ -159,7 +158,7 @@ def test_bad_requests_name_value_and_remedy(
 ) -> None:
     monkeypatch.delenv("SPECDEC_DATA", raising=False)
     given = {k: str(folder) if v == "FOLDER" else v for k, v in arguments.items()}
-    for function in (load_requested, check_data):
+    for function in (load_prompts, check_data):
         with pytest.raises(UserError) as caught:
             function(Request(**given))
         assert all(word in str(caught.value) for word in words), caught.value

@@ -16,6 +16,7 @@ import pytest
 from specdec.cli.main import BAD_INPUT, main
 from specdec.config.job import run_job_of
 from specdec.config.options import options
+from specdec.metrics.rates import drafted_by_position
 from specdec.report.origins import (
     PALETTE,
     Piece,
@@ -28,7 +29,7 @@ from specdec.report.origins import (
     token_ends,
 )
 from specdec.report.page import load_report
-from specdec.report.result_plots import drafted_by_position, mean_emission, rate_by_position
+from specdec.report.result_plots import mean_emission, rate_by_position
 from tests.unit.test_metrics import make_result
 from tests.unit.test_results import comparison, sweep  # noqa: F401 - fixtures
 

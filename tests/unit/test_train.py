@@ -13,13 +13,14 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
-from specdec.train import agreement, card, cli, corpus, recipes
+from specdec.parts.fields import build, check_values
+from specdec.train import agreement, card, cli, corpus
 from specdec.train.draft import DistillationLoss, divergence
-from specdec.train.keys import check_keys
-from specdec.train.lm import Pretraining, held_out_loss, silent
+from specdec.train.lm import Pretraining, held_out_loss
 from specdec.train.model import LanguageModel, ModelShape, grow, load_hf, save_hf
 from specdec.train.plan import Phase, RunPlan
 from specdec.train.samples import Sampling, generate, pick, sample_documents
+from specdec.train.session import Session
 from specdec.train.streams import Mixture, encode, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
 from tests.unit.test_train_corpus import SOURCE
@@ -184,20 +185,13 @@ def test_two_processes_train_the_same_model_as_one(tmp_path):
             {"until": 0.5, "layers": 1, "length": 16, "batch": 4},
             {"until": 1.0, "layers": 2, "length": 32, "batch": 4},
         ]
-        recipes.train_target(
-            work_dir=str(work),
-            output_dir=str(work / "out"),
-            shape=sizes,
-            weights={"stdlib": 1.0},
-            plan={"phases": phases, "max_steps": 6, "log_every": 2},
-            seed=0,
-            precision="fp32",
-            compiled=False,
-            num_threads=1,
-            num_processes=size,
-            device="cpu",
-            report=silent,
-        )
+        cfg = {
+            **{"work_dir": str(work), "output_dir": str(work / "out"), "seed": 0, "shape": sizes},
+            **{"num_threads": 1, "num_processes": size, "device": "cpu", "precision": "fp32"},
+            "weights": {"stdlib": 1.0},
+            "plan": {"phases": phases, "max_steps": 6, "log_every": 2},
+        }
+        assert cli.run("target", cfg) == 0
         weights[size] = load_hf(work / "out" / "target").state_dict()
     for name, value in weights[1].items():
         torch.testing.assert_close(weights[2][name], value, atol=4e-3, rtol=0, msg=name)
@@ -247,7 +241,9 @@ def test_yaml_defaults_are_the_recipes_arguments():
     for what, recipe in cli.RECIPES.items():
         path = Path(__file__).parents[2] / "conf" / "train" / f"{what}.yaml"
         cfg = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-        check_keys(recipe, cfg, injected=("report",))
+        shared = {key: value for key, value in cfg.items() if key in Session.__slots__}
+        build(Session, shared)
+        check_values(recipe, {key: value for key, value in cfg.items() if key not in shared})
 
 
 @shipped

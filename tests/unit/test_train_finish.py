@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from specdec.metrics.loops import repeated_ngrams
-from specdec.train import unlikelihood
-from specdec.train.lm import Pretraining, silent
+from specdec.train import cli, unlikelihood
+from specdec.train.lm import Pretraining
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import Phase, RunPlan
 from specdec.train.samples import Sampling, generate
 from specdec.train.streams import Mixture, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
-from specdec.train.unlikelihood import UnlikelihoodLoss, finish_target, interpolate, mark_repeated
+from specdec.train.unlikelihood import UnlikelihoodLoss, mark_repeated
 
 VOCAB = 300
 SIZES = {"hidden": 32, "feed_forward": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -86,13 +86,13 @@ def test_without_marks_the_loss_is_that_of_the_text():
 
 def test_a_weight_must_be_positive():
     empty = Mixture({"samples": np.arange(9)}, {"samples": 1.0}, 1)
-    with pytest.raises(ValueError, match="got 0"):
+    with pytest.raises(ValueError, match=r"weight=0.0 cannot be used"):
         UnlikelihoodLoss(empty, weight=0.0, batch=1, length=4)
 
 
 def test_a_blend_outside_the_two_models_is_refused():
-    with pytest.raises(ValueError, match="blend must be in"):
-        interpolate(toy(), toy(), 1.5)
+    with pytest.raises(ValueError, match=r"blend=1.5 cannot be used"):
+        cli.run("finish", {"output_dir": "", "seed": 1, "blend": 1.5})
 
 
 def test_the_recipe_runs_its_rounds_and_goes_on(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_the_recipe_runs_its_rounds_and_goes_on(tmp_path, monkeypatch):
         "sample_target",
         lambda _, **kw: rounds.append(kw["work"].name) or np.asarray([0, *range(1, 60)], np.uint16),
     )
-    finish_target(**cfg, report=silent)
+    cli.run("finish", cfg)
     assert rounds == ["0", "1"]
     done = load_hf(tmp_path / "out" / "target").state_dict()
     start = load_hf(tmp_path / "work" / "finish" / "start").state_dict()
@@ -147,5 +147,5 @@ def test_the_recipe_runs_its_rounds_and_goes_on(tmp_path, monkeypatch):
     for name, value in done.items():
         half = (0.5 * (start[name] + last[name])).to(torch.bfloat16).float()
         torch.testing.assert_close(value, half, msg=name)
-    finish_target(**cfg, report=silent)
+    cli.run("finish", cfg)
     assert rounds == ["0", "1"]

@@ -118,7 +118,7 @@ def test_heads_of_ones_own_model(
     [
         (["plan.length=2048"], "beyond the model's 1024 positions"),
         (["heads=[{kind: norm, layer: 5}]"], "4 layers only"),
-        (["heads=[{kind: norn, layer: 1}]"], "none of the kinds norm, transformer, medusa"),
+        (["heads=[{kind: norn, layer: 1}]"], "it should be 'norm', 'transformer' or 'medusa'"),
         (["heads=[{kind: norm, layr: 1}]"], "did you mean layer"),
         (["heads=[]"], "named once each"),
         (["loss.temperature=0"], "temperature=0"),

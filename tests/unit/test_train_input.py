@@ -11,12 +11,12 @@ import torch
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
-from specdec.train import parallel, recipes
+from specdec.parts.fields import build
+from specdec.train import cli, parallel, recipes, session
 from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
 from specdec.train.exits import ExitHeads, HeadSpec, SelfDistillation
-from specdec.train.keys import build
-from specdec.train.lm import Pretraining, TextLoss, held_out_loss, silent
+from specdec.train.lm import Pretraining, TextLoss, held_out_loss
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import RunPlan
 from specdec.train.samples import Sampling, generate, sample_documents
@@ -57,7 +57,7 @@ class TestResuming:
             target, loss = toy(3), TextLoss()
             model: torch.nn.Module = toy()
             if kind == "heads":
-                model = ExitHeads(target, [HeadSpec.of({"kind": "norm", "layer": 1})])
+                model = ExitHeads(target, [build(HeadSpec, {"kind": "norm", "layer": 1})])
                 loss = SelfDistillation(target, every=3)
             else:
                 alone = Mixture({"samples": compact(samples)}, {"samples": 1.0}, 4)
@@ -160,8 +160,8 @@ class TestRefusals:
     def test_unknown_names_and_values_out_of_range(self) -> None:
         with pytest.raises(UserError, match="did you mean temperature"):
             build(Sampling, {"temprature": 1.0}, "sampling.rules")
-        with pytest.raises(UserError, match="top_p in"):
-            Sampling(temperature=1.0, top_p=0.0)
+        with pytest.raises(UserError, match=r"rules.top_p=0.0 cannot be used.* above 0"):
+            build(Sampling, {"temperature": 1.0, "top_p": 0.0}, "rules")
         with pytest.raises(UserError, match="prompts of human_eval: choose from"):
             prompts_of(
                 "human_eval",
@@ -233,35 +233,26 @@ class TestProcesses:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         sizes, lines = [], []
-        monkeypatch.setattr(parallel, "run_in_processes", lambda *words: sizes.append(words[-1]))
-        cfg = {"device": device, "report": lambda _, line: lines.append(line)}
-        spawned = parallel.spawned(recipes.train_target, cfg, 3)
-        assert (spawned, sizes or [1]) == (made > 1, [made])
+        monkeypatch.setattr(session, "_run_in_processes", lambda *words: sizes.append(words[-1]))
+        keys = {"output_dir": "", "seed": 0, "num_processes": 3, "device": device}
+        ours = session.Session(**keys, report=lambda _, line: lines.append(line))
+        here = []
+        session.start(here.append, ours, {})
+        assert (len(here) == 1, sizes or [1]) == (made == 1, [made])
         assert bool(lines) == (made < 3)
 
     @pytest.mark.distributed
     def test_an_error_of_a_process_is_raised_in_the_parent(self, tmp_path: Path) -> None:
+        cfg = {"work_dir": str(tmp_path), "output_dir": str(tmp_path), "seed": 0}
+        cfg |= {"shape": {}, "weights": {}, "plan": {}, "num_threads": 1, "num_processes": 2}
         with pytest.raises(UserError, match=r"tokens.npz is missing: run `specdec train tokenizer"):
-            recipes.train_target(
-                work_dir=str(tmp_path),
-                output_dir=str(tmp_path),
-                shape={},
-                weights={},
-                plan={},
-                seed=0,
-                precision="fp32",
-                compiled=False,
-                num_threads=1,
-                num_processes=2,
-                device="cpu",
-                report=silent,
-            )
+            cli.run("target", cfg)
 
 
 class TestTokenizers:
     CONFIG = {
         **{"packages": {}, "gsm8k_mb": 0.0, "copy_threshold": 0.5, "vocab_size": 300},
-        **{"merges_mb": 1.0, "max_positions": 64, "seed": 0, "report": silent},
+        **{"merges_mb": 1.0, "max_positions": 64, "seed": 0},
     }
 
     @pytest.fixture
@@ -272,7 +263,7 @@ class TestTokenizers:
         corpus.train += [Document("stdlib", "file", f"{i}.py", source) for i in range(2)]
         corpus.held_out.append(Document("stdlib", "file", "held.py", source))
         monkeypatch.setattr(recipes, "build_corpus", lambda **_: corpus)
-        return lambda **words: recipes.make_tokenizer(**self.CONFIG, **words)
+        return lambda **words: cli.run("tokenizer", {**self.CONFIG, **words})
 
     def test_a_new_tokenizer_beside_models_of_another(self, made, tmp_path: Path) -> None:
         """`specdec train tokenizer`, as errors say to run it, once broke the models that ship."""
@@ -313,8 +304,7 @@ def test_a_target_needs_a_depth_and_room_for_the_vocabulary(tmp_path: Path) -> N
     sizes = {"hidden": 8, "feed_forward": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
     given = {
         **{"work_dir": str(tmp_path), "output_dir": str(tmp_path), "weights": {"stdlib": 1.0}},
-        **{"seed": 0, "precision": "fp32", "compiled": False, "num_threads": 0},
-        **{"num_processes": 1, "device": "cpu", "report": silent},
+        "seed": 0,
     }
     for shape, layers, message in (
         ({**sizes, "vocab_size": 40}, 1, "vocab_size=40, but the token streams hold id 40"),
@@ -324,4 +314,4 @@ def test_a_target_needs_a_depth_and_room_for_the_vocabulary(tmp_path: Path) -> N
         phase = {"until": 1.0, "length": 16, "batch": 2, "layers": layers}
         words = {"phases": [phase], "max_steps": 1, "eval_length": 16}
         with pytest.raises(UserError, match=message):
-            recipes.train_target(shape=shape, plan=words, **given)
+            cli.run("target", {"shape": shape, "plan": words, **given})

@@ -1,0 +1,152 @@
+"""What all recipes share: folders, seed and machine, and their start in several processes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate import Accelerator
+from rich.console import Console
+
+from specdec.errors import UserError
+from specdec.train.lm import Report, silent
+from specdec.train.model import LanguageModel, load_hf
+from specdec.train.parallel import rank_and_size
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The keys that recipes share; conf/train/NAME.yaml has those that a recipe uses.
+
+    Attributes:
+        output_dir: folder of the finished models.
+        work_dir: folder of token streams and checkpoints.
+        seed: of every draw.
+        precision: of matrix products; weights are float32.
+        compiled: whether to use torch.compile.
+        num_threads: CPU threads per process; 0 keeps torch's default.
+        num_processes: data-parallel processes.
+        device: name of a device; "auto" is a GPU if there is one (by rank in a group), else the
+            CPU.
+        report: receives the progress.
+    """
+
+    output_dir: str
+    seed: int
+    work_dir: str = ""
+    precision: Literal["bf16", "fp32"] = "fp32"
+    compiled: bool = False
+    num_threads: int = 0
+    num_processes: int = 1
+    device: str = "cpu"
+    report: Report = silent
+
+    @property
+    def work(self) -> Path:
+        """Path of work_dir."""
+        return Path(self.work_dir)
+
+    @property
+    def out(self) -> Path:
+        """Path of output_dir."""
+        return Path(self.output_dir)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return _DTYPES[self.precision]
+
+    @property
+    def place(self) -> torch.device:
+        """This process's device."""
+        if self.device != "auto":
+            return torch.device(self.device)
+        rank, size = rank_and_size()
+        if size > 1:
+            return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        return Accelerator().device
+
+    def load(self, folder: Path) -> LanguageModel:
+        """Reads a model with this compute dtype, on this device."""
+        model = load_hf(folder, compute_dtype=self.dtype, compiled=self.compiled)
+        return model.to(self.place)
+
+
+Recipe = Callable[..., None]
+"""Called with a Session and the recipe's own keys."""
+
+
+def start(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
+    """Runs a module-level recipe in ``session.num_processes`` processes of one group.
+
+    On GPUs there is at most one process per GPU, and one where ``device`` names a single GPU; a
+    line of the report then states their number. One process is this one.
+
+    Raises:
+        UserError: as a process raised it.
+        torch.multiprocessing.ProcessRaisedException: a process failed; the others were stopped.
+    """
+    size, device = session.num_processes, session.device
+    if size > 1 and device != "cpu" and torch.cuda.is_available():
+        limit = 1 if ":" in device else torch.cuda.device_count()
+        if limit < size:
+            session.report(0.0, f"device={device}: {limit} of num_processes={size}, one per GPU")
+        size = min(size, limit)
+    if size > 1:
+        _run_in_processes(recipe, replace(session, report=silent), values, size)
+    else:
+        _run(recipe, session, values)
+
+
+def _run(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
+    if session.num_threads:
+        torch.set_num_threads(session.num_threads)
+    recipe(session, **values)
+
+
+def _run_in_processes(
+    recipe: Recipe, session: Session, values: Mapping[str, Any], size: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        try:
+            mp.start_processes(  # type: ignore[no-untyped-call]
+                _child,
+                args=(size, str(store), recipe, session, dict(values)),
+                nprocs=size,
+                start_method="spawn",
+            )
+        except mp.ProcessRaisedException as error:
+            messages = sorted(store.parent.glob("*.error"))
+            raise UserError(messages[0].read_text()) if messages else error from None
+
+
+def _child(
+    rank: int, size: int, store: str, recipe: Recipe, session: Session, values: dict[str, Any]
+) -> None:
+    """One process; process 0 prints the progress."""
+    backend = "nccl" if torch.cuda.is_available() and session.device != "cpu" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    console = Console(stderr=True)
+
+    def report(progress: float, line: str) -> None:
+        if rank == 0:
+            console.print(f"{progress:4.0%} {line}", markup=False, highlight=False)
+
+    try:
+        _run(recipe, replace(session, report=report), values)
+    except UserError as error:
+        Path(f"{store}.{rank}.error").write_text(str(error))
+        raise
+    finally:
+        dist.destroy_process_group()
