@@ -64,18 +64,15 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
         means = [row.get("tbt_ms_request_p99") for row in points]
         if None not in means:
             tail.plot(sizes, means, color=f"C{i}", ls=":", lw=1.2)
-    speed.set_xlabel("mean time between tokens of a request (ms)")
-    speed.set_ylabel("throughput (tokens per second)")
-    speed.set_title("as Fig. 16; figures beside points: batch size", fontsize=9)
-    tail.set_xlabel("batch size")
-    tail.set_ylabel("99th percentile of the time between tokens (ms)")
-    tail.set_title("as Fig. 17: over tokens; dotted: over requests' means", fontsize=9)
     tail.set_xscale("log", base=2)
     sizes = sorted({row["batch_size"] for row in rows})
     tail.set_xticks(sizes, [str(size) for size in sizes])
-    for ax in (speed, tail):
-        ax.set_ylim(bottom=0)
-        tidy(ax)
+    title = "as Fig. 16; figures beside points: batch size"
+    x, y = "mean time between tokens of a request (ms)", "throughput (tokens per second)"
+    tidy(speed, xlabel=x, ylabel=y, title=title, ylim=(0, None))
+    title = "as Fig. 17: over tokens; dotted: over requests' means"
+    y = "99th percentile of the time between tokens (ms)"
+    tidy(tail, xlabel="batch size", ylabel=y, title=title, ylim=(0, None))
     tail.legend(fontsize=7.5, frameon=False)
     loops = percent(next((r["loop_share"] for r in rows if r.get("loop_share") is not None), None))
     title = f"Batch sizes compared: {title_of(conditions)}, loop_share {loops}"
