@@ -7,26 +7,40 @@ from textwrap import fill
 from typing import Any
 
 from specdec.report.plots import figure_of, png, tidy
-from specdec.report.tables import NONE, number, percent, title_of
+from specdec.report.tables import (
+    COLUMNS,
+    NONE,
+    Column,
+    markdown_lines,
+    number,
+    percent,
+    title_of,
+    used_columns,
+)
 
 Row = Mapping[str, Any]
 
+
+def _metric(heading: str, key: str, digits: int) -> Column:
+    return Column(heading, "", lambda row: number(row.get(key), digits))
+
+
 _COLUMNS = (
-    ("batch", "batch_size", 0),
-    ("tokens/s", "throughput_tokens_per_s", 1),
-    ("TBT ms", "tbt_ms_mean", 1),
-    ("p50", "tbt_ms_p50", 1),
-    ("p95", "tbt_ms_p95", 1),
-    ("p99", "tbt_ms_p99", 1),
-    ("p99 of requests", "tbt_ms_request_p99", 1),
-    ("TTFT ms", "ttft_ms", 0),
-    ("queue ms", "queue_ms", 0),
-    ("open", "mean_batch", 1),
-    ("KV peak", "kv_tokens_peak", 0),
-    ("x ar", "throughput_over_ar", 2),
-    ("TBT x ar", "tbt_over_ar", 2),
-    ("x cross", "throughput_over_cross", 2),
-    ("TBT x cross", "tbt_over_cross", 2),
+    _metric("batch", "batch_size", 0),
+    _metric("tokens/s", "throughput_tokens_per_s", 1),
+    _metric("TBT ms", "tbt_ms_mean", 1),
+    _metric("p50", "tbt_ms_p50", 1),
+    _metric("p95", "tbt_ms_p95", 1),
+    _metric("p99", "tbt_ms_p99", 1),
+    _metric("p99 of requests", "tbt_ms_request_p99", 1),
+    _metric("TTFT ms", "ttft_ms", 0),
+    _metric("queue ms", "queue_ms", 0),
+    _metric("open", "mean_batch", 1),
+    _metric("KV peak", "kv_tokens_peak", 0),
+    _metric("x ar", "throughput_over_ar", 2),
+    _metric("TBT x ar", "tbt_over_ar", 2),
+    _metric("x cross", "throughput_over_cross", 2),
+    _metric("TBT x cross", "tbt_over_cross", 2),
 )
 _MARKERS = "osD^vPX*"
 
@@ -96,14 +110,10 @@ def curves_markdown(
         cross: name of the row on another profile; None without one.
         remarks: lines below the table.
     """
-    columns = [c for c in _COLUMNS if any(row.get(c[1]) is not None for row in rows)]
+    columns = [COLUMNS[0], *used_columns(rows, _COLUMNS), COLUMNS[-1]]
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]
-    lines.append("| strategy | " + " | ".join(head for head, _, _ in columns) + " | loops |")
-    lines.append("| --- |" + " ---: |" * (len(columns) + 1))
-    for name in dict.fromkeys(row["strategy"] for row in rows):
-        for row in (r for r in rows if r["strategy"] == name):
-            cells = [number(row.get(key), digits) for _, key, digits in columns]
-            lines.append(f"| {name} | {' | '.join(cells)} | {percent(row.get('loop_share'))} |")
+    lines += markdown_lines(columns, sorted(rows, key=lambda r: names.index(r["strategy"])), 1)
     lines += ["", "Ratios are within a batch size; above 1 the row is better."]
     if cross is not None:
         lines.append(

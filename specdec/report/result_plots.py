@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.metrics.compare import decoded_by_prompt, prompt_speedups
+from specdec.metrics.compare import decoded_by_prompt, pooled, prompt_speedups
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import decode_phase
 from specdec.report.plots import DRAFTED_LABEL, figure_of, png, tidy
@@ -56,7 +56,7 @@ class Curve:
     @property
     def results(self) -> list[RequestResult]:
         """Finished prompts of all repeats."""
-        return [result for run in self.runs for result in run.results]
+        return pooled(self.runs)
 
 
 def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
