@@ -22,8 +22,8 @@ import torch
 
 from experiments.pipelines.strategy_speeds import PIPELINE
 from specdec.config.job import run_job_of
+from specdec.files import write_json
 from specdec.metrics import RequestResult, summarise
-from specdec.report import write_json
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 

@@ -20,10 +20,11 @@ import specdec
 from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
+from specdec.files import plain, write_json
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.metrics.compare import speed_ratio_interval
 from specdec.pairs import HuggingFacePair, ModelPair, ReplayModels
-from specdec.report import RequestWriter, plain, read_requests, write_json
+from specdec.report import RequestWriter, read_requests
 from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 

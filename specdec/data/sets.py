@@ -44,6 +44,9 @@ class Place:
         return self.file if self.file.endswith("/") else f"{self.file}[.gz]"
 
 
+Places = tuple[Place, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
     """A set's copy on the Hugging Face hub.
@@ -70,7 +73,7 @@ class DataSet:
         subsets: values of ``data.subset``; None without subsets, () where the files name them.
     """
 
-    places: tuple[Place, ...]
+    places: Places
     hub: Hub | None = None
     subsets: tuple[str, ...] | None = None
 
@@ -85,6 +88,13 @@ class Texts(TypedDict):
 
     template: str
     message: str
+
+
+def _places(
+    *files: str, read: Reader = json_lines, template: str, message: str
+) -> tuple[Place, ...]:
+    """Places with the same format and templates."""
+    return tuple(Place(file=f, template=template, message=message, read=read) for f in files)
 
 
 def _open_question(field: str) -> Texts:
@@ -157,40 +167,32 @@ TASKS = {
 SETS = {
     # 164 Python functions to complete (Chen et al. 2021)
     "humaneval": DataSet(
-        places=(
-            Place(file="humaneval/HumanEval.jsonl", **_code("prompt", "Python")),
-            Place(file="HumanEval.jsonl", **_code("prompt", "Python")),
+        places=_places(
+            *("humaneval/HumanEval.jsonl", "HumanEval.jsonl"), **_code("prompt", "Python")
         ),
         hub=Hub(repo="openai/openai_humaneval", **_code("prompt", "Python")),
     ),
     # 1,319 grade-school mathematics questions, test split (Cobbe et al. 2021)
     "gsm8k": DataSet(
-        places=(
-            Place(file="gsm8k/test.jsonl", **_question("question")),
-            Place(file="gsm8k_test.jsonl", **_question("question")),
-        ),
+        places=_places("gsm8k/test.jsonl", "gsm8k_test.jsonl", **_question("question")),
         hub=Hub(repo="openai/gsm8k", config="main", **_question("question")),
     ),
     # news articles to summarise, test split (Narayan et al. 2018)
     "xsum": DataSet(
-        places=(
-            Place(file="xsum/test.jsonl", **_XSUM),
-            Place(file="xsum_test.jsonl", **_XSUM),
-        ),
+        places=_places("xsum/test.jsonl", "xsum_test.jsonl", **_XSUM),
         hub=Hub(repo="EdinburghNLP/xsum", **_XSUM),
     ),
     # 80 open questions, first turn (Zheng et al. 2023)
     "mt_bench": DataSet(
-        places=(
-            Place(file="mt_bench/question.jsonl", **_open_question("turns.0")),
-            Place(file="eagle/mt_bench/question.jsonl", **_open_question("turns.0")),
-            Place(file="mt_bench.jsonl", **_open_question("turns.0")),
+        places=_places(
+            *("mt_bench/question.jsonl", "eagle/mt_bench/question.jsonl", "mt_bench.jsonl"),
+            **_open_question("turns.0"),
         ),
         hub=Hub(repo="HuggingFaceH4/mt_bench_prompts", split="train", **_open_question("prompt.0")),
     ),
     # 164 functions to complete in a language, data.subset (Zheng et al. 2023)
     "humaneval_x": DataSet(
-        places=(Place(file="humaneval_x/humaneval_{subset}.jsonl", **_code("prompt", "{subset}")),),
+        places=_places("humaneval_x/humaneval_{subset}.jsonl", **_code("prompt", "{subset}")),
         subsets=("python", "cpp", "java", "js", "go"),
     ),
     # instructions: EAGLE's 80, else Alpaca's own (Taori et al. 2023)
@@ -203,9 +205,9 @@ SETS = {
     ),
     # news articles to summarise, CNN/DailyMail (Hermann et al. 2015)
     "cnn_dm": DataSet(
-        places=(
-            Place(file="cnn_dailymail/CNNDM.jsonl", **_open_question("turns.0")),
-            Place(file="eagle/sum/question.jsonl", **_open_question("turns.0")),
+        places=_places(
+            *("cnn_dailymail/CNNDM.jsonl", "eagle/sum/question.jsonl"),
+            **_open_question("turns.0"),
         ),
         hub=Hub(
             repo="abisee/cnn_dailymail",
@@ -226,12 +228,12 @@ SETS = {
     ),
     # questions about a passage, dev split (Dua et al. 2019)
     "drop": DataSet(
-        places=(Place(file="drop/drop_v0_dev.jsonl", template="{context}", message="{context}"),),
+        places=_places("drop/drop_v0_dev.jsonl", template="{context}", message="{context}"),
         hub=Hub(repo="ucinlp/drop", split="validation", template=_DROP, message=_DROP),
     ),
     # questions with four choices, 57 subjects, data.subset (Hendrycks et al. 2021)
     "mmlu": DataSet(
-        places=(Place(file="mmlu/test/", read=multiple_choice, **_choices("A", "B", "C", "D")),),
+        places=_places("mmlu/test/", read=multiple_choice, **_choices("A", "B", "C", "D")),
         hub=Hub(
             repo="cais/mmlu",
             config="all",
@@ -241,16 +243,12 @@ SETS = {
     ),
     # 3,003 sentences to translate from German, newstest2014 (Bojar et al. 2014)
     "wmt14": DataSet(
-        places=(
-            Place(file="wmt14_deen/newstest2014.deu", read=text_lines, **_translation("text")),
-        ),
+        places=_places("wmt14_deen/newstest2014.deu", read=text_lines, **_translation("text")),
         hub=Hub(repo="wmt/wmt14", config="de-en", **_translation("translation.de")),
     ),
     # TriviaQA-Wiki questions, without passages (Joshi et al. 2017)
     "triviaqa": DataSet(
-        places=(
-            Place(file="triviaqa_wiki/triviaqa.json", read=json_array, **_question("question")),
-        ),
+        places=_places("triviaqa_wiki/triviaqa.json", read=json_array, **_question("question")),
         hub=Hub(
             repo="mandarjoshi/trivia_qa",
             config="rc.wikipedia.nocontext",
@@ -260,18 +258,14 @@ SETS = {
     ),
     # 480 prompts of six tasks, data.subset, first turn (Xia et al. 2024)
     "spec_bench": DataSet(
-        places=(
-            Place(
-                file="spec_bench/question.jsonl",
-                read=by_category(TASKS),
-                **_open_question("turns.0"),
-            ),
+        places=_places(
+            "spec_bench/question.jsonl", read=by_category(TASKS), **_open_question("turns.0")
         ),
         subsets=tuple(TASKS),
     ),
     # ten books with three tasks each, data.subset (SpecPipe, appendix B)
     "gutenberg": DataSet(
-        places=(Place(file="gutenberg/", read=books(BOOKS), template=_BOOK, message=_BOOK),),
+        places=_places("gutenberg/", read=books(BOOKS), template=_BOOK, message=_BOOK),
         subsets=tuple(BOOKS),
     ),
 }

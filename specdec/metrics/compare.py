@@ -55,8 +55,8 @@ def comparison_row(
         row[f"{name}_range"] = [min(values), max(values)] if values else None
     if parity is None:
         parity = lossless_against(
-            [result for run in runs for result in run.results],
-            [result for run in ar_runs or () for result in run.results],
+            pooled(runs),
+            pooled(ar_runs or ()),
             claims_tokens=str(claims) == "token",
         )
     row["lossless"] = parity.lossless
@@ -135,10 +135,14 @@ def speed_ratio_interval(
     return float(low), float(high)
 
 
+def pooled(runs: Sequence[Run]) -> list[RequestResult]:
+    """The finished requests of all repeats."""
+    return [result for run in runs for result in run.results]
+
+
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
     """float64[P]: ratio of decode speeds per prompt, repeats pooled."""
-    ours = decoded_by_prompt([result for run in runs for result in run.results])
-    plain = decoded_by_prompt([result for run in ar_runs for result in run.results])
+    ours, plain = decoded_by_prompt(pooled(runs)), decoded_by_prompt(pooled(ar_runs))
     common = [i for i in sorted(ours.keys() & plain.keys()) if min(*ours[i], *plain[i]) > 0]
     return np.array([(ours[i][0] / ours[i][1]) / (plain[i][0] / plain[i][1]) for i in common])
 
@@ -178,10 +182,7 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, A
     if ratios:
         speedups["speedup_wall"] = median(ratios)
         speedups["speedup_wall_range"] = [min(ratios), max(ratios)]
-        interval = speed_ratio_interval(
-            [result for run in runs for result in run.results],
-            [result for run in ar_runs for result in run.results],
-        )
+        interval = speed_ratio_interval(pooled(runs), pooled(ar_runs))
         speedups["speedup_wall_interval"] = list(interval) if interval else None
     if theories:
         speedups["speedup_theoretical"] = median(theories)

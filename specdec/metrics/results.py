@@ -187,10 +187,7 @@ class RunTotals:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        values = asdict(self)
-        if self.stage_busy_s is not None:
-            values["stage_busy_s"] = {str(k): v for k, v in self.stage_busy_s.items()}
-        return values
+        return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RunTotals:

@@ -1,6 +1,5 @@
 """Result files, tables, plots, HTML pages and provenance."""
 
-from specdec.files import plain, write_bytes, write_json, write_text
 from specdec.report.folders import write_comparison, write_run
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import config_hash, provenance
@@ -15,14 +14,10 @@ __all__ = [
     "config_hash",
     "finished",
     "markdown_table",
-    "plain",
     "print_table",
     "provenance",
     "read_requests",
     "run_png",
-    "write_bytes",
     "write_comparison",
-    "write_json",
     "write_run",
-    "write_text",
 ]

@@ -7,26 +7,40 @@ from textwrap import fill
 from typing import Any
 
 from specdec.report.plots import figure_of, png, tidy
-from specdec.report.tables import NONE, number, percent, title_of
+from specdec.report.tables import (
+    COLUMNS,
+    NONE,
+    Column,
+    markdown_lines,
+    number,
+    percent,
+    title_of,
+    used_columns,
+)
 
 Row = Mapping[str, Any]
 
+
+def _metric(heading: str, key: str, digits: int) -> Column:
+    return Column(heading, "", lambda row: number(row.get(key), digits))
+
+
 _COLUMNS = (
-    ("batch", "batch_size", 0),
-    ("tokens/s", "throughput_tokens_per_s", 1),
-    ("TBT ms", "tbt_ms_mean", 1),
-    ("p50", "tbt_ms_p50", 1),
-    ("p95", "tbt_ms_p95", 1),
-    ("p99", "tbt_ms_p99", 1),
-    ("p99 of requests", "tbt_ms_request_p99", 1),
-    ("TTFT ms", "ttft_ms", 0),
-    ("queue ms", "queue_ms", 0),
-    ("open", "mean_batch", 1),
-    ("KV peak", "kv_tokens_peak", 0),
-    ("x ar", "throughput_over_ar", 2),
-    ("TBT x ar", "tbt_over_ar", 2),
-    ("x cross", "throughput_over_cross", 2),
-    ("TBT x cross", "tbt_over_cross", 2),
+    _metric("batch", "batch_size", 0),
+    _metric("tokens/s", "throughput_tokens_per_s", 1),
+    _metric("TBT ms", "tbt_ms_mean", 1),
+    _metric("p50", "tbt_ms_p50", 1),
+    _metric("p95", "tbt_ms_p95", 1),
+    _metric("p99", "tbt_ms_p99", 1),
+    _metric("p99 of requests", "tbt_ms_request_p99", 1),
+    _metric("TTFT ms", "ttft_ms", 0),
+    _metric("queue ms", "queue_ms", 0),
+    _metric("open", "mean_batch", 1),
+    _metric("KV peak", "kv_tokens_peak", 0),
+    _metric("x ar", "throughput_over_ar", 2),
+    _metric("TBT x ar", "tbt_over_ar", 2),
+    _metric("x cross", "throughput_over_cross", 2),
+    _metric("TBT x cross", "tbt_over_cross", 2),
 )
 _MARKERS = "osD^vPX*"
 
@@ -64,18 +78,15 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
         means = [row.get("tbt_ms_request_p99") for row in points]
         if None not in means:
             tail.plot(sizes, means, color=f"C{i}", ls=":", lw=1.2)
-    speed.set_xlabel("mean time between tokens of a request (ms)")
-    speed.set_ylabel("throughput (tokens per second)")
-    speed.set_title("as Fig. 16; figures beside points: batch size", fontsize=9)
-    tail.set_xlabel("batch size")
-    tail.set_ylabel("99th percentile of the time between tokens (ms)")
-    tail.set_title("as Fig. 17: over tokens; dotted: over requests' means", fontsize=9)
     tail.set_xscale("log", base=2)
     sizes = sorted({row["batch_size"] for row in rows})
     tail.set_xticks(sizes, [str(size) for size in sizes])
-    for ax in (speed, tail):
-        ax.set_ylim(bottom=0)
-        tidy(ax)
+    title = "as Fig. 16; figures beside points: batch size"
+    x, y = "mean time between tokens of a request (ms)", "throughput (tokens per second)"
+    tidy(speed, xlabel=x, ylabel=y, title=title, ylim=(0, None))
+    title = "as Fig. 17: over tokens; dotted: over requests' means"
+    y = "99th percentile of the time between tokens (ms)"
+    tidy(tail, xlabel="batch size", ylabel=y, title=title, ylim=(0, None))
     tail.legend(fontsize=7.5, frameon=False)
     loops = percent(next((r["loop_share"] for r in rows if r.get("loop_share") is not None), None))
     title = f"Batch sizes compared: {title_of(conditions)}, loop_share {loops}"
@@ -99,14 +110,10 @@ def curves_markdown(
         cross: name of the row on another profile; None without one.
         remarks: lines below the table.
     """
-    columns = [c for c in _COLUMNS if any(row.get(c[1]) is not None for row in rows)]
+    columns = [COLUMNS[0], *used_columns(rows, _COLUMNS), COLUMNS[-1]]
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]
-    lines.append("| strategy | " + " | ".join(head for head, _, _ in columns) + " | loops |")
-    lines.append("| --- |" + " ---: |" * (len(columns) + 1))
-    for name in dict.fromkeys(row["strategy"] for row in rows):
-        for row in (r for r in rows if r["strategy"] == name):
-            cells = [number(row.get(key), digits) for _, key, digits in columns]
-            lines.append(f"| {name} | {' | '.join(cells)} | {percent(row.get('loop_share'))} |")
+    lines += markdown_lines(columns, sorted(rows, key=lambda r: names.index(r["strategy"])), 1)
     lines += ["", "Ratios are within a batch size; above 1 the row is better."]
     if cross is not None:
         lines.append(

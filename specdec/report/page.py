@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from specdec.files import write_bytes, write_text
 from specdec.metrics import RequestResult, Run, comparison_row
 from specdec.report.origins import ENDS_FILE, PALETTE, html_text, origin_names, origins_png, shares
 from specdec.report.result_plots import Curve, acceptance_png, prompts_png, throughput_png
-from specdec.report.results import Result, baseline_of, read
+from specdec.report.results import Result, baseline_of, read, read_json
 from specdec.report.tables import COLUMNS, notes_of, title_of, used_columns
 from specdec.trace.files import TIMELINE_FILE, TREES_FILE
 from specdec.trace.page import commit_kinds, html_template, tree_page
@@ -136,7 +135,7 @@ def _baseline_runs(result: Result, results: Iterable[Result]) -> list[Run]:
 
 
 def _ends(result: Result) -> Mapping[str, Sequence[int]]:
-    ends: Mapping[str, Any] = _json(result.folder / ENDS_FILE) or {}
+    ends: Mapping[str, Any] = read_json(result.folder / ENDS_FILE) or {}
     return ends.get(result.strategy, {})
 
 
@@ -176,7 +175,7 @@ def _pictures(report: Report) -> dict[str, bytes]:
 def _timeline(report: Report) -> bytes | None:
     """The timeline of the first traced run."""
     for result in report.results:
-        trace, trees = (_json(result.folder / name) for name in (TIMELINE_FILE, TREES_FILE))
+        trace, trees = (read_json(result.folder / name) for name in (TIMELINE_FILE, TREES_FILE))
         if trace and trees:
             try:
                 return timeline_png(trace, commits=commit_kinds(trees), title=result.name)
@@ -186,7 +185,7 @@ def _timeline(report: Report) -> bytes | None:
 
 
 def _page(report: Report, pictures: Mapping[str, bytes], num_texts: int) -> str:
-    jobs = _json(report.folder / "sweep.json") or ()
+    jobs = read_json(report.folder / "sweep.json") or ()
     return html_template("specdec.report", "page.html").render(
         name=report.folder.resolve().name,
         palette=PALETTE,
@@ -213,7 +212,7 @@ def _trees(report: Report) -> dict[str, Any]:
             continue
         if path.stat().st_size > _MAX_TREES_BYTES:
             return {"folder": result.folder}
-        trees = _json(path)
+        trees = read_json(path)
         if trees and any(request["steps"] for request in trees["requests"]):
             return {"page": tree_page(trees, title=result.name)}
     return {}
@@ -255,17 +254,8 @@ def _provenance(report: Report) -> dict[Path, str]:
     configs = {result.folder: result.config for result in reversed(report.results)}
     return {
         folder: yaml.safe_dump(
-            {"config": configs[folder], "provenance": _json(folder / "provenance.json")},
+            {"config": configs[folder], "provenance": read_json(folder / "provenance.json")},
             sort_keys=False,
         )
         for folder in dict.fromkeys(result.folder for result in report.results)
     }
-
-
-def _json(path: Path) -> Any:
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): run it again") from error

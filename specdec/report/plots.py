@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ Row = Mapping[str, Any]
 
 _PLAIN, _OURS, _THEIRS, _BAD = "#8a8a8a", "#2f6db3", "#c98a2b", "#b33a3a"
 _DPI = 150
+DRAFTED_LABEL = "share of tokens that a source proposed"
 
 
 def comparison_png(
@@ -47,9 +49,9 @@ def comparison_png(
         _bar_panel(axes[2], rows, colors, "acceptance_length", label, "{:.2f}")
     axes[0].set_yticks(range(len(rows)), [_row_label(row) for row in rows])
     axes[0].set_ylim(len(rows) - 0.5, -0.5)
-    title = _wrap(f"Strategies compared: {title_of(conditions)}")
+    title = fill(f"Strategies compared: {title_of(conditions)}", 118)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    legend = _wrap(_legend(rows, bool(runs)), 150)
+    legend = fill(_legend(rows, bool(runs)), 150)
     figure.supxlabel(legend, fontsize=7.5, color="#444444", x=0.01, ha="left")
     return png(figure)
 
@@ -65,35 +67,27 @@ def run_png(
             times = np.asarray(result.emitted_s) - result.admitted_s
             counts = np.arange(1, len(times) + 1)
             emission.step(times, counts, where="post", lw=0.9, alpha=0.6, color=_OURS)
-    emission.set_xlabel("seconds since admission")
-    emission.set_ylabel("tokens emitted")
     shown = min(len(results), 32)
-    emission.set_title(f"{shown} prompt{'s' if shown != 1 else ''}, one line each", fontsize=9)
+    title = f"{shown} prompt{'s' if shown != 1 else ''}, one line each"
+    tidy(emission, xlabel="seconds since admission", ylabel="tokens emitted", title=title)
     lengths = summary.get("path_lengths") or {}
     if len(lengths) > 1:
         _histogram(paths, lengths)
-        paths.set_xlabel("tokens decided per answer")
-        paths.set_ylabel("answers")
-        paths.set_title("accepted path and one more token", fontsize=9)
+        title = "accepted path and one more token"
+        tidy(paths, xlabel="tokens decided per answer", ylabel="answers", title=title)
     else:
         _gap_panel(paths, results)
     shares = summary.get("acceptance_by_depth") or {}
     if any(shares.values()):
         _histogram(depth, shares)
-        depth.set_ylim(0, 1)
-        depth.set_xlabel("depth below the root")
-        depth.set_ylabel("accepted / judged")
+        tidy(depth, xlabel="depth below the root", ylabel="accepted / judged", ylim=(0, 1))
     else:
         shares = summary.get("drafted_share_by_position") or {}
         depth.plot([int(k) for k in shares], list(shares.values()), marker="o", ms=3, color=_OURS)
-        depth.set_ylim(0, 1)
-        depth.set_xlim(-2, max(map(int, shares), default=0) + 32)
-        depth.set_xlabel("position in the output (tokens)")
-        depth.set_ylabel("share of tokens that a source proposed")
-    for ax in (emission, paths, depth):
-        tidy(ax)
+        end, label = max(map(int, shares), default=0) + 32, "position in the output (tokens)"
+        tidy(depth, xlabel=label, ylabel=DRAFTED_LABEL, xlim=(-2, end), ylim=(0, 1))
     name = f"{conditions['strategy']}: " if conditions.get("strategy") else ""
-    head = _wrap(name + title_of(conditions))
+    head = fill(name + title_of(conditions), 118)
     loops = percent(summary.get("loop_share"))
     figure.suptitle(f"{head}\nloop_share {loops}", fontsize=10, x=0.01, ha="left")
     return png(figure)
@@ -107,9 +101,8 @@ def _gap_panel(ax: Axes, results: Sequence[RequestResult]) -> None:
     # On a simulated clock all gaps may be equal up to rounding: too narrow a range for 40 bins.
     edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
     ax.hist(ms, bins=40, range=edges, color=_OURS, alpha=0.85, zorder=2)
-    ax.set_xlabel("milliseconds between tokens")
-    ax.set_ylabel("tokens")
-    ax.set_title("one token per answer", fontsize=9)
+    title = "one token per answer"
+    tidy(ax, xlabel="milliseconds between tokens", ylabel="tokens", title=title)
 
 
 def _speedup_panel(
@@ -133,9 +126,8 @@ def _speedup_panel(
         # Above the dots, so that it does not read as the value of the last dot.
         _annotate(ax, f"{value:.2f}x", (value, y), above=11)
     ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
-    ax.set_xlabel("speed-up over ar (tokens per second of decoding, ar = 1)")
     _room(ax)
-    tidy(ax)
+    tidy(ax, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
 
 
 def _spread(
@@ -155,9 +147,8 @@ def _bar_panel(
             continue
         ax.barh(y, value, height=0.62, color=color, alpha=0.85, zorder=2)
         _annotate(ax, form.format(value), (value, y))
-    ax.set_xlabel(label)
     _room(ax)
-    tidy(ax)
+    tidy(ax, xlabel=label)
 
 
 def _annotate(ax: Axes, text: str, at: tuple[float, float], above: int = 0) -> None:
@@ -203,20 +194,16 @@ def _room(ax: Axes) -> None:
     ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)
 
 
-def tidy(ax: Axes) -> None:
-    """Applies the common axis style."""
+def tidy(ax: Axes, **labels: Any) -> None:
+    """Applies the common axis style, and labels, title and limits (see ``Axes.set``)."""
+    ax.set(**labels)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     ax.grid(axis="both" if ax.get_ylabel() else "x", color="#dddddd", lw=0.6, zorder=0)
     ax.tick_params(labelsize=8)
     ax.xaxis.label.set_fontsize(8.5)
     ax.yaxis.label.set_fontsize(8.5)
-
-
-def _wrap(text: str, width: int = 118) -> str:
-    from textwrap import fill
-
-    return fill(text, width)
+    ax.title.set_fontsize(9)
 
 
 def figure_of(width: float, height: float) -> Figure:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.metrics.compare import decoded_by_prompt, prompt_speedups
+from specdec.metrics.compare import decoded_by_prompt, pooled, prompt_speedups
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import decode_phase
-from specdec.report.plots import figure_of, png, tidy
+from specdec.report.plots import DRAFTED_LABEL, figure_of, png, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ class Curve:
     @property
     def results(self) -> list[RequestResult]:
         """Finished prompts of all repeats."""
-        return [result for run in self.runs for result in run.results]
+        return pooled(self.runs)
 
 
 def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
@@ -78,22 +78,15 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
         ax.plot([low, high], [y, y], color="black", lw=1.2, zorder=4)
         ax.plot([middle, middle], [y - 0.28, y + 0.28], color="black", lw=2.0, zorder=4)
         text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
-        style: dict[str, Any] = {
-            "textcoords": "offset points",
-            "ha": "center",
-            "va": "bottom",
-            "fontsize": 8,
-        }
-        ax.annotate(text, (middle, y - 0.28), (0, 1), **style)
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}
+        ax.annotate(text, (middle, y - 0.28), (0, 1), textcoords="offset points", **style)
     ax.set_yticks(range(len(shown)), [c.label for c in shown])
     ax.set_ylim(len(shown) - 0.5, -0.65)
+    label = f"tokens per second of decoding, {clock} time"
     if relative:
         ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
-        ax.set_xlabel(f"speed-up over ar, {clock} time (ar = 1)")
-    else:
-        ax.set_xlabel(f"tokens per second of decoding, {clock} time")
-    ax.set_xlim(0, ax.get_xlim()[1] * 1.05)
-    tidy(ax)
+        label = f"speed-up over ar, {clock} time (ar = 1)"
+    tidy(ax, xlabel=label, xlim=(0, ax.get_xlim()[1] * 1.05))
     what = "Speed-up" if relative else "Speed"
     text = f"{what} per prompt: dots are prompts, thick bars medians, lines the middle half"
     return _finish(figure, text)
@@ -105,23 +98,22 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     depth, position = figure.subplots(1, 2)
     for curve in curves[:_MAX_CURVES]:
         style = {"color": _color(curves, curve), "marker": "o", "ms": 3, "lw": 1.3}
-        shares = curve.acceptance
-        if shares and not curve.is_plain:
+        if curve.is_plain:
+            continue
+        if curve.acceptance:
             _depth_line(depth, curve, style)
         drafted = drafted_by_position(curve.results)
-        if drafted and not curve.is_plain:
+        if drafted:
             # Drawn at the middle of each bucket.
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
             position.plot(middles, list(drafted.values()), label=curve.label, **style)
-    depth.set_xlabel("depth below the root (draft tokens)")
-    depth.set_ylabel("accepted / judged")
-    position.set_xlabel(f"position in the output (tokens, buckets of {POSITION_BUCKET})")
-    position.set_ylabel("share of tokens that a source proposed")
     if not depth.lines:
-        _message(depth, "one level per step: every answer is at depth 0")
-    for ax in (depth, position):
-        ax.set_ylim(0, 1.02)
-        tidy(ax)
+        text = "one level per step: every answer is at depth 0"
+        depth.text(0.5, 0.5, text, ha="center", va="center", transform=depth.transAxes, fontsize=9)
+    label, limits = "depth below the root (draft tokens)", (0, 1.02)
+    tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)
+    label = f"position in the output (tokens, buckets of {POSITION_BUCKET})"
+    tidy(position, xlabel=label, ylabel=DRAFTED_LABEL, ylim=limits)
     title = f"Acceptance by depth (hollow: fewer than {_FEW} judged) and by position"
     return _finish(figure, title, (depth, position))
 
@@ -149,13 +141,10 @@ def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
         if len(positions):
             style = {"marker": "o", "ms": 3, "lw": 1.3}
             rate.plot(positions, speeds, color=color, label=curve.label, **style)
-    time.set_xlabel(f"seconds since admission, {clock} time")
-    time.set_ylabel("tokens emitted (mean over prompts)")
-    rate.set_xlabel(f"position in the output (tokens, buckets of {_RATE_TOKENS})")
-    rate.set_ylabel("tokens per second")
-    rate.set_ylim(bottom=0)
-    for ax in (time, rate):
-        tidy(ax)
+    label = f"seconds since admission, {clock} time"
+    tidy(time, xlabel=label, ylabel="tokens emitted (mean over prompts)")
+    label = f"position in the output (tokens, buckets of {_RATE_TOKENS})"
+    tidy(rate, xlabel=label, ylabel="tokens per second", ylim=(0, None))
     return _finish(figure, "Throughput", (time, rate))
 
 
@@ -202,10 +191,6 @@ def _color(curves: Sequence[Curve], curve: Curve) -> str:
         return _PLAIN
     others = [c.label for c in curves if not c.is_plain]
     return _COLORS[others.index(curve.label) % len(_COLORS)]
-
-
-def _message(ax: Axes, text: str) -> None:
-    ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes, fontsize=9)
 
 
 def _finish(figure: Figure, title: str, axes: Sequence[Any] = ()) -> bytes:

@@ -214,14 +214,16 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
     try:
         config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         records = read_requests(folder / REQUESTS_FILE)
-        summary = _json(folder / SUMMARY_FILE)
-        comparison = _json(folder / COMPARISON_FILE)
+        summary = read_json(folder / SUMMARY_FILE)
+        comparison = read_json(folder / COMPARISON_FILE)
         if config.get("command") == "compare":
             return _comparison(folder, name, config, records, comparison or {})
         strategy = str(config["strategy"]["name"])
         conditions = (summary or {}).get("conditions", {})
         name = name or strategy
         return [Result(folder, name, strategy, config, tuple(records), summary, conditions)]
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(
             f"{folder} cannot be read ({type(error).__name__}: {error}): its files are damaged or"
@@ -251,11 +253,18 @@ def _comparison(
     ]
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> Any:
+    """The value of a file; None if it does not exist.
+
+    Raises:
+        UserError: it is not JSON.
+    """
     if not path.is_file():
         return None
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): run it again") from error
 
 
 def _identity(result: Result) -> dict[str, Any]:

@@ -81,14 +81,17 @@ COLUMNS = (
 )
 
 
-def used_columns(rows: Sequence[Row]) -> list[Column]:
+def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
     """Columns with a value in at least one row."""
-    cells = [[column.cell(row) for row in rows] for column in COLUMNS]
-    return [
-        column
-        for column, values in zip(COLUMNS, cells, strict=True)
-        if any(value != NONE for value in values)
-    ]
+    return [column for column in columns if any(column.cell(row) != NONE for row in rows)]
+
+
+def markdown_lines(columns: Sequence[Column], rows: Sequence[Row], num_left: int) -> list[str]:
+    """A table in Markdown; all columns but the first ``num_left`` are aligned to the right."""
+    aligns = ["---" if i < num_left else "---:" for i in range(len(columns))]
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    table = [[column.heading for column in columns], aligns, *cells]
+    return [f"| {' | '.join(line)} |" for line in table]
 
 
 def title_of(conditions: Mapping[str, Any]) -> str:
@@ -224,11 +227,9 @@ def _few_prompts(rows: Sequence[Row]) -> list[str]:
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
     """The comparison in Markdown, with notes and all conditions."""
     columns = used_columns(rows)
+    num_left = sum(column in COLUMNS[:2] for column in columns)
     lines = [f"# Comparison: {title_of(conditions)}", ""]
-    lines.append("| " + " | ".join(column.heading for column in columns) + " |")
-    aligns = ["---" if column in COLUMNS[:2] else "---:" for column in columns]
-    lines.append("| " + " | ".join(aligns) + " |")
-    lines += ["| " + " | ".join(column.cell(row) for column in columns) + " |" for row in rows]
+    lines += markdown_lines(columns, rows, num_left)
     lines += ["", *(f"- {note}" for note in notes_of(rows))]
     meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
     lines += ["", f"Columns: {meanings}.", "", "## Conditions", ""]

@@ -20,6 +20,7 @@ from specdec.data import (
 )
 from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
+from specdec.files import write_json
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
 from specdec.pairs import ModelPair, build_pair, check_recordable, record_run, write_record
 from specdec.report import (
@@ -28,7 +29,6 @@ from specdec.report import (
     print_table,
     provenance,
     write_comparison,
-    write_json,
     write_run,
 )
 from specdec.report.origins import write_token_ends

@@ -74,26 +74,6 @@ def draft_ranks(draft: LanguageModel) -> RankTokens:
     return rank_tokens
 
 
-def continuations(
-    target: LanguageModel,
-    prompts: Sequence[Tensor],
-    sampling: Sampling,
-    new_tokens: int,
-    seed: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields prompts and the target's continuations of at most `new_tokens`, int64 each.
-
-    Prompts are processed in batches of BATCH of nearly equal length; the longer ones of a batch
-    lose their first tokens. A continuation ends with its end token.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
-        rows = generate(target, group, new_tokens, [sampling], generator, stop_at_end=True)
-        for prompt, new in zip(group, rows, strict=True):
-            ends = (new == 0).nonzero()
-            yield prompt, new[: int(ends[0]) + 1] if len(ends) else new
-
-
 @torch.no_grad()
 def measure_agreement(
     target: LanguageModel,
@@ -103,14 +83,23 @@ def measure_agreement(
     new_tokens: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """``agreement_record`` of each measured model, on the target's ``continuations`` of prompts."""
+    """``agreement_record`` of each measured model, on the target's continuations of prompts.
+
+    Prompts are processed in batches of BATCH of nearly equal length; the longer ones of a batch
+    lose their first tokens. A continuation has at most `new_tokens` and ends with its end token.
+    """
     totals: list[list[tuple[int, bool]]] = []
-    for prompt, new in continuations(target, prompts, sampling, new_tokens, seed):
-        by_model = rank_tokens(torch.cat((prompt, new)).to(target.device), len(prompt))
-        totals = totals or [[] for _ in by_model]
-        loops = repeated_ngrams(new.tolist()).tolist()
-        for total, ranks in zip(totals, by_model, strict=True):
-            total += zip(ranks, loops[len(loops) - len(ranks) :], strict=True)
+    generator = torch.Generator().manual_seed(seed)
+    for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
+        rows = generate(target, group, new_tokens, [sampling], generator, stop_at_end=True)
+        for prompt, row in zip(group, rows, strict=True):
+            ends = (row == 0).nonzero()
+            new = row[: int(ends[0]) + 1] if len(ends) else row
+            by_model = rank_tokens(torch.cat((prompt, new)).to(target.device), len(prompt))
+            totals = totals or [[] for _ in by_model]
+            loops = repeated_ngrams(new.tolist()).tolist()
+            for total, ranks in zip(totals, by_model, strict=True):
+                total += zip(ranks, loops[len(loops) - len(ranks) :], strict=True)
     return [agreement_record(total) for total in totals]
 
 

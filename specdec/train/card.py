@@ -16,12 +16,12 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from specdec.data.stdlib import HELD_OUT_MODULUS
-from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.train.agreement import BATCH, RANKS, agreement_by_data, draft_ranks
 from specdec.train.corpus import EVALUATED, held_out_files
 from specdec.train.lm import Report, held_out_loss
 from specdec.train.model import LanguageModel, load_hf
+from specdec.train.recipes import need
 from specdec.train.session import Session
 from specdec.train.streams import encode
 
@@ -53,8 +53,8 @@ def make_card(
         measured["agreement"] = _measure_agreement(session, prompts, new_tokens)
         measured |= {"new_tokens": new_tokens, "batch": BATCH}
         write_json(out / "measured.json", measured)
-    elif not (out / "measured.json").exists():
-        raise UserError(f"{out / 'measured.json'} is missing: measure with measure=true")
+    else:
+        need(out / "measured.json", "card measure=true")
     text = render_card(out)
     (out / "README.md").write_text(text, encoding="ascii", errors="replace")
     report(1.0, "card written")
@@ -149,8 +149,7 @@ def _measure(out: Path, length: int, report: Report) -> dict[str, Any]:
     """Held-out loss and time of a pass of target and draft."""
     measured: dict[str, Any] = {"loss_window": length}
     for part in ("target", "draft"):
-        if not (out / part / "model.safetensors").exists():
-            raise UserError(f"{out / part} holds no model: train it first")
+        need(out / part / "model.safetensors", part)
     for part in ("target", "draft"):
         report(0.1, f"held-out loss of the {part}")
         measured[part] = measure_loss(load_hf(out / part), _tokenizer(out / "target"), length)

@@ -25,7 +25,7 @@ from specdec.train.exits import (
 from specdec.train.lm import Pretraining, Report, silent
 from specdec.train.model import LanguageModel
 from specdec.train.parallel import rank_and_size
-from specdec.train.plan import Phase, RunPlan
+from specdec.train.plan import RunPlan
 from specdec.train.recipes import read_teacher, record_run
 from specdec.train.resuming import weights_hash
 from specdec.train.session import Session
@@ -81,7 +81,10 @@ def train_exit_heads(
     mixture = Mixture(streams, weights, seed)
     schedule = make_exit_plan(plan, specs, epoch_tokens=mixture.num_tokens)
     if warm_batches:
-        _warm_start(target, exit_heads, mixture, schedule.phases[0], warm_batches)
+        first = schedule.phases[0]
+        mixture.check(first.length)
+        batches = (mixture.batch(first.batch, first.length)[0] for _ in range(warm_batches))
+        warm_start(target, exit_heads, batches)
     settings = {"heads": list(exit_heads.heads), "warm_batches": warm_batches, "loss": loss}
     run = Pretraining(
         exit_heads,  # type: ignore[arg-type]
@@ -98,14 +101,6 @@ def train_exit_heads(
         record_run(run, out / f"training-{name}.json", {**settings, "weights": weights})
         rows = evaluate_heads(target, exit_heads, teacher.tokenizer, evaluation, seed, report)
         write_json(out / f"measured-{name}.json", rows)
-
-
-def _warm_start(
-    target: LanguageModel, heads: ExitHeads, mixture: Mixture, phase: Phase, batches: int
-) -> None:
-    mixture.check(phase.length)
-    inputs = (mixture.batch(phase.batch, phase.length)[0] for _ in range(batches))
-    warm_start(target, heads, inputs)
 
 
 def _check_before_sampling(

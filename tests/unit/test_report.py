@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from specdec.files import plain, write_json
 from specdec.metrics import Run, RunTotals, comparison_row, summarise
 from specdec.report import (
     RequestWriter,
@@ -17,12 +18,10 @@ from specdec.report import (
     config_hash,
     finished,
     markdown_table,
-    plain,
     print_table,
     provenance,
     read_requests,
     write_comparison,
-    write_json,
     write_run,
 )
 from specdec.report.provenance import redact

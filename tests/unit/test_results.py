@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from specdec.errors import UserError
+from specdec.files import write_json, write_text
 from specdec.metrics import Run, RunTotals, comparison_row, summarise
-from specdec.report import RequestWriter, results, write_json, write_text
+from specdec.report import RequestWriter, results
 from specdec.report.origins import ENDS_FILE
 from tests.unit.test_metrics import make_result
 
