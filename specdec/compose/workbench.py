@@ -173,7 +173,6 @@ class Workbench:
                 model=ranks.model,
                 clock=ranks.clock,
                 threads=ranks.threads,
-                trace=ranks.trace,
             )
             self._draft = DraftGroup(
                 plan=plan,
