@@ -16,7 +16,6 @@ from specdec.executors.exits import ExitStage
 from specdec.executors.stage import StageOutput
 from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.transform import TargetSampler
 from specdec.types import NO_NODE, Batch, Commit
 
 Width = Annotated[int, Field(ge=1)]  # an alias of the author's own
@@ -61,7 +60,7 @@ class RecurrentPair:
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Draws the target's tokens from the logits of the last stage."""
-        return ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
+        return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
     def draft_runner(self, meter: Meter) -> ModelRunner:
         """Refused: there is no draft."""

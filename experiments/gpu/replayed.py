@@ -23,7 +23,6 @@ from specdec.models.runner import ModelRunner
 from specdec.pairs.replay import ReplayModels
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.transform import TargetSampler
 from specdec.sources import DraftModelSource, SyntheticSource
 from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output
 
@@ -74,8 +73,7 @@ class ReplayedShapes:
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples the target's logits, then answers from the record."""
         static = StaticDraws(graphs=self._execution.graphs)
-        sampler = TargetSampler(draws=draws, needs_probs=needs_probs, static=static)
-        real = ModelAnswerer(sampler=sampler)
+        real = ModelAnswerer(draws=draws, needs_probs=needs_probs, static=static)
         replayed = self.record.answerer(draws=draws, needs_probs=needs_probs)
         return _Answerer(real, replayed, self)
 

@@ -21,13 +21,7 @@ import torch
 
 from specdec.clocks import Clock, MeasuredClock
 from specdec.clocks.meter import Meter
-from specdec.compose.refusals import (
-    check_choice,
-    check_executor,
-    check_exits,
-    check_in_process,
-    check_source,
-)
+from specdec.compose import refusals
 from specdec.distributed.draft_leader import DraftGroup
 from specdec.distributed.executor import DistributedExecutor, Ranks
 from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan, plan_ranks
@@ -40,6 +34,7 @@ from specdec.executors import (
     PipelineExecutor,
     Stage,
 )
+from specdec.executors.answerer import Answerer
 from specdec.executors.early_exit import Segment
 from specdec.executors.exits import paged
 from specdec.executors.layout import StageLayout
@@ -173,7 +168,6 @@ class Workbench:
                 model=ranks.model,
                 clock=ranks.clock,
                 threads=ranks.threads,
-                trace=ranks.trace,
             )
             self._draft = DraftGroup(
                 plan=plan,
@@ -229,10 +223,10 @@ class Workbench:
         layout = StageLayout(stages=stages) if isinstance(stages, int) else stages
         # Check before the target is loaded and ranks start.
         serving.budget(policy, 1 if layout is None else layout.stages)
-        check_choice(policy, verifier, self.clock)
-        check_source(source, policy, verifier, self.pair.vocab_size)
+        refusals.check_choice(policy, verifier, self.clock)
+        refusals.check_source(source, policy, verifier, self.pair.vocab_size)
         if layout is None or not layout.after_drafting:
-            check_exits(source, policy, 1 if layout is None else layout.stages)
+            refusals.check_exits(source, policy, 1 if layout is None else layout.stages)
         parts = Parts(
             source=source,
             policy=policy,
@@ -244,7 +238,7 @@ class Workbench:
             serving=serving,
         )
         try:
-            check_executor(source, policy, parts.executor)
+            refusals.check_executor(source, policy, parts.executor)
         except UserError:
             parts.executor.shutdown()
             raise
@@ -261,21 +255,7 @@ class Workbench:
         blocks = serving.num_blocks, serving.block_tokens
         answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
         if stages is not None and stages.after_drafting:
-            if self._front is None:
-                raise UserError(
-                    "executor=early_exit verifies drafts of the target's first layers: use it with"
-                    " source=early_exit, or choose executor=local or executor=pipeline"
-                )
-            if serving.num_blocks is not None:
-                self._front.page(serving.num_blocks, serving.block_tokens)
-            after = self._front.layers[-1]
-            return EarlyExitExecutor(
-                front=self._front,
-                rest=paged(pair.stage(after, pair.num_layers, self.meter), *blocks),
-                answerer=answerer,
-                clock=self.clock,
-                stages=sum(last > after for _, last in self._bounds(stages, pair.exit_layer)),
-            )
+            return self._early_exit(stages, answerer, serving)
         hidden = tuple(layer for layer in needs.hidden_layers if 0 <= layer < pair.num_layers)
         if stages is None:
             all_layers = pair.stage(0, pair.num_layers, self.meter, capture_layers=hidden)
@@ -291,7 +271,7 @@ class Workbench:
         if ranks is not None:
             parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
             return self._distributed(needs, stages, ranks, parts, serving)
-        check_in_process(self.clock)
+        refusals.check_in_process(self.clock)
         # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(stages.devices).tolist()]
         slices: list[Stage] = []
@@ -315,6 +295,26 @@ class Workbench:
             exits=reader if exits else None,
             hidden_layers=hidden,
             devices=stages.devices,
+        )
+
+    def _early_exit(
+        self, stages: StageLayout, answerer: Answerer, serving: ServingRules
+    ) -> EarlyExitExecutor:
+        pair, blocks = self.pair, (serving.num_blocks, serving.block_tokens)
+        if self._front is None:
+            raise UserError(
+                "executor=early_exit verifies drafts of the target's first layers: use it with"
+                " source=early_exit, or choose executor=local or executor=pipeline"
+            )
+        if serving.num_blocks is not None:
+            self._front.page(serving.num_blocks, serving.block_tokens)
+        after = self._front.layers[-1]
+        return EarlyExitExecutor(
+            front=self._front,
+            rest=paged(pair.stage(after, pair.num_layers, self.meter), *blocks),
+            answerer=answerer,
+            clock=self.clock,
+            stages=sum(last > after for _, last in self._bounds(stages, pair.exit_layer)),
         )
 
     def exit_front(self, stages: StageLayout, layers: Sequence[int]) -> ExitFront:

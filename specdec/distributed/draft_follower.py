@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.clocks import Timeline, WallClock, Work
+from specdec.clocks import WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.messages import Reader, pack_commit
@@ -129,8 +129,7 @@ class DraftSession:
 
         assert isinstance(pair, HuggingFacePair), "only pairs with a draft model share it"
         meter = Meter()
-        timeline = Timeline() if plan.trace else None
-        clock = build_clock(plan.clock, meter, rank=rank, timeline=timeline)
+        clock = build_clock(plan.clock, meter, rank=rank)
         assert isinstance(clock, WallClock), "other clocks start no ranks"
         self._rank = rank
         self._clock = clock

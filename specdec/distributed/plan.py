@@ -57,13 +57,11 @@ class _Plan:
         model: the ``model`` section of a resolved configuration.
         clock: the ``clock`` section.
         threads: torch threads per rank; None keeps the rank's setting.
-        trace: whether ranks record timelines.
     """
 
     model: Mapping[str, Any]
     clock: Mapping[str, Any]
     threads: int | None = None
-    trace: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -87,6 +85,7 @@ class SessionPlan(_Plan):
         needs_probs: whether answers include distributions.
         num_blocks, block_tokens: size of each rank's paged cache; ``num_blocks`` None: not paged.
         exits: None without early exits.
+        trace: whether ranks record timelines.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -97,6 +96,7 @@ class SessionPlan(_Plan):
     num_blocks: int | None = None
     block_tokens: int = 16
     exits: ExitPlan | None = None
+    trace: bool = False
 
     @property
     def members(self) -> range:

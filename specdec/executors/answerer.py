@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from specdec.device import Probs
+from specdec.sampling.captured import StaticDraws
 from specdec.sampling.history import HistoryTracker
-from specdec.sampling.transform import AnswerRequest, SamplingParams, TargetSampler
-from specdec.types import Answers, Batch, Commit, IntArray
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
+from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.types import Answers, Batch, Commit, IntArray, TreeRows
 
 
 class AnsweredRequest(Protocol):
@@ -42,12 +46,23 @@ class Answerer(Protocol):
 
 
 class ModelAnswerer:
-    """Samples from the target's logits with the request's own transform and keyed draws."""
+    """Samples from the target's logits with each request's own transform and keyed draws."""
 
-    def __init__(self, *, sampler: TargetSampler) -> None:
-        """Uses ``sampler`` for every request."""
-        self._sampler = sampler
+    def __init__(
+        self, *, draws: KeyedDraws, needs_probs: bool, static: StaticDraws | None = None
+    ) -> None:
+        """Creates the answerer of all requests.
+
+        Args:
+            draws: the run's keyed draws.
+            needs_probs: whether answers include distributions (``Needs.target_probs``).
+            static: draws over static buffers; None: draws without them.
+        """
+        self._draws = draws
+        self._static = static
+        self._needs_probs = needs_probs
         self._requests: dict[int, AnsweredRequest] = {}
+        self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._paths = HistoryTracker()
 
     def open(self, request: AnsweredRequest) -> None:
@@ -56,13 +71,30 @@ class ModelAnswerer:
         self._paths.open(request.id, request.tokens, request.sampling)
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """Samples the token after every tree row of the batch; ``logits``: [tree rows, V]."""
+        """Samples the target's next token after every tree row by its keyed draw.
+
+        If probabilities are needed, the answers include the processed distributions; for a greedy
+        request the model's own at temperature 1, by which lossy verifiers compare tokens (the
+        one-hot distribution of greedy decoding follows from the tokens). If all requests have equal
+        parameters they share one call, and one copy from a device.
+
+        Args:
+            batch: the rows.
+            logits: [tree rows, V].
+        """
         assert logits is not None, "the last stage must compute logits"
-        queries = []
-        for rows in batch.trees:
-            request, histories = self._requests[rows.request], self._paths.observe(rows)
-            queries.append(AnswerRequest(request, rows.node_ids, rows.positions, histories))
-        return self._sampler.answer(queries, logits) if queries else ()
+        if not batch.trees:
+            return ()
+        histories = [self._paths.observe(rows) for rows in batch.trees]
+        if len({self._requests[rows.request].sampling for rows in batch.trees}) == 1:
+            return self._answers(batch.trees, logits, histories)
+        parts = zip(
+            batch.trees,
+            logits.split([len(rows.node_ids) for rows in batch.trees]),
+            histories,
+            strict=True,
+        )
+        return tuple(self._answers([rows], part, [known])[0] for rows, part, known in parts)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories."""
@@ -72,3 +104,50 @@ class ModelAnswerer:
         """Drops the request."""
         self._requests.pop(request_id, None)
         self._paths.close(request_id)
+
+    def _answers(
+        self,
+        trees: Sequence[TreeRows],
+        logits: torch.Tensor,
+        histories: Sequence[list[IntArray] | None],
+    ) -> tuple[Answers, ...]:
+        """Answers of requests with equal parameters."""
+        tokens, probs = self._sample(trees, logits, histories)
+        answers, start = [], 0
+        for tree in trees:
+            rows = slice(start, start + len(tree.node_ids))
+            answers.append(
+                Answers(
+                    request=tree.request,
+                    node_ids=tree.node_ids,
+                    tokens=tokens[rows],
+                    probs=None if probs is None else probs[rows],
+                )
+            )
+            start = rows.stop
+        return tuple(answers)
+
+    def _sample(
+        self,
+        trees: Sequence[TreeRows],
+        logits: torch.Tensor,
+        histories: Sequence[list[IntArray] | None],
+    ) -> tuple[IntArray, Probs | None]:
+        """Tokens and, if needed, distributions of requests with equal parameters."""
+        params = self._requests[trees[0].request].sampling
+        transform = self._transforms.get(params)
+        if transform is None:
+            transform = SamplingTransform(params, static=self._static)
+            self._transforms[params] = transform
+        uniforms = np.zeros(len(logits))
+        if not params.greedy:
+            draws = [self._draws.uniform(t.request, t.positions + 1, Purpose.TARGET) for t in trees]
+            uniforms = np.concatenate(draws)
+        known = [h for part in histories for h in part or ()] if params.needs_history else None
+        if not self._needs_probs:
+            return transform.sample(logits, uniforms, known), None
+        if params.greedy:
+            tokens = transform.sample(logits, uniforms, known)
+            return tokens, transform.proposal_probs(logits, known)
+        distribution = transform.distribution(logits, known)
+        return distribution.sample(uniforms), distribution.probs()

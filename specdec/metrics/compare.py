@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.metrics.parity import Parity, lossless_against
+from specdec.metrics.parity import lossless_against
 from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
 from specdec.metrics.times import decode_phase, decode_speed
 
+_LEVEL = 0.95  # coverage of bootstrap intervals
 _RANGES = ("tokens_per_s", "tbt_ms_mean", "ttft_ms", "overhead_share")
 
 
@@ -24,7 +25,6 @@ def comparison_row(
     ar_runs: Sequence[Run] | None = None,
     *,
     claims: str = "token",
-    parity: Parity | None = None,
 ) -> dict[str, Any]:
     """One row of ``comparison.json``.
 
@@ -40,7 +40,6 @@ def comparison_row(
         ar_runs: plain decoding's runs of the same prompts, by repeat; None if there are none.
         claims: what the verifier promises (``types.Lossless``); tokens are compared only under
             "token".
-        parity: result of an earlier token comparison; None to compare here.
 
     Raises:
         ValueError: no runs, or another number of repeats than ``ar`` has.
@@ -53,12 +52,9 @@ def comparison_row(
     for name in _RANGES:
         values = [s[name] for s in summaries if s[name] is not None]
         row[f"{name}_range"] = [min(values), max(values)] if values else None
-    if parity is None:
-        parity = lossless_against(
-            pooled(runs),
-            pooled(ar_runs or ()),
-            claims_tokens=str(claims) == "token",
-        )
+    parity = lossless_against(
+        pooled(runs), pooled(ar_runs or ()), claims_tokens=str(claims) == "token"
+    )
     row["lossless"] = parity.lossless
     row["num_compared"] = parity.num_compared
     row["num_differing"] = len({d.id for d in parity.differing})
@@ -106,17 +102,15 @@ def speed_ratio_interval(
     results: Sequence[RequestResult],
     ar_results: Sequence[RequestResult],
     *,
-    level: float = 0.95,
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Bootstrap interval of the ratio of decode speeds; prompts are resampled in pairs.
+    """95 % bootstrap interval of the ratio of decode speeds; prompts are resampled in pairs.
 
     Repeats of a prompt are pooled first. None with fewer than two common prompts or no times.
 
     Args:
         results, ar_results: both sides; prompts that only one side has are ignored.
-        level: coverage.
         num_resamples: bootstrap samples.
         seed: of the resampling.
     """
@@ -131,7 +125,7 @@ def speed_ratio_interval(
     sums = table[picks].sum(1)  # [num_resamples, 4]
     sums = sums[(sums > 0).all(1)]
     ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(ratios, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return float(low), float(high)
 
 

@@ -68,7 +68,9 @@ class MedusaHeads:
     def from_pair(cls, pair: Any, *, num_heads: int, meter: Meter) -> MedusaHeads:
         """The pair's first ``num_heads`` heads: trained if it has a folder, else untrained."""
         folder, last = pair.heads_folder, pair.num_layers - 1
-        heads = untrained_medusa(num_heads)
+        # Untrained heads are the target's own norm and output matrix, from which Medusa's training
+        # starts; they predict the next token again.
+        heads: list[Weights] = [{}] * num_heads
         if folder is not None:
             heads = read_medusa(folder, pair.num_layers, num_heads)
         return cls(target=pair.part(last, last + 1), heads=heads, meter=meter)
@@ -145,11 +147,3 @@ def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
         expected = {"kind": "medusa", "layer": layer, "offset": number}
         heads.append(read_tensors(path, expected))
     return heads
-
-
-def untrained_medusa(num_heads: int) -> list[Weights]:
-    """Returns untrained heads: the target's norm and output matrix, a zero block.
-
-    They predict the next token again; Medusa starts its training from them.
-    """
-    return [{} for _ in range(num_heads)]

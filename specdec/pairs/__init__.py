@@ -14,12 +14,13 @@ from specdec.pairs.random import RandomPair
 from specdec.pairs.record import Record, RecordedRequest, read_record, write_record
 from specdec.pairs.recorder import DraftRecorder, check_recordable, record_run
 from specdec.pairs.replay import ReplayModels, build_replay
-from specdec.pairs.synthetic import SyntheticModels, build_synthetic
+from specdec.pairs.synthetic import HiddenModels, build_synthetic
 from specdec.pairs.table import TablePair
 from specdec.parts.build import build_part
 
 __all__ = [
     "DraftRecorder",
+    "HiddenModels",
     "HuggingFacePair",
     "ModelPair",
     "PartsOnly",
@@ -28,7 +29,6 @@ __all__ = [
     "Record",
     "RecordedRequest",
     "ReplayModels",
-    "SyntheticModels",
     "TablePair",
     "TracedRequest",
     "build_pair",

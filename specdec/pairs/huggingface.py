@@ -24,7 +24,6 @@ from specdec.models.quantize import Quantization, num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.transform import TargetSampler
 from specdec.sources.pair import A
 from specdec.tensor_parallel import Collective, sharded
 from specdec.types import IntArray
@@ -250,8 +249,7 @@ class HuggingFacePair:
         """Samples from the target's logits."""
         graphs = self._execution.graphs
         static = None if graphs == Graphs.OFF else StaticDraws(graphs=graphs)
-        sampler = TargetSampler(draws=draws, needs_probs=needs_probs, static=static)
-        return ModelAnswerer(sampler=sampler)
+        return ModelAnswerer(draws=draws, needs_probs=needs_probs, static=static)
 
     def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
         """Runner of the whole draft, or of this rank's share in a tensor-parallel ``group``.

@@ -83,14 +83,14 @@ class RandomPair(HuggingFacePair):
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        return quantize(self._make(self._layers[0], self._seed), self._quantization)
+        return quantize(self._make(self._layers[0]), self._quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The target's first layers: often right, often not."""
-        draft = self._make(self._layers[1], self._seed)
+        draft = self._make(self._layers[1])
         exact = self._quantization == Quantization.NONE
-        whole = self.target if exact else self._make(self._layers[0], self._seed)
+        whole = self.target if exact else self._make(self._layers[0])
         draft.load_state_dict(whole.state_dict(), strict=False)
         return quantize(draft, self._quantization)
 
@@ -98,10 +98,10 @@ class RandomPair(HuggingFacePair):
         """Greedy continuations of the draft."""
         return self._samples
 
-    def _make(self, num_layers: int, seed: int) -> PreTrainedModel:
+    def _make(self, num_layers: int) -> PreTrainedModel:
         model = random_model(
             self._family,
-            seed=seed,
+            seed=self._seed,
             dtype=self.dtype,
             device=self.device,
             num_layers=num_layers,

@@ -32,23 +32,15 @@ class DraftRecorder:
     the target's path at that position.
     """
 
-    def __init__(
-        self,
-        *,
-        runner: ModelRunner,
-        sampling: SamplingParams,
-        num_logprobs: int = NUM_LOGPROBS,
-    ) -> None:
+    def __init__(self, *, runner: ModelRunner, sampling: SamplingParams) -> None:
         """Wraps a draft.
 
         Args:
             runner: of the whole draft, with a separate meter.
             sampling: of the run.
-            num_logprobs: K, number of candidates whose log probabilities are recorded.
         """
         self._runner = runner
         self._transform = SamplingTransform(sampling)
-        self._num_logprobs = num_logprobs
 
     def record(self, request_id: int, prompt: IntArray, output: IntArray) -> RecordedRequest:
         """Records one request.
@@ -61,7 +53,7 @@ class DraftRecorder:
         tokens = np.concatenate([prompt, output])
         first, num_nodes = len(prompt) - 1, len(tokens) - 1
         ranks = np.full(len(output), MAX_RANK, np.int64)
-        width = min(self._num_logprobs, self._runner.vocab_size)
+        width = min(NUM_LOGPROBS, self._runner.vocab_size)
         logprobs = np.full((len(output), width), -np.inf, np.float16)
         cache = self._runner.new_cache(num_nodes)
         reach = min(num_nodes, self._runner.max_positions)

@@ -67,6 +67,10 @@ class HiddenSequences:
         last = request.num_prompt + request.num_output - 1
         return np.where(positions == last, END, drawn.astype(np.int64) + 1)
 
+    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
+        """None: ranks do not depend on the root."""
+        return None
+
     def first_wrong(self, request_id: int, positions: IntArray, tokens: IntArray) -> IntArray:
         """int64[n]: the first token that the draft proposes after a wrong node."""
         drawn = hash_u64(self.seed, _NODE, request_id, positions, tokens)
@@ -112,10 +116,6 @@ class RecordedPair(HiddenSequences):
         """int64[n]: the recorded rank of the token after each position."""
         return self._ranks[self.classes(request_id, positions)]
 
-    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """None: ranks do not depend on the root."""
-        return None
-
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
@@ -148,9 +148,7 @@ class TracedPair(HiddenSequences):
         """int64[n]: all 0."""
         return np.zeros(len(positions), np.int64)
 
-    def ranks(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: all 0; unused, since ``reach`` is given."""
-        return np.zeros(len(positions), np.int64)
+    ranks = classes  # unused, since ``reach`` is given
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
         """int64[n]: accepted tokens of a chain with its root there; 0 beyond the trace."""
@@ -164,7 +162,7 @@ class TracedPair(HiddenSequences):
     ) -> tuple[IntArray, IntArray]:
         """(first token, class) int64[n] each after wrong nodes."""
         first = self.first_wrong(request_id, positions, tokens)
-        return first, np.zeros(len(positions), np.int64)
+        return first, self.classes(request_id, positions)
 
 
 class ReplayModels(HiddenModels):

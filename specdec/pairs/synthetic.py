@@ -1,6 +1,6 @@
 """Pairs without models: made-up target tokens and a draft of known quality.
 
-``SyntheticModels`` draws the draft's quality from a law (``model=synthetic``); ``ReplayModels``
+``build_synthetic`` draws the draft's quality from a law (``model=synthetic``); ``ReplayModels``
 (``specdec.pairs.replay``) takes it from a record.
 """
 
@@ -125,13 +125,9 @@ class HiddenModels:
         return {key: self.fitted_source(value, policy) for key, value in source.items()}
 
 
-class SyntheticModels(HiddenModels):
-    """Hidden sequences and a draft by the laws of ``SyntheticPair`` (``model=synthetic``)."""
-
-
-def build_synthetic(*, num_layers: int = 80, **keys: Any) -> SyntheticModels:
-    """The models of ``SyntheticPair(**keys)``."""
-    return SyntheticModels(pair=SyntheticPair(**keys), num_layers=num_layers)
+def build_synthetic(*, num_layers: int = 80, **keys: Any) -> HiddenModels:
+    """The models of ``SyntheticPair(**keys)`` (``model=synthetic``)."""
+    return HiddenModels(pair=SyntheticPair(**keys), num_layers=num_layers)
 
 
 class SyntheticAnswerer:

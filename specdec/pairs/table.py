@@ -25,7 +25,6 @@ from specdec.models.exits import HeadWeights
 from specdec.models.medusa import MedusaHeads
 from specdec.models.runner import ModelRunner, RunnerOutput
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.transform import TargetSampler
 from specdec.sources.katz import KatzModel
 from specdec.sources.pair import A
 from specdec.types import IntArray
@@ -118,7 +117,7 @@ class TablePair:
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's table."""
-        return ModelAnswerer(sampler=TargetSampler(draws=draws, needs_probs=needs_probs))
+        return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
     def draft_runner(self, meter: Meter) -> ModelRunner:
         """The draft's table as a model."""

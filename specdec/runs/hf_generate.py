@@ -316,10 +316,6 @@ class HFBaseline:
 
     def _finish(self, decided: Sequence[int]) -> tuple[str, int]:
         """Applies the stop rules token by token; returns the reason and the output's length."""
-        if not self._stop.stop_strings:  # end tokens and the limit need no check per token
-            ends = [i for i, token in enumerate(decided) if token in self._stop.eos_ids]
-            length = min([*(i + 1 for i in ends[:1]), self._stop.max_new_tokens, len(decided)])
-            return self._stop.reason(decided[:length]) or "cancelled", length
         for length in range(1, len(decided) + 1):
             reason = self._stop.reason(decided[:length])
             if reason is not None:

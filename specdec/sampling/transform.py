@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,10 +30,9 @@ from specdec.sampling.host import (
     stacked,
     weights,
 )
-from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.on_device import Weighted, on_accelerator, weigh
 from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
-from specdec.types import Answers, FloatArray, IntArray
+from specdec.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,109 +266,3 @@ def _chunks(
         else:
             mass = weights(values[rows], row_max(values[rows]), temperature)
             yield rows, Distribution(None, mass, vocab_size)
-
-
-class _Request(Protocol):
-    """The attributes of a request that answering it needs (``RequestState`` has them)."""
-
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def sampling(self) -> SamplingParams: ...
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """Nodes of one request for which the target's next tokens are requested.
-
-    Attributes:
-        request: id and sampling parameters.
-        node_ids: int64[A].
-        positions: int64[A], absolute positions of the nodes; their next tokens are one further.
-        histories: A sequences up to and including each node; None unless the parameters need them.
-    """
-
-    request: _Request
-    node_ids: IntArray
-    positions: IntArray
-    histories: Sequence[IntArray] | None = None
-
-
-class TargetSampler:
-    """Turns the target's logits into answers, on the rank that computes the logits."""
-
-    def __init__(
-        self, *, draws: KeyedDraws, needs_probs: bool, static: StaticDraws | None = None
-    ) -> None:
-        """Creates the sampler of all requests.
-
-        Args:
-            draws: the run's keyed draws.
-            needs_probs: whether answers include distributions (``Needs.target_probs``).
-            static: draws over static buffers; None: draws without them.
-        """
-        self._draws = draws
-        self._static = static
-        self._needs_probs = needs_probs
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
-
-    def answer(
-        self, requests: Sequence[AnswerRequest], logits: torch.Tensor
-    ) -> tuple[Answers, ...]:
-        """Samples the target's next token after each node by its keyed draw.
-
-        If probabilities are needed, the answers include the processed distributions; for a greedy
-        request the model's own at temperature 1, by which lossy verifiers compare tokens (the
-        one-hot distribution of greedy decoding follows from the tokens). If all requests have equal
-        parameters they share one call, and one copy from a device.
-
-        Args:
-            requests: the nodes of each request.
-            logits: [sum of A, V], in the same order.
-        """
-        if len({nodes.request.sampling for nodes in requests}) > 1:
-            sizes = [len(nodes.node_ids) for nodes in requests]
-            parts = zip(requests, logits.split(sizes), strict=True)
-            return tuple(answer for nodes, rows in parts for answer in self.answer([nodes], rows))
-        tokens, probs = self._sample(requests, logits)
-        answers, start = [], 0
-        for nodes in requests:
-            rows = slice(start, start + len(nodes.node_ids))
-            answers.append(
-                Answers(
-                    request=nodes.request.id,
-                    node_ids=nodes.node_ids,
-                    tokens=tokens[rows],
-                    probs=None if probs is None else probs[rows],
-                )
-            )
-            start = rows.stop
-        return tuple(answers)
-
-    def _sample(
-        self, requests: Sequence[AnswerRequest], logits: torch.Tensor
-    ) -> tuple[IntArray, Probs | None]:
-        """Tokens and, if needed, distributions of requests with equal parameters."""
-        params = requests[0].request.sampling
-        transform = self._transforms.get(params)
-        if transform is None:
-            transform = SamplingTransform(params, static=self._static)
-            self._transforms[params] = transform
-        uniforms, histories = np.zeros(len(logits)), None
-        if not params.greedy:
-            uniforms = np.concatenate(
-                [
-                    self._draws.uniform(n.request.id, n.positions + 1, Purpose.TARGET)
-                    for n in requests
-                ]
-            )
-        if params.needs_history:
-            histories = [history for nodes in requests for history in nodes.histories or ()]
-        if not self._needs_probs:
-            return transform.sample(logits, uniforms, histories), None
-        if params.greedy:
-            tokens = transform.sample(logits, uniforms, histories)
-            return tokens, transform.proposal_probs(logits, histories)
-        distribution = transform.distribution(logits, histories)
-        return distribution.sample(uniforms), distribution.probs()

@@ -12,10 +12,10 @@ from specdec.types import FloatArray, IntArray
 _MAX_DISCOUNTED = 5  # Katz 1987: counts above 5 are taken as reliable
 
 
-def discounts(counts: IntArray, max_discounted: int = _MAX_DISCOUNTED) -> FloatArray:
+def discounts(counts: IntArray) -> FloatArray:
     """Good-Turing discount factors in Katz's form.
 
-    With n_r n-grams counted r times, k = ``max_discounted`` and r* = (r+1) n_{r+1}/n_r:
+    With n_r n-grams counted r times, k = 5 and r* = (r+1) n_{r+1}/n_r:
     d_r = (r*/r - (k+1) n_{k+1}/n_1) / (1 - (k+1) n_{k+1}/n_1) for r <= k, and 1 above. Where a
     count-of-counts is missing or a factor leaves (0, 1), k is lowered until none does; where no
     k >= 2 is left, absolute discounting takes its place: d_r = 1 - D/r for all r, with
@@ -23,13 +23,12 @@ def discounts(counts: IntArray, max_discounted: int = _MAX_DISCOUNTED) -> FloatA
 
     Args:
         counts: int64[G >= 1], the counts of one order's n-grams, all positive.
-        max_discounted: k.
 
     Returns:
         float64[G], the factor of each n-gram.
     """
-    num = np.bincount(np.minimum(counts, max_discounted + 2), minlength=max_discounted + 3)
-    for k in range(max_discounted, 1, -1):
+    num = np.bincount(np.minimum(counts, _MAX_DISCOUNTED + 2), minlength=_MAX_DISCOUNTED + 3)
+    for k in range(_MAX_DISCOUNTED, 1, -1):
         if not num[1 : k + 2].all():
             continue
         r = np.arange(1, k + 1)

@@ -304,14 +304,13 @@ class _FirstDraws:
 def draw_shared_in_batch(work: Planted) -> None:
     def make(original: Any) -> Any:
         def answer(self: Any, batch: Any, logits: Any) -> Any:
-            sampler = self._sampler
-            draws = sampler._draws
+            draws = self._draws
             work.fired += len(batch.trees) > 1
-            sampler._draws = _FirstDraws(draws, batch.trees[0].request)
+            self._draws = _FirstDraws(draws, batch.trees[0].request)
             try:
                 return original(self, batch, logits)
             finally:
-                sampler._draws = draws
+                self._draws = draws
 
         return answer
 

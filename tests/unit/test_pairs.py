@@ -11,7 +11,7 @@ import torch
 from specdec.compose.workbench import Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
-from specdec.pairs import PretrainedPair, SyntheticModels, build_pair
+from specdec.pairs import HiddenModels, PretrainedPair, build_pair
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.katz import KatzModel
 from specdec.state import StopRules
@@ -48,6 +48,6 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
 
 def test_pairs_without_models_refuse_artefacts() -> None:
     pair = build_pair({"kind": "synthetic"})
-    assert isinstance(pair, SyntheticModels)
+    assert isinstance(pair, HiddenModels)
     with pytest.raises(UserError, match="KatzModel needs a model or text"):
         pair.artefact(KatzModel)

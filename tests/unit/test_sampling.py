@@ -16,15 +16,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specdec.executors import ModelAnswerer
 from specdec.sampling.host import Distribution, inverse_cdf, sample_candidates
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.processors import repeated_ngrams
 from specdec.sampling.transform import (
-    AnswerRequest,
     SamplingParams,
     SamplingTransform,
-    TargetSampler,
 )
+from specdec.types import NO_NODE, Batch, TreeRows
 
 LARGEST_DRAW = 1.0 - 2.0**-53
 
@@ -337,16 +337,30 @@ def test_candidates_are_drawn_without_replacement_from_the_remainder():
 # ---------------------------------------------------------------------- the answering rank
 
 
+def tree_rows(request, ids, prefix_len, depths, tokens=None):
+    """Rows of nodes in a chain."""
+    return TreeRows(
+        request=request,
+        prefix_len=prefix_len,
+        node_ids=ids,
+        tokens=np.zeros(len(ids), np.int64) if tokens is None else tokens,
+        parent_ids=np.where(np.arange(len(ids)) == 0, NO_NODE, ids - 1),
+        depths=depths,
+    )
+
+
 @pytest.mark.parametrize("given", [{}, *PARAMS[:3]], ids=str)
 def test_answers_use_the_draw_of_the_position_after_the_node(given):
     logits = logits_of("plain", rows=6)
     params = SamplingParams(**given)
-    request = SimpleNamespace(id=42, sampling=params)
-    node_ids, positions = np.arange(10, 16), np.array([255, 256, 256, 257, 257, 258])
+    request = SimpleNamespace(id=42, sampling=params, tokens=np.zeros(256, np.int64))
+    positions = np.array([255, 256, 256, 257, 257, 258])
+    rows = tree_rows(42, np.arange(10, 16), 255, positions - 255)
     draws = KeyedDraws(seed=9)
     for needs_probs in (False, True):
-        sampler = TargetSampler(draws=draws, needs_probs=needs_probs)
-        (answers,) = sampler.answer([AnswerRequest(request, node_ids, positions)], logits)
+        answerer = ModelAnswerer(draws=draws, needs_probs=needs_probs)
+        answerer.open(request)
+        (answers,) = answerer.answer(Batch(step=0, trees=(rows,)), logits)
         for i, position in enumerate(positions):
             uniform = draws.uniform(42, np.array([position + 1]), Purpose.TARGET)
             token = SamplingTransform(params).sample(logits[i : i + 1], uniform)
@@ -365,19 +379,18 @@ def test_requests_that_share_a_call_are_answered_as_alone(needs_probs):
     hot, cold = SamplingParams(temperature=0.9, top_p=0.9), SamplingParams(no_repeat_ngram=2)
     rng = np.random.default_rng(0)
     for kinds in ([hot] * 3, [cold] * 3, [hot, cold, hot]):
-        sampler, start = TargetSampler(draws=KeyedDraws(seed=3), needs_probs=needs_probs), 0
-        asked = []
+        answerer = ModelAnswerer(draws=KeyedDraws(seed=3), needs_probs=needs_probs)
+        trees, start = [], 0
         for i, (params, num) in enumerate(zip(kinds, (2, 4, 1), strict=True)):
-            histories = random_histories(rng, num, alphabet=300)
-            request = SimpleNamespace(id=i, sampling=params)
-            asked.append(
-                AnswerRequest(request, np.arange(num) + start, np.arange(num) + 9, histories)
-            )
+            prompt = rng.integers(0, 300, 10)
+            answerer.open(SimpleNamespace(id=i, sampling=params, tokens=prompt))
+            ids, tokens = np.arange(num) + start, rng.integers(0, 300, num)
+            trees.append(tree_rows(i, ids, 9, np.arange(num), tokens))
             start += num
-        together = sampler.answer(asked, logits)
+        together = answerer.answer(Batch(step=0, trees=tuple(trees)), logits)
         assert [answers.request for answers in together] == [0, 1, 2]
-        for each, answers in zip(asked, together, strict=True):
-            (alone,) = sampler.answer([each], logits[each.node_ids])
+        for each, answers in zip(trees, together, strict=True):
+            (alone,) = answerer.answer(Batch(step=0, trees=(each,)), logits[each.node_ids])
             np.testing.assert_array_equal(answers.tokens, alone.tokens)
             np.testing.assert_array_equal(answers.node_ids, each.node_ids)
             if needs_probs:
