@@ -19,7 +19,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from specdec.clocks import Clock, ClockKind, MeasuredClock
+from specdec.clocks import Clock, MeasuredClock
+from specdec.clocks.build import check_in_process
 from specdec.clocks.meter import Meter
 from specdec.compose.early_exit import build_early_exit, build_front
 from specdec.compose.refusals import check_choice, check_executor, check_exits, check_source
@@ -272,7 +273,7 @@ class Workbench:
         if ranks is not None:
             parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
             return self._distributed(needs, stages, ranks, parts, serving)
-        self._refuse_in_process()
+        check_in_process(self.clock.kind, tracing=self.clock.timeline is not None)
         # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(stages.devices).tolist()]
         slices: list[Stage] = []
@@ -349,11 +350,6 @@ class Workbench:
         (PPSD 4.1).
         """
         pair, num_devices = self.pair, sum(stages.devices)
-        if len(stages.devices) != stages.stages:
-            raise UserError(
-                f"executor.groups={list(stages.devices)} names {len(stages.devices)} stages, but"
-                f" executor.stages={stages.stages}: give one number of devices per stage"
-            )
         if exit_layer and num_devices == ceil(pair.num_layers / exit_layer):
             starts = range(0, pair.num_layers, exit_layer)
             return [(start, min(start + exit_layer, pair.num_layers)) for start in starts]
@@ -362,20 +358,6 @@ class Workbench:
             return split_layers(pair.num_layers, num_devices, head_layers=head)
         except ValueError as error:
             raise UserError(str(error)) from error
-
-    def _refuse_in_process(self) -> None:
-        """Raises ``UserError`` for clocks that need a process per rank."""
-        clock = self.clock
-        if clock.kind is ClockKind.PACED:
-            raise UserError(
-                "clock=paced needs a process per rank: add executor.transport=distributed, or use"
-                " executor=local (one stage) or clock=simulated"
-            )
-        if clock.kind is ClockKind.MEASURED and clock.timeline is not None:
-            raise UserError(
-                "trace=true needs a process per rank: add executor.transport=distributed, or use"
-                " clock=simulated or executor=local"
-            )
 
 
 def _num_ranks(stages: StageLayout, *, shares_draft: bool) -> int:

@@ -17,9 +17,17 @@ from specdec.executors.answerer import AnsweredRequest, Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import NullStage, Stage
 from specdec.models import ModelRunner
+from specdec.parts.fields import Count, Index
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
-from specdec.sources.synthetic import HiddenPair, SyntheticPair, SyntheticTarget
+from specdec.sources.synthetic import (
+    Decays,
+    HiddenPair,
+    Shares,
+    SyntheticPair,
+    SyntheticTarget,
+    VocabSize,
+)
 from specdec.types import Answers, Batch, Commit
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
@@ -135,9 +143,21 @@ class SyntheticModels(HiddenModels):
     """Hidden sequences and a draft by the laws of ``SyntheticPair`` (``model=synthetic``)."""
 
 
-def build_synthetic(*, num_layers: int = 80, **keys: Any) -> SyntheticModels:
-    """The models of ``SyntheticPair(**keys)``."""
-    return SyntheticModels(pair=SyntheticPair(**keys), num_layers=num_layers)
+def build_synthetic(
+    *,
+    vocab_size: VocabSize = 32000,
+    num_layers: Count = 80,
+    weights: Shares = (0.4, 0.3, 0.3),
+    top1: Shares = (0.95, 0.6, 0.3),
+    decay: Decays = (2.5, 2.2, 1.8),
+    miss: Shares = (0.0, 0.0, 0.0),
+    seed: Index = 0,
+) -> SyntheticModels:
+    """The models of ``SyntheticPair``; ``num_layers``: the largest possible number of stages."""
+    pair = SyntheticPair(
+        vocab_size=vocab_size, weights=weights, top1=top1, decay=decay, miss=miss, seed=seed
+    )
+    return SyntheticModels(pair=pair, num_layers=num_layers)
 
 
 class SyntheticAnswerer:

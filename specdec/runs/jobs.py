@@ -258,7 +258,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     limit = data.get("max_prompt_tokens")
     bounds = [b for b in (room, limit) if b is not None]
     prompts, cut = [], 0
-    for prompt in load_requested(Request.of(data), tokenizer=tokenizer):
+    for prompt in load_requested(Request.of(**data), tokenizer=tokenizer):
         tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"))
         if bounds:
             tokens, num_cut = fit_prompt(

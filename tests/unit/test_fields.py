@@ -75,15 +75,14 @@ def test_values_are_strict(hint: Any, good: list[Any], bad: list[Any], message: 
     model = model_of({"key": (hint, True)})
     assert [value for value in good if errors_of(model, {"key": value})] == []
     assert [value for value in bad if not errors_of(model, {"key": value})] == []
-    ((key, error),) = errors_of(model, {"key": bad[0]}, "part.")
-    assert key == "key"
+    (error,) = errors_of(model, {"key": bad[0]}, "part.")
     assert error.startswith("part.key")
     assert message in error
 
 
 def test_the_element_that_is_wrong_is_named() -> None:
     model = model_of({"branching": (Sequence[Count], True)})
-    ((_, error),) = errors_of(model, {"branching": [1, 0]}, "policy.")
+    (error,) = errors_of(model, {"branching": [1, 0]}, "policy.")
     assert error.startswith("policy.branching[1]=0 cannot be used")
 
 
@@ -139,10 +138,10 @@ def test_objects_stay_out_of_the_schema() -> None:
         ({"size": 0}, r"p.size=0 cannot be used"),
         ({"size": "3"}, r"p.size='3'"),
         ({"size": 1, "width": 0}, r"p.width=0"),
-        ({"size": 1, "sise": 2}, r"no key 'sise' .*did you mean size"),
+        ({"size": 1, "sise": 2}, r"no key 'sise': did you mean size"),
         ({"size": 1, "runner": 2}, r"no key 'runner'"),
         ({"size": 1, "handle": {"size": 2}}, r"no key 'handle'"),
-        ({}, r"lacks size .*add p.size=VALUE"),
+        ({}, r"lacks size: add p.size=VALUE"),
         ({"size": 1, "inner": {"_target_": f"{__name__}.Part", "size": 0}}, r"p.inner.size=0"),
         ({"size": 1, "inner": {"_target_": "subprocess.Popen", "args": "x"}}, "is not a Part"),
     ],

@@ -182,7 +182,7 @@ def test_pool_refuses_what_it_has_not() -> None:
     pool = BlockPool(spec=spec, num_blocks=3, block_tokens=2)
     held = Paged(pool=pool)
     held.reserve(5, 0)
-    with pytest.raises(RuntimeError, match="needs 1 more blocks, and 0 of 3"):
+    with pytest.raises(RuntimeError, match="needs 1 more blocks, but only 0 of 3"):
         held.reserve(7, 5)
     held.trim(2)
     assert (pool.num_used, pool.peak, held.capacity) == (1, 3, 2)
