@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -24,7 +24,10 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """
     sections = (*_SECTIONS, *_PARTS)
     top = {key: value for key, value in config.items() if key not in sections}
-    _check_keys(top, "", "compare" if "strategies" in top else "", "the configuration", sections)
+    model = model_for("", "compare" if "strategies" in top else "")
+    assert model is not None
+    keys = names_of(model)
+    check_keys(model, top, "", "the configuration", names=(*keys, *sections), required=keys)
     for section in _SECTIONS:
         if section not in config:
             raise UserError(f"{section} was removed, but every run needs it: leave out ~{section}")
@@ -55,34 +58,19 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
     common = model_for(section)
     kind = str(node.get("_target_", "" if common else node.get("kind")))
-    if model_for(section, kind):
-        _check_keys(values, section, kind, label)
+    if model := model_for(section, kind):
+        names = [name for name in names_of(model) if name not in PROGRAM_ONLY]
+        required = () if section == "strategy.options" else names
+        check_keys(model, values, f"{section}.", label, names=names, required=required)
     elif section in PROTOCOLS and ("_target_" in node or section in _PARTS):
-        standard = names_of(common) if common else ()
+        standard = () if common is None else names_of(common)
         check_part(node, section, label, protocol_of(section), standard)
         if common:
             known = {key: value for key, value in values.items() if key in standard}
-            check_keys(common, known, f"{section}.", label)
+            check_keys(common, known, f"{section}.", label, names=standard)
     else:
         known_kinds = ", ".join(kinds_of(section))
         raise UserError(f"{label} has kind {kind!r}, which is unknown: use one of {known_kinds}")
-
-
-def _check_keys(
-    values: Mapping[str, Any], section: str, kind: str, label: str, known: Collection[str] = ()
-) -> None:
-    """Checks a section of fixed keys, all of which its YAML states."""
-    model = model_for(section, kind)
-    assert model is not None
-    check_keys(
-        model,
-        values,
-        f"{section}." if section else "",
-        label,
-        required=() if section == "strategy.options" else names_of(model),
-        known=known,
-        hidden=PROGRAM_ONLY,
-    )
 
 
 def protocol_of(section: str) -> type | None:

@@ -8,11 +8,10 @@ takes has its types here.
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from specdec.parts.fields import (
     Count,
@@ -20,7 +19,6 @@ from specdec.parts.fields import (
     Model,
     Positive,
     Text,
-    expects,
     model_of,
     signature_of,
 )
@@ -39,23 +37,7 @@ PROTOCOLS = {
 """Section -> Protocol that the class of its ``_target_`` must implement."""
 
 
-def _rises(counts: list[int]) -> list[int]:
-    assert all(a < b for a, b in pairwise(counts))
-    return counts
-
-
 _StopString = Annotated[str, Field(min_length=1, max_length=200)]
-_Counts = Annotated[
-    list[Count],
-    Field(min_length=1),
-    AfterValidator(_rises),
-    expects("it must be a list of increasing whole numbers of at least 1"),
-]
-_FileName = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9_-]+$"),
-    expects("it must be a name of letters, digits, - and _"),
-]
 _TITLES = {"name": Text, "title": Text, "baseline": bool}
 _PROFILED = {"profile": Text, "scale": Positive}
 
@@ -105,21 +87,7 @@ _SECTIONS: dict[tuple[str, str], str | dict[str, Any]] = {
     ("executor", "specdec.executors.LocalExecutor"): {},
     ("executor", "specdec.executors.EarlyExitExecutor"): {"stages": Count | None},
     ("executor", "specdec.executors.PipelineExecutor"): "specdec.executors.layout.PipelineOptions",
-    ("profiling", ""): {
-        "name": _FileName,
-        "use": Text | None,
-        "tokens": _Counts,
-        "repeats": Count,
-        "context": Count,
-        "transfer": bool,
-        "widths": _Counts,
-        "children": _Counts,
-        "groups": _Counts,
-        "devices": Annotated[int, Field(ge=2)] | None,
-        "targets": _Counts,
-        "bs": _Counts,
-        "w": _Counts,
-    },
+    ("profiling", ""): "specdec.profiling.options.ProfilingOptions",
 }
 """(section, its ``kind`` or ``_target_``, "" without kinds) -> the callable that takes it, or its
 keys."""

@@ -62,25 +62,21 @@ def check_keys(
     where: str,
     label: str,
     *,
+    names: Collection[str],
     required: Collection[str] = (),
-    known: Collection[str] = (),
-    hidden: Collection[str] = (),
 ) -> None:
-    """Checks keys and values against a model.
+    """Checks plain values against a model.
 
     Args:
-        model: of the values.
-        values: plain values.
+        model, values: see ``errors_of``.
         where: prefix of the keys in messages, as in "policy.".
         label: how the user chose the section, for messages.
+        names: keys that a configuration may state here.
         required: keys that must be present.
-        known: further keys, which are present elsewhere.
-        hidden: keys of the model that are refused.
 
     Raises:
         UserError: the first unknown, mistyped or missing key.
     """
-    names = [name for name in (*names_of(model), *known) if name not in hidden]
     for key in values:
         if key not in names:
             hint = did_you_mean(key, names) or "it takes no keys"
@@ -88,7 +84,7 @@ def check_keys(
     for error in errors_of(model, values, where):
         raise UserError(error)
     for key in required:
-        if key not in values and key not in known and key not in hidden:
+        if key not in values:
             at = f"{where}{key}"
             raise UserError(f"{label} lacks {key}: add {at}=VALUE, or leave out ~{at}")
 
@@ -144,16 +140,16 @@ def _part(
     model, objects = signature_of(cls)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     nested = {key for key in (*names_of(model), *objects) if _has_part(arguments.get(key))}
-    filled = FILLED.get(where.partition(".")[0], frozenset()) - {*known}
-    given = {*nested, *(filled if runtime is None else runtime)}
+    hidden = FILLED.get(where.partition(".")[0], frozenset()) if runtime is None else frozenset()
+    names = [name for name in names_of(model) if name not in hidden or name in known]
+    elsewhere = {*nested, *known, *(hidden if runtime is None else runtime)}
     check_keys(
         model,
         {key: value for key, value in arguments.items() if key not in nested},
         f"{where}.",
         f"{label} (class {node['_target_']})",
-        required=[key for key in names_of(model, required=True) if key not in given],
-        known=known,
-        hidden=() if runtime is not None else filled,
+        names=(*names, *known),
+        required=[key for key in names_of(model, required=True) if key not in elsewhere],
     )
 
     def visited(value: Any, at: str, expected: type | None) -> Any:

@@ -14,6 +14,7 @@ import torch
 from specdec.files import write_json, write_text
 from specdec.profiling.allocation import Split, allocate, preset
 from specdec.profiling.job import RESULT_FILE
+from specdec.profiling.options import ProfilingOptions
 from specdec.report.provenance import provenance
 from specdec.report.tables import number
 from specdec.runs.jobs import Progress, prepare, stop_rules
@@ -40,14 +41,14 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
     Raises:
         UserError: as ``allocate``.
     """
-    section = cfg["profiling"]
+    options = ProfilingOptions(**cfg["profiling"])
+    assert options.devices is not None, "without devices, `profile_job` runs"
     if cfg.get("threads"):
         torch.set_num_threads(int(cfg["threads"]))
     progress.phase("loading models", None)
     pair, prompts, _ = prepare(cfg)
-    keys = {"targets": "targets", "sizes": "bs", "leaves": "w"}
-    choices = {name: tuple(section[key]) for name, key in keys.items()}
-    use = None if section["use"] is None else {"name": section["use"], **cfg["use"]}
+    choices = {"targets": options.targets, "sizes": options.bs, "leaves": options.w}
+    use = None if options.use is None else {"name": options.use, **cfg["use"]}
     runs = prod(map(len, choices.values())) * (1 if use is None else 2)
     progress.phase("trying splits", runs)
     splits = allocate(
@@ -55,13 +56,13 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
         pair,
         prompts,
         stop_rules(cfg, pair),
-        devices=section["devices"],
+        devices=options.devices,
         **choices,
         use=use,
         on_split=lambda s: progress.advance(detail=f"{s.target}:{s.draft}, d {s.d}"),
     )
     best = max(splits, key=lambda split: split.tokens_per_s)
-    source = "measured on real ranks" if use is None else f"simulated on {section['use']}"
+    source = "measured on real ranks" if use is None else f"simulated on {options.use}"
     about = f"The fastest of {len(splits)} splits and trees, {source}, by `specdec profile`."
     write_text(folder / "strategy" / f"{BEST}.yaml", preset(best, name=BEST, about=about))
     result = {
