@@ -89,13 +89,5 @@ def check_in_process(kind: ClockKind, *, tracing: bool) -> None:
 
 def build_profile(node: Mapping[str, Any]) -> LatencyProfile:
     """The latency profile in a section ``clock``: its keys ``profile``, ``costs`` and ``note``."""
-    costs = {
-        kind: CostCurve(
-            tokens=tuple(curve["tokens"]),
-            ms=tuple(curve["ms"]),
-            block_tokens=curve.get("block_tokens", 0),
-            block_ms=curve.get("block_ms", 0.0),
-        )
-        for kind, curve in node["costs"].items()
-    }
+    costs = {kind: CostCurve.of(curve) for kind, curve in node["costs"].items()}
     return LatencyProfile(name=node["profile"], costs=costs, note=node.get("note", ""))
