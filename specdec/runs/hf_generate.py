@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from specdec.metrics.counters import RequestCounters
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
-from specdec.parts.fields import Count, Share
+from specdec.parts.fields import Count, Share, validated
 from specdec.runs.hf_counting import EmissionLog, PassLog, StopStrings
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, StopRules
@@ -31,6 +31,7 @@ HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 """Names of the rows."""
 
 
+@validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFOptions:
     """Settings of transformers' assisted decoding; the defaults are its own.
