@@ -13,15 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specdec.parts.fields import (
-    Count,
-    Index,
-    Model,
-    Positive,
-    Text,
-    model_of,
-    signature_of,
-)
+from specdec.parts.fields import Count, Index, Model, Positive, Text, model_of, signature_of
 
 PROTOCOLS = {
     "source": "specdec.interfaces.TokenSource",
@@ -35,7 +27,6 @@ PROTOCOLS = {
     "data": "specdec.data.DataReader",
 }
 """Section -> Protocol that the class of its ``_target_`` must implement."""
-
 
 _StopString = Annotated[str, Field(min_length=1, max_length=200)]
 _TITLES = {"name": Text, "title": Text, "baseline": bool}

@@ -52,13 +52,16 @@ _RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
 
 
 class Progress(Protocol):
-    """Display of long work."""
+    """Receives the progress of long work."""
 
-    def phase(self, label: str, total: int | None) -> None: ...
+    def phase(self, label: str, total: int | None) -> None:
+        """Starts a phase of ``total`` units (None: unknown) and ends the previous one."""
 
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
+    def advance(self, count: int = 1, detail: str = "") -> None:
+        """Counts ``count`` more units; ``detail`` is shown beside them."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Prints a line or a table."""
 
 
 _Counted = list[tuple[RequestResult, RunTotals]]

@@ -154,6 +154,20 @@ def test_a_node_is_checked_against_the_same_signature(values: dict[str, Any], wo
         build_part(node, {}, "p")
 
 
+class Sized:
+    def __init__(self, *, vocab_size: Width) -> None:
+        self.vocab_size = vocab_size
+
+
+def test_keys_that_the_program_fills_depend_on_the_section() -> None:
+    node = {"_target_": f"{__name__}.Sized", "vocab_size": 3}
+    check_part(node, "model", "model=sized")
+    assert build_part(node, {}, "model").vocab_size == 3
+    for at in ("source", "source.draft"):
+        with pytest.raises(UserError, match="no key 'vocab_size'"):
+            check_part(node, at, "source=sized")
+
+
 def test_nodes_become_parts() -> None:
     inner = {"_target_": f"{__name__}.Part", "size": 1}
     node = {"_target_": f"{__name__}.Part", "size": 2, "width": 3, "inner": inner}
