@@ -43,9 +43,6 @@ Examples
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--cfg",))
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
     sizes, rest = batch_sizes(arguments.overrides)
     if sizes is not None:
         from specdec.cli.batch_sizes import curves

@@ -25,9 +25,6 @@ Row = tuple[str, str]
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=())
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
     for word in arguments.overrides:
         if word not in SECTIONS:
             raise UserError(f"specdec list {word}: {did_you_mean(word, SECTIONS)}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.parts.build import build_part
+from specdec.parts.fields import Text, validated
 
 if TYPE_CHECKING:
     from specdec.interfaces import Logger
@@ -61,7 +62,8 @@ class WandbLogger:
     the sweep's.
     """
 
-    def __init__(self, *, project: str, mode: str) -> None:
+    @validated
+    def __init__(self, *, project: Text, mode: Literal["offline", "online", "disabled"]) -> None:
         """Logs to ``project``; ``mode``: offline, online or disabled (see ``wandb.init``)."""
         self._project = project
         self._mode = mode

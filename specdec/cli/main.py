@@ -51,16 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(words)
-    except UserError as error:
-        if os.environ.get("SPECDEC_TRACEBACK"):
-            raise
-        print(f"specdec: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
-    except RankFailure as error:
-        if os.environ.get("SPECDEC_TRACEBACK"):
-            raise
-        print(f"specdec: {' '.join(str(error).split())}", file=sys.stderr)
-        return _RANK_FAILED
     except KeyboardInterrupt:
         print("specdec: interrupted; start the same command again to continue", file=sys.stderr)
         return _INTERRUPTED
@@ -68,24 +58,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) ended; keep Python from printing an error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MemoryError as error:
-        if os.environ.get("SPECDEC_TRACEBACK"):
+    except (UserError, RankFailure, MemoryError, OSError) as error:
+        message, status = _explain(error)
+        if not message or os.environ.get("SPECDEC_TRACEBACK"):
             raise
-        print(
-            f"specdec: memory is used up ({' '.join(str(error).split())}): choose smaller trees"
-            " (keys of policy), a smaller batch_size, shorter prompts or a smaller model",
-            file=sys.stderr,
-        )
-        return _FAILED
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("SPECDEC_TRACEBACK"):
-            raise
-        print(
-            f"specdec: {error.strerror}: make room, then start the same command again; it continues"
-            " after the prompts that are on disk",
-            file=sys.stderr,
-        )
-        return _FAILED
+        print(f"specdec: {message}", file=sys.stderr)
+        return status
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """The message and the exit status of an error; no message for a defect."""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return text, BAD_INPUT
+    if isinstance(error, RankFailure):
+        return text, _RANK_FAILED
+    if isinstance(error, MemoryError):
+        remedy = "choose smaller trees (keys of policy), a smaller batch_size, shorter prompts or a"
+        return f"memory is used up ({text}): {remedy} smaller model", _FAILED
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "make room, then start the same command again; it continues after the prompts"
+        return f"{error.strerror}: {remedy} that are on disk", _FAILED
+    return "", _FAILED
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -100,7 +94,11 @@ def _dispatch(words: Sequence[str]) -> int:
     command, *rest = words
     if command not in _COMMANDS:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
-    status: int = importlib.import_module(_COMMANDS[command][0]).main(rest)
+    module = importlib.import_module(_COMMANDS[command][0])
+    if hasattr(module, "HELP") and {"-h", "--help"} & {*rest}:
+        print(module.HELP, end="")
+        return 0
+    status: int = module.main(rest)
     return status
 
 

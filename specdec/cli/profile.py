@@ -55,9 +55,6 @@ Examples
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--cfg",))
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
     if arguments.cfg:
         return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")
     config, output_dir = profile_config(arguments.overrides, arguments.config_dirs)

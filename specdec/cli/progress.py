@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -19,23 +19,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+if TYPE_CHECKING:
+    from specdec.runs import jobs  # torch comes with it
+
 _LINE_EVERY_S = 10.0
-
-
-class Reporter(Protocol):
-    """Receives the progress of long work."""
-
-    def phase(self, label: str, total: int | None = None) -> None:
-        """Starts a phase of ``total`` units (None: unknown) and ends the one before."""
-        ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None:
-        """Counts ``count`` more units; ``detail`` is shown beside them."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Prints a line or a table."""
-        ...
 
 
 class _Bars:
@@ -105,7 +92,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def reporting() -> Iterator[Reporter]:
+def reporting() -> Iterator[jobs.Progress]:
     """Progress on standard error, notes on standard output."""
     if not sys.stderr.isatty():
         yield _Lines()

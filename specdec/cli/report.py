@@ -36,9 +36,6 @@ _OPTION = re.compile(r"(texts?)=(\d+)")
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=())
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
     folder, options = _read_words(arguments.overrides)
     # Imported here: matplotlib takes a second to import.
     from specdec.report.page import load_report, text_of, write_report

@@ -47,9 +47,6 @@ def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--multirun", "--cfg", "--info"))
     overrides, extra = arguments.overrides, arguments.config_dirs
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
     if arguments.info:
         return show_info(arguments)
     is_sweep = "--multirun" in arguments.flags or experiment_sweeps(overrides, extra)

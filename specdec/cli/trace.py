@@ -35,9 +35,6 @@ _STEPS = re.compile(r"steps=(\d+)-(\d+)")
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=())
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
     folder, steps = _read_words(arguments.overrides)
     for path in draw(folder, steps):
         print(path)

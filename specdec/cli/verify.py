@@ -40,9 +40,6 @@ Examples
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--cfg",))
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
     if arguments.cfg:
         return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
     job = run_job_of(arguments.overrides, arguments.config_dirs)

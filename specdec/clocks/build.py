@@ -68,15 +68,26 @@ def clock_kind(node: Mapping[str, Any]) -> ClockKind:
     return ClockKind(kind)
 
 
+def check_in_process(kind: ClockKind, *, tracing: bool) -> None:
+    """Refuses clocks and traces of a pipeline whose stages share one process.
+
+    Stages take turns there, so measured and paced times would mean nothing.
+
+    Args:
+        kind: of the clock.
+        tracing: whether spans are recorded.
+
+    Raises:
+        UserError: with the remedy.
+    """
+    remedy = "add executor.transport=distributed, or use clock=simulated or executor=local"
+    if kind is ClockKind.PACED:
+        raise UserError(f"clock=paced needs a process per stage: {remedy}")
+    if kind is ClockKind.MEASURED and tracing:
+        raise UserError(f"trace=true with clock=measured needs a process per stage: {remedy}")
+
+
 def build_profile(node: Mapping[str, Any]) -> LatencyProfile:
     """The latency profile in a section ``clock``: its keys ``profile``, ``costs`` and ``note``."""
-    costs = {
-        kind: CostCurve(
-            tokens=tuple(curve["tokens"]),
-            ms=tuple(curve["ms"]),
-            block_tokens=curve.get("block_tokens", 0),
-            block_ms=curve.get("block_ms", 0.0),
-        )
-        for kind, curve in node["costs"].items()
-    }
+    costs = {kind: CostCurve.of(curve) for kind, curve in node["costs"].items()}
     return LatencyProfile(name=node["profile"], costs=costs, note=node.get("note", ""))

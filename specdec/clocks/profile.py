@@ -5,11 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from specdec.clocks.interface import Work
+from specdec.parts.fields import Index, validated
+
+_Ms = Annotated[float, Field(ge=0)]
 
 
+@validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCurve:
     """Milliseconds over number of tokens: linear between points, extended by whole blocks.
@@ -21,10 +27,10 @@ class CostCurve:
             partial or full, costs ``block_ms``. 0 extends the slope of the last segment.
     """
 
-    tokens: tuple[int, ...]
-    ms: tuple[float, ...]
-    block_tokens: int = 0
-    block_ms: float = 0.0
+    tokens: tuple[Index, ...]
+    ms: tuple[_Ms, ...]
+    block_tokens: Index = 0
+    block_ms: _Ms = 0.0
 
     def __post_init__(self) -> None:
         ordered = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
@@ -33,6 +39,12 @@ class CostCurve:
                 f"cost curve needs increasing tokens with one ms each, got {self.tokens} and"
                 f" {self.ms}"
             )
+
+    @staticmethod
+    def of(curve: Mapping[str, Any]) -> CostCurve:
+        """The curve of a profile's YAML, which has lists for tuples."""
+        keys: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in curve.items()}
+        return CostCurve(**keys)
 
     def __call__(self, num_tokens: int) -> float:
         """Milliseconds for ``num_tokens``; 0 for no tokens."""

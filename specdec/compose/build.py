@@ -21,7 +21,7 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.distributed.executor import Ranks
 from specdec.errors import UserError
 from specdec.executors import EarlyExitExecutor, LocalExecutor, PipelineExecutor
-from specdec.executors.layout import StageLayout
+from specdec.executors.layout import PipelineOptions, StageLayout
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.pairs import ModelPair
 from specdec.parts.build import build_part, locate
@@ -82,7 +82,7 @@ def build_parts(
         UserError: see ``compose``.
     """
     pair, stages = bench.pair, _stages(cfg["executor"], bench.pair)
-    serving = ServingRules.of(cfg["serving"]) if "serving" in cfg else None
+    serving = ServingRules.of(**cfg["serving"]) if "serving" in cfg else None
     known: dict[str, Callable[[], Any]] = {
         "latency": lambda: 1 if stages is None else stages.stages,
         "profile": lambda: getattr(bench.clock, "profile", None),
@@ -150,23 +150,15 @@ def _stages(node: Mapping[str, Any], pair: ModelPair) -> StageLayout | None:
         UserError: an unknown executor.
     """
     cls = locate(node["_target_"], "executor", Executor)
-    if cls in (PipelineExecutor, EarlyExitExecutor) and node.get("stages") is None:
-        node = {**node, "stages": -(-pair.num_layers // pair.exit_layer)}
-    if cls is EarlyExitExecutor:
-        return StageLayout(stages=int(node["stages"]), after_drafting=True)
-    if cls is PipelineExecutor:
-        groups = node.get("groups")
-        return StageLayout(
-            stages=int(node["stages"]),
-            groups=None if groups is None else tuple(groups),
-            balanced=node.get("split") == "balanced",
-            degree=node.get("target_degree") or 1,
-            draft_degree=node.get("draft_degree") or 1,
-            shared=bool(node.get("shared")),
-        )
     if cls is LocalExecutor:
         return None
-    raise UserError(
-        f"executor._target_={node['_target_']} is not an executor this version can build;"
-        " use executor=local, executor=pipeline or executor=early_exit"
-    )
+    if cls not in (PipelineExecutor, EarlyExitExecutor):
+        raise UserError(
+            f"executor._target_={node['_target_']} is not an executor this version can build;"
+            " use executor=local, executor=pipeline or executor=early_exit"
+        )
+    options = PipelineOptions(**{key: value for key, value in node.items() if key != "_target_"})
+    stages = options.stages or -(-pair.num_layers // pair.exit_layer)
+    if cls is EarlyExitExecutor:
+        return StageLayout(stages=stages, after_drafting=True)
+    return options.layout(stages)

@@ -1,4 +1,4 @@
-"""Refuses parts that cannot work together.
+"""Refuses parts that cannot work together, by ``UserError`` with the reason and the remedy.
 
 Called during composition, as early as possible: policy and verifier are checked before the draft is
 loaded, the source before the target is, and the executor last.
@@ -14,11 +14,7 @@ from specdec.types import Lossless
 
 
 def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
-    """Refuses a policy that does not fit the verifier or the clock.
-
-    Raises:
-        UserError: with the reason and the remedy.
-    """
+    """Refuses a policy that does not fit the verifier or the clock."""
     at = "policy.inner" if hasattr(policy, "inner") else "policy"
     hidden = getattr(getattr(policy, "inner", policy), "draft_overlap", "none") == "full"
     if hidden and not isinstance(clock, SimulatedClock):
@@ -40,11 +36,7 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
 def check_source(
     source: TokenSource, policy: TreePolicy, verifier: Verifier, target_vocab: int
 ) -> None:
-    """Refuses a source that does not fit the policy, the verifier or the target's vocabulary.
-
-    Raises:
-        UserError: with the reason and the remedy.
-    """
+    """Refuses a source that does not fit the policy, the verifier or the target's vocabulary."""
     name, judge = type(source).__name__, type(verifier).__name__
     if check := getattr(policy, "check_source", None):
         check(source)
@@ -68,13 +60,7 @@ def check_source(
 def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
     """Refuses a source that needs early exits where the executor or the policy has none.
 
-    Args:
-        source: the token source; accepted if it needs no exits.
-        policy: the policy of the same strategy.
-        latency: of the executor, in steps.
-
-    Raises:
-        UserError: with the reason and the remedy.
+    ``latency`` is that of the executor, in steps.
     """
     if not source.needs.exits:
         return
@@ -94,11 +80,7 @@ def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
 
 
 def check_executor(source: TokenSource, policy: TreePolicy, executor: Executor) -> None:
-    """Refuses an executor that does not deliver what the source needs.
-
-    Raises:
-        UserError: with the reason and the remedy.
-    """
+    """Refuses an executor that does not deliver what the source needs."""
     check_exits(source, policy, executor.latency)
     missing = set(source.needs.hidden_layers) - set(executor.hidden_layers)
     if missing:

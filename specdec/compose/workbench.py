@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from specdec.clocks import Clock, MeasuredClock
+from specdec.clocks.build import check_in_process
 from specdec.clocks.meter import Meter
 from specdec.compose import refusals
 from specdec.distributed.draft_leader import DraftGroup
@@ -271,7 +272,7 @@ class Workbench:
         if ranks is not None:
             parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
             return self._distributed(needs, stages, ranks, parts, serving)
-        refusals.check_in_process(self.clock)
+        check_in_process(self.clock.kind, tracing=self.clock.timeline is not None)
         # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(stages.devices).tolist()]
         slices: list[Stage] = []
@@ -376,11 +377,6 @@ class Workbench:
         (PPSD 4.1).
         """
         pair, num_devices = self.pair, sum(stages.devices)
-        if len(stages.devices) != stages.stages:
-            raise UserError(
-                f"executor.groups={list(stages.devices)} names {len(stages.devices)} stages, but"
-                f" executor.stages={stages.stages}: give one number of devices per stage"
-            )
         if exit_layer and num_devices == ceil(pair.num_layers / exit_layer):
             starts = range(0, pair.num_layers, exit_layer)
             return [(start, min(start + exit_layer, pair.num_layers)) for start in starts]

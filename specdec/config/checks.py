@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
-from specdec import data
-from specdec.clocks.build import clock_kind
-from specdec.config.schema import COMPARE, SECTIONS, TOP
+from specdec.clocks.build import check_in_process, clock_kind
+from specdec.config.schema import PROGRAM_ONLY, PROTOCOLS, kinds_of, model_for
 from specdec.errors import UserError
-from specdec.parts.build import check_part, locate
-from specdec.parts.fields import Model, errors_of, model_of, names_of
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.build import check_keys, check_part, locate
+from specdec.parts.fields import names_of
 
-_PARTS = ("source", "policy", "verifier")
-_CLOSED = ("strategy", "sampling", "profiling")  # no class of your own goes there
+_PARTS = ("executor", "source", "policy", "verifier")
 _SECTIONS = ("strategy", "model", "data", "sampling", "serving", "clock", "logger")
-
-
-def protocol_of(section: str) -> type | None:
-    """The Protocol that the class of a section's ``_target_`` must implement.
-
-    Imports it here, not with this module, since torch and transformers come with it.
-    """
-    if section == "model":
-        from specdec.pairs.interface import ModelPair
-
-        return ModelPair
-    if section == "data":
-        return data.DataReader
-    from specdec import clocks, interfaces
-
-    names = {"policy": "TreePolicy", "source": "TokenSource", "serving": "Scheduler"}
-    name = names.get(section, section.title())
-    return getattr(clocks if section == "clock" else interfaces, name, None)
 
 
 def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -42,23 +22,28 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     Raises:
         UserError: naming the first key that cannot be used, its value and the remedy.
     """
-    sections = {*_SECTIONS, *_PARTS, "executor"}
-    own = {key: value for key, value in config.items() if key not in sections}
-    hints = {**TOP, **(COMPARE if "strategies" in own else {})}
-    _check_keys(model_of({k: (hint, True) for k, hint in hints.items()}), own, "", sections)
+    sections = (*_SECTIONS, *_PARTS)
+    top = {key: value for key, value in config.items() if key not in sections}
+    model = model_for("", "compare" if "strategies" in top else "")
+    assert model is not None
+    keys = names_of(model)
+    check_keys(model, top, "", "the configuration", names=(*keys, *sections), required=keys)
     for section in _SECTIONS:
         if section not in config:
             raise UserError(f"{section} was removed, but every run needs it: leave out ~{section}")
         check_section(section, config[section], choices)
     if config["strategy"].get("kind") == "hf":
-        options = config["strategy"]["options"]
-        node = {**options, "_target_": "specdec.runs.hf_generate.HFOptions"}
-        check_part(node, "strategy.options", "strategy.options")
+        check_section("strategy.options", config["strategy"]["options"], choices)
         return
-    for part in ("executor", *_PARTS):
+    for part in _PARTS:
         check_section(part, config.get(part), choices)
-    check_clock(config)
-    _check_layout(config["executor"])
+    executor = dict(config["executor"])
+    if str(executor.pop("_target_")).endswith(".PipelineExecutor"):
+        from specdec.executors.layout import PipelineOptions  # torch comes with its package
+
+        if executor["transport"] == "in_process":
+            check_in_process(clock_kind(config["clock"]), tracing=config["trace"])
+        PipelineOptions(**executor).layout(default_stages=1)
 
 
 def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
@@ -67,40 +52,32 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     Raises:
         UserError: a class that does not fit; an unknown, missing or mistyped key.
     """
-    label = f"{section}={choices.get(section, '...')}"
+    label = f"{section}={choices[section]}" if section in choices else section
     if not isinstance(node, dict):
         raise UserError(f"{label} is not a section: give it the keys of one of its options")
-    fixed = SECTIONS.get((section, ""))
-    kind = str(node.get("_target_", "" if fixed else node.get("kind")))
-    if (section, kind) in SECTIONS:
-        values = {k: v for k, v in node.items() if k not in ("kind", "_target_")}
-        _check_keys(SECTIONS[section, kind], values, f"{section}.")
-    elif section in _PARTS or ("_target_" in node and section not in _CLOSED):
-        standard = () if fixed is None else names_of(fixed)
+    values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
+    common = model_for(section)
+    kind = str(node.get("_target_", "" if common else node.get("kind")))
+    if model := model_for(section, kind):
+        names = [name for name in names_of(model) if name not in PROGRAM_ONLY]
+        required = () if section == "strategy.options" else names
+        check_keys(model, values, f"{section}.", label, names=names, required=required)
+    elif section in PROTOCOLS and ("_target_" in node or section in _PARTS):
+        standard = () if common is None else names_of(common)
         check_part(node, section, label, protocol_of(section), standard)
-        rest = {k: v for k, v in node.items() if k in standard}
-        _check_keys(fixed or model_of({}), rest, f"{section}.", partial=True)
+        if common:
+            known = {key: value for key, value in values.items() if key in standard}
+            check_keys(common, known, f"{section}.", label, names=standard)
     else:
-        kinds = ", ".join(name for group, name in SECTIONS if group == section)
-        raise UserError(f"{label} has kind {kind!r}, which is unknown: use one of {kinds}")
+        known_kinds = ", ".join(kinds_of(section))
+        raise UserError(f"{label} has kind {kind!r}, which is unknown: use one of {known_kinds}")
 
 
-def _check_keys(
-    model: Model,
-    values: Mapping[str, Any],
-    where: str,
-    also: Iterable[str] = (),
-    *,
-    partial: bool = False,
-) -> None:
-    for key, error in errors_of(model, values, where):
-        if error == "unknown":
-            hint = did_you_mean(key, [*names_of(model), *also]) or "it has no keys"
-            raise UserError(f"{where}{key} is not a key of the configuration: {hint}")
-        if error != "missing":
-            raise UserError(error)
-        if not partial:
-            raise UserError(f"{where}{key} is missing: leave out ~{where}{key}")
+def protocol_of(section: str) -> type | None:
+    """The Protocol that the class of a section's ``_target_`` must implement."""
+    path = PROTOCOLS.get(section)
+    protocol: type | None = resolve_name(path) if path else None
+    return protocol
 
 
 def check_targets(config: Mapping[str, Any]) -> None:
@@ -112,41 +89,3 @@ def check_targets(config: Mapping[str, Any]) -> None:
     for section, node in config.items():
         if isinstance(node, dict) and "_target_" in node:
             locate(node["_target_"], section, protocol_of(section))
-
-
-def check_clock(config: Mapping[str, Any]) -> None:
-    """Checks that a pipeline in one process has a clock and a trace that can be right.
-
-    Raises:
-        UserError: its ranks take turns, so measured and paced times would mean nothing.
-    """
-    kind, executor = clock_kind(config["clock"]), config["executor"]
-    if not str(executor["_target_"]).endswith(".PipelineExecutor") or kind == "simulated":
-        return
-    if executor.get("transport", "in_process") != "in_process":
-        return
-    ways = "add executor.transport=distributed, or use clock=simulated or executor=local"
-    if kind == "paced":
-        raise UserError(f"clock=paced needs a process per stage: {ways}")
-    if config["trace"]:
-        raise UserError(f"trace=true with clock=measured needs a process per stage: {ways}")
-
-
-def _check_layout(executor: Mapping[str, Any]) -> None:
-    groups, stages = executor.get("groups"), executor.get("stages") or 1
-    degree, draft = executor.get("target_degree") or 1, executor.get("draft_degree") or 1
-    if groups is not None and degree > 1:
-        raise UserError(
-            f"executor.groups={groups} prices several devices per stage one after another, and"
-            f" executor.target_degree={degree} makes them share every layer: set one of the two"
-        )
-    if executor.get("shared") and draft > degree * stages:
-        raise UserError(
-            f"executor.shared=true puts the draft on the target's {degree * stages} devices, which"
-            f" are fewer than executor.draft_degree={draft}: lower it"
-        )
-    if groups is not None and len(groups) != stages:
-        raise UserError(
-            f"executor.groups={groups} names {len(groups)} stages, but executor.stages={stages}:"
-            " give one number of devices per stage"
-        )

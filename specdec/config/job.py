@@ -89,7 +89,7 @@ def checked_job(composed: Composed) -> Job:
             " leave it out, or use model=tiny or model=hf"
         )
     if config["model"].get("kind") == "pretrained":
-        check_data(Request.of(config["data"]))
+        check_data(Request.of(**config["data"]))
         num_layers, notices = _check_models(name, config)
     else:
         num_layers, notices = config["model"].get("num_layers", 1), ()

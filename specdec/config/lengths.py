@@ -36,7 +36,7 @@ def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: 
     room = max_positions - int(config["max_new_tokens"])
     bound = data["max_prompt_tokens"]
     longest = 0
-    for prompt in load_prompts(Request.of(data)):
+    for prompt in load_prompts(Request.of(**data)):
         tokens = tokenizer.encode(prompt.text).ids
         if not tokens:
             raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.clocks.profile import curve_at
+from specdec.clocks.profile import CostCurve, curve_at
 from specdec.errors import UserError
 
 RATIOS = ("ratio", "ratio_plus_one")
@@ -103,21 +103,11 @@ def _expansions(policy: Mapping[str, Any], clock: Mapping[str, Any]) -> int:
 
     At least 1; one more for ``ratio_plus_one``.
     """
-    from specdec.clocks import CostCurve
-
     if "costs" not in clock or not {"stage", "draft"} <= clock["costs"].keys():
         raise UserError(
             f"policy.d={policy['d']} follows from a latency profile that prices stage and draft:"
             " use clock=simulated or clock=paced with one, policy.d=until_ready, or a number"
         )
-    target, draft = (
-        CostCurve(
-            tokens=tuple(curve["tokens"]),
-            ms=tuple(curve["ms"]),
-            block_tokens=curve.get("block_tokens", 0),
-            block_ms=curve.get("block_ms", 0.0),
-        )
-        for curve in (clock["costs"]["stage"], clock["costs"]["draft"])
-    )
+    target, draft = (CostCurve.of(clock["costs"][kind]) for kind in ("stage", "draft"))
     ratio = target(int(policy["bs"])) / max(draft(int(policy["w"])), 1e-9)
     return max(1, int(ratio)) + (policy["d"] == "ratio_plus_one")

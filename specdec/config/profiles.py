@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from specdec.clocks.profile import CostCurve
 from specdec.config.options import options
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
@@ -87,12 +87,7 @@ def _check_curve(curve: object, where: str) -> None:
         raise UserError(
             f"{where} needs lists `tokens` and `ms`, and may have block_tokens, block_ms"
         )
-    tokens, ms = curve["tokens"], curve["ms"]
-    if not (isinstance(tokens, list) and isinstance(ms, list) and len(tokens) == len(ms) > 0):
-        raise UserError(f"{where}: `tokens` and `ms` must be lists of the same length")
-    numbers = [*tokens, *ms, curve.get("block_tokens", 0), curve.get("block_ms", 0)]
-    wrong = [n for n in numbers if type(n) not in (int, float) or not 0 <= n < float("inf")]
-    if wrong:
-        raise UserError(f"{where}: {wrong[0]!r} must be a number of at least 0")
-    if any(a >= b for a, b in pairwise(tokens)):
-        raise UserError(f"{where}: `tokens` must increase")
+    try:
+        CostCurve.of(curve)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error

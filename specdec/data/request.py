@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specdec.data.datasets import OWN, data_provenance, require_known
 from specdec.data.files import data_folder
@@ -15,6 +15,7 @@ from specdec.data.prompt import DataReader
 from specdec.data.sets import MIXED, SETS
 from specdec.errors import UserError
 from specdec.parts.build import build_part, locate
+from specdec.parts.fields import Count, Index, Text, errors_of, names_of, signature_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +51,44 @@ class Request:
     reader: DataReader | None = None
 
     @staticmethod
-    def of(data: Mapping[str, Any]) -> Request:
+    def of(
+        *,
+        name: Text,
+        limit: Count | None = None,
+        path: Text | None = None,
+        field: Text | None = None,
+        template: Text | None = None,
+        subset: Text | None = None,
+        sets: Sequence[str] | None = None,
+        origin: Literal["local", "hub"] = "local",
+        sample_seed: Index | None = None,
+        chat: Literal["auto", "never", "always"] = "auto",
+        max_prompt_tokens: Count | None = None,
+        truncation: Literal["error", "left"] = "left",
+        **reader: Any,
+    ) -> Request:
         """The request that a configuration's section ``data`` describes.
+
+        Args:
+            name, limit, path, field, template, subset, sets, origin, sample_seed: see the class.
+            chat: when prompts use the model's chat template; ignored here.
+            max_prompt_tokens, truncation: see ``fit_prompt``; ignored here.
+            reader: ``_target_`` and further keys of a reader outside this library.
 
         Raises:
             UserError: a reader's class cannot be imported or refuses its arguments.
         """
-        if "_target_" in data:
-            return Request(
-                name=data["name"],
-                limit=data.get("limit"),
-                sample_seed=data.get("sample_seed"),
-                reader=_build_reader(data),
-            )
-        keys = ("limit", "path", "field", "template", "subset", "sets", "origin", "sample_seed")
-        return Request(name=data["name"], **{key: data[key] for key in keys if key in data})
+        prompts = {"name": name, "limit": limit, "sample_seed": sample_seed}
+        files = {"path": path, "field": field, "template": template, "subset": subset}
+        chosen: dict[str, Any] = {**prompts, **files, "sets": sets, "origin": origin}
+        if not reader:
+            return Request(**chosen)
+        lengths = {"max_prompt_tokens": max_prompt_tokens, "truncation": truncation}
+        section = {**chosen, **lengths, "chat": chat, **reader}
+        return Request(**prompts, reader=_build_reader(section))  # type: ignore[arg-type]
 
 
-_RUN_KEYS = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation")
-_SET_KEYS = ("path", "field", "template", "subset", "sets", "origin")
+_SECTION = signature_of(Request.of).model
 
 
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
@@ -78,13 +98,12 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
         UserError: see ``Request.of``; a key is set that the constructor does not name.
     """
     names = inspect.signature(locate(data["_target_"], "data")).parameters
-    unset = {"origin": "local"}
-    for key in _SET_KEYS:
-        if key not in names and data.get(key) != unset.get(key):
+    for key in ("path", "field", "template", "subset", "sets", "origin"):
+        if key not in names and data.get(key) not in (None, "local"):
             raise UserError(
                 f"data.{key}={data[key]} is not used by data={data['name']}: leave it out"
             )
-    keys = {k: v for k, v in data.items() if k in names or k not in (*_RUN_KEYS, *_SET_KEYS)}
+    keys = {k: v for k, v in data.items() if k in names or k not in names_of(_SECTION)}
     reader: DataReader = build_part(keys, {}, "data", DataReader)
     return reader
 
@@ -106,10 +125,9 @@ def check_request(request: Request) -> None:
     """
     if request.reader is None:
         require_known(request.name)
-    if request.limit is not None and request.limit < 1:
-        raise UserError(
-            f"data.limit={request.limit} must be at least 1 (leave it out for all prompts)"
-        )
+    values = {"limit": request.limit, "origin": request.origin}
+    for error in errors_of(_SECTION, values, "data."):
+        raise UserError(error)
     if request.reader is not None:
         return
     _check_own_file(request)
@@ -174,8 +192,6 @@ def _check_subset(request: Request) -> None:
 
 
 def _check_origin(request: Request) -> None:
-    if request.origin not in ("local", "hub"):
-        raise UserError(f"data.origin={request.origin!r} is unknown: use local or hub")
     if request.origin == "local":
         return
     names = [request.name] if request.name != "mixed" else list(request.sets or ())

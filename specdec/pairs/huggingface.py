@@ -7,9 +7,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.clocks.meter import Meter
@@ -22,11 +23,24 @@ from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, final_norm, head_model
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.models.runner import ModelRunner
+from specdec.parts.fields import Count, expects
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
 from specdec.tensor_parallel import Collective, sharded
 from specdec.types import IntArray
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Device = Annotated[
+    str,
+    Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$"),
+    expects("it must be auto, cpu, mps, cuda or cuda:NUMBER"),
+]
+AttentionName = Literal["auto", "dense", "two_level", "triton", "flash", "flex"]
+GraphsName = Literal["off", "auto", "cuda", "replay"]
+KernelsName = Literal["torch", "triton"]
+QuantizationName = Literal["none", "int8", "int4"]
+ExitHeadName = Literal["norm", "transformer"]
 
 
 class HuggingFacePair:
@@ -47,15 +61,15 @@ class HuggingFacePair:
     def __init__(
         self,
         *,
-        dtype: str,
-        device: str,
-        attention: str,
-        graphs: str,
-        kernels: str,
+        dtype: Dtype,
+        device: Device,
+        attention: AttentionName,
+        graphs: GraphsName,
+        kernels: KernelsName,
         compile: bool,
-        quantization: str,
-        exit_layer: int | None,
-        exit_head: str,
+        quantization: QuantizationName,
+        exit_layer: Count | None,
+        exit_head: ExitHeadName,
     ) -> None:
         """Stores how to load and run the models.
 
@@ -70,7 +84,7 @@ class HuggingFacePair:
         """
         self.exit_head = exit_head
         self._exit_layer = exit_layer
-        self.dtype = dtype
+        self.dtype: str = dtype
         self._execution = Execution(graphs=graphs, kernels=kernels, compile=compile)
         self._quantization = quantization
         has_gpu = torch.cuda.is_available()

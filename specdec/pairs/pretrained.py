@@ -15,7 +15,18 @@ from specdec.models.bundled import family_path
 from specdec.models.inspection import ModelInfo, inspect_model
 from specdec.models.loading import end_tokens, load_model, load_stage, load_tokenizer, weight_bytes
 from specdec.models.quantize import Quantization, num_bytes, quantize
-from specdec.pairs.huggingface import HuggingFacePair, head_cost
+from specdec.pairs.huggingface import (
+    AttentionName,
+    Device,
+    Dtype,
+    ExitHeadName,
+    GraphsName,
+    HuggingFacePair,
+    KernelsName,
+    QuantizationName,
+    head_cost,
+)
+from specdec.parts.fields import Count, Text, validated
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
 
@@ -33,22 +44,23 @@ class PretrainedPair(HuggingFacePair):
 
     parts_only = False
 
+    @validated
     def __init__(
         self,
         *,
-        target: str,
-        draft: str | None = None,
-        ngram: str | None = None,
-        dtype: str = "float32",
-        device: str = "auto",
-        attention: str = "auto",
-        graphs: str = "off",
-        kernels: str = "torch",
+        target: Text,
+        draft: Text | None = None,
+        ngram: Text | None = None,
+        dtype: Dtype = "float32",
+        device: Device = "auto",
+        attention: AttentionName = "auto",
+        graphs: GraphsName = "off",
+        kernels: KernelsName = "torch",
         compile: bool = False,
-        quantization: str = "none",
-        exit_layer: int | None = None,
-        exit_head: str = "transformer",
-        exit_heads: str | None = None,
+        quantization: QuantizationName = "none",
+        exit_layer: Count | None = None,
+        exit_head: ExitHeadName = "transformer",
+        exit_heads: Text | None = None,
     ) -> None:
         """Checks paths and vocabularies; loads nothing yet.
 

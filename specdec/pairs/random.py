@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.models.quantize import Quantization, quantize
 from specdec.models.random import random_model
-from specdec.pairs.huggingface import HuggingFacePair
+from specdec.pairs.huggingface import (
+    AttentionName,
+    Device,
+    Dtype,
+    ExitHeadName,
+    GraphsName,
+    HuggingFacePair,
+    KernelsName,
+    QuantizationName,
+)
+from specdec.parts.fields import Count, Index, Text, validated
 from specdec.types import IntArray
 
 
 class RandomPair(HuggingFacePair):
     """Small models with random weights and no end tokens, for tests of equality."""
 
+    @validated
     def __init__(
         self,
         *,
-        family: str = "llama",
-        num_layers: int = 4,
-        draft_layers: int = 1,
-        hidden_size: int = 32,
-        num_heads: int = 4,
-        vocab_size: int = 64,
-        max_positions: int = 512,
-        seed: int = 0,
+        family: Text = "llama",
+        num_layers: Count = 4,
+        draft_layers: Count = 1,
+        hidden_size: Annotated[int, Field(ge=8)] = 32,
+        num_heads: Count = 4,
+        vocab_size: Annotated[int, Field(ge=2)] = 64,
+        max_positions: Annotated[int, Field(ge=2)] = 512,
+        seed: Index = 0,
         logit_scale: float = 1.0,
         logit_step: float = 0.0,
-        dtype: str = "float64",
-        device: str = "cpu",
-        attention: str = "auto",
-        graphs: str = "off",
-        kernels: str = "torch",
+        dtype: Dtype = "float64",
+        device: Device = "cpu",
+        attention: AttentionName = "auto",
+        graphs: GraphsName = "off",
+        kernels: KernelsName = "torch",
         compile: bool = False,
-        quantization: str = "none",
-        exit_layer: int | None = None,
-        exit_head: str = "norm",
+        quantization: QuantizationName = "none",
+        exit_layer: Count | None = None,
+        exit_head: ExitHeadName = "norm",
     ) -> None:
         """Describes the models; they are created on first use.
 

@@ -22,6 +22,7 @@ from specdec.models.bundled import record_path
 from specdec.pairs.acceptance_traces import TracedRequest, is_trace, read_traces
 from specdec.pairs.record import Record, RecordedRequest, read_record
 from specdec.pairs.synthetic import DRAFT_MODEL, SYNTHETIC, HiddenModels
+from specdec.parts.fields import Count, Index, Text, validated
 from specdec.sources.hashing import hash_u64
 from specdec.types import FloatArray, IntArray
 
@@ -238,8 +239,9 @@ class ReplayModels(HiddenModels):
         return {"_target_": SYNTHETIC}
 
 
+@validated
 def build_replay(
-    *, record: str, method: str | None = None, num_layers: int = 80, seed: int = 0
+    *, record: Text, method: Text | None = None, num_layers: Count = 80, seed: Index = 0
 ) -> ReplayModels:
     """The models of a recorded run.
 

@@ -17,9 +17,16 @@ from specdec.executors.answerer import AnsweredRequest, Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import NullStage, Stage
 from specdec.models.runner import ModelRunner
+from specdec.parts.fields import Count, Index
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
-from specdec.sources.synthetic import HiddenPair, SyntheticPair
+from specdec.sources.synthetic import (
+    Decays,
+    HiddenPair,
+    Shares,
+    SyntheticPair,
+    VocabSize,
+)
 from specdec.types import Answers, Batch, Commit
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
@@ -125,9 +132,21 @@ class HiddenModels:
         return {key: self.fitted_source(value, policy) for key, value in source.items()}
 
 
-def build_synthetic(*, num_layers: int = 80, **keys: Any) -> HiddenModels:
-    """The models of ``SyntheticPair(**keys)`` (``model=synthetic``)."""
-    return HiddenModels(pair=SyntheticPair(**keys), num_layers=num_layers)
+def build_synthetic(
+    *,
+    vocab_size: VocabSize = 32000,
+    num_layers: Count = 80,
+    weights: Shares = (0.4, 0.3, 0.3),
+    top1: Shares = (0.95, 0.6, 0.3),
+    decay: Decays = (2.5, 2.2, 1.8),
+    miss: Shares = (0.0, 0.0, 0.0),
+    seed: Index = 0,
+) -> HiddenModels:
+    """The models of ``SyntheticPair``; ``num_layers``: the largest possible number of stages."""
+    pair = SyntheticPair(
+        vocab_size=vocab_size, weights=weights, top1=top1, decay=decay, miss=miss, seed=seed
+    )
+    return HiddenModels(pair=pair, num_layers=num_layers)
 
 
 class SyntheticAnswerer:

@@ -7,18 +7,25 @@ to find that out, which runs the module's code.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pkgutil import resolve_name
 from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, Protocol, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from typing_extensions import get_protocol_members, is_protocol
 
 from specdec.errors import UserError
-from specdec.parts.fields import errors_of, names_of, signature_of
+from specdec.parts.fields import Model, errors_of, names_of, signature_of
 from specdec.parts.suggest import did_you_mean
 
-FILLED = frozenset({"vocab_size", "sample", "prefill_chunk", "latency", "batch_size", "rank"})
-"""Plain arguments that follow from the rest of the configuration: no keys; ``compose`` passes
-them."""
+FILLED: Mapping[str, frozenset[str]] = {
+    "source": frozenset({"vocab_size", "sample"}),
+    "policy": frozenset({"latency"}),
+    "serving": frozenset({"batch_size", "prefill_chunk"}),
+    "clock": frozenset({"rank"}),
+}
+"""Section -> plain arguments of its class that follow from the rest of the configuration: no keys;
+the program passes them."""
 
 _OPTIONAL = ("held_nodes",)  # of TreePolicy: only paged caches need it, and refuse its absence
 _CONTAINERS = (Annotated, Union, UnionType, list, tuple, Sequence)
@@ -35,10 +42,9 @@ def locate(target: object, where: str, protocol: type | None = None) -> type:
     Raises:
         UserError: it cannot be imported, is not a class or lacks methods.
     """
-    module, _, name = str(target).rpartition(".")
     at = f"{where}._target_={target}"
     try:
-        cls = getattr(importlib.import_module(module), name)
+        cls = resolve_name(str(target))
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"{at} cannot be imported ({error}): give the dotted path of a class, for example"
@@ -50,29 +56,53 @@ def locate(target: object, where: str, protocol: type | None = None) -> type:
     return cls
 
 
-def check_part(
-    node: object,
+def check_keys(
+    model: Model,
+    values: Mapping[str, Any],
     where: str,
     label: str,
-    protocol: type | None = None,
-    standard: Collection[str] = (),
+    *,
+    names: Collection[str],
+    required: Collection[str] = (),
 ) -> None:
-    """Checks a part and the parts inside it without constructing anything.
+    """Checks plain values against a model.
 
     Args:
-        node: plain values.
-        where: its dotted key, for messages.
-        label: how the user chose it, for messages.
-        protocol: as for ``locate``.
-        standard: further keys that the section has; they are not looked at.
+        model, values: see ``errors_of``.
+        where: prefix of the keys in messages, as in "policy.".
+        label: how the user chose the section, for messages.
+        names: keys that a configuration may state here.
+        required: keys that must be present.
+
+    Raises:
+        UserError: the first unknown, mistyped or missing key.
+    """
+    for key in values:
+        if key not in names:
+            hint = did_you_mean(key, names) or "it takes no keys"
+            raise UserError(f"{label} has no key {key!r}: {hint}")
+    for error in errors_of(model, values, where):
+        raise UserError(error)
+    for key in required:
+        if key not in values:
+            at = f"{where}{key}"
+            raise UserError(f"{label} lacks {key}: add {at}=VALUE, or leave out ~{at}")
+
+
+def check_part(
+    node: object, where: str, label: str, protocol: type | None = None, known: Collection[str] = ()
+) -> None:
+    """Checks a part and the parts inside it as ``build_part`` does, without constructing them.
+
+    Args:
+        node, where, protocol: see ``build_part``.
+        label: how the user chose the part, for messages.
+        known: further keys that the section has; they are not looked at.
 
     Raises:
         UserError: an unknown, missing or mistyped key, or a class that does not fit.
     """
-    hidden = FILLED - set(standard)
-    _, nested = _open(node, where, label, protocol, filled=hidden, hidden=hidden, standard=standard)
-    for at, (inner, expected) in nested.items():
-        check_part(inner, at, f"{label} at {at}", expected)
+    _part(node, where, label, protocol, known=known)
 
 
 def build_part(
@@ -92,11 +122,48 @@ def build_part(
     Raises:
         UserError: a class that does not fit, an unknown key, or a value that it refuses.
     """
-    cls, nested = _open(node, where, where, protocol, filled=runtime)
-    built = {at: build_part(inner, runtime, at, want) for at, (inner, want) in nested.items()}
-    arguments = {k: _replaced(v, f"{where}.{k}", built) for k, v in node.items() if k != "_target_"}
-    signature = signature_of(cls)
-    for name in (*names_of(signature.model), *signature.objects):
+    return _part(node, where, where, protocol, runtime)
+
+
+def _part(
+    node: object,
+    where: str,
+    label: str,
+    protocol: type | None,
+    runtime: Mapping[str, Callable[[], Any]] | None = None,
+    known: Collection[str] = (),
+) -> Any:
+    """Checks a node and, with ``runtime``, constructs it."""
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        raise UserError(f"{where}={node!r} is not a part: it needs _target_, the path of a class")
+    cls = locate(node["_target_"], where, protocol)
+    model, objects = signature_of(cls)
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    nested = {key for key in (*names_of(model), *objects) if _has_part(arguments.get(key))}
+    hidden = FILLED.get(where.partition(".")[0], frozenset()) if runtime is None else frozenset()
+    names = [name for name in names_of(model) if name not in hidden or name in known]
+    elsewhere = {*nested, *known, *(hidden if runtime is None else runtime)}
+    check_keys(
+        model,
+        {key: value for key, value in arguments.items() if key not in nested},
+        f"{where}.",
+        f"{label} (class {node['_target_']})",
+        names=(*names, *known),
+        required=[key for key in names_of(model, required=True) if key not in elsewhere],
+    )
+
+    def visited(value: Any, at: str, expected: type | None) -> Any:
+        if isinstance(value, list):
+            return [visited(item, f"{at}[{i}]", expected) for i, item in enumerate(value)]
+        is_part = _has_part(value)
+        return _part(value, at, f"{label} at {at}", expected, runtime) if is_part else value
+
+    for key in nested:
+        expected = _expected(objects.get(key)) or protocol
+        arguments[key] = visited(arguments[key], f"{where}.{key}", expected)
+    if runtime is None:
+        return None
+    for name in (*names_of(model), *objects):
         if name not in arguments and name in runtime:
             arguments[name] = runtime[name]()
     try:
@@ -109,62 +176,21 @@ def build_part(
     return part
 
 
-def _open(
-    node: object,
-    where: str,
-    label: str,
-    protocol: type | None,
-    *,
-    filled: Collection[str],
-    hidden: Collection[str] = (),
-    standard: Collection[str] = (),
-) -> tuple[type, dict[str, tuple[Any, type | None]]]:
-    """Checks a node's class and keys; returns the class and {key: (inner node, its protocol)}."""
-    if not isinstance(node, Mapping) or "_target_" not in node:
-        raise UserError(f"{where}={node!r} is not a part: it needs _target_, the path of a class")
-    cls = locate(node["_target_"], where, protocol)
-    signature = signature_of(cls)
-    keys = [name for name in names_of(signature.model) if name not in hidden]
-    nested: dict[str, tuple[Any, type | None]] = {}
-    values = {}
-    for key, value in node.items():
-        inner = dict(_nodes(value, f"{where}.{key}"))
-        if inner and (key in keys or key in signature.objects):
-            expected = _expected(signature.objects.get(key)) or protocol
-            nested |= {at: (part, expected) for at, part in inner.items()}
-        elif key in keys:
-            values[key] = value
-        elif key != "_target_" and key not in standard:
-            hint = did_you_mean(key, keys) or "it takes no keys"
-            raise UserError(f"{label} has no key {key!r} (class {node['_target_']}): {hint}")
-    missing = []
-    for key, error in errors_of(signature.model, values, f"{where}."):
-        if error != "missing":
-            raise UserError(error)
-        missing += [] if key in filled or key in node else [key]
-    if missing:
-        raise UserError(
-            f"{label} lacks {', '.join(missing)} (class {node['_target_']}): add"
-            f" {where}.{missing[0]}=VALUE"
-        )
-    return cls, nested
-
-
 def _require(candidate: Any, expected: type | None, at: str) -> None:
     """Refuses a class without the methods of a Protocol, or an object without its members."""
     is_class = isinstance(candidate, type)
     if expected is None:
         return
-    if Protocol not in expected.__bases__:
+    if not is_protocol(expected):
         fits = issubclass(candidate, expected) if is_class else isinstance(candidate, expected)
         missing = [] if fits else [f"the base class {expected.__name__}"]
     else:
-        bases = [b for b in expected.__mro__ if b not in (object, Protocol, Generic)]
-        names = {n for b in bases for n, v in vars(b).items() if callable(v)}
-        if not is_class:
-            names |= {n for b in bases for n in b.__annotations__}
-        missing = sorted(
-            n for n in names if n[0] != "_" and n not in _OPTIONAL and not hasattr(candidate, n)
+        members = {name: getattr(expected, name, None) for name in get_protocol_members(expected)}
+        missing = sorted(  # properties are not read: they may compute, or raise
+            name
+            for name, member in members.items()
+            if (callable(member) or not (is_class or isinstance(member, property)))
+            and not (name in _OPTIONAL or hasattr(candidate, name))
         )
     if missing:
         raise UserError(
@@ -180,18 +206,7 @@ def _expected(hint: Any) -> type | None:
     return hint if isinstance(hint, type) and hint not in (NoneType, object) else None
 
 
-def _nodes(value: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """The parts inside a value, each with its dotted key."""
-    if isinstance(value, Mapping) and "_target_" in value:
-        yield at, value
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _nodes(item, f"{at}[{i}]")
-
-
-def _replaced(value: Any, at: str, built: Mapping[str, Any]) -> Any:
-    if at in built:
-        return built[at]
+def _has_part(value: Any) -> bool:
     if isinstance(value, list):
-        return [_replaced(item, f"{at}[{i}]", built) for i, item in enumerate(value)]
-    return value
+        return any(map(_has_part, value))
+    return isinstance(value, Mapping) and "_target_" in value

@@ -12,24 +12,17 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from numbers import Integral, Real
 from types import NoneType, SimpleNamespace
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.functional_validators import WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_jsonable_python
 
-from specdec.errors import UserError
-from specdec.parts.suggest import did_you_mean
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_Make = TypeVar("_Make", bound=Callable[..., Any])
 Model = type[BaseModel]
 
 
@@ -50,34 +43,24 @@ def expects(text: str) -> WrapValidator:
 
 
 _COUNT = "it must be a whole number of at least 1"
+_SHARE = "it must be a number of at least 0 and at most 1"
 _POSITIVE_SHARE = "it must be a number above 0 and at most 1"
 
+Text = Annotated[str, Field(min_length=1)]
+Index = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1), expects(_COUNT)]
-"""An int of at least 1."""
-
 DraftCount = Annotated[
     int, Field(ge=1), expects(f"{_COUNT}; to decode without drafts use policy=root_only")
 ]
-"""A size of a policy's trees: an int of at least 1."""
-
-Share = Annotated[
-    float, Field(ge=0, le=1), expects("it must be a number of at least 0 and at most 1")
-]
-"""A probability or a share: a float from 0 to 1."""
-
-PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
-"""A probability or a share above 0 and at most 1."""
-
-
-Positive = Annotated[float, Field(gt=0)]
-"""A float above 0."""
-
+"""A size of a policy's trees."""
+Limit = Annotated[int, Field(ge=0), expects("it must be a whole number of at least 0 (0 is off)")]
+Positive = Annotated[float, Field(gt=0, lt=1e9)]
 NotNegative = Annotated[float, Field(ge=0)]
-"""A float of at least 0."""
+Share = Annotated[float, Field(ge=0, le=1), expects(_SHARE)]
+PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """Parameters of a constructor.
 
     Attributes:
@@ -108,109 +91,67 @@ def signature_of(make: Callable[..., Any]) -> Signature:
 
 
 def model_of(fields: Mapping[str, tuple[Any, bool]]) -> Model:
-    """A strict pydantic model of {key: (type hint, whether it is required)}; no other keys."""
-    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    """A strict pydantic model of {key: (type hint, whether it is required)}."""
     named: dict[str, Any] = {  # prefixed, since a model may not have a field named "copy"
         f"key_{name}": (hint, Field(... if required else None, alias=name))
         for name, (hint, required) in fields.items()
     }
+    config = ConfigDict(strict=True, allow_inf_nan=False)
     return create_model("Values", __config__=config, **named)
 
 
-def names_of(model: Model) -> tuple[str, ...]:
-    """The keys of a model."""
-    return tuple(str(field.alias) for field in model.model_fields.values())
+def names_of(model: Model, *, required: bool = False) -> tuple[str, ...]:
+    """The keys of a model, or those without a default alone."""
+    fields = model.model_fields.values()
+    return tuple(str(f.alias) for f in fields if f.is_required() or not required)
 
 
-def validated(make: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorates an ``__init__`` so that it validates its arguments against their annotations.
+def validated(make: _Make) -> _Make:
+    """Decorates an ``__init__``, a dataclass or a function to validate its annotated arguments.
 
     Raises:
-        ValueError: from the constructor, naming the argument, its value, the bound and the remedy.
+        ValueError: from the call, naming the argument, its value, the bound and the remedy.
     """
+    if isinstance(make, type):
+        make.__init__ = validated(make.__init__)  # type: ignore[misc]
+        return make
     signature = inspect.signature(make)
 
     @wraps(make)
-    def checking(*args: _P.args, **kwargs: _P.kwargs) -> None:
+    def checking(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         model = signature_of(make).model
-        values = {name: arguments[name] for name in names_of(model) if name in arguments}
-        for _, message in errors_of(model, values):
-            raise ValueError(message)
-        make(*args, **kwargs)
+        for error in errors_of(model, {k: arguments[k] for k in names_of(model) if k in arguments}):
+            raise ValueError(error)
+        return make(*args, **kwargs)
 
-    return checking
+    return cast("_Make", checking)
 
 
-def errors_of(model: Model, values: Mapping[str, Any], where: str = "") -> list[tuple[str, str]]:
-    """Validates values.
+def errors_of(model: Model, values: Mapping[str, Any], where: str = "") -> list[str]:
+    """One message per value that a model refuses; missing and unknown keys are no errors.
 
     Args:
-        where: dotted key of the values, for messages.
-
-    Returns:
-        (key, message) per refused value; the message is "unknown" or "missing" for such a key.
-        Unknown keys come first.
+        where: prefix of the keys in messages, as in "policy.".
     """
+    texts = to_jsonable_python(values, fallback=lambda v: getattr(v, "item", v.__str__)())
     try:
-        model.model_validate_json(json.dumps(values, default=_as_json))
+        model.model_validate_json(json.dumps(texts))
         return []
     except ValidationError as error:
         items = error.errors(include_url=False, include_context=False)
-    messages: dict[tuple[str, str], dict[str, None]] = {}  # several for a union's members
-    for item in sorted(items, key=lambda item: item["type"] != "extra_forbidden"):
+    messages: dict[str, dict[str, None]] = {}  # several for a union's members
+    for item in items:
+        if item["type"] == "missing":
+            continue
         key, *rest = item["loc"] or (next(iter(values)),)  # empty: text that is not Unicode
-        at = ""
-        text = {"extra_forbidden": "unknown", "missing": "missing"}.get(item["type"], "")
-        if not text or rest:
-            indices = "".join(f"[{i}]" for i in rest if isinstance(i, int))
-            at = f"{where}{key}{indices}={_shown(item['input'])} cannot be used: "
-            text = item["msg"].replace("Input should", "it should").replace("valid array", "list")
-            if not indices and NoneType in get_args(model.model_fields[f"key_{key}"].annotation):
-                text = " or null;".join(text.split(";", 1)) if ";" in text else f"{text} or null"
-        messages.setdefault((str(key), at), {})[text] = None
-    return [(key, at + " or ".join(texts)) for (key, at), texts in messages.items()]
-
-
-def check_values(
-    make: Callable[..., Any],
-    values: Mapping[str, Any],
-    where: str = "",
-    *,
-    given: Collection[str] = (),
-    also: Collection[str] = (),
-) -> None:
-    """Checks a section of a configuration against the parameters of a function or class.
-
-    Args:
-        where: dotted key of the section, for messages.
-        given: parameters that the section does not state.
-        also: further known keys, for messages.
-
-    Raises:
-        UserError: a key is unknown or missing, or a value has the wrong type or is out of range.
-    """
-    model = signature_of(make).model
-    missing = []
-    for key, error in errors_of(model, values, f"{where}." if where else ""):
-        if error == "unknown":
-            hint = did_you_mean(key, [*names_of(model), *also])
-            raise UserError(f"{where and where + ': '}unknown key {key!r}: {hint}")
-        if error != "missing":
-            raise UserError(error)
-        missing += [] if key in given else [key]
-    if missing:
-        raise UserError(f"{where and where + ': '}missing keys: {', '.join(missing)}")
-
-
-def build(make: Callable[..., _T], values: Mapping[str, Any], where: str = "", **given: Any) -> _T:
-    """Returns ``make(**values, **given)`` after ``check_values``."""
-    check_values(make, values, where, given=given)
-    return make(**values, **given)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else repr(value)
+        indices = "".join(f"[{i}]" for i in rest if isinstance(i, int))
+        shown = "null" if item["input"] is None else repr(item["input"])
+        text = item["msg"].replace("Input should", "it should").replace("valid array", "list")
+        if not indices and NoneType in get_args(model.model_fields[f"key_{key}"].annotation):
+            text = " or null;".join(text.split(";", 1)) if ";" in text else f"{text} or null"
+        messages.setdefault(f"{where}{key}{indices}={shown}", {})[text] = None
+    return [f"{at} cannot be used: {' or '.join(texts)}" for at, texts in messages.items()]
 
 
 def _resolved(make: Callable[..., Any], annotation: Any) -> Any:
@@ -231,14 +172,3 @@ def _is_plain(hint: Any) -> bool:
     except PydanticUserError:
         return False
     return '"properties"' not in json.dumps(schema)  # which a dataclass has
-
-
-def _as_json(value: Any) -> Any:
-    """JSON for values from Python that YAML does not have."""
-    if isinstance(value, set | frozenset):
-        return list(value)
-    if isinstance(value, Integral):  # numpy's, which are no Python ints
-        return int(value)
-    if isinstance(value, Enum):
-        return value.value
-    return float(value) if isinstance(value, Real) else str(value)

@@ -15,6 +15,7 @@ from specdec.clocks.build import build_profile
 from specdec.errors import UserError
 from specdec.files import write_json, write_text
 from specdec.pairs import HuggingFacePair, ModelPair
+from specdec.profiling.options import ProfilingOptions
 from specdec.profiling.passes import Sample, measure_model
 from specdec.profiling.proposal import Cell, Workload, costs_node, propose
 from specdec.profiling.transfer import measure_transfer
@@ -46,18 +47,18 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     Raises:
         UserError: there is no model to measure, or a grouping does not divide the devices.
     """
-    section, work = cfg["profiling"], Workload.of(cfg, progress)
+    options, work = ProfilingOptions(**cfg["profiling"]), Workload.of(cfg, progress)
     samples: dict[Work, list[Sample]] = {}
-    if section["use"] is not None:
-        profile = build_profile({"profile": section["use"], **cfg["use"]})
+    if options.use is not None:
+        profile = build_profile({"profile": options.use, **cfg["use"]})
     else:
         samples = _measure(cfg, work.pair, progress)
-        profile = profile_of(samples, name=section["name"], note=_note(cfg, work.pair))
+        profile = profile_of(samples, name=options.name, note=_note(cfg, work.pair))
         write_text(
             folder / f"{profile.name}.yaml", profile_yaml(profile, stages=cfg["executor"]["stages"])
         )
-    trees = len(section["widths"]) * len(section["children"])
-    progress.phase("simulating trees", trees + sum(g > 1 for g in section["groups"]))
+    trees = len(options.widths) * len(options.children)
+    progress.phase("simulating trees", trees + sum(g > 1 for g in options.groups))
     cells = []
     for cell in propose(work, profile):
         cells.append(cell)
@@ -164,23 +165,23 @@ def print_profile(result: Mapping[str, Any], console: Console | None = None) -> 
 def _measure(
     cfg: Mapping[str, Any], pair: ModelPair, progress: Progress
 ) -> dict[Work, list[Sample]]:
-    section = cfg["profiling"]
+    options = ProfilingOptions(**cfg["profiling"])
     if not isinstance(pair, HuggingFacePair):
         raise UserError(
             f"model.kind={cfg['model']['kind']}: there is nothing to measure without models: use"
             " model=tiny, hf or random, or a profile with profiling.use=NAME"
         )
-    repeats, tokens = section["repeats"], section["tokens"]
+    repeats, tokens = options.repeats, options.tokens
     progress.phase("measuring", _PHASES * (repeats + 1))
     samples = measure_model(
         pair,
         stages=int(cfg["executor"]["stages"]),
         tokens=tokens,
         repeats=repeats,
-        context=section["context"],
+        context=options.context,
         on_repeat=lambda kind: progress.advance(detail=kind),
     )
-    if section["transfer"]:
+    if options.transfer:
         progress.phase("measuring transfers", None)
         config = pair.target.config.get_text_config()
         dtype = next(pair.target.parameters()).dtype
@@ -192,12 +193,12 @@ def _measure(
 
 def _note(cfg: Mapping[str, Any], pair: ModelPair) -> str:
     """The conditions of the measurement."""
-    section, model = cfg["profiling"], cfg["model"]
+    options, model = ProfilingOptions(**cfg["profiling"]), cfg["model"]
     dtype = model.get("dtype")
     return (
-        f"measured medians of {section['repeats']} repeats; model {model['kind']}, {dtype},"
+        f"measured medians of {options.repeats} repeats; model {model['kind']}, {dtype},"
         f" {pair.num_layers} layers in {cfg['executor']['stages']} stages, the longest one;"
-        f" {section['context']} tokens of context; {torch.get_num_threads()} threads;"
+        f" {options.context} tokens of context; {torch.get_num_threads()} threads;"
         f" device {getattr(pair, 'device', 'cpu')}; transfers over gloo on loopback"
     )
 

@@ -28,7 +28,7 @@ from specdec.metrics.counters import RequestCounters
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
 from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.parts.fields import Count, Share
+from specdec.parts.fields import Count, Share, validated
 from specdec.runs.hf_counting import EmissionLog, PassLog, StopStrings
 from specdec.runs.runners import Book, TokenPrompt, sampling_params
 from specdec.sampling.transform import SamplingParams
@@ -39,6 +39,7 @@ HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 """Names of the rows."""
 
 
+@validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFOptions:
     """Settings of transformers' assisted decoding; the defaults are its own.

@@ -53,13 +53,16 @@ _RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
 
 
 class Progress(Protocol):
-    """Display of long work."""
+    """Receives the progress of long work."""
 
-    def phase(self, label: str, total: int | None) -> None: ...
+    def phase(self, label: str, total: int | None) -> None:
+        """Starts a phase of ``total`` units (None: unknown) and ends the previous one."""
 
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
+    def advance(self, count: int = 1, detail: str = "") -> None:
+        """Counts ``count`` more units; ``detail`` is shown beside them."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Prints a line or a table."""
 
 
 _Counted = list[tuple[RequestResult, RunTotals]]
@@ -266,7 +269,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     limit = data.get("max_prompt_tokens")
     bounds = [b for b in (room, limit) if b is not None]
     prompts, cut = [], 0
-    for prompt in load_prompts(Request.of(data), tokenizer=tokenizer):
+    for prompt in load_prompts(Request.of(**data), tokenizer=tokenizer):
         tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"))
         if bounds:
             tokens, num_cut = fit_prompt(

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from specdec.device import Probs, to_host
+from specdec.parts.fields import Limit, PositiveShare, expects, validated
 from specdec.sampling import on_device
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.host import (
@@ -34,7 +36,10 @@ from specdec.sampling.on_device import Weighted, on_accelerator, weigh
 from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.types import FloatArray, IntArray
 
+_TEMPERATURE = "it must be 0 for greedy decoding or a positive number such as 0.8"
 
+
+@validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen from the target's logits.
@@ -52,29 +57,13 @@ class SamplingParams:
         ValueError: for a value outside its range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    no_repeat_ngram: int = 0
+    temperature: Annotated[float, Field(ge=0, lt=1e6), expects(_TEMPERATURE)] = 0.0
+    top_k: Limit = 0
+    top_p: PositiveShare = 1.0
+    no_repeat_ngram: Limit = 0
     processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature={self.temperature} is not allowed: give 0 for greedy decoding or a"
-                " positive number such as 0.8"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(
-                f"top_p={self.top_p} is not allowed: give a number above 0 and at most 1"
-                " (1 turns it off)"
-            )
-        for key, value in (("top_k", self.top_k), ("no_repeat_ngram", self.no_repeat_ngram)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(
-                    f"{key}={value} is not allowed: give a whole number of at least 0 (0 turns it"
-                    " off)"
-                )
         if not isinstance(self.processors, tuple) or not all(map(callable, self.processors)):
             raise ValueError(
                 f"processors={self.processors!r} is not allowed: give a tuple of Hugging Face"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from specdec.errors import UserError
 from specdec.interfaces import Scheduler
 from specdec.parts.build import build_part
+from specdec.parts.fields import Count, Positive, Text, names_of, signature_of, validated
 from specdec.serving.arrivals import arrival_times
 from specdec.serving.blocks import BlockBudget
 from specdec.serving.feeding import Feeding
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
     from specdec.interfaces import Executor, TokenSource, TreePolicy
     from specdec.state import RequestState
 
-SERVING_KEYS = ("feeding", "prefill", "arrivals", "rate_per_s", "kv_tokens", "block_tokens")
-"""Keys of the section itself; with ``_target_``, the other ones belong to the scheduler's class."""
 
-
+@validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRules:
     """Rules that a scheduler follows.
@@ -36,22 +35,37 @@ class ServingRules:
 
     feeding: Feeding = Feeding.DYNAMIC
     prefill_first: bool = False
-    kv_tokens: int | None = None
-    block_tokens: int = 16
+    kv_tokens: Count | None = None
+    block_tokens: Count = 16
 
     @staticmethod
-    def of(cfg: Mapping[str, Any]) -> ServingRules:
-        """Reads the section of a resolved configuration.
+    def of(
+        *,
+        feeding: Feeding,
+        prefill: Literal["mixed", "first"],
+        arrivals: Text,
+        rate_per_s: Positive | None,
+        kv_tokens: Count | None,
+        block_tokens: Count,
+        **_scheduler: Any,
+    ) -> ServingRules:
+        """The rules of the section ``serving``.
+
+        Args:
+            feeding, kv_tokens, block_tokens: see the class.
+            prefill: "first" sets ``prefill_first``.
+            arrivals, rate_per_s: see ``arrival_times``, which reads them for the requests.
+            _scheduler: keys of a scheduler outside this library; ignored.
 
         Raises:
-            UserError: unusable arrivals; the times themselves are read when requests are made.
+            UserError: unusable arrivals.
         """
-        arrival_times(cfg["arrivals"], 0, rate_per_s=cfg["rate_per_s"])
+        arrival_times(arrivals, 0, rate_per_s=rate_per_s)
         return ServingRules(
-            feeding=Feeding(cfg["feeding"]),
-            prefill_first=cfg["prefill"] == "first",
-            kv_tokens=cfg["kv_tokens"],
-            block_tokens=cfg["block_tokens"],
+            feeding=Feeding(feeding),
+            prefill_first=prefill == "first",
+            kv_tokens=kv_tokens,
+            block_tokens=block_tokens,
         )
 
     @property
@@ -106,7 +120,8 @@ def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
     """
     if "_target_" not in cfg:
         return None
-    return partial(_build, {key: value for key, value in cfg.items() if key not in SERVING_KEYS})
+    rules = names_of(signature_of(ServingRules.of).model)
+    return partial(_build, {key: value for key, value in cfg.items() if key not in rules})
 
 
 def _build(node: Mapping[str, Any], **runtime: Any) -> Any:

@@ -16,13 +16,15 @@ Shape letters: W nodes, K candidates, C classes, V vocabulary, n positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Protocol, cast
 
 import numpy as np
+from pydantic import Field
 
 from specdec.clocks import CONTROLLER, Work
 from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Index, Share, validated
 from specdec.sources.hashing import hash_u64, hash_uniform
 from specdec.types import NO_NODE, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 _MAX_RANK = 64  # larger ranks are misses
+VocabSize = Annotated[int, Field(ge=4 * _MAX_RANK)]
+Shares = Annotated[Sequence[Share], Field(min_length=1)]
+Decays = Annotated[Sequence[Annotated[float, Field(gt=0, le=100)]], Field(min_length=1)]
 _TABLE = 512  # positions tabulated at a time
 _TOKEN, _CLASS, _RANK, _NODE, _NODE_CLASS = range(5)  # streams of the hash
 
@@ -86,15 +91,16 @@ class SyntheticPair:
         class_logprobs: float64[C, 64], its logarithm.
     """
 
+    @validated
     def __init__(
         self,
         *,
-        vocab_size: int = 32000,
-        weights: Sequence[float] = (0.4, 0.3, 0.3),
-        top1: Sequence[float] = (0.95, 0.6, 0.3),
-        decay: Sequence[float] = (2.5, 2.2, 1.8),
-        miss: Sequence[float] = (0.0, 0.0, 0.0),
-        seed: int = 0,
+        vocab_size: VocabSize = 32000,
+        weights: Shares = (0.4, 0.3, 0.3),
+        top1: Shares = (0.95, 0.6, 0.3),
+        decay: Decays = (2.5, 2.2, 1.8),
+        miss: Shares = (0.0, 0.0, 0.0),
+        seed: Index = 0,
     ) -> None:
         """Sets the distributions; each sequence has one entry per difficulty class.
 
@@ -110,14 +116,9 @@ class SyntheticPair:
         Raises:
             ValueError: for sequences of different lengths or values that are not probabilities.
         """
-        if vocab_size < 4 * _MAX_RANK:
-            raise ValueError(f"vocab_size={vocab_size} must be at least {4 * _MAX_RANK}")
         lists = {"weights": weights, "top1": top1, "decay": decay, "miss": miss}
-        if len({len(values) for values in lists.values()}) != 1 or not len(weights):
+        if len({len(values) for values in lists.values()}) != 1:
             raise ValueError(f"weights, top1, decay and miss must have equal lengths: {lists}")
-        for key in ("weights", "top1", "miss"):
-            if not all(0.0 <= value <= 1.0 for value in lists[key]):
-                raise ValueError(f"{key}={list(lists[key])} must lie between 0 and 1")
         if sum(weights) <= 0.0:
             raise ValueError(f"weights={list(weights)} must not all be 0")
         self.vocab_size = vocab_size

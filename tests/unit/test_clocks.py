@@ -363,7 +363,7 @@ def test_drafting_with_the_targets_own_layers_is_drafting_on_every_clock(kind: s
 
 def test_one_process_cannot_pace_several_ranks() -> None:
     values = config(Cell("draft_model", "specpipe", "match", "pipeline", "greedy"))
-    with pytest.raises(UserError, match="process per rank"):
+    with pytest.raises(UserError, match="process per stage"):
         PartsRunner(
             cfg={**values, "clock": clock_section("paced")},
             pair=pair(),

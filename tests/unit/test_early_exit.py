@@ -223,9 +223,10 @@ class TestRefusals:
         layout = StageLayout(stages=2, after_drafting=True)
         with pytest.raises(UserError, match="source=early_exit"):
             bench.parts(source=late, policy=Chain(gamma=2), verifier=match, stages=layout)
-        for layer in (0, 4):
-            with pytest.raises(UserError, match=f"exit_layer={layer}"):
-                ppsd.build(Workbench(pair(exit_layer=layer)), stages=2)
+        with pytest.raises(UserError, match="exit_layer=4"):
+            ppsd.build(Workbench(pair(exit_layer=4)), stages=2)
+        with pytest.raises(ValueError, match="exit_layer=0"):
+            pair(exit_layer=0)
 
     def test_thompson_drafts_at_least_one_and_at_most_its_limit(self) -> None:
         policy = ThompsonChain(max_gamma=4)

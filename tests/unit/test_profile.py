@@ -253,7 +253,7 @@ def test_equal_steps_without_refills_are_exactly_eq_2() -> None:
         ("profiling.use=nowhere", "neither a profile nor"),
         ("clock=simulated", "leave out executor="),
         ("executor=local", "leave out executor="),
-        ("~profiling.groups", "profiling.groups is missing"),
+        ("~profiling.groups", "profiling lacks groups"),
         ("+profiling.grups=[1]", "groups"),
     ],
 )

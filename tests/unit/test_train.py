@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
-from specdec.parts.fields import build, check_values
+from specdec.parts.sections import build, check_values
 from specdec.train import agreement, card, cli, corpus
 from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.lm import Pretraining, held_out_loss

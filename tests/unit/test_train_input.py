@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
-from specdec.parts.fields import build
+from specdec.parts.sections import build
 from specdec.train import cli, parallel, recipes, session
 from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document

@@ -111,7 +111,7 @@ def test_drafting_ahead_changes_no_tree(latency: int) -> None:
 
 
 def test_invalid_overlaps_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"draft_overlap='half'.*'none', 'rule' or 'full'"):
+    with pytest.raises(ValueError, match=r"draft_overlap='half' .* 'none', 'rule' or 'full'"):
         Static(draft_overlap="half")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="guesses=0"):
         Static(draft_overlap="rule", guesses=0)

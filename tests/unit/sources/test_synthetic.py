@@ -144,7 +144,7 @@ def test_deep_trees_and_long_outputs_stay_inside_the_tables():
     [
         ({"top1": (0.9,)}, "equal lengths"),
         ({"weights": (0.0, 0.0, 0.0)}, "must not all be 0"),
-        ({"miss": (0.1, 2.0, 0.1)}, "between 0 and 1"),
+        ({"miss": (0.1, 2.0, 0.1)}, r"miss\[1\]=2.0 .* at least 0 and at most 1"),
         ({"top1": (0.9, 0.5, 0.01)}, "raise top1"),
         ({"vocab_size": 100}, "vocab_size=100"),
     ],
