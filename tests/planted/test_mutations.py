@@ -39,8 +39,8 @@ UNSEEN = {
 class TiedPair(RandomPair):
     """Tokens 2 i and 2 i + 1 have equal logits in the target, so that every maximum is a tie."""
 
-    def _make(self, num_layers: int, seed: int) -> Any:
-        model = super()._make(num_layers, seed)
+    def _make(self, num_layers: int) -> Any:
+        model = super()._make(num_layers)
         with torch.no_grad():
             for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
                 layer.weight[1::2] = layer.weight[::2]
