@@ -1,4 +1,4 @@
-"""The configuration under test, with small float64 models in place of its own."""
+"""The configuration under test, with its models replaced by small float64 ones."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _family(model: Mapping[str, Any]) -> str:
 
 
 def _on_ranks(executor: Mapping[str, Any]) -> bool:
-    """Whether each stage is a process of its own."""
+    """Whether each stage runs in a separate process."""
     return executor.get("transport") == "distributed"
 
 

@@ -39,7 +39,7 @@ Examples
   specdec run -m strategy=speculative policy.gamma=2,4,8 output_dir=outputs/gammas
   specdec run -m strategy=specpipe,ar seed=0,1 clock=simulated hydra/launcher=joblib
 
-A run folder that is complete is not run again; one that was interrupted is continued.
+A complete run folder is not run again; an interrupted run is resumed.
 """
 
 

@@ -69,7 +69,7 @@ class DataSet:
 
     Attributes:
         places: in the order of preference.
-        hub: copy on the hub; None without one that loads without remote code.
+        hub: copy on the hub that loads without remote code, if there is one.
         subsets: values of ``data.subset``; None without subsets, () where the files name them.
     """
 

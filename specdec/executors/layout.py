@@ -76,7 +76,7 @@ class PipelineOptions:
         groups, shared: see ``StageLayout``.
         split: "balanced" counts the output head's cost, "even" counts layers alone.
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
-        transport: "distributed" runs every device as a process of its own.
+        transport: "distributed" runs every device in a separate process.
         timeout_s: a distributed run fails when no rank has made progress for this long.
     """
 

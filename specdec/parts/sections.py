@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from specdec.errors import UserError
-from specdec.parts.fields import errors_of, names_of, signature_of
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.build import check_keys
+from specdec.parts.fields import names_of, signature_of
 
 _T = TypeVar("_T")
 
@@ -25,21 +25,17 @@ def check_values(
     Args:
         where: dotted key of the section, for messages.
         given: parameters that the section does not state.
-        also: further known keys, for messages.
+        also: further keys that the configuration may state; they are checked elsewhere.
 
     Raises:
         UserError: a key is unknown or missing, or a value has the wrong type or is out of range.
     """
     model = signature_of(make).model
-    known, at = names_of(model), where and f"{where}: "
-    for key in values:
-        if key not in known:
-            raise UserError(f"{at}unknown key {key!r}: {did_you_mean(key, [*known, *also])}")
-    for error in errors_of(model, values, where and f"{where}."):
-        raise UserError(error)
+    names = (*names_of(model), *also)
+    check_keys(model, values, where and f"{where}.", where or "the configuration", names=names)
     missing = [k for k in names_of(model, required=True) if k not in {*values, *given}]
     if missing:
-        raise UserError(f"{at}missing keys: {', '.join(missing)}")
+        raise UserError(f"{where and where + ': '}missing keys: {', '.join(missing)}")
 
 
 def build(make: Callable[..., _T], values: Mapping[str, Any], where: str = "", **given: Any) -> _T:

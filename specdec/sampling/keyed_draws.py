@@ -28,7 +28,7 @@ _SHIFT = np.uint64(32)
 _INDEX_BITS = 24
 
 _BLOCK = 256  # positions computed at a time
-_MAX_BLOCKS = 4  # per table; one that would grow larger is replaced
+_MAX_BLOCKS = 4  # per table; a table is replaced before it grows larger
 _MAX_CACHED_INDEX = 128
 _MAX_TABLES = 4096
 

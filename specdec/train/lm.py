@@ -164,7 +164,7 @@ class Pretraining:
         """Resumes from `folder`/checkpoint.pt if it exists.
 
         Args:
-            model: has the first phase's depth, or one that can be grown to it.
+            model: has the first phase's depth, or fewer layers, which are added.
             mixture: source of batches.
             plan: the schedule.
             folder: for checkpoint.pt, settings.json and curve.json; created if absent.

@@ -1,6 +1,6 @@
 """A folder outside the repository with one class and one YAML for each of eight kinds of part.
 
-The classes are those of docs/examples; the types in their annotations are aliases of their own.
+The classes are those of docs/examples; their annotations use aliases that the example defines.
 """
 
 from __future__ import annotations
