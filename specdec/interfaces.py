@@ -11,21 +11,35 @@ may implement; ``specdec.pairs.ModelPair`` is the one of models (docs/adding.md)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from specdec.clocks.interface import Clock
 from specdec.data.prompt import DataReader
 from specdec.metrics.counters import ExecutorCounters, SourceCounters
-from specdec.types import Batch, Candidates, Commit, Lossless, Needs, Nodes, Output, Verdict
+from specdec.types import (
+    Batch,
+    Candidates,
+    Commit,
+    Event,
+    HiddenName,
+    Lossless,
+    Needs,
+    Nodes,
+    Output,
+    Ticket,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 __all__ = [
+    "AsynchronousSource",
     "Clock",
     "DataReader",
+    "Events",
     "Executor",
     "Logger",
     "Scheduler",
@@ -68,9 +82,66 @@ class TokenSource(Protocol):
         """
         ...
 
-    def commit(self, commits: Sequence[Commit], output: Output) -> None: ...
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Updates caches, and stores what ``output`` brings besides answers.
+
+        Called at the end of every step, and without commits when exits or hidden states arrive
+        within a step.
+        """
+        ...
 
     def close(self, request_id: int) -> None: ...
+
+
+@runtime_checkable
+class AsynchronousSource(TokenSource, Protocol):
+    """A source whose passes run while the caller goes on.
+
+    ``sources.Background`` makes one of any source. A pass that runs is not preempted: commits and
+    closes that arrive meanwhile take effect when it has ended, and candidates of nodes pruned
+    meanwhile are dropped by the caller.
+
+    Optional attributes (default in parentheses):
+
+    wakeup (none): ``threading.Event`` that the source sets when a pass has ended. Assigned by the
+        decode loop.
+    """
+
+    def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
+        """Starts a pass over ``nodes``, as ``expand`` would make it, and does not wait."""
+        ...
+
+    def poll(self, ticket: Ticket) -> Candidates | None:
+        """The result of ``expand``, once; None while the pass runs."""
+        ...
+
+
+class Events(Protocol):
+    """What happens while the target works; passed to ``TreePolicy.overlap``."""
+
+    running: list[Ticket]
+    """Draft passes in flight, in the order in which they began."""
+
+    def start(self, nodes: Nodes, k: int) -> Ticket:
+        """Starts a draft pass that proposes up to ``k`` children for each node.
+
+        The nodes must be unexpanded and in no other pass. A source that is not asynchronous runs
+        the pass now; its event follows.
+        """
+        ...
+
+    def ready(self) -> bool:
+        """Whether the target's work of the step has ended."""
+        ...
+
+    def next(self) -> Event:
+        """Waits for the next event.
+
+        On a simulated or paced clock events come in the order of their planned times, on a measured
+        clock as they happen. Of events at one time, draft passes come first, then early arrivals,
+        then the target, whose event returns at every call until the step ends.
+        """
+        ...
 
 
 @runtime_checkable
@@ -94,11 +165,12 @@ class TreePolicy(Protocol):
 
     def open(self, request: RequestState) -> None: ...
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Largest number of nodes of one request in the target's cache, the root included.
 
-        Counts nodes that were submitted and neither retired nor pruned, on an executor of that
-        ``latency``. Admission to a paged cache depends on it.
+        Counts nodes that were submitted and neither retired nor pruned, on an executor with that
+        many batches ``in_flight`` (``Executor.in_flight``). Admission to a paged cache depends on
+        it.
         """
         ...
 
@@ -109,8 +181,17 @@ class TreePolicy(Protocol):
         """
         ...
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
-        """Does draft work while the target is busy, until ``ready()`` is true."""
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
+        """Does draft work while the target is busy.
+
+        A policy drafts by calls of ``source.expand``, which take their time at once, or by passes
+        that run free: ``events.start`` begins one, and ``events.next`` returns what happens next.
+        A pass that still runs at the end of the step is reported by a later step's ``events``.
+
+        Returns:
+            Whether the next step begins without waiting for the target. An executor with a latency
+            ends each step with the target's work all the same.
+        """
         ...
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None: ...
@@ -120,13 +201,25 @@ class TreePolicy(Protocol):
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs the target: an asynchronous verification service with a latency in steps."""
+    """Runs the target: an asynchronous verification service, with or without a fixed latency.
 
-    latency: int
-    """A node submitted in step s is answered by the collect of step s + latency - 1."""
+    Optional attributes (default in parentheses):
+
+    early_hidden (()): hidden states that its outputs carry before the answers.
+    poll() -> Output | None (none): exits and early hidden states that have arrived within the step,
+        each once; None if there are no new ones.
+    wakeup (none): ``threading.Event`` that it sets when something arrives. Assigned by the decode
+        loop; without it a wait on a measured clock looks every millisecond.
+    """
+
+    latency: int | None
+    """A node submitted in step s is answered by the collect of step s + latency - 1. None: answers
+    come when they come, in any order."""
+    in_flight: int
+    """Largest number of batches that are submitted and not answered; the latency if it has one."""
     counters: ExecutorCounters
-    hidden_layers: tuple[int, ...]
-    """Layers whose hidden states its outputs carry; a part that needs others is refused."""
+    hidden: tuple[HiddenName, ...]
+    """Hidden states that its answers carry; a part that needs others is refused."""
 
     def open(self, request: RequestState) -> None: ...
 
@@ -138,8 +231,20 @@ class Executor(Protocol):
         """Whether ``collect`` would return without waiting for the target."""
         ...
 
-    def collect(self) -> Output:
-        """Blocks to the end of the step; answers the batch submitted ``latency`` - 1 steps ago."""
+    def due_s(self) -> float | None:
+        """Time of the run's clock at which ``ready`` or ``poll`` has something new.
+
+        None where it is not known in advance: on a measured clock, or with nothing in flight.
+        """
+        ...
+
+    def collect(self, *, wait: bool = True) -> Output:
+        """Ends the step.
+
+        With a latency: waits for the step's work, and returns the answers to the batch submitted
+        ``latency`` - 1 steps ago. Without: returns the answers that have arrived. It waits for the
+        first one if ``wait`` and batches are in flight, and also if all replicas are busy.
+        """
         ...
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
@@ -160,8 +265,13 @@ class Verifier(Protocol):
     needs: Needs
     lossless: Lossless
 
-    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
-        """One verdict per request in ``output.answers`` whose root was answered."""
+    def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
+        """One verdict per request; the roots of all of them are answered.
+
+        Answers are stored in the trees (``TokenTree.answers``, ``target_probs``, ``hidden``). A
+        verifier follows them from the root as far as nodes are answered; where it stops earlier,
+        the next step continues.
+        """
         ...
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,18 @@ from specdec.metrics.counters import RequestCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.tree import TokenTree
-from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, Nodes, TreeRows, Verdict
+from specdec.types import (
+    NO_NODE,
+    Batch,
+    Candidates,
+    Commit,
+    CommitKind,
+    IntArray,
+    Nodes,
+    Output,
+    TreeRows,
+    Verdict,
+)
 
 _STOP_TAIL_TOKENS = 8  # decoded in addition to one token per byte of the longest stop string
 
@@ -244,6 +256,46 @@ class DecodeState:
             request.tree.submitted_at[slots] = self.step
             request.counters.proposed += int((slots > 0).sum())
 
+    def copy(self, nodes: Nodes) -> DecodeState:
+        """A copy with the present trees of the requests of ``nodes``, for work beside the loop."""
+        state = DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
+        state.step, state.turn = self.step, self.turn
+        for request_id, _ in nodes.items:
+            state.requests[request_id] = request = copy(self.requests[request_id])
+            request.tree = request.tree.copy()
+        return state
+
+    def set_candidates(self, nodes: Nodes, candidates: Candidates) -> None:
+        """Stores the candidates of nodes; those of pruned nodes and closed requests are dropped."""
+        for request_id, ids, rows in nodes.packed():
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            slots = request.tree.slots(ids)
+            live = slots >= 0
+            if live.all():
+                request.tree.set_candidates(slots, candidates, rows)
+            elif live.any():
+                part = candidates.take(rows.start + np.flatnonzero(live))
+                request.tree.set_candidates(slots[live], part, slice(None))
+
+    def receive(self, output: Output) -> list[RequestState]:
+        """Stores answers and early hidden states in the trees.
+
+        Those of closed requests and of pruned nodes are dropped.
+
+        Returns:
+            The requests whose root is answered, now or before.
+        """
+        for answers in output.answers:
+            if (request := self.requests.get(answers.request)) is not None:
+                request.tree.set_answers(answers)
+        for early in output.early:
+            if (request := self.requests.get(early.request)) is not None:
+                for name, states in early.hidden.items():
+                    request.tree.set_hidden(early.node_ids, name, states)
+        return [request for request in self.requests.values() if request.tree.answered[0]]
+
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
         """Emits tokens, moves the roots, updates counters and ends the step.
 
@@ -276,12 +328,12 @@ class DecodeState:
         assert NO_NODE not in path, f"accepted nodes {verdict.accepted_ids} are not in the tree"
         last = int(path[-1]) if len(path) else 0
         child = tree.child(last, verdict.next_token)
-        assert child == NO_NODE or not tree.answered[child], (
-            f"the verifier stopped above the answered node {tree.ids[child]}: as a root it would"
-            " never be answered again"
-        )
         retired = np.concatenate([[0], path])
+        assert tree.answered[retired].all(), (
+            f"request {request.id}: a node on the path has no answer"
+        )
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
+        hidden = tree.hidden_rows(retired_ids)
         _count_answer(request, verdict, hit=child != NO_NODE)
 
         tokens = [*tree.tokens[path].tolist(), verdict.next_token]
@@ -312,6 +364,7 @@ class DecodeState:
             prefix_len=int(tree.positions[0]),
             kept_ids=tree.ids.copy(),
             finished=request.finished,
+            hidden=hidden,
         )
 
 

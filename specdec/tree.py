@@ -9,18 +9,31 @@ commit would compact 1.8 MB); ``ancestor_mask`` builds its rows on demand.
 *Candidates* are children that a source proposed and no policy has turned into nodes yet. They are
 stored with their parent, so taking one later costs no draft forward.
 
+*Answers* of the target stay with their nodes too, whenever they arrive, until a verifier's walk from
+the root reaches them or the node is pruned.
+
 Shape letters: N nodes, W selected nodes, K candidates per node, C children, D depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import numpy as np
+import torch
 
 from specdec.device import Probs
 from specdec.sampling.top_stable import top_stable
-from specdec.types import NO_NODE, BoolArray, Candidates, FloatArray, IntArray
+from specdec.types import (
+    NO_NODE,
+    Answers,
+    BoolArray,
+    Candidates,
+    FloatArray,
+    HiddenName,
+    IntArray,
+)
 
 _CAPACITY = 64  # nodes that a new tree has room for
 
@@ -34,6 +47,10 @@ class TokenTree:
     Attributes:
         draft_probs: node id -> float64[V], the distribution that the node's candidates were sampled
             from; only for sources that sample.
+        target_probs: node id -> float64[V], the target's distribution after the node; only if a
+            part needs it (``Needs.target_probs``).
+        hidden: node id -> name -> [E], the target's hidden states of the node; only if a part needs
+            them (``Needs.hidden``). Early ones are there before the node's answer.
     """
 
     def __init__(self, *, token: int, position: int, root_id: int = 0) -> None:
@@ -44,7 +61,7 @@ class TokenTree:
             position: its absolute position, which is the number of committed tokens before it.
             root_id: its id; later nodes get larger ones. Default: 0.
         """
-        self._ints = np.zeros((6, _CAPACITY), np.int64)
+        self._ints = np.zeros((7, _CAPACITY), np.int64)
         self._floats = np.zeros((2, _CAPACITY))
         self._flags = np.zeros((2, _CAPACITY), np.bool_)
         self._cand_tokens = np.zeros((_CAPACITY, 0), np.int64)
@@ -52,6 +69,8 @@ class TokenTree:
         self._cand_origins = np.zeros((_CAPACITY, 0), np.int64)
         self._mixed = False  # whether any candidate had an origin; until then the table is all 0
         self.draft_probs: dict[int, Probs] = {}
+        self.target_probs: dict[int, Probs] = {}
+        self.hidden: dict[int, dict[HiddenName, torch.Tensor]] = {}
         self._next_id = root_id
         self._size = 0
         self.reset(token=token, position=position)
@@ -90,6 +109,11 @@ class TokenTree:
     def origins(self) -> IntArray:
         """int64[N], index of the source that proposed the node (``Candidates.origins``)."""
         return self._ints[5, : self._size]
+
+    @property
+    def answers(self) -> IntArray:
+        """int64[N], the target's own next token after each node; -1 where not ``answered``."""
+        return self._ints[6, : self._size]
 
     @property
     def logprobs(self) -> FloatArray:
@@ -136,9 +160,10 @@ class TokenTree:
     def reset(self, *, token: int, position: int) -> int:
         """Discards all nodes and creates a new root; returns its id."""
         self._size = 0
-        self.draft_probs.clear()
+        for rows in (self.draft_probs, self.target_probs, self.hidden):
+            rows.clear()
         self._claim(1)
-        self._ints[:, 0] = (self._next_id, token, NO_NODE, position, -1, 0)
+        self._ints[:, 0] = (self._next_id, token, NO_NODE, position, -1, 0, -1)
         self._floats[:, 0] = 0.0
         self._flags[:, 0] = False
         self._cand_logprobs[0] = -np.inf
@@ -175,6 +200,7 @@ class TokenTree:
         ints[3, new] = ints[3].take(parents) + 1
         ints[4, new] = -1
         ints[5, new] = 0 if origins is None else origins
+        ints[6, new] = -1
         floats[0, new] = logprobs
         floats[1, new] = floats[1].take(parents) + logprobs
         self._flags[:, new] = False
@@ -211,6 +237,45 @@ class TokenTree:
             probs = candidates.probs[rows]
             for node_id, row in zip(self._ints[0, slots].tolist(), probs, strict=True):
                 self.draft_probs[node_id] = row
+        self._drop_known_children(slots)
+
+    def set_answers(self, answers: Answers) -> None:
+        """Stores the target's answers with their nodes; those of pruned nodes are dropped."""
+        slots = self.slots(answers.node_ids)
+        live = slots >= 0
+        slots, tokens = (
+            (slots, answers.tokens) if live.all() else (slots[live], answers.tokens[live])
+        )
+        self._ints[6, slots] = tokens
+        self._flags[1, slots] = True
+        if answers.probs is not None:
+            rows = zip(answers.node_ids.tolist(), answers.probs, live.tolist(), strict=True)
+            self.target_probs.update((node_id, row) for node_id, row, here in rows if here)
+        for name, states in answers.hidden.items():
+            self.set_hidden(answers.node_ids, name, states)
+
+    def set_hidden(self, ids: IntArray, name: HiddenName, states: torch.Tensor) -> None:
+        """Stores one hidden state per node; those of pruned nodes are dropped.
+
+        Args:
+            ids: int64[W].
+            name: which states.
+            states: [W, E].
+        """
+        live = self.slots(ids) >= 0
+        for row in np.flatnonzero(live).tolist():
+            self.hidden.setdefault(int(ids[row]), {})[name] = states[row]
+
+    def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
+        """Name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""
+        if not self.hidden:
+            return {}
+        rows = [self.hidden.get(node_id, {}) for node_id in ids.tolist()]
+        return {
+            name: torch.stack([row[name] for row in rows])
+            for name in rows[0]
+            if all(name in row for row in rows)
+        }
 
     def take(self, slots: IntArray, columns: IntArray) -> IntArray:
         """Turns candidates into nodes.
@@ -348,11 +413,42 @@ class TokenTree:
         self._ints[2, :num] = renumber.take(self._ints[2, :num])  # the root's parent is gone
         self._floats[1, :num] -= base
         self._size = num
-        if self.draft_probs:
+        if self.draft_probs or self.target_probs or self.hidden:
             live = set(self.ids.tolist())
             self.draft_probs = {i: p for i, p in self.draft_probs.items() if i in live}
+            self.target_probs = {i: p for i, p in self.target_probs.items() if i in live}
+            self.hidden = {i: h for i, h in self.hidden.items() if i in live}
 
     # ------------------------------------------------------------------ storage
+
+    def copy(self) -> TokenTree:
+        """An independent copy; rows of probabilities and hidden states are shared."""
+        tree = copy(self)
+        for name in (
+            "_ints",
+            "_floats",
+            "_flags",
+            "_cand_tokens",
+            "_cand_logprobs",
+            "_cand_origins",
+        ):
+            setattr(tree, name, getattr(self, name).copy())
+        tree.draft_probs, tree.target_probs = dict(self.draft_probs), dict(self.target_probs)
+        tree.hidden = {node_id: dict(states) for node_id, states in self.hidden.items()}
+        return tree
+
+    def _drop_known_children(self, slots: IntArray) -> None:
+        """Marks candidates as taken if a child of the node already has their token.
+
+        A node may have children before it is expanded; siblings must differ.
+        """
+        if int(self.parents.max()) < int(slots.min()):
+            return
+        is_parent = np.zeros(self._size, np.bool_)
+        is_parent[self.parents[1:]] = True
+        for slot in slots[is_parent.take(slots)].tolist():
+            known = np.isin(self.candidate_tokens[slot], self.tokens[self.children(slot)])
+            self.candidate_logprobs[slot, known] = -np.inf
 
     def _claim(self, num: int) -> None:
         """Adds ``num`` uninitialised nodes, growing the arrays if needed."""

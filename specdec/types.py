@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.device import Probs, concatenate, on_host
+from specdec.device import Probs, concatenate, on_host, select_rows
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -46,6 +46,19 @@ class Lossless(StrEnum):
     LOSSY = "lossy"
 
 
+class HiddenName(NamedTuple):
+    """Name of a hidden state of the target.
+
+    Attributes:
+        layer: the layer, from 0, that the state is the output of.
+        normed: after the model's final norm, which is the input of the output head; exists for the
+            last layer only. False: the residual stream, before any norm.
+    """
+
+    layer: int
+    normed: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """Inputs that a source or verifier requires of other parts; checked at composition.
@@ -55,7 +68,10 @@ class Needs:
         draft_probs: the draft's full distribution per expanded node, with candidates sampled from
             it instead of taken from the top.
         target_draws: the target's own keyed draws (allowed under ``match`` only).
-        hidden_layers: target layers, from 0, whose output ``Output`` must carry for every row.
+        hidden: hidden states of every row, prompt positions included: with its answer
+            (``Answers.hidden``, ``Output.prompts``).
+        early_hidden: hidden states of every row, as soon as the layer has computed them
+            (``Output.early``), before its answer.
         exits: candidates per node in ``Output.exits``; 0: no exits needed.
         further_exits: layers of additional exits, deeper than the model's own
             (``model.exit_layer``).
@@ -65,7 +81,8 @@ class Needs:
     target_probs: bool = False
     draft_probs: bool = False
     target_draws: bool = False
-    hidden_layers: tuple[int, ...] = ()
+    hidden: tuple[HiddenName, ...] = ()
+    early_hidden: tuple[HiddenName, ...] = ()
     exits: int = 0
     further_exits: tuple[int, ...] = ()
     real_nodes: bool = False
@@ -145,6 +162,16 @@ class Candidates:
             probs=concatenate(probs) if probs else None,
         )
 
+    def take(self, rows: IntArray) -> Candidates:
+        """The rows with the indices ``rows``, int64[W], which may repeat."""
+        return Candidates(
+            tokens=self.tokens[rows],
+            logprobs=self.logprobs[rows],
+            counts=self.counts[rows],
+            probs=None if self.probs is None else select_rows(self.probs, rows),
+            origins=None if self.origins is None else self.origins[rows],
+        )
+
     def spread(self, mask: BoolArray) -> Candidates:
         """Scatters the rows to the true entries of ``mask``, bool[W]; other rows get count 0.
 
@@ -163,6 +190,39 @@ class Candidates:
             origins = np.zeros(full.tokens.shape, np.int64)
             origins[mask] = self.origins
         return replace(full, probs=probs, origins=origins)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ticket:
+    """A draft pass in flight.
+
+    Attributes:
+        nodes: the nodes that it expands.
+        due_s: time of the run's clock at which it ends; None where only polling tells.
+    """
+
+    nodes: Nodes
+    due_s: float | None = None
+
+
+class EventKind(StrEnum):
+    """What can happen while a policy waits.
+
+    ``TARGET``: ``Executor.collect`` would not wait. ``DRAFT``: a draft pass has ended, and its
+    candidates are in the trees. ``EARLY``: exits or early hidden states have arrived.
+    """
+
+    TARGET = "target"
+    DRAFT = "draft"
+    EARLY = "early"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that has happened; ``ticket``: the ended draft pass of a ``DRAFT`` event."""
+
+    kind: EventKind
+    ticket: Ticket | None = None
 
 
 # ---------------------------------------------------------------------- rows fed to the target
@@ -251,7 +311,7 @@ class Answers:
         node_ids: int64[A].
         tokens: int64[A], the target's own next token after each node, by its keyed draw.
         probs: float64[A, V], processed target distributions; only if a part needs them.
-        hidden: layer -> tensor[A, E] in the target's dtype, on its device or the host; only if a
+        hidden: name -> tensor[A, E] in the target's dtype, on its device or the host; only if a
             part needs them.
     """
 
@@ -259,7 +319,7 @@ class Answers:
     node_ids: IntArray
     tokens: IntArray
     probs: Probs | None = None
-    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    hidden: Mapping[HiddenName, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,22 +341,37 @@ class Exits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHidden:
-    """Hidden states of a prefill chunk that has passed the target.
+    """Hidden states of all positions of a prefill chunk.
 
     Attributes:
         request: request id.
         start: position of the chunk's first token.
-        layers: layer -> [T, E], in the target's dtype on its device.
+        hidden: name -> [T, E], in the target's dtype on its device.
     """
 
     request: int
     start: int
-    layers: Mapping[int, torch.Tensor]
+    hidden: Mapping[HiddenName, torch.Tensor]
 
     @property
     def last_position(self) -> int:
         """Position of the last row."""
-        return self.start + len(next(iter(self.layers.values()))) - 1
+        return self.start + len(next(iter(self.hidden.values()))) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyHidden:
+    """Hidden states of nodes of one request that may not be answered yet.
+
+    Attributes:
+        request: request id.
+        node_ids: int64[W], nodes that have passed the layers.
+        hidden: name -> [W, E], in the target's dtype, on its device or the host.
+    """
+
+    request: int
+    node_ids: IntArray
+    hidden: Mapping[HiddenName, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,15 +380,20 @@ class Output:
 
     Attributes:
         step: the step that these results end.
-        answers: one per request answered in this step.
+        answers: answers that arrived in this step, of any earlier batch; a request may occur more
+            than once.
         exits: proposals for nodes that passed an exit layer in this step, on any stage.
-        prompts: hidden states of prefill chunks that left the target; only if a part needs them.
+        prompts: hidden states of prefill chunks; only if a part needs them. ``Needs.hidden``
+            arrive when the chunk leaves the target, ``Needs.early_hidden`` when it has passed the
+            layer, as separate entries.
+        early: ``Needs.early_hidden`` of nodes that passed the layer in this step.
     """
 
     step: int
     answers: tuple[Answers, ...] = ()
     exits: tuple[Exits, ...] = ()
     prompts: tuple[PromptHidden, ...] = ()
+    early: tuple[EarlyHidden, ...] = ()
 
 
 # ---------------------------------------------------------------------- decisions
@@ -368,6 +448,8 @@ class Commit:
         prefix_len: committed tokens before the new root.
         kept_ids: int64[M], sorted ids of the surviving nodes, the new root included.
         finished: the request is complete; ``close`` follows.
+        hidden: name -> [D + 1, E], hidden states of the retired nodes; only if a part needs them.
+            It is not sent to other processes.
     """
 
     request: int
@@ -380,6 +462,7 @@ class Commit:
     prefix_len: int
     kept_ids: IntArray
     finished: bool = False
+    hidden: Mapping[HiddenName, torch.Tensor] = field(default_factory=dict)
 
     @property
     def new_tokens(self) -> list[int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
 from specdec.parts.fields import Count, validated
-from specdec.state import DecodeState
-from specdec.types import NO_NODE, Lossless, Needs, Output, Verdict
-from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answers
+from specdec.state import DecodeState, RequestState
+from specdec.tree import TokenTree
+from specdec.types import NO_NODE, Lossless, Needs, Verdict
+from specdec.verifiers.walk import Choice, follow, target_probs
 
 
 class TopK:
@@ -27,21 +29,17 @@ class TopK:
         """
         self.k = k
 
-    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
-        """One verdict per request whose root was answered: a walk down its tree."""
-        return [
-            follow(answered, partial(self._rule, answered))
-            for answered in record_answers(state, output)
-        ]
+    def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
+        """One verdict per request, whose root is answered: a walk down its tree."""
+        return [follow(request, partial(self._rule, request.tree)) for request in requests]
 
-    def _rule(self, answered: RootAnswered, slot: int) -> Choice:
+    def _rule(self, tree: TokenTree, slot: int) -> Choice:
         """At one answered node: the child to follow, or the token after the node."""
-        tree = answered.request.tree
         children = tree.children(slot)
-        probs = answered.probs(slot)  # float64[V], after temperature and filters
+        probs = target_probs(tree, slot)  # float64[V], after temperature and filters
         right = np.argsort(-probs, kind="stable")[: self.k]
         good = children[np.isin(tree.tokens[children], right)]
         if not len(good):
-            return Choice(NO_NODE, answered.token(slot), num_rejected=len(children))
+            return Choice(NO_NODE, int(tree.answers[slot]), num_rejected=len(children))
         best = int(good[probs[tree.tokens[good]].argmax()])
         return Choice(best, int(tree.tokens[best]), num_rejected=len(children) - 1)

@@ -185,7 +185,7 @@ def decode_steps(
 
     state = parts.new_state() if state is None else state
     tokens = sum(case.stop.max_new_tokens + len(case.prompt) for case in cases)
-    limit = _MIN_STEPS + (parts.executor.latency + 2) * tokens
+    limit = _MIN_STEPS + (parts.executor.in_flight + 2) * tokens
     steps = parts.decode(
         state,
         [case.request() for case in cases],

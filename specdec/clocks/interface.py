@@ -7,6 +7,7 @@ target shares rank 0 with its draft. Times are in seconds; latency profiles are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
@@ -94,6 +95,17 @@ class Clock(Protocol):
 
     def busy(self, rank: int) -> bool:
         """Whether the work of ``rank`` ends after the controller's present time."""
+        ...
+
+    def ends_s(self, rank: int) -> float | None:
+        """Time at which the work charged to ``rank`` ends; None if it is not known in advance."""
+        ...
+
+    def on(self, rank: int) -> AbstractContextManager[None]:
+        """Inside the block, charges of the controller go to ``rank``, whose work begins now.
+
+        If ``rank`` is still busy, it begins when that work has ended. No effect on measured time.
+        """
         ...
 
     def now(self) -> float:

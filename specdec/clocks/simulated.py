@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from specdec.clocks.interface import CONTROLLER, ClockKind, Work
 from specdec.clocks.profile import LatencyProfile
@@ -37,6 +38,7 @@ class SimulatedClock:
         self.drafting = False
         self.drafted = DraftTime()
         self._time: defaultdict[int, float] = defaultdict(float)
+        self._acting = CONTROLLER  # rank that the controller's charges go to
 
     def start(self, rank: int) -> None:
         """No effect: work begins at the rank's time."""
@@ -44,6 +46,7 @@ class SimulatedClock:
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
         """Advances the rank's time by the cost in the profile."""
         cost = self.profile.ms(kind, num_tokens) * 1e-3 * self.scale
+        rank = self._acting if rank == CONTROLLER else rank
         if cost:
             if self.timeline is not None:
                 self.timeline.add(rank, kind.value, self._time[rank], cost, num_tokens)
@@ -72,6 +75,20 @@ class SimulatedClock:
     def busy(self, rank: int) -> bool:
         """Whether the rank's work ends later than the controller's time."""
         return self._time[rank] > self._time[CONTROLLER]
+
+    def ends_s(self, rank: int) -> float | None:
+        """The rank's time."""
+        return self._time[rank]
+
+    @contextmanager
+    def on(self, rank: int) -> Iterator[None]:
+        """Charges of the controller go to ``rank``; see ``Clock``."""
+        self.align(rank, CONTROLLER)
+        self._acting = rank
+        try:
+            yield
+        finally:
+            self._acting = CONTROLLER
 
     def now(self) -> float:
         """The controller's time."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter, sleep, time
 
@@ -114,6 +115,14 @@ class MeasuredClock:
         """False: the executor tracks messages in flight."""
         return False
 
+    def ends_s(self, rank: int) -> float | None:
+        """None: measured work ends when it ends."""
+        return None
+
+    def on(self, rank: int) -> AbstractContextManager[None]:
+        """No effect."""
+        return nullcontext()
+
     def now(self) -> float:
         """Seconds since construction."""
         return self._watch.now()
@@ -180,6 +189,7 @@ class PacedClock(MeasuredClock):
         self._wait_s = 0.0
         self._not_before = 0.0
         self._plans: defaultdict[int, float] = defaultdict(float)  # other rank -> planned time
+        self._acting = self.rank  # rank that the controller's charges go to
 
     def start(self, rank: int) -> None:
         """This rank's work begins now."""
@@ -195,6 +205,7 @@ class PacedClock(MeasuredClock):
         if num_tokens <= 0:
             return
         cost = self.profile.ms(kind, num_tokens) * 1e-3 * self.scale
+        rank = self._acting if rank == self.rank else rank
         if rank != self.rank:
             plan = self._plans[rank]
             self._plans[rank] = plan + cost if cost else max(plan, self.now())
@@ -249,6 +260,20 @@ class PacedClock(MeasuredClock):
     def busy(self, rank: int) -> bool:
         """Whether the rank's planned time is in the future."""
         return self._plans[rank] > self.now()
+
+    def ends_s(self, rank: int) -> float | None:
+        """The rank's planned time."""
+        return self._plans[rank]
+
+    @contextmanager
+    def on(self, rank: int) -> Iterator[None]:
+        """Charges of the controller advance the planned time of ``rank``; see ``Clock``."""
+        self.align(rank, self.rank)
+        self._acting = rank
+        try:
+            yield
+        finally:
+            self._acting = self.rank
 
     def _note(self, kind: Work, num_tokens: int, began: float, ended: float, done: float) -> None:
         self._busy_s += ended - began

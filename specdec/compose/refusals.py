@@ -57,7 +57,7 @@ def check_source(
         )
 
 
-def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
+def check_exits(source: TokenSource, policy: TreePolicy, latency: int | None) -> None:
     """Refuses a source that needs early exits where the executor or the policy has none.
 
     ``latency`` is that of the executor, in steps.
@@ -82,10 +82,12 @@ def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
 def check_executor(source: TokenSource, policy: TreePolicy, executor: Executor) -> None:
     """Refuses an executor that does not deliver what the source needs."""
     check_exits(source, policy, executor.latency)
-    missing = set(source.needs.hidden_layers) - set(executor.hidden_layers)
+    early = set(source.needs.early_hidden) - set(getattr(executor, "early_hidden", ()))
+    missing = (set(source.needs.hidden) - set(executor.hidden)) | early
     if missing:
+        layers = sorted({name.layer for name in missing})
         raise UserError(
-            f"{type(source).__name__} needs hidden states of target layers {sorted(missing)}, which"
+            f"{type(source).__name__} needs hidden states of target layers {layers}, which"
             f" {type(executor).__name__} does not deliver; choose another source or executor"
         )
 

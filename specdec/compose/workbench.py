@@ -257,20 +257,22 @@ class Workbench:
         answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
         if stages is not None and stages.after_drafting:
             return self._early_exit(stages, answerer, serving)
-        hidden = tuple(layer for layer in needs.hidden_layers if 0 <= layer < pair.num_layers)
+        hidden, early = needs.hidden, needs.early_hidden
+        capture = tuple(sorted({name.layer for name in hidden + early}))
         if stages is None:
-            all_layers = pair.stage(0, pair.num_layers, self.meter, capture_layers=hidden)
+            all_layers = pair.stage(0, pair.num_layers, self.meter, capture_layers=capture)
             return LocalExecutor(
                 stage=paged(all_layers, *blocks),
                 answerer=answerer,
                 clock=self.clock,
-                hidden_layers=hidden,
+                hidden=hidden,
             )
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
-        hidden = () if exits else hidden
         bounds = self._bounds(stages, exits[0] if exits else None)
         if ranks is not None:
-            parts = plan_ranks(bounds, stages.devices, stages.degree, exits=exits, hidden=hidden)
+            parts = plan_ranks(
+                bounds, stages.devices, stages.degree, exits=exits, hidden=hidden, early=early
+            )
             return self._distributed(needs, stages, ranks, parts, serving)
         check_in_process(self.clock.kind, tracing=self.clock.timeline is not None)
         # The devices of a stage are one slice; the clock is charged for each.
@@ -279,7 +281,7 @@ class Workbench:
         for first, last in pairwise(ends):
             layers = (bounds[first][0], bounds[last - 1][1])
             inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
-            here = tuple(layer for layer in hidden if layers[0] <= layer < layers[1])
+            here = tuple(layer for layer in capture if layers[0] <= layer < layers[1])
             slices.append(
                 paged(
                     pair.exit_stage(*layers, self.meter, inside)
@@ -294,7 +296,8 @@ class Workbench:
             answerer=answerer,
             clock=self.clock,
             exits=reader if exits else None,
-            hidden_layers=hidden,
+            hidden=hidden,
+            early_hidden=early,
             devices=stages.devices,
         )
 

@@ -8,8 +8,9 @@ sides track live rows with ``InFlightRows``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +32,16 @@ from specdec.distributed.messages import (
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.replies import Reply, ReplyKey, read_answers, read_exits, read_hidden
-from specdec.executors.row_packing import InFlight, Submitted, with_hidden
+from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.step_charges import StepCharges
 from specdec.metrics.counters import ExecutorCounters
-from specdec.types import Answers, Batch, Commit, Exits, IntArray, Output
+from specdec.types import Answers, Batch, Commit, Exits, HiddenName, IntArray, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState
 
 _NO_TOKENS: IntArray = np.zeros(0, np.int64)
+_EARLY = (Kind.EXITS, Kind.EARLY)  # replies that are of use before the step ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +66,12 @@ class DistributedExecutor:
     """A pipeline with each stage on its own rank; controller and draft are on rank 0.
 
     Attributes:
-        latency: number of stages.
+        latency, in_flight: number of stages.
         counters: batches and rows that entered the first stage.
-        hidden_layers: layers whose hidden states are part of the outputs, on the host. Ranks send
-            them in the step in which they are computed; rank 0 keeps them until the answers arrive.
+        hidden: hidden states of the answers, on the host. Ranks send them in the step in which they
+            are computed; rank 0 keeps them until the answers arrive.
+        early_hidden: hidden states that rank 0 passes on in the step in which they are computed.
+        wakeup: see ``Executor``.
     """
 
     def __init__(
@@ -93,13 +97,14 @@ class DistributedExecutor:
             UserError: a rank refuses the configuration, or there are too few ranks.
         """
         self._draft = draft
-        self.latency = plan.num_groups
+        self.in_flight = plan.num_groups
+        self.latency: int | None = self.in_flight
         self._plan = plan
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
         self._first_ranks = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
         self._times = StepCharges(clock, plan.devices) if clock.kind is ClockKind.PACED else None
-        self._next_rows = [0] * (self.latency - 1)  # rows entering stages 2, 3, ... in this step
+        self._next_rows = [0] * (self.in_flight - 1)  # rows entering stages 2, 3, ... in this step
         self._meter = meter
         self._timeout_s = timeout_s
         self._in_flight = InFlightRows()
@@ -115,11 +120,13 @@ class DistributedExecutor:
             rank: part for rank, part in enumerate(plan.ranks, 1) if part.has_side_outputs
         }
         self._side_stages = sorted({part.group for part in self._side_parts.values()})
-        self.hidden_layers = tuple(n for part in self._side_parts.values() for n in part.hidden)
+        self.hidden = tuple(n for part in self._side_parts.values() for n in part.hidden)
+        self.early_hidden = tuple(n for part in self._side_parts.values() for n in part.early)
         # (stage with side outputs, tick of entry) -> rows computed there, until they are answered
         self._stage_batches: dict[tuple[int, int], Batch] = {}
         # Replies expected in this step -> tick at which each is sent, and its rows
         self._expected: dict[ReplyKey, tuple[int, Batch]] = {}
+        self._polled: set[ReplyKey] = set()  # those of them that ``poll`` has returned
         self._in_step = False
         self._handle = GroupHandle(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
         self._group = self._handle.group
@@ -157,9 +164,10 @@ class DistributedExecutor:
         self._in_flight.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
         if 1 in self._side_stages:
             self._record_batch(1, self._tick)
-        if self.latency == 1:
+        if self.in_flight == 1:
             self._due = self._in_flight.take(self._tick)
         self._expected = self._expected_replies()
+        self._polled.clear()
         self._packed_entry = pack_entry(entry)
         if not entry.is_empty:
             begin = pack_message(Kind.BEGIN, self._session, self._tick, self._packed_entry)
@@ -177,9 +185,33 @@ class DistributedExecutor:
         """Whether ``collect`` would return at once."""
         if self._times is not None and self._times.busy():
             return False
-        return all(self._group.has_reply(key) for key in self._expected)
+        return all(self._group.has_reply(key) for key in self._expected.keys() - self._polled)
 
-    def collect(self) -> Output:
+    def due_s(self) -> float | None:
+        """When the slowest stage ends, by the profile of a paced clock."""
+        return None if self._times is None else self._times.due_s()
+
+    @property
+    def wakeup(self) -> threading.Event | None:
+        """Set when a reply arrives."""
+        return self._group.wakeup
+
+    @wakeup.setter
+    def wakeup(self, event: threading.Event | None) -> None:
+        self._group.wakeup = event
+
+    def poll(self) -> Output | None:
+        """Exits and early hidden states that have arrived in this step."""
+        self._group.check()
+        arrived = {
+            key: self._group.reply(key, self._session, tick, self._timeout_s)
+            for key, (tick, _) in self._expected.items()
+            if key[0] in _EARLY and key not in self._polled and self._group.has_reply(key)
+        }
+        self._polled |= arrived.keys()
+        return self._read(arrived) if arrived else None
+
+    def collect(self, *, wait: bool = True) -> Output:
         """Waits for the step's replies: answers, exits, and hidden states of the answered rows.
 
         Raises:
@@ -189,6 +221,8 @@ class DistributedExecutor:
         if self._expected:
             with self._meter.waiting():
                 for key, (tick, _) in self._expected.items():
+                    if key in self._polled:
+                        continue
                     replies[key] = self._group.reply(key, self._session, tick, self._timeout_s)
         else:
             self._group.check()
@@ -204,11 +238,11 @@ class DistributedExecutor:
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is needed first
         self._in_flight.commit(self._tick, commits)
         for stage in self._side_stages:
-            self._stage_batches.pop((stage, self._entry_tick(self.latency)), None)
+            self._stage_batches.pop((stage, self._entry_tick(self.in_flight)), None)
             if stage > 1:
                 self._record_batch(stage, self._tick + 1)
-        if self.latency > 1:
-            self._due = self._in_flight.take(self._tick + 2 - self.latency)
+        if self.in_flight > 1:
+            self._due = self._in_flight.take(self._tick + 2 - self.in_flight)
         if self._times is not None:
             self._next_rows = self._rows_in_flight()
             self._times.end(pruned, self._next_rows, answered=bool(output.answers))
@@ -247,9 +281,9 @@ class DistributedExecutor:
 
     def _rows_in_flight(self) -> list[int]:
         """Rows that stages 2, 3, ... will compute in the next step."""
-        if self.latency == 1:
+        if self.in_flight == 1:
             return []
-        entered = range(self._tick, self._tick + 2 - self.latency, -1)
+        entered = range(self._tick, self._tick + 2 - self.in_flight, -1)
         due = 0 if self._due is None else self._due.num_tokens
         batches = [self._in_flight.alive(tick) for tick in entered]
         return [*(0 if batch is None else batch.num_tokens for batch in batches), due]
@@ -270,11 +304,13 @@ class DistributedExecutor:
         Hidden states are collected only when their rows are answered.
         """
         expected: dict[ReplyKey, tuple[int, Batch]] = {}
-        answered = self._entry_tick(self.latency)
+        answered = self._entry_tick(self.in_flight)
         for rank, part in self._side_parts.items():
             stage_batch = self._stage_batches.get((part.group, self._entry_tick(part.group)))
             if part.exits and stage_batch is not None and stage_batch.trees:
                 expected[Kind.EXITS, rank] = self._tick, stage_batch
+            if part.early and stage_batch is not None:
+                expected[Kind.EARLY, rank] = self._tick, stage_batch
             if part.hidden and self._due is not None:
                 sent = answered + part.group - 1
                 expected[Kind.HIDDEN, rank] = sent, self._stage_batches[part.group, answered]
@@ -286,8 +322,9 @@ class DistributedExecutor:
         """The step's output, without requests that have been closed since."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
-        batch, captured = Batch(step=self._step), dict[int, torch.Tensor]()
-        answered = self._entry_tick(self.latency)
+        batch, captured = Batch(step=self._step), dict[HiddenName, torch.Tensor]()
+        early = Output(step=self._step)
+        answered = self._entry_tick(self.in_flight)
         for (kind, rank), reply in replies.items():
             rows, part = self._expected[kind, rank][1], self._plan.ranks[rank - 1]
             if kind is Kind.ANSWERS:
@@ -295,13 +332,22 @@ class DistributedExecutor:
             elif kind is Kind.EXITS:
                 is_open = partial(self._is_open, self._entry_tick(part.group))
                 exits += read_exits(reply, rows, is_open, part.exits)
+            elif kind is Kind.EARLY:
+                flight = _states(reply, rows, part.early)
+                self._in_flight.prune(self._entry_tick(part.group), flight)
+                early = with_early(early, flight.batch, flight.captured)
             else:
-                layers = read_hidden(reply, rows, part.hidden)
-                flight = InFlight(rows, layers[part.hidden[0]], layers)
+                flight = _states(reply, rows, part.hidden)
                 self._in_flight.prune(answered, flight)
                 batch, captured = flight.batch, captured | flight.captured
-        output = Output(step=self._step, answers=answers, exits=exits)
+        output = replace(early, answers=answers, exits=exits)
         return with_hidden(output, batch, captured) if captured else output
 
     def _is_open(self, entered: int, request_id: int) -> bool:
         return self._in_flight.is_open(request_id, entered)
+
+
+def _states(reply: Reply, rows: Batch, names: Sequence[HiddenName]) -> InFlight:
+    """The hidden states of a reply, with their rows."""
+    states = read_hidden(reply, rows, names)
+    return InFlight(rows, states[names[0]], states)

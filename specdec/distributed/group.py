@@ -46,6 +46,7 @@ class RankGroup:
         size: number of ranks, rank 0 included.
         alive: False once the group has been closed or killed.
         connections: tensor-parallel groups that rank 0 belongs to.
+        wakeup: set when a reply arrives, if not None.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RankGroup:
         """
         self.size = size
         self.alive = True
+        self.wakeup: threading.Event | None = None
         self._store = store
         self._processes = processes
         self._session_ids = itertools.count(1)
@@ -253,6 +255,12 @@ class RankGroup:
             while True:
                 received = ReceivedReply.unpack(receiver.receive(), receive)
                 self._replies[received.reply.kind, source].put(received)
+                self._wake()
         except RuntimeError:
             for replies in self._replies.values():
                 replies.put(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        if (wakeup := self.wakeup) is not None:
+            wakeup.set()

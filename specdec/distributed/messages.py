@@ -36,8 +36,8 @@ class Kind(IntEnum):
     - ``STOP``: ends the process.
     - ``DRAFT``: a forward pass of a shared draft.
 
-    To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of ranks with early exits, ``HIDDEN`` of
-    ranks whose hidden states a part needs.
+    To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of ranks with early exits, ``HIDDEN`` and
+    ``EARLY`` of ranks whose hidden states a part needs with the answers, or before.
     """
 
     SETUP = 0
@@ -50,6 +50,7 @@ class Kind(IntEnum):
     ANSWERS = 7
     EXITS = 8
     HIDDEN = 9
+    EARLY = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

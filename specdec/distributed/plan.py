@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
+from specdec.types import HiddenName
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
@@ -20,7 +22,7 @@ class RankPlan:
         last_in_group: whether its rows wait for the step's commit before they are sent on.
         peers: ranks that share its layers (tensor parallelism), itself included; empty without.
         exits: number of target layers before each early exit that this rank computes and reports.
-        hidden: layers, from 0, whose output it sends to rank 0.
+        hidden, early: hidden states that it sends to rank 0, for the answers and before them.
     """
 
     layers: tuple[int, int]
@@ -28,12 +30,18 @@ class RankPlan:
     last_in_group: bool
     peers: tuple[int, ...] = ()
     exits: tuple[int, ...] = ()
-    hidden: tuple[int, ...] = ()
+    hidden: tuple[HiddenName, ...] = ()
+    early: tuple[HiddenName, ...] = ()
 
     @property
     def has_side_outputs(self) -> bool:
         """Whether it sends exits or hidden states to rank 0."""
-        return bool(self.exits or self.hidden)
+        return bool(self.exits or self.hidden or self.early)
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Layers whose output it must keep."""
+        return tuple(sorted({name.layer for name in self.hidden + self.early}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +153,8 @@ def plan_ranks(
     degree: int = 1,
     *,
     exits: Sequence[int] = (),
-    hidden: Sequence[int] = (),
+    hidden: Sequence[HiddenName] = (),
+    early: Sequence[HiddenName] = (),
 ) -> tuple[RankPlan, ...]:
     """Assigns layer ranges to ranks.
 
@@ -155,7 +164,7 @@ def plan_ranks(
         degree: ranks per range, which share its layers. Only the last of them sends the range's
             exits and hidden states to rank 0.
         exits: number of layers before each early exit.
-        hidden: layers, from 0, whose output rank 0 needs.
+        hidden, early: hidden states that rank 0 needs with the answers, and before them.
     """
     sizes = [1] * len(bounds) if groups is None else groups
     places = [(g + 1, i == size - 1) for g, size in enumerate(sizes) for i in range(size)]
@@ -167,7 +176,8 @@ def plan_ranks(
         sender = replace(
             part,
             exits=tuple(layer for layer in exits if layers[0] < layer <= layers[1]),
-            hidden=tuple(layer for layer in hidden if layers[0] <= layer < layers[1]),
+            hidden=tuple(name for name in hidden if layers[0] <= name.layer < layers[1]),
+            early=tuple(name for name in early if layers[0] <= name.layer < layers[1]),
         )
         plans += [*[part] * (degree - 1), sender]
     return tuple(plans)

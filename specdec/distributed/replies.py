@@ -18,9 +18,18 @@ import torch
 
 from specdec.device import Probs, on_host
 from specdec.distributed.messages import HEADER_WORDS, Kind, pack_message
-from specdec.types import Answers, Batch, Candidates, Exits, FloatArray, IntArray, TreeRows
+from specdec.types import (
+    Answers,
+    Batch,
+    Candidates,
+    Exits,
+    FloatArray,
+    HiddenName,
+    IntArray,
+    TreeRows,
+)
 
-REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN)
+REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY)
 """Kinds of messages that are replies."""
 
 ReplyKey: TypeAlias = tuple[Kind, int]
@@ -38,7 +47,7 @@ class Reply:
         kind: one of ``REPLIES``.
         body: int64[n]; tokens of answers, or candidates as packed by ``exits_reply``.
         rows: content of the second message, on the host, or None: distributions float64[W, V] of
-            the answers or of each exit, or hidden states [R, E] of each layer, concatenated.
+            the answers or of each exit, or hidden states [R, E] of each name, concatenated.
     """
 
     kind: Kind
@@ -147,17 +156,19 @@ def read_exits(
     )
 
 
-def hidden_reply(layers: Sequence[torch.Tensor]) -> Reply:
-    """Reply with the hidden states [R, E] of all rows, after each requested layer of a rank."""
-    return Reply(Kind.HIDDEN, np.zeros(0, np.int64), torch.cat(list(layers)).cpu())
+def hidden_reply(kind: Kind, states: Sequence[torch.Tensor]) -> Reply:
+    """Reply ``HIDDEN`` or ``EARLY`` with hidden states [R, E] of all rows."""
+    return Reply(kind, np.zeros(0, np.int64), torch.cat(list(states)).cpu())
 
 
-def read_hidden(reply: Reply, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Layer -> [R, E] from a ``hidden_reply``; rows in the packing order of ``batch``."""
+def read_hidden(
+    reply: Reply, batch: Batch, names: Sequence[HiddenName]
+) -> dict[HiddenName, torch.Tensor]:
+    """Name -> [R, E] from a ``hidden_reply``; rows in the packing order of ``batch``."""
     rows, num_rows = reply.rows, batch.num_tokens
     assert rows is not None, "a reply with hidden states has rows"
-    assert len(rows) == len(layers) * num_rows, "rank 0 and a layer's rank disagree"
-    return dict(zip(layers, rows.split(num_rows), strict=True))
+    assert len(rows) == len(names) * num_rows, "rank 0 and a layer's rank disagree"
+    return dict(zip(names, rows.split(num_rows), strict=True))
 
 
 def _joined(probs: Sequence[Probs]) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.in_flight_rows import InFlightRows
-from specdec.distributed.messages import Ending, Entry, OpenedRequest
+from specdec.distributed.messages import Ending, Entry, Kind, OpenedRequest
 from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.distributed.replies import Reply, answers_reply, exits_reply, hidden_reply
 from specdec.executors.answerer import Answerer
@@ -189,8 +189,11 @@ class StageSession:
         if proposed:
             self._links.send_reply(tick, exits_reply(proposed))
         if self._plan.hidden:
-            captured = [out.captured[layer] for layer in self._plan.hidden]
-            self._links.send_reply(tick, hidden_reply(captured))
+            states = [out.captured[name] for name in self._plan.hidden]
+            self._links.send_reply(tick, hidden_reply(Kind.HIDDEN, states))
+        if self._plan.early:
+            states = [out.captured[name] for name in self._plan.early]
+            self._links.send_reply(tick, hidden_reply(Kind.EARLY, states))
         if self._receiver:
             self._computed = (entered, InFlight(batch, out.hidden))
             if not self._plan.last_in_group:
@@ -271,7 +274,7 @@ def _load_stage(
         group = join(part.peers)
         if part.exits:
             return pair.exit_stage(*part.layers, meter, part.exits, group)
-        return pair.stage(*part.layers, meter, group, part.hidden)
+        return pair.stage(*part.layers, meter, group, part.captured)
     if part.exits:
         return pair.exit_stage(*part.layers, meter, part.exits)
-    return pair.stage(*part.layers, meter, capture_layers=part.hidden)
+    return pair.stage(*part.layers, meter, capture_layers=part.captured)

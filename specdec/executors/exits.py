@@ -9,6 +9,7 @@ Shape letters: R rows of a batch, W tree rows among them, E hidden size, V vocab
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ from specdec.sampling.candidates import candidates_of
 from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingTransform
-from specdec.types import Batch, Commit, Exits
+from specdec.types import Batch, Commit, Exits, HiddenName
 
 
 class ExitHead(Protocol):
@@ -135,10 +136,10 @@ class ExitStage:
         out = self.body.run(batch, hidden)
         exits = {}
         for layer, head in self._heads.items():
-            logits = head.run(batch, out.captured[layer - 1], wants_logits=wants_exits)
+            logits = head.run(batch, out.captured[HiddenName(layer - 1)], wants_logits=wants_exits)
             if logits is not None:
                 exits[layer] = logits
-        return StageOutput(hidden=out.hidden, logits=out.logits, exit_logits=exits)
+        return replace(out, exit_logits=exits)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Applies commits to all caches."""

@@ -10,7 +10,7 @@ from specdec.executors.answerer import Answerer
 from specdec.executors.row_packing import with_hidden
 from specdec.executors.stage import Stage
 from specdec.metrics.counters import ExecutorCounters
-from specdec.types import Batch, Commit, Output
+from specdec.types import Batch, Commit, HiddenName, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState
@@ -21,10 +21,11 @@ class LocalExecutor:
 
     Attributes:
         counters: passes and rows so far (an empty batch has none).
-        hidden_layers: layers whose hidden states the outputs contain.
+        hidden: hidden states that the outputs contain.
     """
 
-    latency = 1
+    latency: int | None = 1
+    in_flight = 1
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class LocalExecutor:
         answerer: Answerer,
         clock: Clock,
         stages: int = 1,
-        hidden_layers: tuple[int, ...] = (),
+        hidden: tuple[HiddenName, ...] = (),
     ) -> None:
         """Composes the executor.
 
@@ -42,9 +43,9 @@ class LocalExecutor:
             answerer: turns its logits into answers.
             clock: charged per pass, for stages and one output head.
             stages: number of profile stages that the layers are charged as. Default: 1.
-            hidden_layers: layers that ``stage`` captures. Default: none.
+            hidden: hidden states that ``stage`` captures. Default: none.
         """
-        self.hidden_layers = hidden_layers
+        self.hidden = hidden
         self._stage = stage
         self._answerer = answerer
         self._clock = clock
@@ -67,7 +68,11 @@ class LocalExecutor:
         """True: drafting and the target's pass do not overlap on one device."""
         return True
 
-    def collect(self) -> Output:
+    def due_s(self) -> float | None:
+        """Now."""
+        return self._clock.now()
+
+    def collect(self, *, wait: bool = True) -> Output:
         """Runs the target on the batch."""
         batch = self._batch
         assert batch is not None, "submit must precede collect"
@@ -80,7 +85,7 @@ class LocalExecutor:
         answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
         self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
         output = Output(step=batch.step, answers=answers)
-        return with_hidden(output, batch, out.captured) if self.hidden_layers else output
+        return with_hidden(output, batch, out.captured) if self.hidden else output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Prunes the cache."""

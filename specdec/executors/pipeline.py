@@ -9,16 +9,17 @@ the same steps over messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.clocks import Clock
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, ExitStage
-from specdec.executors.row_packing import InFlight, Submitted, with_hidden
+from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.executors.step_charges import StepCharges
 from specdec.metrics.counters import ExecutorCounters
-from specdec.types import Answers, Batch, Commit, Exits, Output
+from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState
@@ -28,11 +29,12 @@ class PipelineExecutor:
     """N stages on ranks 1 .. N; the controller and the draft are on rank 0.
 
     Attributes:
-        latency: N, the number of stages.
+        latency, in_flight: N, the number of stages.
         counters: batches and rows that entered the first stage.
         stage_rows: rows computed per stage; pruned rows are not computed by later stages.
-        hidden_layers: layers whose hidden states the outputs contain; they move with their rows
-            from the stage that captures them to the last one.
+        hidden: hidden states that the answers contain; they move with their rows from the stage
+            that captures them to the last one.
+        early_hidden: hidden states that the outputs contain when a stage has computed them.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class PipelineExecutor:
         answerer: Answerer,
         clock: Clock,
         exits: ExitReader | None = None,
-        hidden_layers: tuple[int, ...] = (),
+        hidden: tuple[HiddenName, ...] = (),
+        early_hidden: tuple[HiddenName, ...] = (),
         devices: Sequence[int] | None = None,
     ) -> None:
         """Composes the pipeline.
@@ -52,10 +55,11 @@ class PipelineExecutor:
             answerer: turns the last stage's logits into answers.
             clock: charged per stage and step for compute, pruning and transfer.
             exits: turns the logits of exit heads into proposals (PPSD Alg. 1). Default: none.
-            hidden_layers: layers that the stages capture. Default: none.
+            hidden, early_hidden: hidden states that the stages capture. Default: none.
             devices: number of devices of each stage, for the clock. Default: one each.
         """
-        self.hidden_layers = hidden_layers
+        self.hidden = hidden
+        self.early_hidden = early_hidden
         self._exits = exits
         self._exits_at = [
             (i, stage.num_exits) for i, stage in enumerate(stages) if isinstance(stage, ExitStage)
@@ -66,7 +70,8 @@ class PipelineExecutor:
         self._slots: list[InFlight | None] = [None] * len(self._stages)
         self._submitted = Submitted()
         self._step = -1
-        self.latency = len(self._stages)
+        self.in_flight = len(self._stages)
+        self.latency: int | None = self.in_flight
         self.counters = ExecutorCounters()
         self.stage_rows = [0] * len(self._stages)
 
@@ -97,25 +102,34 @@ class PipelineExecutor:
         """Whether every stage has finished computing, from the controller's point of view."""
         return not self._charges.busy()
 
-    def collect(self) -> Output:
+    def due_s(self) -> float | None:
+        """When the slowest stage has finished; None on a measured clock."""
+        return self._charges.due_s()
+
+    def collect(self, *, wait: bool = True) -> Output:
         """Runs every stage once, and answers the batch that left the last one."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
+        early = Output(step=self._step)
         for i, (stage, slot) in enumerate(zip(self._stages, self._slots, strict=True)):
             if slot is None:
                 continue
             self.stage_rows[i] += slot.batch.num_tokens
             out = stage.run(slot.batch, slot.hidden)
             slot.hidden = out.hidden
-            slot.captured |= out.captured
+            slot.captured |= {
+                name: out.captured[name] for name in self.hidden if name in out.captured
+            }
+            here = {name: out.captured[name] for name in self.early_hidden if name in out.captured}
+            early = with_early(early, slot.batch, here)
             if i == len(self._stages) - 1 and slot.batch.trees:
                 answers = self._answerer.answer(slot.batch, out.logits)
             if self._exits is not None:
                 for layer, logits in out.exit_logits.items():
                     exits += self._exits.read(slot.batch, logits, layer)
         self._charges.finish()
-        output, last = Output(step=self._step, answers=answers, exits=exits), self._slots[-1]
-        if last is None or not self.hidden_layers:
+        output, last = replace(early, answers=answers, exits=exits), self._slots[-1]
+        if last is None or not self.hidden:
             return output
         return with_hidden(output, last.batch, last.captured)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from specdec.types import (
     Batch,
     BoolArray,
     Commit,
+    EarlyHidden,
+    HiddenName,
     IntArray,
     Output,
     PrefillChunk,
@@ -62,28 +65,53 @@ def tree_row_index(items: list[RowItem]) -> IntArray:
     return np.concatenate(parts) if parts else _NO_TOKENS
 
 
-def with_hidden(output: Output, batch: Batch, captured: Mapping[int, torch.Tensor]) -> Output:
+def with_hidden(
+    output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
+) -> Output:
     """Adds the hidden states of a batch that has passed the target to its output.
 
     Args:
         output: one ``Answers`` per request with tree rows, in the order of ``batch.trees``.
         batch: the answered batch.
-        captured: layer -> [R, E], in packing order.
+        captured: name -> [R, E], in packing order.
     """
     answers = {answer.request: answer for answer in output.answers}
-    prompts, start = [], 0
+    prompts, trees = _by_item(batch, captured)
+    for rows, hidden in trees:
+        answers[rows.request] = replace(answers[rows.request], hidden=hidden)
+    return replace(output, answers=tuple(answers.values()), prompts=(*output.prompts, *prompts))
+
+
+def with_early(output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]) -> Output:
+    """Adds the hidden states of a batch that has passed some layers; arguments as above."""
+    if not captured:
+        return output
+    prompts, trees = _by_item(batch, captured)
+    early = tuple(
+        EarlyHidden(request=rows.request, node_ids=rows.node_ids, hidden=hidden)
+        for rows, hidden in trees
+    )
+    return replace(output, early=output.early + early, prompts=(*output.prompts, *prompts))
+
+
+_Hidden: TypeAlias = dict[HiddenName, torch.Tensor]
+
+
+def _by_item(
+    batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
+) -> tuple[list[PromptHidden], list[tuple[TreeRows, _Hidden]]]:
+    """The states of each prefill chunk, and of each request's tree rows."""
+    prompts, trees, start = [], [], 0
     for item in row_items(batch):
         middle, stop = start + len(item.prefill_tokens), start + item.num_rows
-        if item.prefill is not None:
-            layers = {layer: hidden[start:middle] for layer, hidden in captured.items()}
-            prompts.append(
-                PromptHidden(request=item.request, start=item.prefill.start, layers=layers)
-            )
+        if (chunk := item.prefill) is not None:
+            states = {name: rows[start:middle] for name, rows in captured.items()}
+            prompts.append(PromptHidden(request=chunk.request, start=chunk.start, hidden=states))
         if item.tree is not None:
-            rows = {layer: hidden[middle:stop] for layer, hidden in captured.items()}
-            answers[item.request] = replace(answers[item.request], hidden=rows)
+            states = {name: rows[middle:stop] for name, rows in captured.items()}
+            trees.append((item.tree, states))
         start = stop
-    return replace(output, answers=tuple(answers.values()), prompts=tuple(prompts))
+    return prompts, trees
 
 
 class Submitted:
@@ -125,12 +153,12 @@ class InFlight:
         batch: the rows that are not pruned.
         hidden: [R, E], output of the stage that it left; None before the first stage and for stages
             without a model.
-        captured: layer -> [R, E] after it, for captured layers of the stages that it has passed.
+        captured: name -> [R, E], hidden states captured by the stages that it has passed.
     """
 
     batch: Batch
     hidden: torch.Tensor | None = None
-    captured: dict[int, torch.Tensor] = field(default_factory=dict)
+    captured: dict[HiddenName, torch.Tensor] = field(default_factory=dict)
 
     def prune(self, commits: Mapping[int, Commit], closed: frozenset[int] = frozenset()) -> None:
         """Drops rows of nodes that a commit did not keep, and all rows of closed requests.
@@ -152,7 +180,7 @@ class InFlight:
                 # Indices instead of a mask: indexing by a device mask synchronizes with the device.
                 rows = to_device(np.flatnonzero(mask), self.hidden.device)
                 self.hidden = self.hidden[rows]
-                self.captured = {layer: states[rows] for layer, states in self.captured.items()}
+                self.captured = {name: states[rows] for name, states in self.captured.items()}
         self.batch = replace(
             self.batch,
             trees=tuple(tree for tree in trees if len(tree.node_ids)),

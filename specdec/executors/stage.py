@@ -21,7 +21,7 @@ from specdec.attention.kv_cache import TreeCache
 from specdec.attention.kv_storage import BlockPool
 from specdec.executors.row_packing import RowItem, row_items, tree_row_index
 from specdec.models.runner import ModelRunner
-from specdec.types import Batch, Commit, IntArray
+from specdec.types import Batch, Commit, HiddenName, IntArray
 
 _NONE = np.zeros(0, np.int64)
 
@@ -33,13 +33,13 @@ class StageOutput:
     Attributes:
         hidden: [R, E], input of the next stage; None for a stage without a model.
         logits: [W, V] in the order of ``batch.trees``; last stage only.
-        captured: layer (from 0) -> [R, E] after it, for the layers that the stage captures.
+        captured: name -> [R, E], the hidden states that the stage captures.
         exit_logits: number of layers before an exit -> [W, V] of its head, for the stage's exits.
     """
 
     hidden: torch.Tensor | None = None
     logits: torch.Tensor | None = None
-    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    captured: Mapping[HiddenName, torch.Tensor] = field(default_factory=dict)
     exit_logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -83,7 +83,8 @@ class ModelStage:
         rows = [self._rows(item) for item in items]
         logits_rows = tree_row_index(items) if self.runner.is_last and wants_logits else _NONE
         out = self.runner.forward(rows, hidden=hidden, logits_rows=logits_rows)
-        return StageOutput(hidden=out.hidden, logits=out.logits, captured=out.captured)
+        captured = {HiddenName(layer): rows for layer, rows in out.captured.items()}
+        return StageOutput(hidden=out.hidden, logits=out.logits, captured=captured)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Applies commits to the caches."""

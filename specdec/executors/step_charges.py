@@ -46,6 +46,11 @@ class StepCharges:
         """Whether a stage is still computing from the controller's point of view."""
         return any(self._clock.busy(rank) for rank in self._ranks)
 
+    def due_s(self) -> float | None:
+        """When the slowest stage ends; None on a measured clock."""
+        ends = [self._clock.ends_s(rank) for rank in self._ranks]
+        return max((at for at in ends if at is not None), default=None)
+
     def finish(self) -> None:
         """Makes the controller wait for the slowest stage."""
         self._clock.barrier(self._ranks)

@@ -77,13 +77,16 @@ def theoretical_speedup(
     where drafting is the seconds on that clock in which sources computed, less those during target
     work if the clock knows them. The turns of ``ar``, which shares them among the requests of a
     batch, are counted alike. Wider passes and overhead explain the difference to the measured
-    speed-up. None if ``ar`` has no speed.
+    speed-up. None if ``ar`` has no speed,
+    or an executor no latency.
 
     Args:
         totals, new_tokens: of the strategy's run.
         ar, ar_speed, ar_new_tokens: plain decoding's totals, speed in tokens/s, and tokens.
     """
     turns, ar_turns = _turns(totals), _turns(ar)
+    if not (totals.latency and ar.latency):
+        return None
     if not ar_speed or not turns or not ar_turns or not new_tokens or not ar_new_tokens:
         return None
     drafting_s = totals.draft_total_s - (totals.draft_hidden_s or 0.0)

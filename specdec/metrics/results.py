@@ -93,7 +93,7 @@ class RunTotals:
         wait_s: seconds of declared waits.
         target_bytes: bytes of the target's weights.
         draft_bytes: bytes of weights that a draft pass reads; 0 without a draft model.
-        latency: steps from submission to answer.
+        latency: steps from submission to answer; None: answers come when they come.
         level_per_step: an answer emits exactly one token (pipelines fed one level per step).
         whole_tree: the whole tree is submitted and answered at once.
         clock: kind of the clock: measured, paced or simulated.
@@ -127,7 +127,7 @@ class RunTotals:
     wait_s: float = 0.0
     target_bytes: int = 0
     draft_bytes: int = 0
-    latency: int = 1
+    latency: int | None = 1
     level_per_step: bool = False
     whole_tree: bool = True
     clock: str = "measured"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -23,7 +22,7 @@ from specdec.tree import TokenTree
 from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
+    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 _FROM_TWO = expects("it must be a whole number of at least 2; the root alone is policy=root_only")
@@ -108,7 +107,7 @@ class BestFirst(Stateless):
         self._children = children or max(bs, w)
         self.expansions = {"between": 0, "beside": 0}
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return self.bs
 
@@ -129,17 +128,18 @@ class BestFirst(Stateless):
             self.expansions["between"] += bool(short)
         return as_nodes((r, best_unsubmitted(r.tree, self.bs, self._min_score)) for r in requests)
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Asynchronous form: ``d`` expansions, or as many as fit before the target is ready."""
         if not self.asynchronous:
-            return
+            return False
         growing = live_requests(state)
         unanswered: dict[int, IntArray] = {}
         rounds = 0
-        while growing and (rounds < self.d if self.d is not None else not ready()):
+        while growing and (rounds < self.d if self.d is not None else not events.ready()):
             growing = self._grow(state, source, growing, unanswered)
             self.expansions["beside"] += bool(growing)
             rounds += 1
+        return False
 
     def _grow(
         self,

@@ -44,7 +44,7 @@ class Chain(Stateless):
         """
         self.gamma = gamma
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.gamma
 

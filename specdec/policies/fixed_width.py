@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from specdec.parts.fields import Count, DraftCount, validated
@@ -19,7 +18,7 @@ from specdec.policies.tree_growth import (
 from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
+    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
@@ -87,11 +86,11 @@ class FixedWidth(Stateless):
         self.follows_exits = not self.serial
         self.value_dependent = width > 1 or children > 1
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         if self.depth is not None:
             return 1 + self.depth * self.width
-        return 1 + self.width * (self.levels_per_step or 1) * latency
+        return 1 + self.width * (self.levels_per_step or 1) * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The next level(s) of every request; in the serial form, whole trees of ready requests."""
@@ -113,14 +112,14 @@ class FixedWidth(Stateless):
                 self._append_level(request)
         return unsubmitted(requests)
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Expands the newest level; grows and expands the additional levels of a multi-level step.
 
         During a request's prefill its root is expanded once: draft and target prefill run in
         parallel (PipeDec 3.4).
         """
         if source.needs.exits:
-            return  # no node has passed the exit since ``select``
+            return False  # no node has passed the exit since ``select``
         growing = live_requests(state)
         for extra in range(self.levels_per_step or 0):
             if extra:
@@ -130,6 +129,7 @@ class FixedWidth(Stateless):
                     if _submitting(request, state.step) and len(self._append_level(request))
                 ]
             expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
+        return False
 
     def _append_level(self, request: RequestState) -> IntArray:
         """int64[<= width]: slots of a new level below the deepest one; may be empty."""

@@ -18,7 +18,7 @@ class RootOnly(Stateless):
     value_dependent = False
     serial = True
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1
 

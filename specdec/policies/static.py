@@ -25,7 +25,7 @@ from specdec.tree import TokenTree
 from specdec.types import Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
+    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
@@ -82,7 +82,7 @@ class Static(Stateless):
         self._submitted_s: dict[int, float] = {}  # request -> when its last tree was submitted
         self._complete: set[int] = set()  # requests whose tree is completely drafted
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + sum(itertools.accumulate(self.branching, operator.mul))
 
@@ -99,7 +99,7 @@ class Static(Stateless):
         """Whether the request's tree is completely drafted and ready for its turn."""
         return request.id in self._complete
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Drafts while the target is busy.
 
         If requests take turns (``serving.feeding``), trees of waiting requests are grown until the
@@ -108,9 +108,9 @@ class Static(Stateless):
         live = live_requests(state)
         if state.turn is not None and self.draft_overlap != "full":
             waiting = [r for r in live if r.prefill_sent >= r.num_prefill and not r.awaiting]
-            self._grow(state, source, waiting, stop=ready)
+            self._grow(state, source, waiting, stop=events.ready)
         if self.draft_overlap != "rule":
-            return
+            return False
         levels = [(r, *self._next_ahead(r)) for r in live if r.awaiting]
         # Level -1: the nodes of the submitted tree, whose candidates are next roots.
         fresh = [(r, _expandable(r, slots)) for r, _, slots in levels]
@@ -122,6 +122,7 @@ class Static(Stateless):
             else:
                 children = _next_level(request.tree, slots, self.branching[level])
             self._ahead[request.id] = (level + 1, request.tree.ids[children])
+        return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Ends drafting ahead for the answered requests."""

@@ -8,7 +8,7 @@ Shape letters: N nodes, W selected nodes, K candidates per node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ from specdec.tree import TokenTree
 from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
+    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 NO_SLOTS: IntArray = np.zeros(0, np.int64)
@@ -31,8 +31,9 @@ class Stateless:
     def open(self, request: RequestState) -> None:
         """No-op."""
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """No-op: all drafting happens in ``select``, before the target starts."""
+        return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """No-op: ``DecodeState.commit`` has already rerooted the trees."""
@@ -111,22 +112,7 @@ def expand(
         counts.append(candidates.counts[rows])
         if len(slots):
             request.tree.set_candidates(slots, candidates, rows)
-            _drop_known_children(request.tree, slots)
     return counts
-
-
-def _drop_known_children(tree: TokenTree, slots: IntArray) -> None:
-    """Marks candidates as taken if a child of the node already has their token.
-
-    A node may have children before it is expanded (``StagedTree``); siblings must differ.
-    """
-    if int(tree.parents.max()) < int(slots.min()):
-        return
-    is_parent = np.zeros(len(tree), np.bool_)
-    is_parent[tree.parents[1:]] = True
-    for slot in slots[is_parent.take(slots)].tolist():
-        known = np.isin(tree.candidate_tokens[slot], tree.tokens[tree.children(slot)])
-        tree.candidate_logprobs[slot, known] = -np.inf
 
 
 def bottom_level(tree: TokenTree) -> IntArray:

@@ -141,10 +141,12 @@ class PartsRunner:
 
     def _new_totals(self) -> RunTotals:
         """Totals with the flags of this strategy and no counts."""
+        latency = self.parts.executor.latency
         totals = RunTotals(
             clock=self.parts.clock.kind.value,
-            latency=self.parts.executor.latency,
-            level_per_step=getattr(self.parts.policy, "levels_per_step", None) == 1,
+            latency=latency,
+            level_per_step=latency is not None
+            and getattr(self.parts.policy, "levels_per_step", None) == 1,
             whole_tree=getattr(self.parts.policy, "serial", True),
             kv_budget_tokens=self.parts.serving.kv_tokens,
         )
@@ -152,8 +154,8 @@ class PartsRunner:
         totals.target_bytes, draft_bytes = self._pair.weight_bytes
         totals.draft_bytes = getattr(source, "pass_bytes", draft_bytes)
         law = getattr(source, "speedup_law", None)
-        if law is not None:
-            totals.law = law(self.parts.policy, self.parts.executor.latency)
+        if law is not None and latency is not None:
+            totals.law = law(self.parts.policy, latency)
         return totals
 
     def steps(

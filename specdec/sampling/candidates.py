@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from specdec.device import DeviceProbs, Probs, select_rows
+from specdec.device import DeviceProbs, Probs
 from specdec.sampling import host, on_device
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingTransform
@@ -77,14 +77,3 @@ def candidates_of(
     k = min(k, probs.shape[1])
     uniforms = sibling_draws(draws, request_id, positions, k)
     return drawn(probs, k, uniforms)
-
-
-def picked(candidates: Candidates, rows: IntArray) -> Candidates:
-    """Returns the rows of candidates with the indices ``rows``, int64[W], which may repeat."""
-    assert candidates.origins is None, "origins cannot be selected"
-    return Candidates(
-        tokens=candidates.tokens[rows],
-        logprobs=candidates.logprobs[rows],
-        counts=candidates.counts[rows],
-        probs=None if candidates.probs is None else select_rows(candidates.probs, rows),
-    )

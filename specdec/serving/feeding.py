@@ -16,7 +16,7 @@ class Feeding(StrEnum):
     """Which requests a step may feed; the others are fed in later steps.
 
     ``DYNAMIC``: all requests, as one ragged batch (SpecPipe-DB's dynamic batching).
-    ``MICRO_BATCHES``: the open requests in min(requests, latency) groups, one group per step, so
+    ``MICRO_BATCHES``: the open requests in min(requests, batches in flight) groups, one group per step, so
     that plain decoding keeps all stages of a pipeline busy (PP-vLLM's mini-batches).
     ``ITERATION``: one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
     """
@@ -29,18 +29,18 @@ class Feeding(StrEnum):
 class Turns:
     """Selects the requests of a step, the longest waiting first, so that none starves."""
 
-    def __init__(self, *, feeding: Feeding, latency: int, policy: TreePolicy) -> None:
+    def __init__(self, *, feeding: Feeding, in_flight: int, policy: TreePolicy) -> None:
         """Starts with no request fed.
 
         Args:
             feeding: which requests share a step.
-            latency: steps from submission to answer.
+            in_flight: batches that the executor works on at the same time.
             policy: chooses the nodes. A policy with a method ``prepared(request)`` drafts for
                 waiting requests; while other requests are in flight, unprepared ones get no turn,
                 so that their drafting delays no other request.
         """
         self._feeding = feeding
-        self._latency = latency
+        self._in_flight = in_flight
         self._serial = getattr(policy, "serial", True)
         self._prepared = getattr(policy, "prepared", None)
         self._last: dict[int, int] = {}
@@ -50,7 +50,7 @@ class Turns:
         if self._feeding is Feeding.DYNAMIC:
             return None
         live = [r for r in state.requests.values() if not r.finished]
-        limit = 1 if self._feeding is Feeding.ITERATION else -(-len(live) // self._latency)
+        limit = 1 if self._feeding is Feeding.ITERATION else -(-len(live) // self._in_flight)
         waiting = [r for r in live if self._has_work(r)]
         if self._prepared is not None and any(r.awaiting for r in live):
             waiting = [r for r in waiting if self._prepared(r)]

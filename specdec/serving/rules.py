@@ -73,8 +73,12 @@ class ServingRules:
         """Blocks of each stage's pool; None where caches are not paged."""
         return None if self.kv_tokens is None else self.kv_tokens // self.block_tokens
 
-    def budget(self, policy: TreePolicy, latency: int) -> BlockBudget | None:
+    def budget(self, policy: TreePolicy, in_flight: int) -> BlockBudget | None:
         """A new block budget for one run; None where caches are not paged.
+
+        Args:
+            policy: states the size of its trees.
+            in_flight: batches that the executor works on at the same time.
 
         Raises:
             UserError: the policy does not state the size of its trees.
@@ -86,13 +90,13 @@ class ServingRules:
             raise UserError(
                 f"serving.kv_tokens={self.kv_tokens} admits requests by the blocks they may need,"
                 f" and {type(policy).__name__} does not state the size of its trees: give it a"
-                " method held_nodes(latency), or leave serving.kv_tokens null"
+                " method held_nodes(in_flight), or leave serving.kv_tokens null"
             )
         try:
             return BlockBudget(
                 kv_tokens=self.kv_tokens,
                 block_tokens=self.block_tokens,
-                tree_nodes=held_nodes(latency),
+                tree_nodes=held_nodes(in_flight),
             )
         except ValueError as error:
             raise UserError(str(error)) from error

@@ -69,8 +69,8 @@ class FifoScheduler:
         self._prefill_first = rules.prefill_first
         self._on_finish = on_finish
         self._state: DecodeState | None = None
-        self._turns = Turns(feeding=rules.feeding, latency=executor.latency, policy=policy)
-        self.budget = rules.budget(policy, executor.latency)
+        self._turns = Turns(feeding=rules.feeding, in_flight=executor.in_flight, policy=policy)
+        self.budget = rules.budget(policy, executor.in_flight)
         self.num_steps = 0
         self.num_batch_tokens = 0
         if self.budget is not None:

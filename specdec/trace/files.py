@@ -33,7 +33,7 @@ def write_trace(
     folder: Path,
     trace: RunTrace,
     *,
-    latency: int,
+    latency: int | None,
     places: Mapping[int, int] | None = None,
     text: Callable[[int], str] | None = None,
 ) -> list[Path]:
@@ -42,12 +42,12 @@ def write_trace(
     Args:
         folder: the run folder.
         trace: the recorded trace.
-        latency: the executor's latency.
+        latency: the executor's latency, or None.
         places: rank -> stage, from 1 (default: each rank from 1 is the stage of that number).
         text: token id -> text (default: no texts are written).
     """
     if places is None:
-        places = {rank: rank for rank in range(1, latency + 1)} if latency > 1 else {}
+        places = {rank: rank for rank in range(1, (latency or 1) + 1)} if latency != 1 else {}
     value = {
         "traceEvents": chrome_events(trace.spans(), trace.trees.fed, places),
         "displayTimeUnit": "ms",

@@ -6,6 +6,7 @@ the trees at the end of the step, ``commit`` the commits. Without a trace, no ex
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -100,20 +101,22 @@ class TreeRecorder:
         if self._num_steps > MAX_STEPS:
             self.truncated = True
             return
-        answers = {a.request: a for a in output.answers}
+        answers: dict[int, list[list[int]]] = {}
+        for part in output.answers:
+            pairs = zip(part.node_ids.tolist(), part.tokens.tolist(), strict=True)
+            answers.setdefault(part.request, []).extend(map(list, pairs))
         for request_id, entry in self._open_requests.items():
             nodes = _new_nodes(entry)
-            answer = answers.get(request_id)
-            if not (nodes or entry.submitted or answer):
+            answered = answers.get(request_id, [])
+            if not (nodes or entry.submitted or answered):
                 continue
-            pairs = zip(answer.node_ids, answer.tokens, strict=True) if answer else ()
             entry.record["steps"].append(
                 {
                     "step": step,
                     "time_s": round(time_s, _DIGITS),
                     "nodes": nodes,
                     "submitted": entry.submitted,
-                    "answers": [[int(i), int(token)] for i, token in pairs],
+                    "answers": answered,
                     "commit": None,
                 }
             )
@@ -162,16 +165,29 @@ class ObservedExecutor:
     """Wraps an executor and records its calls in a ``RunTrace``.
 
     Attributes:
-        latency, counters, hidden_layers: of the wrapped executor.
+        latency, in_flight, counters, hidden: of the wrapped executor.
     """
 
     def __init__(self, *, executor: Executor, trace: RunTrace) -> None:
         """Wraps ``executor``."""
         self._inner = executor
         self._trace = trace
-        self.latency = executor.latency
+        self.latency, self.in_flight = executor.latency, executor.in_flight
         self.counters = executor.counters
-        self.hidden_layers = executor.hidden_layers
+        self.hidden = executor.hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # optional members
+
+    @property
+    def wakeup(self) -> threading.Event | None:
+        """That of the wrapped executor, if it has one."""
+        event: threading.Event | None = self._inner.wakeup  # type: ignore[attr-defined]
+        return event
+
+    @wakeup.setter
+    def wakeup(self, event: threading.Event | None) -> None:
+        self._inner.wakeup = event  # type: ignore[attr-defined]
 
     def open(self, request: RequestState) -> None:
         """Records and opens a request."""
@@ -187,9 +203,13 @@ class ObservedExecutor:
         """Calls the wrapped executor."""
         return self._inner.ready()
 
-    def collect(self) -> Output:
+    def due_s(self) -> float | None:
+        """Calls the wrapped executor."""
+        return self._inner.due_s()
+
+    def collect(self, *, wait: bool = True) -> Output:
         """Collects the output and records the trees."""
-        output = self._inner.collect()
+        output = self._inner.collect(wait=wait)
         trace = self._trace
         trace.trees.collect(trace.step, trace.clock.now() - trace.began_s, output)
         return output

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from specdec.state import DecodeState
-from specdec.types import NO_NODE, Lossless, Needs, Output, Verdict
-from specdec.verifiers.answers import RootAnswered, record_answers
+from specdec.state import DecodeState, RequestState
+from specdec.types import NO_NODE, Lossless, Needs, Verdict
 
 
 class MatchVerifier:
@@ -24,26 +25,26 @@ class MatchVerifier:
     needs = Needs()
     lossless = Lossless.TOKEN
 
-    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
-        """One verdict per request whose root was answered."""
-        return [_verdict(answered) for answered in record_answers(state, output)]
+    def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
+        """One verdict per request; see ``Verifier``."""
+        return [_verdict(request) for request in requests]
 
 
-def _verdict(answered: RootAnswered) -> Verdict:
-    tree, rows, answers = answered.request.tree, answered.rows, answered.answers
+def _verdict(request: RequestState) -> Verdict:
+    tree, answers = request.tree, request.tree.answers
     parents = tree.parents
-    # Siblings differ, so an answered node has at most one matching child. Matches of the root and
-    # of children of unanswered nodes (row -1) are accidental; the walk never reaches their parents.
-    hits = np.flatnonzero(tree.tokens == answers.tokens[rows[parents]])
+    # Siblings differ, so an answered node has at most one matching child. A match of the root is
+    # accidental: its parent is not a slot, and the walk never reaches it.
+    hits = np.flatnonzero(tree.tokens == answers[parents])
     next_of = dict(zip(parents[hits].tolist(), hits.tolist(), strict=True))
     slot, path = 0, []
-    while (child := next_of.get(slot, NO_NODE)) != NO_NODE and rows[child] >= 0:
+    while (child := next_of.get(slot, NO_NODE)) != NO_NODE and tree.answered[child]:
         path.append(child)
         slot = child
     num_rejected = int(np.count_nonzero(parents == slot)) - (child != NO_NODE)
     return Verdict(
-        request=answered.request.id,
+        request=request.id,
         accepted_ids=tree.ids[np.array(path, np.int64)],
-        next_token=answered.token(slot),
+        next_token=int(answers[slot]),
         num_verified=len(path) + num_rejected,
     )

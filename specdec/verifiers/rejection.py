@@ -5,7 +5,7 @@ Shape letters: V vocabulary, S support of the target distribution, C children.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,9 +16,10 @@ from specdec.device import DeviceProbs, Probs, on_host, to_device
 from specdec.sampling import on_device
 from specdec.sampling.host import inverse_cdf
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
-from specdec.state import DecodeState
-from specdec.types import NO_NODE, FloatArray, IntArray, Lossless, Needs, Output, Verdict
-from specdec.verifiers.answers import Choice, RootAnswered, follow, record_answers
+from specdec.state import DecodeState, RequestState
+from specdec.tree import TokenTree
+from specdec.types import NO_NODE, FloatArray, IntArray, Lossless, Needs, Verdict
+from specdec.verifiers.walk import Choice, follow, target_probs
 
 
 class RejectionVerifier:
@@ -46,37 +47,33 @@ class RejectionVerifier:
     needs = Needs(target_probs=True, draft_probs=True)
     lossless = Lossless.DISTRIBUTION
 
-    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
-        """One verdict per request whose root was answered."""
-        return [
-            follow(answered, _rule(answered, state.draws))
-            for answered in record_answers(state, output)
-        ]
+    def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
+        """One verdict per request; see ``Verifier``."""
+        return [follow(request, _rule(request, state.draws)) for request in requests]
 
 
-def _rule(answered: RootAnswered, draws: KeyedDraws) -> Callable[[int], Choice]:
-    if isinstance(answered.answers.probs, DeviceProbs):
-        return partial(
-            _look_up, answered, _judge_on_device(answered, answered.answers.probs, draws)
-        )
-    return partial(_judge, answered, draws)
+def _rule(request: RequestState, draws: KeyedDraws) -> Callable[[int], Choice]:
+    tree = request.tree
+    if isinstance(tree.target_probs[tree.root_id], DeviceProbs):
+        return partial(_look_up, tree, _judge_on_device(request, draws))
+    return partial(_judge, request, draws)
 
 
-def _judge(answered: RootAnswered, draws: KeyedDraws, slot: int) -> Choice:
+def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
     """Tests the children of an answered node in sampling order."""
-    request, tree = answered.request, answered.request.tree
+    tree = request.tree
     children = tree.children(slot)
-    own_token = answered.token(slot)
+    own_token = int(tree.answers[slot])
     if not len(children):
         return Choice(NO_NODE, own_token, 0)  # the bonus token: the target's own draw
-    tokens = _in_sampling_order(answered, slot, children)
+    tokens = _in_sampling_order(tree, slot, children)
     position = tree.positions[slot, None] + 1
     tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
     draft = on_host(tree.draft_probs[int(tree.ids[slot])])
     if request.sampling.greedy:
         support, target = np.array([own_token]), np.ones(1)
     else:
-        probs = answered.probs(slot)
+        probs = target_probs(tree, slot)
         support = np.flatnonzero(probs)
         target = probs[support]
     for judged, (child, token) in enumerate(zip(children.tolist(), tokens.tolist(), strict=True)):
@@ -91,9 +88,8 @@ def _judge(answered: RootAnswered, draws: KeyedDraws, slot: int) -> Choice:
     return Choice(NO_NODE, token, len(children))
 
 
-def _in_sampling_order(answered: RootAnswered, slot: int, children: IntArray) -> IntArray:
+def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArray:
     """int64[C]: the children's tokens; asserts that they are a prefix of the sampled candidates."""
-    tree = answered.request.tree
     tokens = tree.tokens[children]
     assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
         "children must be taken in sampling order"
@@ -101,26 +97,26 @@ def _in_sampling_order(answered: RootAnswered, slot: int, children: IntArray) ->
     return tokens
 
 
-def _judge_on_device(
-    answered: RootAnswered, probs: DeviceProbs, draws: KeyedDraws
-) -> dict[int, tuple[int, int]]:
+def _judge_on_device(request: RequestState, draws: KeyedDraws) -> dict[int, tuple[int, int]]:
     """Slot -> (index of the accepted child, at least C if none; correction token)."""
-    request, tree, rows = answered.request, answered.request.tree, answered.rows
-    slots = [s for s in np.flatnonzero(rows >= 0).tolist() if len(tree.children(s))]
+    tree = request.tree
+    slots = [s for s in np.flatnonzero(tree.answered).tolist() if len(tree.children(s))]
     if not slots:
         return {}
     width = max(len(tree.children(slot)) for slot in slots)
     tokens = np.full((len(slots), width), -1)
     for line, slot in zip(tokens, slots, strict=True):
         children = tree.children(slot)
-        line[: len(children)] = _in_sampling_order(answered, slot, children)
-    device = probs.rows.device
+        line[: len(children)] = _in_sampling_order(tree, slot, children)
+    rows = [tree.target_probs[i] for i in tree.ids[slots].tolist()]
+    probs = torch.stack([row.rows for row in rows if isinstance(row, DeviceProbs)])
+    device = probs.device
     drafts = [_rows_on(tree.draft_probs[int(tree.ids[slot])], device) for slot in slots]
     if request.sampling.greedy:
-        own = to_device(answered.answers.tokens[rows[slots]], device)
-        target = torch.zeros_like(probs.rows[: len(slots)]).scatter(1, own[:, None], 1.0)
+        own = to_device(tree.answers[slots], device)
+        target = torch.zeros_like(probs).scatter(1, own[:, None], 1.0)
     else:
-        target = probs.rows[to_device(rows[slots], device)]
+        target = probs
     positions = tree.positions[slots] + 1
     tests = draws.uniform(request.id, positions[:, None], Purpose.ACCEPT, np.arange(width))
     corrections = draws.uniform(request.id, positions, Purpose.RESIDUAL)
@@ -136,12 +132,11 @@ def _rows_on(probs: Probs, device: torch.device) -> torch.Tensor:
     return rows.to(device)
 
 
-def _look_up(answered: RootAnswered, judged: dict[int, tuple[int, int]], slot: int) -> Choice:
+def _look_up(tree: TokenTree, judged: dict[int, tuple[int, int]], slot: int) -> Choice:
     """The result of ``_judge`` at an answered slot, from the results of ``_judge_on_device``."""
-    tree = answered.request.tree
     children = tree.children(slot)
     if not len(children):
-        return Choice(NO_NODE, answered.token(slot), 0)
+        return Choice(NO_NODE, int(tree.answers[slot]), 0)
     index, correction = judged[slot]
     if index < len(children):
         child = int(children[index])

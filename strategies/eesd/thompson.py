@@ -53,7 +53,7 @@ class ThompsonChain(Stateless):
         """Starts with the uniform prior."""
         self._outcomes[request.id] = [0, 0]
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.max_gamma
 

@@ -1,11 +1,11 @@
 """Proposals of heads on the target's last hidden state (Medusa, arXiv 2401.10774, section 2.1).
 
-``Needs.hidden_layers`` makes the executor return the hidden states of every answered row
-(``Answers.hidden``) and of the prompt (``Output.prompts``). A request keeps one of them, that of
-the last committed token before the root, at position t. The target itself has drawn the root, token
-t + 1, from it; head k guesses token t + 1 + k. So a node at position q gets its candidates from
-head q - t, whatever its parent: all nodes of a depth have the same ones (the Cartesian product of
-section 2.1.2). A commit moves t to the last retired node; nodes that were expanded before keep the
+``Needs.hidden`` makes the executor return the hidden states of every answered row
+(``Commit.hidden`` has those of retired nodes) and of the prompt (``Output.prompts``). A request
+keeps one of them, that of the last committed token before the root, at position t. The target
+itself has drawn the root, token t + 1, from it; head k guesses token t + 1 + k. So a node at
+position q gets its candidates from head q - t, whatever its parent: all nodes of a depth have the
+same ones (the Cartesian product of section 2.1.2). A commit moves t to the last retired node; nodes that were expanded before keep the
 candidates of the older hidden state.
 
 In a pipeline a prompt's hidden state leaves the last stage after the first root was submitted,
@@ -28,9 +28,9 @@ from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.metrics.counters import SourceCounters
 from specdec.models.medusa import MedusaHeads
 from specdec.parts.fields import Count, validated
-from specdec.sampling.candidates import candidates_of, picked
+from specdec.sampling.candidates import candidates_of
 from specdec.sampling.transform import SamplingTransform
-from specdec.types import Candidates, Commit, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, HiddenName, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -91,7 +91,7 @@ class MedusaSource:
         """
         self._heads = pair.artefact(MedusaHeads, num_heads=heads, meter=meter)
         self._clock = clock
-        self.needs = Needs(hidden_layers=(self._heads.layer,), real_nodes=True)
+        self.needs = Needs(hidden=(HiddenName(self._heads.layer),), real_nodes=True)
         self.vocab_size: int | None = self._heads.vocab_size
         self.gives_probs = sample
         self.counters = SourceCounters()
@@ -123,18 +123,14 @@ class MedusaSource:
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Takes the hidden states of prompts and of the last retired nodes."""
-        (layer,) = self.needs.hidden_layers
+        (name,) = self.needs.hidden
         for chunk in output.prompts:
             at_end = chunk.last_position == self._prompt_ends.get(chunk.request)
             if at_end and not self.gives_probs:
-                hidden = chunk.layers[layer][-1].clone()  # so that the rest can be freed
+                hidden = chunk.hidden[name][-1].clone()  # so that the rest can be freed
                 self._last[chunk.request] = _Last(chunk.last_position, hidden)
-        answers = {answer.request: answer for answer in output.answers}
         for commit in commits:
-            answer = answers[commit.request]
-            (row,) = np.flatnonzero(answer.node_ids == commit.retired_ids[-1])
-            hidden = answer.hidden[layer][int(row)].clone()
-            self._last[commit.request] = _Last(commit.prefix_len - 1, hidden)
+            self._last[commit.request] = _Last(commit.prefix_len - 1, commit.hidden[name][-1])
 
     def close(self, request_id: int) -> None:
         """Removes a request."""
@@ -191,4 +187,4 @@ class MedusaSource:
             request_id=request_id,
             positions=request.tree.positions[slots],
         )
-        return picked(candidates, rows)
+        return candidates.take(rows)

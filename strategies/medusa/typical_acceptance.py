@@ -1,13 +1,14 @@
 """Typical acceptance: a lossy verifier (Medusa, Cai et al. 2024, section 2.3.1).
 
-It uses ``Answers.probs``: the processed target distribution or, for greedy requests, the model's
-distribution at temperature 1 (a one-hot distribution would turn the rule into ``match``).
+It uses ``TokenTree.target_probs``: the processed target distribution or, for greedy requests, the
+model's distribution at temperature 1 (a one-hot distribution would turn the rule into ``match``).
 
 Shape letters: C children, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -15,9 +16,10 @@ from pydantic import Field
 
 from specdec.device import on_host
 from specdec.parts.fields import PositiveShare, validated
-from specdec.state import DecodeState
-from specdec.types import NO_NODE, BoolArray, FloatArray, IntArray, Lossless, Needs, Output, Verdict
-from specdec.verifiers.answers import RootAnswered, accept_child, follow, record_answers
+from specdec.state import DecodeState, RequestState
+from specdec.tree import TokenTree
+from specdec.types import NO_NODE, BoolArray, FloatArray, IntArray, Lossless, Needs, Verdict
+from specdec.verifiers.walk import accept_child, follow
 
 
 class TypicalVerifier:
@@ -48,27 +50,28 @@ class TypicalVerifier:
         self.epsilon = epsilon
         self.delta = delta
 
-    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
-        """One verdict per request whose root was answered."""
-        return [self._follow(answered) for answered in record_answers(state, output)]
+    def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
+        """One verdict per request; see ``Verifier``."""
+        return [self._follow(request) for request in requests]
 
-    def _follow(self, answered: RootAnswered) -> Verdict:
-        probs = self._acceptable(answered)
-        tree = answered.request.tree
+    def _follow(self, request: RequestState) -> Verdict:
+        tree = request.tree
+        probs = self._acceptable(tree)
         heights = _heights(tree.parents, tree.depths, probs > 0.0)
 
-        def choose(_answered: RootAnswered, _slot: int, children: IntArray) -> int:
+        def choose(_slot: int, children: IntArray) -> int:
             best = np.lexsort((-probs[children], -heights[children]))
             best = best[probs[children[best]] > 0.0]
             return int(children[best[0]]) if len(best) else NO_NODE
 
-        return follow(answered, accept_child(answered, choose))
+        return follow(request, accept_child(tree, choose))
 
-    def _acceptable(self, answered: RootAnswered) -> FloatArray:
+    def _acceptable(self, tree: TokenTree) -> FloatArray:
         """float64[N]: target probability of the acceptable nodes, 0 elsewhere."""
-        tree, rows = answered.request.tree, answered.rows
-        assert answered.answers.probs is not None, "required by needs.target_probs"
-        probs = on_host(answered.answers.probs)
+        slots = np.flatnonzero(tree.answered)
+        rows = np.full(len(tree), -1)
+        rows[slots] = np.arange(len(slots))
+        probs = np.stack([on_host(tree.target_probs[i]) for i in tree.ids[slots].tolist()])
         logs = np.log(probs, out=np.zeros_like(probs), where=probs > 0.0)
         entropy = -(probs * logs).sum(axis=1)
         threshold = np.minimum(self.epsilon, self.delta * np.exp(-entropy))

@@ -15,7 +15,6 @@ from specdec.device import on_host
 from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
-from specdec.sampling.candidates import picked
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.early_exit import exit_pass_bytes, read_front
 from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
@@ -112,7 +111,7 @@ class MultiExitSource:
             waits = self._prefers_later(state, left, at)
             taken = (answer.counts > 0) & ~waits
             if taken.any():
-                parts.append(picked(answer, np.flatnonzero(taken)))
+                parts.append(answer.take(np.flatnonzero(taken)))
                 placed.append(rows[taken])
             left, rows = left.where(waits), rows[waits]
             if not len(left):
@@ -121,7 +120,7 @@ class MultiExitSource:
             return Candidates.empty(len(nodes))
         order, mask = np.concatenate(placed), np.zeros(len(nodes), np.bool_)
         mask[order] = True
-        return picked(Candidates.joined(parts), np.argsort(order)).spread(mask)
+        return Candidates.joined(parts).take(np.argsort(order)).spread(mask)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Stores arrived exits, learns from decided tokens, removes nodes that left the trees."""

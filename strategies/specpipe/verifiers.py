@@ -1,24 +1,22 @@
 """SpecPipe's lossy verifiers (arXiv 2504.04104 v2, 3.4): faster, not distributed as the target.
 
-Both use ``Answers.probs``: the processed target distribution or, for greedy requests, the model's
-distribution at temperature 1 (a one-hot distribution would turn either rule into ``match``).
+Both use ``TokenTree.target_probs``: the processed target distribution or, for greedy requests, the
+model's distribution at temperature 1 (a one-hot distribution would turn either rule into
+``match``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 
 from specdec.parts.fields import PositiveShare, validated
-from specdec.state import DecodeState
-from specdec.types import (
-    NO_NODE,
-    IntArray,
-    Lossless,
-    Needs,
-    Output,
-    Verdict,
-)
-from specdec.verifiers.answers import RootAnswered, accept_child, follow, record_answers
+from specdec.state import DecodeState, RequestState
+from specdec.tree import TokenTree
+from specdec.types import NO_NODE, IntArray, Lossless, Needs, Verdict
+from specdec.verifiers.walk import accept_child, follow, target_probs
 
 
 class RelaxedVerifier:
@@ -32,15 +30,14 @@ class RelaxedVerifier:
     needs = Needs(target_probs=True)
     lossless = Lossless.LOSSY
 
-    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
-        """One verdict per request whose root was answered."""
-        return [follow(a, accept_child(a, self._choose)) for a in record_answers(state, output)]
+    def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
+        """One verdict per request; see ``Verifier``."""
+        return [follow(r, accept_child(r.tree, partial(self._choose, r.tree))) for r in requests]
 
     @staticmethod
-    def _choose(answered: RootAnswered, slot: int, children: IntArray) -> int:
-        tree = answered.request.tree
-        target_probs = answered.probs(slot)[tree.tokens[children]]
-        return int(children[np.lexsort((-tree.logprobs[children], -target_probs))[0]])
+    def _choose(tree: TokenTree, slot: int, children: IntArray) -> int:
+        probs = target_probs(tree, slot)[tree.tokens[children]]
+        return int(children[np.lexsort((-tree.logprobs[children], -probs))[0]])
 
 
 class StrictVerifier:
@@ -63,15 +60,15 @@ class StrictVerifier:
         """
         self.top_p = top_p
 
-    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
-        """One verdict per request whose root was answered."""
-        return [follow(a, accept_child(a, self._choose)) for a in record_answers(state, output)]
+    def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
+        """One verdict per request; see ``Verifier``."""
+        return [follow(r, accept_child(r.tree, partial(self._choose, r.tree))) for r in requests]
 
-    def _choose(self, answered: RootAnswered, slot: int, children: IntArray) -> int:
-        tree, target_probs = answered.request.tree, answered.probs(slot)
+    def _choose(self, tree: TokenTree, slot: int, children: IntArray) -> int:
+        probs = target_probs(tree, slot)
         order = np.argsort(-tree.logprobs[children], kind="stable")
         for child in children[order].tolist():
-            prob = target_probs[tree.tokens[child]]
-            if prob > 0.0 and target_probs[target_probs > prob].sum() < self.top_p:
+            prob = probs[tree.tokens[child]]
+            if prob > 0.0 and probs[probs > prob].sum() < self.top_p:
                 return int(child)
         return NO_NODE

@@ -9,7 +9,6 @@ mass submitted per step, which this selection maximizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from specdec.parts.fields import Count, DraftCount, validated
@@ -25,7 +24,7 @@ from specdec.policies.tree_growth import (
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
+    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState
 
 
@@ -58,18 +57,19 @@ class PipelineBestFirst(Stateless):
         self.children = children
         self.draft_passes = draft_passes
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
-        return 1 + self.width * latency
+        return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The most probable unsubmitted nodes of every ready request."""
         requests = ready_requests(state, serial=False)
         return as_nodes((r, best_unsubmitted(r.tree, self.width)) for r in requests)
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Runs the step's draft passes for all requests together."""
         requests = live_requests(state)
         for _ in range(self.draft_passes):
             leaves = [(r, best_leaves(r, self.width)) for r in requests]
             expand(state, source, leaves, self.children)
+        return False

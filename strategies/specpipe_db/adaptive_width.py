@@ -8,7 +8,7 @@ Letters: B live requests, N steps of latency, n nodes of the step, W nodes of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
 from strategies.specpipe_db.calibration import RankCalibration
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
+    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
@@ -114,9 +114,9 @@ class AdaptiveWidth(Stateless):
         """Starts a request."""
         self._calibration.open(request.id)
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
-        return 1 + self.width * latency
+        return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The next level of every request, within the step's common node budget."""
@@ -130,9 +130,10 @@ class AdaptiveWidth(Stateless):
         self._cost.step(state.clock.now(), len(selected))
         return selected
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Expands the newest level of every request, in one source call."""
         expand(state, source, [(r, open_bottom(r)) for r in live_requests(state)], self.children)
+        return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Updates the calibration with the nodes that were on the path."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from specdec.tree import TokenTree
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
+    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 CHEAP_ORIGIN = 1
@@ -74,9 +74,9 @@ class StagedTree:
         """Calls the inner policy."""
         self.inner.open(request)
 
-    def held_nodes(self, latency: int) -> int:
+    def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
-        return self.inner.held_nodes(latency) + self.extend_leaves * self.extend_depth
+        return self.inner.held_nodes(in_flight) + self.extend_leaves * self.extend_depth
 
     def check_source(self, source: TokenSource) -> None:
         """Refuses a source without a cheaper source inside; see ``cheap_source``."""
@@ -104,9 +104,9 @@ class StagedTree:
             tuple((i, np.concatenate([ids, *chains.get(i, [])])) for i, ids in selected.items)
         )
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Calls the inner policy."""
-        self.inner.overlap(state, source, ready)
+        return self.inner.overlap(state, source, events)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Calls the inner policy."""

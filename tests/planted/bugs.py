@@ -103,14 +103,14 @@ def draft_cache_stale(work: Planted) -> None:
 )
 def child_under_wrong_parent(work: Planted) -> None:
     def make(original: Any) -> Any:
-        def verdict(answered: Any) -> Any:
-            right = original(answered)
-            tree, rows, answers = answered.request.tree, answered.rows, answered.answers
+        def verdict(request: Any) -> Any:
+            right = original(request)
+            tree = request.tree
             slot, path = 0, []
             while True:
-                token, depth = answers.tokens[rows[slot]], tree.depths[slot] + 1
+                token, depth = tree.answers[slot], tree.depths[slot] + 1
                 found = np.flatnonzero(
-                    (tree.depths == depth) & (tree.tokens == token) & (rows >= 0)
+                    (tree.depths == depth) & (tree.tokens == token) & tree.answered
                 )
                 if not len(found):
                     break
@@ -118,7 +118,7 @@ def child_under_wrong_parent(work: Planted) -> None:
                 path.append(slot)
             ids = tree.ids[np.array(path, np.int64)]
             work.fired += ids.tolist() != right.accepted_ids.tolist()
-            return replace(right, accepted_ids=ids, next_token=answered.token(slot))
+            return replace(right, accepted_ids=ids, next_token=int(tree.answers[slot]))
 
         return verdict
 

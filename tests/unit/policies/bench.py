@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
-from specdec.interfaces import TokenSource, TreePolicy
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.loop import decode
 from specdec.metrics.counters import SourceCounters
 from specdec.policies.tree_growth import last_position
@@ -189,14 +189,12 @@ class PathVerifier:
     needs = Needs()
     lossless = Lossless.TOKEN
 
-    def verify(self, state: DecodeState, output: Output) -> list[Verdict]:
+    def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
         verdicts = []
-        for answers in output.answers:
-            tree = state.requests[answers.request].tree
-            slots = tree.slots(answers.node_ids)
-            assert NO_NODE not in slots
-            tree.answered[slots] = True
-            by_slot = dict(zip(slots.tolist(), answers.tokens.tolist(), strict=True))
+        for request in requests:
+            tree = request.tree
+            slots = np.flatnonzero(tree.answered)
+            by_slot = dict(zip(slots.tolist(), tree.answers[slots].tolist(), strict=True))
             slot, accepted = 0, []
             assert 0 in by_slot, "what is answered starts at the root"
             while (child := tree.child(slot, by_slot[slot])) in by_slot:
@@ -204,7 +202,7 @@ class PathVerifier:
                 accepted.append(tree.ids[child])
             verdicts.append(
                 Verdict(
-                    request=answers.request,
+                    request=request.id,
                     accepted_ids=np.array(accepted, np.int64),
                     next_token=by_slot[slot],
                 )
@@ -274,10 +272,11 @@ class CheckedPolicy:
             )
         return nodes
 
-    def overlap(self, state: DecodeState, source: TokenSource, ready: Callable[[], bool]) -> None:
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         num_calls = len(self.source.calls)
-        self.policy.overlap(state, source, ready)
+        hurry = self.policy.overlap(state, source, events)
         self.overlaps.append(len(self.source.calls) - num_calls)
+        return hurry
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         self.policy.commit(commits, output)

@@ -1,0 +1,149 @@
+"""Draft passes that run beside the controller: an asynchronous source of any source."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from specdec.clocks import Clock, ClockKind, MeasuredClock
+from specdec.types import Candidates, Commit, Nodes, Output, Ticket
+
+if TYPE_CHECKING:
+    from specdec.interfaces import AsynchronousSource, TokenSource
+    from specdec.state import DecodeState, RequestState
+
+
+def asynchronous(source: TokenSource) -> AsynchronousSource:
+    """``source`` itself if it is asynchronous; otherwise its passes take their time at once."""
+    return cast("AsynchronousSource", source if hasattr(source, "start") else _AtOnce(source))
+
+
+class _AtOnce:
+    """Runs each pass when it is started."""
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source = source
+        self._results: dict[Ticket, Candidates] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
+        candidates = self._source.expand(state, nodes, k)
+        ticket = Ticket(nodes=nodes, due_s=state.clock.now())
+        self._results[ticket] = candidates
+        return ticket
+
+    def poll(self, ticket: Ticket) -> Candidates | None:
+        return self._results.pop(ticket)
+
+
+class Background:
+    """Makes a source asynchronous: its passes run on a device of their own, one after another.
+
+    On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
+    ``rank``; on a measured clock it runs in a thread, over a copy of the trees. Commits that arrive
+    during a pass take effect when it has ended. ``expand`` waits for its pass.
+
+    Attributes:
+        wakeup: see ``AsynchronousSource``.
+    """
+
+    wakeup: threading.Event | None = None
+
+    def __init__(self, *, source: TokenSource, rank: int) -> None:
+        """Wraps a source.
+
+        Args:
+            source: any source that shares no caches with the executor.
+            rank: clock rank of its device.
+        """
+        self._source = source
+        self._rank = rank
+        self._results: dict[Ticket, Future[Candidates]] = {}
+        self._last: Future[Candidates] | None = None
+        self._deferred: list[Callable[[], None]] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draft")
+        self._thread_clock: MeasuredClock | None = None
+        self._run_clock: Clock | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def open(self, request: RequestState) -> None:
+        """Opens a request, after the running pass."""
+        self._after_pass(partial(self._source.open, request))
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Runs a pass and waits for it."""
+        ticket = self.start(state, nodes, k)
+        if ticket.due_s is not None:
+            state.clock.wait_until(ticket.due_s)
+        with state.meter.waiting():
+            candidates = self._results.pop(ticket).result()
+        self._catch_up()
+        return candidates
+
+    def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
+        """Starts a pass, which begins when those before it have ended."""
+        result: Future[Candidates]
+        if state.clock.kind is ClockKind.MEASURED:
+            ticket, view = Ticket(nodes=nodes), state.copy(nodes)
+            self._thread_clock = self._thread_clock or MeasuredClock(rank=self._rank)
+            view.clock = self._thread_clock
+            result = self._thread.submit(self._pass, view, nodes, k)
+        else:
+            result = Future()
+            with state.clock.on(self._rank):
+                result.set_result(self._source.expand(state, nodes, k))
+            ticket = Ticket(nodes=nodes, due_s=state.clock.ends_s(self._rank))
+        self._results[ticket] = self._last = result
+        self._run_clock = state.clock
+        return ticket
+
+    def poll(self, ticket: Ticket) -> Candidates | None:
+        """The candidates of a pass that has ended."""
+        result = self._results[ticket]
+        if not result.done() or _is_later(ticket, self._run_clock):
+            return None
+        del self._results[ticket]
+        self._catch_up()
+        return result.result()
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Applies commits, after the running pass."""
+        self._after_pass(partial(self._source.commit, commits, output))
+
+    def close(self, request_id: int) -> None:
+        """Closes a request, after the running pass."""
+        self._after_pass(partial(self._source.close, request_id))
+
+    def _pass(self, view: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Thread: one pass over a copy of the trees."""
+        try:
+            with torch.inference_mode():
+                return self._source.expand(view, nodes, k)
+        finally:
+            if self.wakeup is not None:
+                self.wakeup.set()
+
+    def _after_pass(self, call: Callable[[], None]) -> None:
+        self._deferred.append(call)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Makes the deferred calls, unless a pass runs."""
+        if self._last is None or self._last.done():
+            calls, self._deferred = self._deferred, []
+            for call in calls:
+                call()
+
+
+def _is_later(ticket: Ticket, clock: Clock | None) -> bool:
+    """Whether a pass with a planned end has not ended yet."""
+    return clock is not None and ticket.due_s is not None and ticket.due_s > clock.now()

@@ -1,0 +1,87 @@
+"""What happens while the target works: the end of its work, of draft passes, early arrivals."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from specdec.clocks import ClockKind
+from specdec.sources.background import asynchronous
+from specdec.types import Event, EventKind, Nodes, Output, Ticket
+
+if TYPE_CHECKING:
+    from specdec.interfaces import Executor, TokenSource
+    from specdec.state import DecodeState
+
+_LOOK_EVERY_S = 1e-3  # between two looks at parts that set no wakeup
+_CHECK_EVERY_S = 0.1  # between two looks at parts that do, in case one of them has failed
+
+
+class LoopEvents:
+    """The events of one decode loop, and the draft passes that run in it; see ``Events``."""
+
+    def __init__(self, state: DecodeState, source: TokenSource, executor: Executor) -> None:
+        """Nothing runs yet."""
+        self.running: list[Ticket] = []
+        self._state = state
+        self._source = asynchronous(source)
+        self._executor = executor
+        self._poll: Callable[[], Output | None] | None = getattr(executor, "poll", None)
+        self._wakeup = threading.Event()
+        parts = [part for part in (self._source, executor) if hasattr(part, "wakeup")]
+        for part in parts:
+            part.wakeup = self._wakeup
+        self._look_every_s = _CHECK_EVERY_S if len(parts) == 2 else _LOOK_EVERY_S
+
+    def start(self, nodes: Nodes, k: int) -> Ticket:
+        """Starts a draft pass."""
+        with self._state.drafting():
+            ticket = self._source.start(self._state, nodes, k)
+        self.running.append(ticket)
+        return ticket
+
+    def ready(self) -> bool:
+        """Whether the target's work of the step has ended."""
+        return self._executor.ready()
+
+    def next(self) -> Event:
+        """Waits for the next event, and applies it to the trees and to the source.
+
+        Candidates of an ended pass are stored with its nodes, except of pruned ones; early hidden
+        states likewise; exits go to the source.
+        """
+        clock = self._state.clock
+        while (event := self._happened()) is None:
+            if not self.running and self._poll is None:
+                return Event(EventKind.TARGET)  # ``collect`` waits for it, and detects failures
+            due = [ticket.due_s for ticket in self.running]
+            times = [at for at in (*due, self._executor.due_s()) if at is not None]
+            first = min(times, default=0.0)
+            if first > clock.now():
+                clock.wait_until(first)
+            elif clock.kind is ClockKind.SIMULATED:
+                raise RuntimeError(f"nothing happened at {first} s, when a part is due")
+            else:  # what is due first has not arrived yet
+                self._wait()
+        return event
+
+    def _happened(self) -> Event | None:
+        """An event that has happened by now; None if there is none."""
+        for ticket in sorted(self.running, key=lambda ticket: ticket.due_s or 0.0):
+            candidates = self._source.poll(ticket)
+            if candidates is not None:
+                self.running.remove(ticket)
+                self._state.set_candidates(ticket.nodes, candidates)
+                return Event(EventKind.DRAFT, ticket)
+        if self._poll is not None and (output := self._poll()) is not None:
+            self._state.receive(output)
+            self._source.commit((), output)
+            return Event(EventKind.EARLY)
+        return Event(EventKind.TARGET) if self._executor.ready() else None
+
+    def _wait(self) -> None:
+        """Blocks until a part has something new."""
+        with self._state.meter.waiting():
+            self._wakeup.wait(self._look_every_s)
+        self._wakeup.clear()

@@ -1,0 +1,87 @@
+"""Steps that verifiers share: walk the tree over stored answers, and build the verdict.
+
+Shape letters: N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.device import on_host
+from specdec.state import RequestState
+from specdec.tree import TokenTree
+from specdec.types import NO_NODE, FloatArray, IntArray, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An acceptance rule's decision at one answered node.
+
+    Attributes:
+        child: slot of the accepted child; ``NO_NODE`` if none was accepted.
+        token: the token after the node: the child's, or the correction or bonus token.
+        num_rejected: number of children that were judged and rejected.
+    """
+
+    child: int
+    token: int
+    num_rejected: int
+
+
+def target_probs(tree: TokenTree, slot: int) -> FloatArray:
+    """float64[V]: the target's distribution after an answered slot (``Needs.target_probs``)."""
+    return on_host(tree.target_probs[int(tree.ids[slot])])
+
+
+def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
+    """Builds the verdict by applying ``rule`` from the root down, as far as nodes are answered.
+
+    Args:
+        request: a request whose root is answered.
+        rule: slot of an answered node -> the decision there.
+
+    Returns:
+        The verdict. If the rule accepts no child but a child has the rule's token, the walk
+        continues with that child, which becomes the next root in any case.
+    """
+    tree = request.tree
+    slot, path = 0, []
+    while True:
+        choice = rule(slot)
+        child = choice.child
+        if child == NO_NODE:
+            child = tree.child(slot, choice.token)
+        if child == NO_NODE or not tree.answered[child]:
+            break
+        path.append(child)
+        slot = child
+    return Verdict(
+        request=request.id,
+        accepted_ids=tree.ids[np.array(path, np.int64)],
+        next_token=choice.token,
+        num_verified=len(path) + choice.num_rejected,
+    )
+
+
+def accept_child(
+    tree: TokenTree, choose: Callable[[int, IntArray], int]
+) -> Callable[[int], Choice]:
+    """An acceptance rule: the child that ``choose`` returns, or else the target's own token.
+
+    Args:
+        tree: the request's tree.
+        choose: (slot of an answered node, int64[C] slots of its children, at least one) -> slot of
+            the accepted child, ``NO_NODE`` for none.
+    """
+
+    def rule(slot: int) -> Choice:
+        children = tree.children(slot)
+        child = choose(slot, children) if len(children) else NO_NODE
+        token = int(tree.answers[slot]) if child == NO_NODE else int(tree.tokens[child])
+        accepted = child != NO_NODE or bool((tree.tokens[children] == token).any())
+        return Choice(child, token, len(children) - accepted)
+
+    return rule
