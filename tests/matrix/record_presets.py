@@ -10,7 +10,7 @@ Each preset is composed from its resolved configuration as `specdec run` does, a
 prompts on the simulated clock. What is made small: random float64 models, so that tokens are the
 same on every machine; pipelines of ``STAGES`` stages; a profile that prices every kind of work and
 every row. The target's later layers are weakened, so that drafts, exits and looked-up tokens are
-often right, and often not.
+often right, and often not. What is read of a run is in ``_of_run`` and ``_of_request`` alone.
 """
 
 from __future__ import annotations
