@@ -79,17 +79,17 @@ def oracle() -> Oracle:
 @cache
 def cases(num_tokens: int = 16) -> tuple[Case, ...]:
     """Greedy and sampled requests, two of four samplings with a history."""
-    return tuple(
-        parity_cases(SAMPLINGS, per_sampling=2, vocab_size=VOCAB, num_tokens=num_tokens)
-    )
+    return tuple(parity_cases(SAMPLINGS, per_sampling=2, vocab_size=VOCAB, num_tokens=num_tokens))
 
 
 @cache
 def plain(case: Case) -> tuple[int, ...]:
     """The target's own output for a case."""
-    return oracle().decode(
-        prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
-    ).output
+    return (
+        oracle()
+        .decode(prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop)
+        .output
+    )
 
 
 def assert_plain(outputs: dict[int, Any], wanted: Sequence[Case]) -> None:
