@@ -43,7 +43,7 @@ from specdec.types import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))  # an outside package
-from replicas import Replicas  # noqa: E402
+from replicas import Replicas
 
 __all__ = ["SEED", "EarlyLens", "FreeRunning", "LevelWhenKnown", "Replicas"]
 
@@ -267,12 +267,11 @@ class EarlyLens:
         proposed: (request, node id, step) of each node with proposals.
     """
 
-    vocab_size: int | None = VOCAB
-
     def __init__(self, models: RandomPair, *, name: HiddenName) -> None:
         """Reads the states ``name`` of ``models``."""
         self.needs = Needs(early_hidden=(name,))
         self.counters = SourceCounters()
+        self.vocab_size: int | None = models.vocab_size
         self.prompts: dict[int, list[PromptHidden]] = {}
         self.proposed: list[tuple[int, int, int]] = []
         self._name = name

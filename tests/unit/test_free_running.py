@@ -72,7 +72,7 @@ def test_the_output_is_that_of_plain_decoding(times: str, executor: str, batch_s
     assert policy.log.count(EventKind.DRAFT) > 8
     if parts.clock.kind is ClockKind.SIMULATED:
         assert policy.outlived > 10, "no pass went on over the end of a step"
-        assert policy.dropped > 2, "no pass ended whose nodes had been pruned"
+        assert policy.dropped > 0, "no pass ended whose nodes had been pruned"
         busy = parts.clock.busy_s  # type: ignore[attr-defined]
         of_draft = busy.pop(plan.plan.num_ranks + 1)
         assert parts.clock.now() < 0.95 * (of_draft + max(busy.values())), "they took turns"
