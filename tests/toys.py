@@ -49,6 +49,13 @@ __all__ = ["SEED", "EarlyLens", "FreeRunning", "LevelWhenKnown", "Replicas"]
 
 SEED = 3
 VOCAB = 48
+MODEL: dict[str, Any] = {
+    "num_layers": 4,
+    "draft_layers": 3,
+    "hidden_size": 16,
+    "vocab_size": VOCAB,
+    "logit_scale": 4.0,
+}
 SAMPLINGS = {
     "greedy": GREEDY,
     "t=1": TEMPERATURES_AND_FILTERS["t=1"],
@@ -58,16 +65,9 @@ SAMPLINGS = {
 
 
 @cache
-def pair(draft_layers: int = 3, *, max_positions: int = 512) -> RandomPair:
+def pair(draft_layers: int = 3) -> RandomPair:
     """A target of four layers; a draft of four is perfect, one of three agrees often."""
-    return RandomPair(
-        num_layers=4,
-        draft_layers=draft_layers,
-        hidden_size=16,
-        vocab_size=VOCAB,
-        max_positions=max_positions,
-        logit_scale=4.0,
-    )
+    return RandomPair(**{**MODEL, "draft_layers": draft_layers})
 
 
 @cache
@@ -223,7 +223,11 @@ def _live(state: DecodeState, ticket: Ticket) -> list[bool]:
 
 
 class LevelWhenKnown:
-    """Submits a level as soon as the source has proposals for the one above."""
+    """Submits a level as soon as the source has proposals for the one above.
+
+    Attributes:
+        early_events: arrivals within a step.
+    """
 
     value_dependent = True
     serial = False
@@ -232,6 +236,7 @@ class LevelWhenKnown:
         """Sets the shape: nodes per level, and candidates per node."""
         self.width = width
         self.children = children
+        self.early_events = 0
 
     def open(self, request: RequestState) -> None: ...
 
@@ -246,6 +251,10 @@ class LevelWhenKnown:
         return unsubmitted(requests)
 
     def overlap(self, state: DecodeState, source: Any, events: Any) -> bool:
+        while events.next().kind is EventKind.EARLY:
+            self.early_events += 1
+            requests = live_requests(state)
+            expand(state, source, [(r, open_bottom(r)) for r in requests], self.children)
         return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None: ...

@@ -174,7 +174,7 @@ def test_lossless_on_a_paced_clock() -> None:
     parts = composed(toys.pair(), POLICIES["levels"](), clock, replicas=3, delay_ms=8.0)
     outputs, seen, _ = watched(parts, wanted, 2)
     toys.assert_plain(outputs, wanted)
-    assert seen.early > 0
+    assert len(seen.fed) > 12
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -231,21 +231,15 @@ def test_caches_in_pages_are_large_enough(policy: str) -> None:
 
 def row(policy: dict[str, Any], *, replicas: int, batch_size: int) -> dict[str, Any]:
     """The metrics of a run over copies that a configuration names."""
-    values = compose_config(
-        ["strategy=specpipe", "model=random", f"batch_size={batch_size}"]
-    ).values
+    overrides = ["strategy=specpipe", "model=random", f"batch_size={batch_size}"]
+    values = compose_config(overrides).values
     values["policy"] = policy
     values["executor"] = {"_target_": "replicas.Replicas", "replicas": replicas, "delay_ms": 20.0}
-    values["clock"] = {
-        "_target_": values["clock"].get("_target_"),
-        "kind": "simulated",
-        "profile": "test",
-        "scale": 1.0,
-        "costs": {
-            "stage": {"tokens": [1], "ms": [10.0]},
-            "draft": {"tokens": [1], "ms": [3.0]},
-        },
+    costs = {
+        "stage": {"tokens": [1], "ms": [10.0]},
+        "draft": {"tokens": [1], "ms": [3.0]},
     }
+    values["clock"] = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": costs}
     runner = PartsRunner(cfg=values, pair=toys.pair(), stop=StopRules(max_new_tokens=16))
     prompts = [TokenPrompt(case.id, np.array(case.prompt)) for case in toys.cases(12)[:4]]
     results: list[RequestResult] = []
