@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY, parity_cases
+from specdec.certify.hidden_states import FreshStates, hidden_problems
 from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
 from specdec.certify.report import Check, error_text, joined_details
 from specdec.certify.subject import VOCAB_SIZE, Decoded, Subject, decode_steps
@@ -30,7 +31,8 @@ class Observation:
 
     Attributes:
         caches, trees, rows: problems by check; empty if there are none.
-        num_entries, num_nodes: number of cache entries compared and of tree nodes inspected.
+        num_entries, num_states, num_nodes: number of cache entries and of hidden states compared
+            and of tree nodes inspected.
         watch: the recorded events.
         error: the exception that ended the run; empty if there was none.
     """
@@ -39,18 +41,23 @@ class Observation:
     trees: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     num_entries: int = 0
+    num_states: int = 0
     num_nodes: int = 0
     watch: Watch = field(default_factory=Watch)
     error: str = ""
 
 
 def cache_invariant(subject: Subject) -> Check:
-    """(e) After every step each cache entry equals a fresh forward over its path."""
+    """(e) After every step each cache entry equals a fresh forward over its path.
+
+    So do the hidden states in the trees.
+    """
     seen = observe(subject)
     count = len(seen.watch.shadows)
-    if not seen.num_entries and not (seen.error or seen.caches):
+    if not (seen.num_entries or seen.num_states) and not (seen.error or seen.caches):
         return Check("cache_invariant", None, "no cache in this process to compare")
-    detail = f"{seen.num_entries} entries of {count} caches equal fresh forwards"
+    states = f" and {seen.num_states} hidden states" if seen.num_states else ""
+    detail = f"{seen.num_entries} entries of {count} caches{states} equal fresh forwards"
     return _check("cache_invariant", seen.caches, seen.error, detail)
 
 
@@ -64,9 +71,11 @@ def tree_invariant(subject: Subject) -> Check:
 def draft_rows(subject: Subject) -> Check:
     """(e) Rows computed by the draft = distinct expanded nodes + catch-up tokens."""
     seen = observe(subject)
-    drafts = [s for s in seen.watch.shadows if s.runner.name != "target"]
+    drafts = seen.watch.drafts
     if not drafts and not seen.error:
-        return Check("draft_rows", None, "no draft model in this process")
+        hidden = seen.watch.in_thread
+        why = "the draft's passes run in a thread" if hidden else "no draft model in this process"
+        return Check("draft_rows", None, why)
     total = sum(s.node_rows + s.catch_up_rows for s in drafts)
     catch_up = sum(s.catch_up_rows for s in drafts)
     kind = "expanded nodes" if all(s.real for s in drafts) else "nodes, guesses included"
@@ -111,6 +120,7 @@ def _run(subject: Subject, seen: Observation) -> None:
         state = parts.new_state()
         watch.parts(parts, state)
         fresh = {"target": Fresh(pair.target), "draft": Fresh(pair.draft)}
+        states = FreshStates(pair.target)
         steps = decode_steps(
             parts, cases, outputs, batch_size=_BATCH, prefill_chunk=_SMALL_CHUNK, state=state
         )
@@ -124,9 +134,12 @@ def _run(subject: Subject, seen: Observation) -> None:
             live = [r for r in state.requests.values() if not r.finished]
             for request in live:
                 seen.num_nodes += len(request.tree)
+                seen.num_states += sum(map(len, request.tree.hidden.values()))
+                seen.caches += hidden_problems(request, states)
                 seen.trees += _tree_problems(request, watch.snapshots.get(request.id, {}))
-            shadows = [s for s in watch.shadows if any(s.request is r for r in live)]
-            for shadow in shadows:
+                seen.trees += _candidate_problems(request, watch)
+            targets = [s for s in watch.shadows if s.runner.name == "target"]
+            for shadow in (s for s in targets + watch.drafts if any(s.request is r for r in live)):
                 if shadow.runner.name in fresh:
                     seen.caches += _cache_problems(shadow, fresh[shadow.runner.name], seen)
         seen.rows += _row_problems(watch, parts.source.counters.rows)
@@ -250,9 +263,26 @@ def _tree_problems(request: RequestState, before: dict[int, tuple[int, int]]) ->
             yield f"{where}: node {node_id} has changed its parent or token"
 
 
+def _candidate_problems(request: RequestState, watch: Watch) -> Iterator[str]:
+    """Nodes with other candidates than those that an asynchronous source proposed for them."""
+    if not watch.is_asynchronous:
+        return
+    tree = request.tree
+    for slot in np.flatnonzero(tree.expanded).tolist():
+        node_id = int(tree.ids[slot])
+        proposed = watch.proposed.get((request.id, node_id))
+        num = None if proposed is None else len(proposed)
+        stored = tree.candidate_tokens[slot, :num].tolist()
+        if stored != proposed:
+            yield (
+                f"tree of request {request.id}: node {node_id} has the candidates {stored}, the"
+                f" source proposed {proposed}"
+            )
+
+
 def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
     """Differences of the draft's rows from the expanded nodes and the tokens it lacked."""
-    drafts = [s for s in watch.shadows if s.runner.name != "target"]
+    drafts = watch.drafts
     if not drafts:
         return
     for shadow in drafts:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool
+from specdec.clocks import ClockKind
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.executors.stage import ModelStage
@@ -91,6 +92,9 @@ class Watch:
             fixed slots cannot be observed).
         catch_up: committed tokens that the draft's cache lacked, summed over the expansions.
         snapshots: each request's tree when last submitted, see ``snapshot``.
+        is_asynchronous: whether the source is.
+        in_thread: whether its passes run while its caches would be inspected.
+        proposed: (request, node id) -> candidates that such a source has returned for the node.
     """
 
     def __init__(self) -> None:
@@ -100,6 +104,8 @@ class Watch:
         self.records_expansions = False
         self.catch_up = 0
         self.snapshots: dict[int, dict[int, tuple[int, int]]] = {}
+        self.is_asynchronous = self.in_thread = False
+        self.proposed: dict[tuple[int, int], list[int]] = {}
         self._cached: dict[int, int] = {}
         self._state: DecodeState | None = None
 
@@ -132,23 +138,44 @@ class Watch:
 
         def observed_expand(state: DecodeState, nodes: Nodes, k: int) -> Candidates:
             self._record_expansion(state, nodes)
-            return expand(state, nodes, k)
+            candidates = expand(state, nodes, k)
+            self._record_candidates(nodes, candidates)
+            return candidates
 
         def observed_submit(batch: Any) -> None:
             for request in state.requests.values():
                 self.snapshots[request.id] = snapshot(request)
             submit(batch)
 
-        if (start := getattr(parts.source, "start", None)) is not None:
-
-            def observed_start(state: DecodeState, nodes: Nodes, k: int) -> Ticket:
-                self._record_expansion(state, nodes)
-                ticket: Ticket = start(state, nodes, k)
-                return ticket
-
-            _replace(parts.source, "start", observed_start)
+        self.is_asynchronous = hasattr(parts.source, "start")
+        self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
+        if self.is_asynchronous:
+            self._observe_passes(parts.source)
         _replace(parts.executor, "submit", observed_submit)
         self.records_expansions = _replace(parts.source, "expand", observed_expand)
+
+    @property
+    def drafts(self) -> list[Shadow]:
+        """The caches of draft models that can be inspected between steps."""
+        return [s for s in self.shadows if s.runner.name != "target" and not self.in_thread]
+
+    def _observe_passes(self, source: Any) -> None:
+        """Observes the passes of an asynchronous source."""
+        start, poll = source.start, source.poll
+
+        def observed_start(state: DecodeState, nodes: Nodes, k: int) -> Ticket:
+            self._record_expansion(state, nodes)
+            ticket: Ticket = start(state, nodes, k)
+            return ticket
+
+        def observed_poll(ticket: Ticket) -> Candidates | None:
+            candidates: Candidates | None = poll(ticket)
+            if candidates is not None:
+                self._record_candidates(ticket.nodes, candidates)
+            return candidates
+
+        _replace(source, "start", observed_start)
+        _replace(source, "poll", observed_poll)
 
     def step(self, commits: Sequence[Commit]) -> None:
         """Follows the commits of a step to track how many tokens the draft has cached."""
@@ -170,6 +197,14 @@ class Watch:
                 self.expanded |= {(request_id, node_id) for node_id in path}
             self.catch_up += request.prefix_len - self._cached.get(request_id, 0)
             self._cached[request_id] = request.prefix_len
+
+    def _record_candidates(self, nodes: Nodes, candidates: Candidates) -> None:
+        if not self.is_asynchronous:
+            return
+        for request_id, ids, rows in nodes.packed():
+            part = zip(candidates.tokens[rows], candidates.counts[rows], strict=True)
+            for node_id, (tokens, count) in zip(ids.tolist(), part, strict=True):
+                self.proposed[request_id, node_id] = tokens[:count].tolist()
 
     def _watch_cache(self, cache: TreeCache, runner: ModelRunner) -> None:
         # Parts create caches in `open`, for the request that was admitted last.

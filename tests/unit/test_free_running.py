@@ -70,6 +70,7 @@ def test_the_output_is_that_of_plain_decoding(times: str, executor: str, batch_s
     parts, policy = composed(models, plan, TIMES[times]())
     toys.assert_plain(decode_cases(parts, wanted, batch_size=batch_size), wanted)
     assert policy.log.count(EventKind.DRAFT) > 8
+    assert not policy.misplaced, "candidates of pruned nodes were stored"
     if parts.clock.kind is ClockKind.SIMULATED:
         assert policy.outlived > 10, "no pass went on over the end of a step"
         assert policy.dropped > 0, "no pass ended whose nodes had been pruned"

@@ -1,0 +1,67 @@
+"""The target's hidden states in a tree, against fresh forwards over the paths of their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.models.exits import final_norm
+from specdec.models.slicing import layers_name
+from specdec.state import RequestState
+from specdec.types import HiddenName, IntArray
+
+TOLERANCE = 1e-6
+"""Largest allowed difference of a float64 state; transformers' norms compute in float32."""
+
+
+class FreshStates:
+    """Hidden states from transformers' forward over whole sequences."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._cached: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
+        """[E]: the state ``name`` of the last of ``tokens``, int64[T]."""
+        path = tuple(tokens.tolist())
+        if path not in self._cached:
+            self._cached[path] = self._after_layers(path)
+        state = self._cached[path][name.layer]
+        if name.normed:
+            with torch.inference_mode():
+                state = final_norm(self._model)(state)
+        return state
+
+    def _after_layers(self, path: tuple[int, ...]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+
+        def note(_module: object, _inputs: object, output: object) -> None:
+            rows = output if isinstance(output, torch.Tensor) else output[0]  # type: ignore[index]
+            found.append(rows[0, -1])
+
+        layers = self._model.get_submodule(layers_name(self._model))
+        hooks = [layer.register_forward_hook(note) for layer in layers.children()]
+        device = next(self._model.parameters()).device
+        try:
+            with torch.inference_mode():
+                self._model(torch.tensor([path], device=device), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+
+def hidden_problems(request: RequestState, fresh: FreshStates) -> Iterator[str]:
+    """Hidden states of live nodes that are not those of the nodes' paths."""
+    tree = request.tree
+    for slot, node_id in enumerate(tree.ids.tolist()):
+        for name, given in tree.hidden.get(node_id, {}).items():
+            expected = fresh.state(request.path_tokens(slot), name)
+            error = float((given.to(expected.device) - expected).abs().max())
+            if not error <= TOLERANCE:
+                yield (
+                    f"tree of request {request.id}: the state of node {node_id} after layer"
+                    f" {name.layer} differs from a fresh forward by {error:.1e}"
+                )
