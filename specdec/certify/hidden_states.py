@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from transformers import PreTrainedModel
 
 from specdec.models.exits import final_norm
 from specdec.models.slicing import layers_name
 from specdec.state import RequestState
-from specdec.types import HiddenName, IntArray
+from specdec.types import Commit, HiddenName, IntArray
 
 TOLERANCE = 1e-6
 """Largest allowed difference of a float64 state; transformers' norms compute in float32."""
@@ -53,15 +51,35 @@ class FreshStates:
         return found
 
 
-def hidden_problems(request: RequestState, fresh: FreshStates) -> Iterator[str]:
-    """Hidden states of live nodes that are not those of the nodes' paths."""
+def hidden_problems(
+    request: RequestState, commit: Commit | None, fresh: FreshStates
+) -> tuple[int, list[str]]:
+    """Compares the hidden states of live nodes, and of the nodes that a commit has retired.
+
+    Returns:
+        The number of states, and those that are not the states of their nodes' paths.
+    """
     tree = request.tree
-    for slot, node_id in enumerate(tree.ids.tolist()):
-        for name, given in tree.hidden.get(node_id, {}).items():
-            expected = fresh.state(request.path_tokens(slot), name)
-            error = float((given.to(expected.device) - expected).abs().max())
-            if not error <= TOLERANCE:
-                yield (
-                    f"tree of request {request.id}: the state of node {node_id} after layer"
-                    f" {name.layer} differs from a fresh forward by {error:.1e}"
-                )
+    found = [
+        (node_id, request.path_tokens(slot), name, state)
+        for slot, node_id in enumerate(tree.ids.tolist())
+        for name, state in tree.hidden.get(node_id, {}).items()
+    ]
+    if commit is not None:
+        first = commit.prefix_len - len(commit.retired_ids) + 1
+        found += [
+            (node_id, request.tokens[:length], name, states[row])
+            for name, states in commit.hidden.items()
+            for row, node_id in enumerate(commit.retired_ids.tolist())
+            if (length := first + row) <= len(request.tokens)  # the others were cut
+        ]
+    problems = []
+    for node_id, tokens, name, given in found:
+        expected = fresh.state(tokens, name)
+        error = float((given.to(expected.device) - expected).abs().max())
+        if not error <= TOLERANCE:
+            problems.append(
+                f"tree of request {request.id}: the state of node {node_id} after layer"
+                f" {name.layer} differs from a fresh forward by {error:.1e}"
+            )
+    return len(found), problems

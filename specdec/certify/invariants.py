@@ -131,11 +131,14 @@ def _run(subject: Subject, seen: Observation) -> None:
                 for problem in _commit_problems(commit, watch.snapshots.get(commit.request, {}))
             ]
             watch.step(commits)
+            decided = {commit.request: commit for commit in commits}
+            for request in state.requests.values():
+                num, problems = hidden_problems(request, decided.get(request.id), states)
+                seen.num_states += num
+                seen.caches += problems
             live = [r for r in state.requests.values() if not r.finished]
             for request in live:
                 seen.num_nodes += len(request.tree)
-                seen.num_states += sum(map(len, request.tree.hidden.values()))
-                seen.caches += hidden_problems(request, states)
                 seen.trees += _tree_problems(request, watch.snapshots.get(request.id, {}))
                 seen.trees += _candidate_problems(request, watch)
             targets = [s for s in watch.shadows if s.runner.name == "target"]
