@@ -98,6 +98,7 @@ class Background:
             view.clock = self._thread_clock
             calls, self._deferred = self._deferred, []
             result = self._thread.submit(self._pass, calls, view, nodes, k)
+            result.add_done_callback(self._wake)
         else:
             result = Future()
             with state.clock.on(self._rank):
@@ -128,14 +129,15 @@ class Background:
         self, calls: Sequence[Callable[[], None]], view: DecodeState, nodes: Nodes, k: int
     ) -> Candidates:
         """Thread: the calls deferred before the start, then one pass over a copy of the trees."""
-        try:
-            with torch.inference_mode():
-                for call in calls:
-                    call()
-                return self._source.expand(view, nodes, k)
-        finally:
-            if self.wakeup is not None:
-                self.wakeup.set()
+        with torch.inference_mode():
+            for call in calls:
+                call()
+            return self._source.expand(view, nodes, k)
+
+    def _wake(self, _result: Future[Candidates]) -> None:
+        """Thread: a pass has ended, and ``poll`` returns it."""
+        if self.wakeup is not None:
+            self.wakeup.set()
 
     def _after_pass(self, call: Callable[[], None]) -> None:
         self._deferred.append(call)

@@ -308,3 +308,21 @@ def test_a_pass_that_fails_is_reported_where_it_is_polled() -> None:
     ticket = source.start(state, Nodes(((1, np.array([0])),)), 1)
     with pytest.raises(RuntimeError, match="planted"):
         finished(source, ticket)
+
+
+def test_the_wakeup_comes_when_the_pass_can_be_polled() -> None:
+    """A signal before that would be lost: the loop would look again only after its timeout."""
+    source, inner, state = gated()
+    found: list[bool] = []
+    woken = threading.Event()
+
+    class Wakeup(threading.Event):
+        def set(self) -> None:
+            found.append(source.poll(ticket) is not None)
+            woken.set()
+
+    ticket = source.start(state, Nodes(((1, np.array([0])),)), 1)
+    source.wakeup = Wakeup()
+    inner.gate.release()
+    assert woken.wait(30)
+    assert found == [True]
