@@ -273,11 +273,11 @@ class DecodeState:
                 continue
             slots = request.tree.slots(ids)
             live = slots >= 0
-            if live.all():
-                request.tree.set_candidates(slots, candidates, rows)
-            elif live.any():
-                part = candidates.take(rows.start + np.flatnonzero(live))
-                request.tree.set_candidates(slots[live], part, slice(None))
+            if not live.any():
+                continue
+            part = candidates.take(rows.start + np.flatnonzero(live))
+            request.tree.set_candidates(slots[live], part, slice(None))
+            request.tree.drop_known_children(slots[live])
 
     def receive(self, output: Output) -> list[RequestState]:
         """Stores answers and early hidden states in the trees.
