@@ -7,8 +7,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TypedDict
 
+from specdec.data.files import data_folder, find_file
 from specdec.data.readers import (
     Reader,
     books,
@@ -17,8 +20,10 @@ from specdec.data.readers import (
     json_array,
     json_lines,
     multiple_choice,
+    standard_library,
     text_lines,
 )
+from specdec.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +42,6 @@ class Place:
     template: str
     message: str
     read: Reader = json_lines
-
-    @property
-    def shown(self) -> str:
-        """The path in error messages."""
-        return self.file if self.file.endswith("/") else f"{self.file}[.gz]"
-
-
-Places = tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +65,20 @@ class DataSet:
     """A data set.
 
     Attributes:
-        places: in the order of preference.
+        places: copies in the data folder, in the order of preference.
         hub: copy on the hub that loads without remote code, if there is one.
         subsets: values of ``data.subset``; None without subsets, () where the files name them.
     """
 
-    places: Places
+    places: tuple[Place, ...]
     hub: Hub | None = None
     subsets: tuple[str, ...] | None = None
 
     @property
-    def shown(self) -> str:
-        """The paths in error messages."""
-        return " or ".join(place.shown for place in self.places)
+    def first_subset(self) -> str:
+        """The default subset of a set with one file per subset; "" for other sets."""
+        by_file = any("{subset}" in place.file for place in self.places)
+        return self.subsets[0] if by_file and self.subsets else ""
 
 
 class Texts(TypedDict):
@@ -163,6 +161,9 @@ TASKS = {
     "rag": ("rag",),
 }
 """Spec-Bench's six tasks and the categories in its file."""
+
+STDLIB = DataSet(places=_places("", read=standard_library, **_code("text", "Python")))
+"""Function heads to complete, from the standard library; needs no file."""
 
 SETS = {
     # 164 Python functions to complete (Chen et al. 2021)
@@ -276,3 +277,58 @@ The order determines ids in ``data=mixed``: add new sets at the end.
 
 MIXED = tuple(name for name in SETS if name not in ("spec_bench", "gutenberg"))
 """Sets of ``data=mixed`` by default: without overlap and without book-length prompts."""
+
+OWN = ("jsonl", "text")
+"""Data sets that read the user's file ``data.path``."""
+
+DATASETS: tuple[str, ...] = ("stdlib", *SETS, "mixed", *OWN)
+"""Values of ``data=``."""
+
+
+def require_known(name: str) -> None:
+    """Checks a data set's name.
+
+    Raises:
+        UserError: unknown; the message suggests the nearest name.
+    """
+    if name not in DATASETS:
+        near = get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"data={name!r} is unknown: {hint}choose one of {', '.join(DATASETS)}")
+
+
+def place_of(
+    name: str, *, subset: str | None = None, data_dir: str | Path | None = None
+) -> tuple[Place, Path]:
+    """The place of one of ``SETS``, and its path on this machine.
+
+    Args:
+        name: of the set.
+        subset: the requested subset; None for none (the first, where each subset is a file).
+        data_dir: folder of data sets; None for SPECDEC_DATA.
+
+    Raises:
+        UserError: there is no data folder, or it lacks the set's files.
+    """
+    entry = SETS[name]
+    files = [p.file.replace("{subset}", subset or entry.first_subset) for p in entry.places]
+    shown = " or ".join(file if file.endswith("/") else f"{file}[.gz]" for file in files)
+    folder = data_folder(data_dir, name=name, places=shown)
+    for place, file in zip(entry.places, files, strict=True):
+        path = find_file(folder, file)
+        if path is not None:
+            return place, path
+    hub = ", or fetch it with data.origin=hub" if entry.hub is not None else ""
+    raise UserError(
+        f"data={name}: {str(folder)!r} holds no {shown}; put the file there, or set"
+        f" SPECDEC_DATA to the folder that has it{hub} (data=stdlib needs no files)"
+    )
+
+
+def holds(name: str, data_dir: str | Path | None) -> bool:
+    """Whether the data folder has one of ``SETS``."""
+    try:
+        place_of(name, data_dir=data_dir)
+    except UserError:
+        return False
+    return True
