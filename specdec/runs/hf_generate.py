@@ -6,8 +6,8 @@ and a streamer count passes and tokens, so rates are derived as for every other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
@@ -59,64 +59,58 @@ class HFOptions:
     max_matching_ngram: Count = 2
 
 
+@dataclass(kw_only=True, eq=False)
 class HFBaseline:
     """One kind of baseline on one model pair, as a ``Runner``; prompts are decoded one by one.
 
     Hooks and a neutral ``generation_config`` are on the models during ``generate_one`` only.
+
+    Attributes:
+        kind: one of ``HF_KINDS``.
+        target: the target model.
+        draft: the draft model, for ``hf_assisted`` only.
+        stop: as for our strategies; applied token by token to the output of ``generate``.
+        sampling: as for our strategies.
+        seed: of torch's global generator during ``generate``, combined with the prompt's id.
+            Its draws differ from ours, so tokens are comparable under greedy decoding only.
+        tokenizer: for ``RequestResult.text``.
+        options: of assisted decoding.
+        name: of the strategy. Default: ``kind``.
+        weight_bytes: of target and draft. Default: those in memory.
+
+    Raises:
+        ValueError: an unknown kind, or a missing or unused draft.
     """
+
+    kind: str
+    target: PreTrainedModel
+    stop: StopRules
+    sampling: SamplingParams
+    seed: int = 0
+    draft: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    options: HFOptions = HFOptions()
+    name: str = ""
+    weight_bytes: tuple[int, int] = (0, 0)
 
     parts = None
     trace = None
 
-    def __init__(
-        self,
-        *,
-        kind: str,
-        target: PreTrainedModel,
-        stop: StopRules,
-        sampling: SamplingParams,
-        seed: int = 0,
-        draft: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        options: HFOptions | None = None,
-        name: str | None = None,
-        weight_bytes: tuple[int, int] | None = None,
-    ) -> None:
-        """Prepares the settings.
-
-        Args:
-            kind: one of ``HF_KINDS``.
-            target: the target model.
-            draft: the draft model, for ``hf_assisted`` only.
-            stop: as for our strategies; applied token by token to the output of ``generate``.
-            sampling: as for our strategies.
-            seed: of torch's global generator during ``generate``, combined with the prompt's id.
-                Its draws differ from ours, so tokens are comparable under greedy decoding only.
-            tokenizer: for ``RequestResult.text``.
-            options: of assisted decoding.
-            name: of the strategy. Default: ``kind``.
-            weight_bytes: of target and draft. Default: those in memory.
-
-        Raises:
-            ValueError: an unknown kind, or a missing or unused draft.
-        """
-        if kind not in HF_KINDS:
-            raise ValueError(f"{kind!r} is unknown: use one of {', '.join(HF_KINDS)}")
-        if (draft is not None) != (kind == "hf_assisted"):
-            needs = "needs" if kind == "hf_assisted" else "has no use for"
-            raise ValueError(f"{kind} {needs} a draft model")
-        self.kind, self.name = kind, name or kind
-        self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
-        self._weight_bytes = weight_bytes or (
-            num_bytes(target),
-            0 if draft is None else num_bytes(draft),
-        )
-        self._target, self._draft = target, draft
-        self._stop, self._sampling, self._seed = stop, sampling, seed
-        self._tokenizer = tokenizer
-        self._options = options or HFOptions()
+    def __post_init__(self) -> None:
+        if self.kind not in HF_KINDS:
+            raise ValueError(f"{self.kind!r} is unknown: use one of {', '.join(HF_KINDS)}")
+        if (self.draft is not None) != (self.kind == "hf_assisted"):
+            needs = "needs" if self.kind == "hf_assisted" else "has no use for"
+            raise ValueError(f"{self.kind} {needs} a draft model")
+        self.name = self.name or self.kind
+        self.claims = Lossless.TOKEN if self.sampling.greedy else Lossless.DISTRIBUTION
+        self._models = {"target": self.target}
+        if self.draft is not None:
+            self._models["draft"] = self.draft
+        if not any(self.weight_bytes):
+            target_bytes, *draft_bytes = map(num_bytes, self._models.values())
+            self.weight_bytes = target_bytes, sum(draft_bytes)
         self._config = self._generation_config()
-        self._processors = LogitsProcessorList(sampling.processors)
         self._origin_s = perf_counter()
 
     @classmethod
@@ -176,38 +170,38 @@ class HFBaseline:
         Returns:
             The request and its raw counts.
         """
-        target_log, draft_log, emissions = PassLog(), PassLog(), EmissionLog()
-        input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self._target.device)
+        logs, emissions = {name: PassLog() for name in ("target", "draft")}, EmissionLog()
+        input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self.target.device)
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(input_ids),
             "generation_config": self._config,
-            "logits_processor": self._processors,
+            "logits_processor": LogitsProcessorList(self.sampling.processors),
             "streamer": emissions,
         }
-        if self._draft is not None:
-            arguments["assistant_model"] = self._draft
-        if self._stop.stop_strings:
-            criterion = StopStrings(self._stop, num_prompt=len(tokens))
+        if self.draft is not None:
+            arguments["assistant_model"] = self.draft
+        if self.stop.stop_strings:
+            criterion = StopStrings(self.stop, num_prompt=len(tokens))
             arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
         with ExitStack() as stack:
-            stack.enter_context(self._own_settings())
-            stack.enter_context(self._own_generator(prompt_id))
-            stack.enter_context(target_log.watching(self._target))
-            if self._draft is not None:
-                stack.enter_context(draft_log.watching(self._draft))
+            stack.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
+            hf_logging.set_verbosity_error()
+            self._seed_generator(prompt_id, stack)
+            for name, model in self._models.items():
+                stack.callback(setattr, model, "generation_config", model.generation_config)
+                model.generation_config = self._neutral_config(name)
+                stack.enter_context(logs[name].watching(model))
             stack.enter_context(torch.inference_mode())
             start = perf_counter()
-            self._target.generate(input_ids, **arguments)
+            self.target.generate(input_ids, **arguments)
             wall_s = perf_counter() - start
-        totals = self._totals(target_log, draft_log, emissions, len(tokens), wall_s)
-        return self._result(prompt_id, len(tokens), start, target_log, emissions), totals
-
-    # ------------------------------------------------------------------ settings
+        totals = self._totals(logs, emissions, len(tokens), wall_s)
+        return self._result(prompt_id, len(tokens), start, logs["target"], emissions), totals
 
     def _generation_config(self) -> GenerationConfig:
-        sampling, eos = self._sampling, sorted(self._stop.eos_ids)
+        sampling, eos = self.sampling, sorted(self.stop.eos_ids)
         settings: dict[str, Any] = {
-            "max_new_tokens": self._stop.max_new_tokens,
+            "max_new_tokens": self.stop.max_new_tokens,
             "eos_token_id": eos or None,
             "pad_token_id": eos[0] if eos else 0,
             "do_sample": not sampling.greedy,
@@ -219,61 +213,38 @@ class HFBaseline:
         if sampling.no_repeat_ngram:
             settings["no_repeat_ngram_size"] = sampling.no_repeat_ngram
         if self.kind == "hf_prompt_lookup":
-            settings["prompt_lookup_num_tokens"] = self._options.prompt_lookup_num_tokens
-            settings["max_matching_ngram_size"] = self._options.max_matching_ngram
+            settings["prompt_lookup_num_tokens"] = self.options.prompt_lookup_num_tokens
+            settings["max_matching_ngram_size"] = self.options.max_matching_ngram
         return GenerationConfig(**settings)
 
-    @contextmanager
-    def _own_settings(self) -> Iterator[None]:
-        """Replaces the models' ``generation_config`` and silences transformers' warnings."""
-        options = self._options
-        replaced: list[tuple[Any, GenerationConfig]] = [(self._target, GenerationConfig())]
-        if self._draft is not None:
-            assistant = GenerationConfig(
-                num_assistant_tokens=options.num_assistant_tokens,
-                num_assistant_tokens_schedule=options.schedule,
-                assistant_confidence_threshold=options.confidence_threshold,
-            )
-            replaced.append((self._draft, assistant))
-        before = [model.generation_config for model, _ in replaced]
-        verbosity = hf_logging.get_verbosity()
-        hf_logging.set_verbosity_error()
-        try:
-            for model, config in replaced:
-                model.generation_config = config
-            yield
-        finally:
-            for (model, _), config in zip(replaced, before, strict=True):
-                model.generation_config = config
-            hf_logging.set_verbosity(verbosity)
+    def _neutral_config(self, name: str) -> GenerationConfig:
+        """In place of the checkpoint's: nothing for the target, the options for the draft."""
+        options = self.options
+        if name == "target":
+            return GenerationConfig()
+        return GenerationConfig(
+            num_assistant_tokens=options.num_assistant_tokens,
+            num_assistant_tokens_schedule=options.schedule,
+            assistant_confidence_threshold=options.confidence_threshold,
+        )
 
-    @contextmanager
-    def _own_generator(self, prompt_id: int) -> Iterator[None]:
-        """Seeds the global generator for one prompt and restores it afterwards."""
-        if self._sampling.greedy:
-            yield
+    def _seed_generator(self, prompt_id: int, stack: ExitStack) -> None:
+        """Seeds the global generator for one prompt; ``stack`` restores it."""
+        if self.sampling.greedy:
             return
-        devices = [self._target.device] if self._target.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            state = np.random.SeedSequence([self._seed, prompt_id]).generate_state(1, np.uint64)
-            torch.manual_seed(int(state[0]))
-            yield
-
-    # ------------------------------------------------------------------ counts
+        devices = [self.target.device] if self.target.device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        state = np.random.SeedSequence([self.seed, prompt_id]).generate_state(1, np.uint64)
+        torch.manual_seed(int(state[0]))
 
     def _totals(
-        self,
-        target: PassLog,
-        draft: PassLog,
-        emissions: EmissionLog,
-        num_prompt: int,
-        wall_s: float,
+        self, logs: Mapping[str, PassLog], emissions: EmissionLog, num_prompt: int, wall_s: float
     ) -> RunTotals:
-        passes = len(emissions.chunks)
+        target, draft, passes = logs["target"], logs["draft"], len(emissions.chunks)
         assert len(target.rows) == passes, (
             f"{self.kind}: {len(target.rows)} target passes, {passes} emissions"
         )
-        logs = {name: log for name, log in (("target", target), ("draft", draft)) if log.rows}
+        logs = {name: log for name, log in logs.items() if log.rows}
         return RunTotals(
             steps=passes,
             target_passes=passes,
@@ -287,8 +258,8 @@ class HFBaseline:
             draft_total_s=draft.seconds,
             model_s={name: log.seconds for name, log in logs.items()},
             model_calls={name: len(log.rows) for name, log in logs.items()},
-            target_bytes=self._weight_bytes[0],
-            draft_bytes=self._weight_bytes[1],
+            target_bytes=self.weight_bytes[0],
+            draft_bytes=self.weight_bytes[1],
         )
 
     def _result(
@@ -301,7 +272,7 @@ class HFBaseline:
         counters = _counters(log.chunks, target.rows, num_prompt)
         counters.cut_tokens = len(decided) - length
         output = decided[:length]
-        text = "" if self._tokenizer is None else str(self._tokenizer.decode(output))
+        text = "" if self.tokenizer is None else str(self.tokenizer.decode(output))
         return RequestResult(
             id=prompt_id,
             num_prompt=num_prompt,
@@ -318,7 +289,7 @@ class HFBaseline:
     def _finish(self, decided: Sequence[int]) -> tuple[str, int]:
         """Applies the stop rules token by token; returns the reason and the output's length."""
         for length in range(1, len(decided) + 1):
-            reason = self._stop.reason(decided[:length])
+            reason = self.stop.reason(decided[:length])
             if reason is not None:
                 return reason, length
         return "cancelled", len(decided)
