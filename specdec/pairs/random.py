@@ -68,7 +68,7 @@ class RandomPair(HuggingFacePair):
                 exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
-            UserError: a draft deeper than the target, or an unknown family.
+            UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
         """
         super().__init__(
             dtype=dtype,
@@ -86,7 +86,17 @@ class RandomPair(HuggingFacePair):
                 f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
                 f"{num_layers}"
             )
-        self._sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
+        if hidden_size % num_heads:
+            raise UserError(
+                f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
+            )
+        self._sizes: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
+            "vocab_size": vocab_size,
+            "max_positions": max_positions,
+        }
         self._family = family
         self._layers = (num_layers, draft_layers)
         self._seed = seed
@@ -132,21 +142,6 @@ class RandomPair(HuggingFacePair):
             )
         separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
         return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]
-
-
-def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int) -> dict[str, Any]:
-    """Shapes of target and draft: half as many key/value heads as heads if those are even."""
-    if hidden_size % num_heads:
-        raise UserError(
-            f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
-        )
-    return {
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
-        "vocab_size": vocab_size,
-        "max_positions": max_positions,
-    }
 
 
 class _RescaleLogits:

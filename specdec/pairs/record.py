@@ -129,8 +129,16 @@ def read_record(path: str | Path) -> Record:
             " record=true"
         )
     _check(name, arrays)
+    starts = np.cumsum(arrays["num_output"])[:-1]
+    columns = (
+        *(arrays["ids"].tolist(), arrays["num_prompt"].tolist()),
+        *(np.split(arrays["ranks"].astype(np.int64), starts), np.split(arrays["logprobs"], starts)),
+    )
     return Record(
-        requests=_split(arrays),
+        requests=tuple(
+            RecordedRequest(id=i, num_prompt=num_prompt, ranks=ranks, logprobs=logprobs)
+            for i, num_prompt, ranks, logprobs in zip(*columns, strict=True)
+        ),
         vocab_size=int(head["vocab_size"]),
         weight_bytes=(int(head["weight_bytes"][0]), int(head["weight_bytes"][1])),
         about=head["about"],
@@ -156,18 +164,3 @@ def _check(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         wrong.append("candidates are not in descending order")
     if wrong:
         raise UserError(f"model.record={name} is damaged: {wrong[0]}; record the run again")
-
-
-def _split(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[RecordedRequest, ...]:
-    stops = np.cumsum(arrays["num_output"]).tolist()
-    requests = []
-    for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
-        requests.append(
-            RecordedRequest(
-                id=int(arrays["ids"][i]),
-                num_prompt=int(arrays["num_prompt"][i]),
-                ranks=arrays["ranks"][start:stop].astype(np.int64),
-                logprobs=arrays["logprobs"][start:stop],
-            )
-        )
-    return tuple(requests)

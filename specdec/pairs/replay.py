@@ -13,7 +13,7 @@ Shape letters: P recorded positions of all requests, K candidates, n given posit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, cast
 
 import numpy as np
 
@@ -72,10 +72,21 @@ class HiddenSequences:
         """None: ranks do not depend on the root."""
         return None
 
-    def first_wrong(self, request_id: int, positions: IntArray, tokens: IntArray) -> IntArray:
-        """int64[n]: the first token that the draft proposes after a wrong node."""
+    def classes(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: class of the draft's candidates after each position."""
+        raise NotImplementedError
+
+    def wrong_classes(self, request_id: int, positions: IntArray, tokens: IntArray) -> IntArray:
+        """int64[n]: class of the draft's candidates after wrong nodes."""
+        return self.classes(request_id, positions)
+
+    def node_keys(
+        self, request_id: int, positions: IntArray, tokens: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """(first token, class) int64[n] each after wrong nodes."""
         drawn = hash_u64(self.seed, _NODE, request_id, positions, tokens)
-        return (drawn % np.uint64(self.vocab_size)).astype(np.int64)
+        first = (drawn % np.uint64(self.vocab_size)).astype(np.int64)
+        return first, self.wrong_classes(request_id, positions, tokens)
 
     def prompts(self) -> list[tuple[int, IntArray]]:
         """(id, int64[T]) of every recorded prompt, in the order of the record."""
@@ -117,14 +128,10 @@ class RecordedPair(HiddenSequences):
         """int64[n]: the recorded rank of the token after each position."""
         return self._ranks[self.classes(request_id, positions)]
 
-    def node_keys(
-        self, request_id: int, positions: IntArray, tokens: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """(first token, class) int64[n] each after wrong nodes: drawn positions of the prompt."""
-        request = self.request(request_id)
+    def wrong_classes(self, request_id: int, positions: IntArray, tokens: IntArray) -> IntArray:
+        """int64[n]: drawn positions of the prompt."""
         drawn = hash_u64(self.seed, _NODE_POSITION, request_id, positions, tokens)
-        first = self.first_wrong(request_id, positions, tokens)
-        return first, self._drawn(request, drawn)
+        return self._drawn(self.request(request_id), drawn)
 
     def _drawn(self, request: RecordedRequest | TracedRequest, drawn: np.ndarray) -> IntArray:
         entry = (drawn % np.uint64(request.num_output)).astype(np.int64)
@@ -158,50 +165,21 @@ class TracedPair(HiddenSequences):
         inside = (entry >= 0) & (entry < len(emitted))
         return np.where(inside, emitted[np.clip(entry, 0, len(emitted) - 1)] - 1, 0)
 
-    def node_keys(
-        self, request_id: int, positions: IntArray, tokens: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """(first token, class) int64[n] each after wrong nodes."""
-        first = self.first_wrong(request_id, positions, tokens)
-        return first, self.classes(request_id, positions)
-
 
 class ReplayModels(HiddenModels):
-    """Plays a record: hidden sequences of recorded lengths and the recorded draft.
-
-    Attributes:
-        about: origin of the record: models, data, sampling.
-    """
+    """Plays a record: hidden sequences of recorded lengths and the recorded draft."""
 
     option = "replay"
     eos_ids = frozenset({END})
 
-    def __init__(
-        self,
-        *,
-        pair: RecordedPair | TracedPair,
-        num_layers: int,
-        weight_bytes: tuple[int, int] = (0, 0),
-        about: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Wraps recorded sequences.
-
-        Args:
-            pair, num_layers, weight_bytes: see ``HiddenModels``.
-            about: origin of the record.
-        """
-        super().__init__(pair=pair, num_layers=num_layers, weight_bytes=weight_bytes)
-        self._recorded = pair
-        self.about = dict(about or {})
-
     @property
     def chain_only(self) -> bool:
         """Whether the record has accepted lengths of chains only."""
-        return isinstance(self._recorded, TracedPair)
+        return isinstance(self.hidden, TracedPair)
 
     def prompts(self) -> list[tuple[int, IntArray]]:
         """(id, int64[T]) of every recorded prompt; the tokens are made up."""
-        return self._recorded.prompts()
+        return cast("HiddenSequences", self.hidden).prompts()
 
     def conditions(self) -> dict[str, Any]:
         """Conditions of the recorded run, and a note on the approximation."""
@@ -223,13 +201,17 @@ class ReplayModels(HiddenModels):
             UserError: a source that cannot be replayed, or a policy that needs more of the draft
                 than the record has.
         """
-        target = source.get("_target_")
+        target, reason = source.get("_target_"), ""
         if target == _NO_SOURCE:
             return dict(source)
         if target not in (DRAFT_MODEL, SYNTHETIC):
-            _refuse(f"{target} proposes from tokens, which a record does not contain")
-        if source.get("guess_draw"):
-            _refuse("source.guess_draw=true needs the target's draws and the draft's distribution")
+            reason = f"{target} proposes from tokens, which a record does not contain"
+        elif source.get("guess_draw"):
+            reason = "source.guess_draw=true needs the target's draws and the draft's distribution"
+        if reason:
+            raise UserError(
+                f"model=replay replays a recorded draft: {reason}; use source=draft_model"
+            )
         kind = str(policy.get("_target_"))
         if self.chain_only and not kind.endswith((".Chain", ".RootOnly")):
             raise UserError(
@@ -272,7 +254,3 @@ def build_replay(
         weight_bytes=recorded.weight_bytes,
         about=recorded.about,
     )
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise UserError(f"model=replay replays a recorded draft: {reason}; use source=draft_model")

@@ -48,7 +48,7 @@ def conditions_of(
 def recorded_figures(pair: ModelPair) -> dict[str, Any]:
     """Metrics of a replay that come from the record: its tokens are made up."""
     about = getattr(pair, "about", None)
-    return {} if about is None else {"loop_share": about.get("loop_share")}
+    return {"loop_share": about.get("loop_share")} if about else {}
 
 
 def caveat(cfg: Mapping[str, Any]) -> dict[str, Any]:
