@@ -119,28 +119,10 @@ HELD_OUT_MODULUS = 20
 
 SKIPPED_FOLDERS = frozenset(
     [
-        "__pycache__",
-        "_pyinstaller",
-        "_vendor",
-        "_vendored_packages",
-        "benchmarks",
-        "conftest",
-        "encodings",
-        "ensurepip",
-        "extern",
-        "idlelib",
-        "lib-dynload",
-        "lib2to3",
-        "locale",
-        "locales",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "testing",
-        "tests",
-        "turtledemo",
-        "vendor",
-        "vendored",
+        *("__pycache__", "_pyinstaller", "_vendor", "_vendored_packages", "benchmarks", "conftest"),
+        *("encodings", "ensurepip", "extern", "idlelib", "lib-dynload", "lib2to3", "locale"),
+        *("locales", "pydoc_data", "site-packages", "test", "testing", "tests", "turtledemo"),
+        *("vendor", "vendored"),
     ]
 )
 

@@ -1,7 +1,8 @@
-"""The record of a run: the draft's ranks of the target's tokens (``record=true``).
+"""Files that ``model=replay`` plays (docs/replay.md).
 
-A record is one ``.npz`` file, described in docs/replay.md. It contains ranks and probabilities, no
-tokens and no text.
+The record of a run (``record=true``) is one ``.npz`` file with the draft's ranks of the target's
+tokens and its probabilities, without tokens and text. An acceptance trace has, as JSON lines, the
+number of tokens that a chain emits from each position.
 
 Shape letters: R requests, P recorded positions of all requests, K candidates.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specdec.data.files import read_records
 from specdec.errors import UserError
 from specdec.files import plain, write_bytes
 from specdec.types import IntArray
@@ -30,6 +32,7 @@ NUM_LOGPROBS = 32
 MAX_RANK = 256
 """Ranks are exact below it; it represents itself and all larger ranks."""
 
+_LENGTHS = "acc_len"  # key of a trace
 _ARRAYS = ("ids", "num_prompt", "num_output", "ranks", "logprobs")
 
 
@@ -164,3 +167,76 @@ def _check(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         wrong.append("candidates are not in descending order")
     if wrong:
         raise UserError(f"model.record={name} is damaged: {wrong[0]}; record the run again")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRequest:
+    """One request of a trace.
+
+    Attributes:
+        id: of the prompt.
+        num_prompt: prompt tokens.
+        emitted: int64[L >= 1], entry i: tokens that a pass emits after i generated tokens: the
+            accepted ones and one of the target; at least 1.
+    """
+
+    id: int
+    num_prompt: int
+    emitted: IntArray
+
+    @property
+    def num_output(self) -> int:
+        """L, number of generated tokens."""
+        return len(self.emitted)
+
+
+def read_traces(path: str | Path, method: str | None = None) -> tuple[TracedRequest, ...]:
+    """Reads a trace: JSON lines, plain or gzipped.
+
+    A line has ``id``, the prompt's length as ``num_prompt`` or as the list ``prompt_token_ids``,
+    and ``acc_len``, or under the name ``method`` an object with ``acc_len``. If the line also has
+    ``generated_token_ids``, the shorter of the two lists counts. An id that is not a number is
+    replaced by the line's number; lines without a generated token are skipped.
+
+    Args:
+        path: of the file.
+        method: which of the file's methods; None for a file of one method.
+
+    Raises:
+        UserError: no such file, a malformed line, or a method that a line does not have.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"model.record={path}: no such file")
+    traced = (
+        _request(entry, number - 1, method, f"model.record={path} line {number}")
+        for number, entry in read_records(Path(path))
+    )
+    requests = [request for request in traced if request.num_output]
+    if not requests:
+        raise UserError(f"model.record={path} has no requests with generated tokens")
+    if len({request.id for request in requests}) != len(requests):
+        raise UserError(f"model.record={path}: an id occurs twice; give every line a different one")
+    return tuple(requests)
+
+
+def _request(entry: dict[str, Any], number: int, method: str | None, where: str) -> TracedRequest:
+    node = entry if method is None else entry.get(method)
+    lengths = node.get(_LENGTHS) if isinstance(node, dict) else None
+    if not isinstance(lengths, list) or not all(type(v) is int and v >= 1 for v in lengths):
+        methods = [k for k, v in entry.items() if isinstance(v, dict) and _LENGTHS in v]
+        hint = f"choose model.method={' or '.join(methods)}" if methods else "see docs/replay.md"
+        raise UserError(
+            f"{where}: model.method={'null' if method is None else method} names no list {_LENGTHS}"
+            f" of whole numbers of at least 1; {hint}"
+        )
+    prompt = entry.get("num_prompt", entry.get("prompt_token_ids"))
+    num_prompt = len(prompt) if isinstance(prompt, list) else prompt
+    if not isinstance(num_prompt, int) or num_prompt < 1:
+        raise UserError(f"{where} needs num_prompt, a whole number of at least 1")
+    generated = entry.get("generated_token_ids", lengths)
+    text = str(entry.get("id", number))
+    return TracedRequest(
+        id=int(text) if text.isdecimal() else number,
+        num_prompt=num_prompt,
+        emitted=np.array(lengths[: len(generated)], np.int64),
+    )

@@ -19,8 +19,13 @@ import numpy as np
 
 from specdec.errors import UserError
 from specdec.models.bundled import record_path
-from specdec.pairs.acceptance_traces import TracedRequest, is_trace, read_traces
-from specdec.pairs.record import Record, RecordedRequest, read_record
+from specdec.pairs.record import (
+    Record,
+    RecordedRequest,
+    TracedRequest,
+    read_record,
+    read_traces,
+)
 from specdec.pairs.synthetic import DRAFT_MODEL, SYNTHETIC, HiddenModels
 from specdec.parts.fields import Count, Index, Text, validated
 from specdec.sources.hashing import hash_u64
@@ -237,7 +242,7 @@ def build_replay(
     Raises:
         UserError: a file that cannot be used.
     """
-    if is_trace(record):
+    if record.endswith((".jsonl", ".jsonl.gz")):
         traced = read_traces(record, method)
         about = {"traces": record, "method": method}
         pair = TracedPair(requests=traced, seed=seed)

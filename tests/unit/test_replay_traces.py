@@ -96,7 +96,7 @@ def test_trees_are_refused(tmp_path, words: tuple[str, ...]) -> None:
     ("line", "method", "complaint"),
     [
         ("{", None, "not JSON"),
-        ("[1]", None, "must be an object"),
+        ("[1]", None, "must be one object"),
         ('{"num_prompt": 3}', None, "names no list"),
         ('{"num_prompt": 3, "acc_ngram": {"acc_len": [1]}}', None, "model.method=acc_ngram"),
         ('{"num_prompt": 3, "acc_ngram": {"acc_len": [1]}}', "acc_eagle", "acc_ngram"),
