@@ -32,18 +32,14 @@ def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
         UserError: SPECDEC_DATA is not set, or the folder does not exist.
     """
     value = str(data_dir) if data_dir is not None else os.environ.get(DATA_VARIABLE, "")
-    if not value:
-        raise UserError(
-            f"data={name} needs a folder of data sets and none is named: set {DATA_VARIABLE} to a"
-            f" folder that holds {places}, or use data=stdlib, which needs no files"
-        )
     folder = Path(value).expanduser()
-    if not folder.is_dir():
-        raise UserError(
-            f"data={name}: the folder {value!r} does not exist; set {DATA_VARIABLE} to a folder"
-            f" that holds {places}, or use data=stdlib, which needs no files"
-        )
-    return folder
+    if value and folder.is_dir():
+        return folder
+    problem = f"the folder {value!r} does not exist" if value else "no folder of data sets is named"
+    raise UserError(
+        f"data={name}: {problem}; set {DATA_VARIABLE} to a folder that holds {places}, or use"
+        " data=stdlib, which needs no files"
+    )
 
 
 def find_file(folder: Path, name: str) -> Path | None:

@@ -181,7 +181,15 @@ def check_request(request: Request) -> None:
         raise UserError(f"data.path={str(path)!r} is not a file; name an existing one")
     if request.template is not None and request.field is not None:
         raise UserError("data.template has field names: leave out data.field")
-    _check_sets(request)
+    if request.sets is not None:
+        unknown = [each for each in request.sets if each not in ("stdlib", *SETS)]
+        if unknown or len(set(request.sets)) != len(request.sets) or not request.sets:
+            raise UserError(
+                f"data.sets={list(request.sets)} must name different sets of stdlib,"
+                f" {', '.join(SETS)}"
+            )
+    elif name == "mixed" and request.data_dir is not None:
+        data_folder(request.data_dir, name="mixed", places="any of " + ", ".join(MIXED))
     known = SETS[name].subsets if subset is not None else None
     if known and subset not in known:
         raise UserError(
@@ -198,18 +206,6 @@ _USERS = {
     "subset": tuple(name for name, entry in SETS.items() if entry.subsets is not None),
 }
 """Key of ``data=`` -> data sets that use it."""
-
-
-def _check_sets(request: Request) -> None:
-    if request.sets is None:
-        if request.name == "mixed" and request.data_dir is not None:
-            data_folder(request.data_dir, name="mixed", places="any of " + ", ".join(MIXED))
-        return
-    unknown = [name for name in request.sets if name not in ("stdlib", *SETS)]
-    if unknown or len(set(request.sets)) != len(request.sets) or not request.sets:
-        raise UserError(
-            f"data.sets={list(request.sets)} must name different sets of stdlib, {', '.join(SETS)}"
-        )
 
 
 def _check_origin(request: Request) -> None:

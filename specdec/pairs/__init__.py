@@ -11,14 +11,13 @@ from specdec.pairs.interface import ModelPair
 from specdec.pairs.pretrained import PretrainedPair
 from specdec.pairs.random import RandomPair
 from specdec.pairs.record import Record, read_record, read_traces, write_record
-from specdec.pairs.recorder import DraftRecorder, check_recordable, record_run
+from specdec.pairs.recorder import check_recordable, record_request, record_run
 from specdec.pairs.replay import ReplayModels, build_replay
 from specdec.pairs.synthetic import HiddenModels, build_synthetic
 from specdec.pairs.table import TablePair
 from specdec.parts.build import build_part
 
 __all__ = [
-    "DraftRecorder",
     "HiddenModels",
     "HuggingFacePair",
     "ModelPair",
@@ -32,6 +31,7 @@ __all__ = [
     "check_recordable",
     "read_record",
     "read_traces",
+    "record_request",
     "record_run",
     "write_record",
 ]

@@ -125,14 +125,13 @@ class PretrainedPair(HuggingFacePair):
 
     def lone_part(self, first: int, last: int) -> PreTrainedModel:
         """Target layers ``first`` .. ``last`` alone."""
-        info = self.info
-        loaded = load_stage(info, first, last, dtype=self.dtype, device=self.device)
+        loaded = load_stage(self.info, first, last, dtype=self.dtype, device=self.device)
         return quantize(loaded, self._quantization)
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of target layers; nothing else is read."""
-        info = self.info
-        return load_stage(info, first, last, dtype=self.dtype, device=self.device, group=group)
+        at = {"dtype": self.dtype, "device": self.device}
+        return load_stage(self.info, first, last, **at, group=group)
 
     def draft_share(self, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of the draft; nothing else is read."""

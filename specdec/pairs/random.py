@@ -129,8 +129,13 @@ class RandomPair(HuggingFacePair):
             num_layers=num_layers,
             **self._sizes,
         )
+        scale, step = self._logits
         if self._logits != (1.0, 0.0):
-            model.get_output_embeddings().register_forward_hook(_RescaleLogits(*self._logits))
+
+            def rescale(_: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
+                return torch.round(logits * scale / step) * step if step else logits * scale
+
+            model.get_output_embeddings().register_forward_hook(rescale)
         return model
 
     @cached_property
@@ -142,15 +147,3 @@ class RandomPair(HuggingFacePair):
             )
         separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
         return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]
-
-
-class _RescaleLogits:
-    """Forward hook of the output head that scales, then rounds, the logits."""
-
-    def __init__(self, scale: float, step: float) -> None:
-        self.scale = scale
-        self.step = step
-
-    def __call__(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output * self.scale
-        return torch.round(output / self.step) * self.step if self.step else output

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from specdec.clocks import LatencyProfile, Work
 from specdec.clocks.build import build_profile
@@ -23,9 +26,6 @@ from specdec.profiling.proposal import Workload, clock_node
 from specdec.report.provenance import provenance
 from specdec.report.tables import number
 from specdec.runs.jobs import Progress
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 BEST = "swiftspec_best"
 """Name of the written preset."""
@@ -195,12 +195,9 @@ def _profile(use: Mapping[str, Any], target: int, draft: int) -> tuple[LatencyPr
     return build_profile(node), interpolated
 
 
-def print_splits(result: Mapping[str, Any], console: Console | None = None) -> None:
+def print_splits(result: Mapping[str, Any]) -> None:
     """Prints the table of splits, fastest first, and the best."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = console or Console()
+    console = Console()
     heads = ("target:draft", "bs", "w", "d", "t target", "t draft", "accepted", "tokens/s")
     table = Table(*heads, box=None, padding=(0, 1))
     for split in sorted(result["splits"], key=lambda s: -s["tokens_per_s"]):

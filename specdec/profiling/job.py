@@ -6,9 +6,11 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from specdec.clocks import CostCurve, LatencyProfile, Work
 from specdec.clocks.build import build_profile
@@ -21,9 +23,6 @@ from specdec.profiling.transfer import measure_transfer
 from specdec.report.provenance import provenance
 from specdec.report.tables import number, percent
 from specdec.runs.jobs import Progress
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 RESULT_FILE = "profile.json"
 _DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
@@ -97,26 +96,27 @@ def profile_yaml(profile: LatencyProfile, *, stages: int) -> str:
 def proposal_of(cells: Sequence[Cell]) -> dict[str, Any]:
     """The choices of the simulator and of Eq. 2, and the range of Eq. 2's error."""
     best, by_eq2 = min(cells, key=lambda c: c.tbt), min(cells, key=lambda c: c.eq2)
+    simulated, eq2 = (
+        {key: getattr(cell, key) for key in ("width", "children", "stages", "group", "tbt")}
+        for cell in (best, by_eq2)
+    )
     errors = [cell.to_json()["eq2_error"] for cell in cells]
     overrides = f"policy.width={best.width} policy.children={best.children}"
     overrides += f" executor.stages={best.stages}"
     if best.group > 1:
         overrides += f" 'executor.groups=[{','.join([str(best.group)] * best.stages)}]'"
     return {
-        "simulated": _tree_json(best),
-        "eq2": _tree_json(by_eq2),
+        "simulated": simulated,
+        "eq2": eq2,
         "eq2_loses": by_eq2.tbt / best.tbt - 1.0,
         "eq2_error_range": [min(errors), max(errors)],
         "overrides": overrides,
     }
 
 
-def print_profile(result: Mapping[str, Any], console: Console | None = None) -> None:
+def print_profile(result: Mapping[str, Any]) -> None:
     """Prints the cost curves, the simulated trees and the proposal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = console or Console(width=120, soft_wrap=True)
+    console = Console(width=120, soft_wrap=True)
     costs = result["profile"]["costs"]
     points = sorted({n for curve in costs.values() for n in curve["tokens"]})
     table = Table("ms at tokens", *map(str, points), box=None, padding=(0, 1))
@@ -190,7 +190,3 @@ def _note(work: Workload) -> str:
         f" {torch.get_num_threads()} threads;"
         f" device {getattr(pair, 'device', 'cpu')}; transfers over gloo on loopback"
     )
-
-
-def _tree_json(cell: Cell) -> dict[str, Any]:
-    return {key: getattr(cell, key) for key in ("width", "children", "stages", "group", "tbt")}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.state import StopRules
@@ -73,21 +72,18 @@ class EmissionLog(BaseStreamer):
         """Called by ``generate`` at the end; does nothing."""
 
 
-class StopStrings(StoppingCriteria):
-    """Stopping criterion with the rules of ``StopRules``."""
+def stop_criterion(stop: StopRules, num_prompt: int) -> Callable[..., torch.Tensor]:
+    """Stopping criterion with the rules of ``StopRules``, after ``num_prompt`` prompt tokens.
 
-    def __init__(self, stop: StopRules, *, num_prompt: int) -> None:
-        """Takes the rules and the number of prompt tokens."""
-        self._stop = stop
-        self._checked = num_prompt
-        self._num_prompt = num_prompt
+    It returns bool[1]: whether a token added since the last call ends the request.
+    """
+    checked = 0
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
-        """bool[1]: whether a token added since the last call ends the request."""
-        output = input_ids[0, self._num_prompt :].tolist()
-        first = self._checked - self._num_prompt + 1
-        self._checked = input_ids.shape[1]
-        done = any(
-            self._stop.reason(output[:end]) is not None for end in range(first, len(output) + 1)
-        )
+    def criterion(input_ids: torch.Tensor, *_args: Any, **_keys: Any) -> torch.Tensor:
+        nonlocal checked
+        output = input_ids[0, num_prompt:].tolist()
+        new, checked = range(checked + 1, len(output) + 1), len(output)
+        done = any(stop.reason(output[:end]) is not None for end in new)
         return torch.tensor([done], device=input_ids.device)
+
+    return criterion

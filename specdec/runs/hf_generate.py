@@ -29,7 +29,7 @@ from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.fields import Count, Share, validated
-from specdec.runs.hf_counting import EmissionLog, PassLog, StopStrings
+from specdec.runs.hf_counting import EmissionLog, PassLog, stop_criterion
 from specdec.runs.runners import Book, TokenPrompt, sampling_params
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, StopRules
@@ -181,7 +181,7 @@ class HFBaseline:
         if self.draft is not None:
             arguments["assistant_model"] = self.draft
         if self.stop.stop_strings:
-            criterion = StopStrings(self.stop, num_prompt=len(tokens))
+            criterion: Any = stop_criterion(self.stop, len(tokens))
             arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
         with ExitStack() as stack:
             stack.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
