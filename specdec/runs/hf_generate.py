@@ -1,14 +1,14 @@
 """transformers' own ``generate`` as rows of our tables: same models, prompts, rules and counters.
 
 Three kinds: ``hf_generate`` (plain), ``hf_assisted`` (draft model) and ``hf_prompt_lookup``. Hooks
-and a streamer count passes and tokens, so rates are derived as for every other strategy.
+and a stopping criterion count passes and tokens, so rates are derived as for every other strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
@@ -20,20 +20,18 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.generation import StoppingCriteriaList
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as hf_logging
 
 from specdec.errors import UserError
-from specdec.metrics.counters import RequestCounters
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.fields import Count, Share, validated
-from specdec.runs.hf_counting import EmissionLog, PassLog, stop_criterion
-from specdec.runs.runners import Book, TokenPrompt, sampling_params
+from specdec.runs.runners import Book, TokenPrompt, result_of, sampling_params
 from specdec.sampling.transform import SamplingParams
-from specdec.state import TARGET_ORIGIN, StopRules
-from specdec.types import IntArray, Lossless
+from specdec.state import TARGET_ORIGIN, RequestState, StopRules, count_answer
+from specdec.types import IntArray, Lossless, Verdict
 
 HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 """Names of the rows."""
@@ -57,6 +55,66 @@ class HFOptions:
     confidence_threshold: Share = 0.4
     prompt_lookup_num_tokens: Count = 10
     max_matching_ngram: Count = 2
+
+
+@dataclass(slots=True)
+class PassLog:
+    """Forward passes of one model.
+
+    Attributes:
+        rows: tokens fed, per pass.
+        seconds: wall time in the passes, embedding to logits.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    _started: float = 0.0
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context manager that counts the model's forward passes by hooks."""
+        before = model.register_forward_pre_hook(self._before)
+        after = model.register_forward_hook(self._after, with_kwargs=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _before(self, model: torch.nn.Module, args: Any) -> None:
+        self._started = perf_counter()
+
+    def _after(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.seconds += perf_counter() - self._started
+        tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        self.rows.append(int(tokens.shape[1]))
+
+
+class Emissions(StoppingCriteria):
+    """Stopping criterion that emits the tokens of each target pass to a request.
+
+    Attributes:
+        sizes: number of tokens per pass; those after the end of the request are cut.
+    """
+
+    def __init__(self, request: RequestState, origin_s: float) -> None:
+        """Takes a new request and the time that its times are relative to."""
+        self.sizes: list[int] = []
+        self._request = request
+        self._origin_s = origin_s
+        self._seen = request.num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
+        """bool[1]: whether the request is complete. Called by ``generate`` after each pass."""
+        at_s, tokens = perf_counter() - self._origin_s, input_ids[0, self._seen :].tolist()
+        self.sizes.append(len(tokens))
+        self._seen = input_ids.shape[1]
+        for origin, token in zip([*[0] * (len(tokens) - 1), TARGET_ORIGIN], tokens, strict=True):
+            if self._request.finished:
+                self._request.counters.cut_tokens += 1
+            else:
+                self._request.emit(token, origin, at_s)
+        return torch.tensor([self._request.finished], device=input_ids.device)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -170,19 +228,20 @@ class HFBaseline:
         Returns:
             The request and its raw counts.
         """
-        logs, emissions = {name: PassLog() for name in ("target", "draft")}, EmissionLog()
+        request = RequestState(
+            request_id=prompt_id, prompt=tokens, stop=self.stop, sampling=self.sampling
+        )
+        logs = {name: PassLog() for name in ("target", "draft")}
+        emissions = Emissions(request, self._origin_s)
         input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self.target.device)
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(input_ids),
             "generation_config": self._config,
             "logits_processor": LogitsProcessorList(self.sampling.processors),
-            "streamer": emissions,
+            "stopping_criteria": StoppingCriteriaList([emissions]),
         }
         if self.draft is not None:
             arguments["assistant_model"] = self.draft
-        if self.stop.stop_strings:
-            criterion: Any = stop_criterion(self.stop, len(tokens))
-            arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
         with ExitStack() as stack:
             stack.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
             hf_logging.set_verbosity_error()
@@ -193,10 +252,12 @@ class HFBaseline:
                 stack.enter_context(logs[name].watching(model))
             stack.enter_context(torch.inference_mode())
             start = perf_counter()
+            request.arrival_s = request.admitted_s = start - self._origin_s
             self.target.generate(input_ids, **arguments)
             wall_s = perf_counter() - start
-        totals = self._totals(logs, emissions, len(tokens), wall_s)
-        return self._result(prompt_id, len(tokens), start, logs["target"], emissions), totals
+        totals = self._totals(logs, len(emissions.sizes), len(tokens), wall_s)
+        _count(request, emissions.sizes, logs["target"].rows)
+        return result_of(request, self.tokenizer), totals
 
     def _generation_config(self) -> GenerationConfig:
         sampling, eos = self.sampling, sorted(self.stop.eos_ids)
@@ -238,9 +299,9 @@ class HFBaseline:
         torch.manual_seed(int(state[0]))
 
     def _totals(
-        self, logs: Mapping[str, PassLog], emissions: EmissionLog, num_prompt: int, wall_s: float
+        self, logs: Mapping[str, PassLog], passes: int, num_prompt: int, wall_s: float
     ) -> RunTotals:
-        target, draft, passes = logs["target"], logs["draft"], len(emissions.chunks)
+        target, draft = logs["target"], logs["draft"]
         assert len(target.rows) == passes, (
             f"{self.kind}: {len(target.rows)} target passes, {passes} emissions"
         )
@@ -262,56 +323,20 @@ class HFBaseline:
             draft_bytes=self.weight_bytes[1],
         )
 
-    def _result(
-        self, prompt_id: int, num_prompt: int, start: float, target: PassLog, log: EmissionLog
-    ) -> RequestResult:
-        decided = [token for chunk in log.chunks for token in chunk]
-        reason, length = self._finish(decided)
-        times = [t for chunk, t in zip(log.chunks, log.times, strict=True) for _ in chunk]
-        origins = [o for chunk in log.chunks for o in [*[0] * (len(chunk) - 1), TARGET_ORIGIN]]
-        counters = _counters(log.chunks, target.rows, num_prompt)
-        counters.cut_tokens = len(decided) - length
-        output = decided[:length]
-        text = "" if self.tokenizer is None else str(self.tokenizer.decode(output))
-        return RequestResult(
-            id=prompt_id,
-            num_prompt=num_prompt,
-            output=tuple(output),
-            origins=tuple(origins[:length]),
-            finish_reason=reason,
-            text=text,
-            emitted_s=tuple(t - self._origin_s for t in times[:length]),
-            arrival_s=start - self._origin_s,
-            admitted_s=start - self._origin_s,
-            counters=counters,
-        )
 
-    def _finish(self, decided: Sequence[int]) -> tuple[str, int]:
-        """Applies the stop rules token by token; returns the reason and the output's length."""
-        for length in range(1, len(decided) + 1):
-            reason = self.stop.reason(decided[:length])
-            if reason is not None:
-                return reason, length
-        return "cancelled", len(decided)
-
-
-def _counters(chunks: list[list[int]], rows: list[int], num_prompt: int) -> RequestCounters:
-    """Counts from the tokens emitted and the rows fed per target pass.
+def _count(request: RequestState, sizes: Sequence[int], rows: Sequence[int]) -> None:
+    """Counts answers from the tokens emitted and the rows fed per target pass.
 
     A pass computes the last token and its candidates, the first one also the rest of the prompt,
     and emits the accepted candidates and one more token.
     """
-    counters = RequestCounters()
-    for i, chunk in enumerate(chunks):
-        fed = rows[i] - (num_prompt if i == 0 else 1)
-        accepted = len(chunk) - 1
-        judged = accepted + (fed > accepted)
-        counters.answers += 1
-        counters.misses += 1  # a whole chain never contains the token after the accepted path
-        counters.proposed += fed
-        counters.accepted += accepted
-        counters.verified += judged
-        counters.path_lengths[accepted + 1] += 1
-        counters.accepted_by_depth.update(range(1, accepted + 1))
-        counters.judged_by_depth.update(range(1, judged + 1))
-    return counters
+    for i, (size, fed) in enumerate(zip(sizes, rows, strict=True)):
+        proposed, accepted = fed - (1 if i else request.num_prompt), size - 1
+        request.counters.proposed += proposed
+        verdict = Verdict(
+            request=request.id,
+            accepted_ids=np.arange(accepted),
+            next_token=request.output[-1],
+            num_verified=accepted + (proposed > accepted),
+        )
+        count_answer(request, verdict, hit=False)  # a chain lacks the token after its path
