@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -95,27 +96,23 @@ def _places(
     return tuple(Place(file=f, template=template, message=message, read=read) for f in files)
 
 
-def _open_question(field: str) -> Texts:
-    """An open question: unchanged for a chat model, in Vicuna's format for a base model."""
-    return {"template": f"USER: {{{field}}}\nASSISTANT:", "message": f"{{{field}}}"}
+def _texts(template: str, message: str) -> Callable[[str], Texts]:
+    """Templates with FIELD in place of the record's field."""
+    return lambda field: {
+        "template": template.replace("FIELD", field),
+        "message": message.replace("FIELD", field),
+    }
 
 
-def _question(field: str) -> Texts:
-    return {"template": f"Question: {{{field}}}\nAnswer:", "message": f"{{{field}}}"}
+# Open questions: unchanged for a chat model, in Vicuna's format for a base model.
+_open_question = _texts("USER: {FIELD}\nASSISTANT:", "{FIELD}")
+_question = _texts("Question: {FIELD}\nAnswer:", "{FIELD}")
+_translation = _texts("German: {FIELD}\nEnglish:", "Translate German to English: {FIELD}")
 
 
 def _code(field: str, language: str) -> Texts:
-    return {
-        "template": f"{{{field}}}",
-        "message": f"Complete this {language} function. Answer with the code alone.\n\n{{{field}}}",
-    }
-
-
-def _translation(field: str) -> Texts:
-    return {
-        "template": f"German: {{{field}}}\nEnglish:",
-        "message": f"Translate German to English: {{{field}}}",
-    }
+    message = f"Complete this {language} function. Answer with the code alone.\n\n{{FIELD}}"
+    return _texts("{FIELD}", message)(field)
 
 
 def _choices(a: str, b: str, c: str, d: str) -> Texts:
@@ -123,11 +120,11 @@ def _choices(a: str, b: str, c: str, d: str) -> Texts:
     return {"template": text, "message": text}
 
 
-_SUMMARY = "Article: {%s}\n\nSummary of the article in one sentence:"
-_XSUM: Texts = {
-    "template": _SUMMARY % "document",
-    "message": "Summarize this article in one sentence.\n\n{document}",
-}
+_XSUM = _texts(
+    "Article: {FIELD}\n\nSummary of the article in one sentence:",
+    "Summarize this article in one sentence.\n\n{FIELD}",
+)("document")
+_NEWS = _texts("USER: Summarize: {FIELD}\nASSISTANT:", "Summarize: {FIELD}")("article")
 _DROP = "Passage: {passage}\nQuestion: {question}\nAnswer:"
 _BOOK = (
     "{text}\n\nThe text above is {title}.\n1. Give a short synopsis of the whole text.\n2. Choose"
@@ -210,12 +207,7 @@ SETS = {
             *("cnn_dailymail/CNNDM.jsonl", "eagle/sum/question.jsonl"),
             **_open_question("turns.0"),
         ),
-        hub=Hub(
-            repo="abisee/cnn_dailymail",
-            config="3.0.0",
-            template="USER: Summarize: {article}\nASSISTANT:",
-            message="Summarize: {article}",
-        ),
+        hub=Hub(repo="abisee/cnn_dailymail", config="3.0.0", **_NEWS),
     ),
     # 3,610 open questions without passages, NQ-open dev (Lee et al. 2019)
     "natural_questions": DataSet(
