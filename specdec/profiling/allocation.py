@@ -60,16 +60,12 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
     """Tries device splits and trees.
 
     Args:
-        cfg: resolved configuration with the section ``profiling`` and, if ``profiling.use`` names
-            a profile, the section ``use`` with its costs.
+        cfg: as for ``profile_job``.
         folder: for profile.json (every split) and strategy/swiftspec_best.yaml (the best one).
         progress: advanced after every split.
 
     Returns:
         The content of ``profile.json``.
-
-    Raises:
-        UserError: as ``allocate``.
     """
     work = Workload.of(cfg, progress)
     options = work.options
