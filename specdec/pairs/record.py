@@ -46,13 +46,16 @@ class RecordedRequest:
         ranks: int64[L], number of tokens that the draft ranked above the target's; ``MAX_RANK`` for
             that many or more, and beyond the draft's positions.
         logprobs: float16[L, K], log probabilities of the draft's best candidates in descending
-            order; -inf for none.
+            order; -inf for none. Of a trace float64[L, 1], the share of accepted positions.
+        reach: int64[L], of a trace: tokens accepted of a chain with its root there, in place of
+            ``ranks``; None for a record.
     """
 
     id: int
     num_prompt: int
     ranks: IntArray
-    logprobs: npt.NDArray[np.float16]
+    logprobs: npt.NDArray[np.floating]
+    reach: IntArray | None = None
 
     @property
     def num_output(self) -> int:
@@ -66,13 +69,13 @@ class Record:
 
     Attributes:
         requests: in the order of the run.
-        vocab_size: of the models.
+        vocab_size: of the models; 0 for a trace.
         weight_bytes: of the target and of the draft.
         about: origin: models, sampling, data, dtype, seed, versions, command.
     """
 
     requests: tuple[RecordedRequest, ...]
-    vocab_size: int
+    vocab_size: int = 0
     weight_bytes: tuple[int, int] = (0, 0)
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -169,34 +172,15 @@ def _check(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         raise UserError(f"model.record={name} is damaged: {wrong[0]}; record the run again")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedRequest:
-    """One request of a trace.
-
-    Attributes:
-        id: of the prompt.
-        num_prompt: prompt tokens.
-        emitted: int64[L >= 1], entry i: tokens that a pass emits after i generated tokens: the
-            accepted ones and one of the target; at least 1.
-    """
-
-    id: int
-    num_prompt: int
-    emitted: IntArray
-
-    @property
-    def num_output(self) -> int:
-        """L, number of generated tokens."""
-        return len(self.emitted)
-
-
-def read_traces(path: str | Path, method: str | None = None) -> tuple[TracedRequest, ...]:
+def read_traces(path: str | Path, method: str | None = None) -> Record:
     """Reads a trace: JSON lines, plain or gzipped.
 
     A line has ``id``, the prompt's length as ``num_prompt`` or as the list ``prompt_token_ids``,
-    and ``acc_len``, or under the name ``method`` an object with ``acc_len``. If the line also has
-    ``generated_token_ids``, the shorter of the two lists counts. An id that is not a number is
-    replaced by the line's number; lines without a generated token are skipped.
+    and ``acc_len``, or under the name ``method`` an object with ``acc_len``. Its entry i is the
+    number of tokens that a pass emits after i generated ones: the accepted ones and one of the
+    target. If the line also has ``generated_token_ids``, the shorter of the two lists counts. An id
+    that is not a number is replaced by the line's number; lines without a generated token are
+    skipped.
 
     Args:
         path: of the file.
@@ -207,19 +191,34 @@ def read_traces(path: str | Path, method: str | None = None) -> tuple[TracedRequ
     """
     if not Path(path).is_file():
         raise UserError(f"model.record={path}: no such file")
-    traced = (
-        _request(entry, number - 1, method, f"model.record={path} line {number}")
+    lines = [
+        _trace(entry, number - 1, method, f"model.record={path} line {number}")
         for number, entry in read_records(Path(path))
-    )
-    requests = [request for request in traced if request.num_output]
-    if not requests:
+    ]
+    lines = [(at, num_prompt, emitted) for at, num_prompt, emitted in lines if len(emitted)]
+    if not lines:
         raise UserError(f"model.record={path} has no requests with generated tokens")
-    if len({request.id for request in requests}) != len(requests):
+    if len({at for at, _, _ in lines}) != len(lines):
         raise UserError(f"model.record={path}: an id occurs twice; give every line a different one")
-    return tuple(requests)
+    accepts = np.mean(np.concatenate([emitted for _, _, emitted in lines]) > 1)
+    share = np.log(np.clip(accepts, 1e-3, 1.0))
+    requests = tuple(
+        RecordedRequest(
+            id=at,
+            num_prompt=num_prompt,
+            ranks=np.zeros_like(emitted),
+            logprobs=np.full((len(emitted), 1), share),
+            reach=emitted - 1,
+        )
+        for at, num_prompt, emitted in lines
+    )
+    return Record(requests=requests, about={"traces": str(path), "method": method})
 
 
-def _request(entry: dict[str, Any], number: int, method: str | None, where: str) -> TracedRequest:
+def _trace(
+    entry: dict[str, Any], number: int, method: str | None, where: str
+) -> tuple[int, int, IntArray]:
+    """(id, prompt tokens, emitted tokens int64[L]) of a line."""
     node = entry if method is None else entry.get(method)
     lengths = node.get(_LENGTHS) if isinstance(node, dict) else None
     if not isinstance(lengths, list) or not all(type(v) is int and v >= 1 for v in lengths):
@@ -235,8 +234,5 @@ def _request(entry: dict[str, Any], number: int, method: str | None, where: str)
         raise UserError(f"{where} needs num_prompt, a whole number of at least 1")
     generated = entry.get("generated_token_ids", lengths)
     text = str(entry.get("id", number))
-    return TracedRequest(
-        id=int(text) if text.isdecimal() else number,
-        num_prompt=num_prompt,
-        emitted=np.array(lengths[: len(generated)], np.int64),
-    )
+    number = int(text) if text.isdecimal() else number
+    return number, num_prompt, np.array(lengths[: len(generated)], np.int64)
