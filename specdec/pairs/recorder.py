@@ -107,12 +107,7 @@ def record_run(
 
 
 def check_recordable(pair: ModelPair, name: str, claims: Lossless) -> None:
-    """Checks that a run can be recorded.
-
-    Args:
-        pair: the models.
-        name: of the strategy.
-        claims: what its verifier promises.
+    """Checks that a run of the strategy ``name`` can be recorded.
 
     Raises:
         UserError: the pair has no models, or the strategy's output is not the target's.

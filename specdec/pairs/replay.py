@@ -13,7 +13,7 @@ Shape letters: P recorded positions of all requests, K candidates, n given posit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -128,17 +128,13 @@ class RecordedPair:
 class ReplayModels(HiddenModels):
     """Plays a record: hidden sequences of recorded lengths and the recorded draft."""
 
+    hidden: RecordedPair
     option = "replay"
     eos_ids = frozenset({END})
 
-    @property
-    def chain_only(self) -> bool:
-        """Whether the record has accepted lengths of chains only."""
-        return cast("RecordedPair", self.hidden).chain_only
-
     def prompts(self) -> list[tuple[int, IntArray]]:
         """(id, int64[T]) of every recorded prompt; the tokens are made up."""
-        return cast("RecordedPair", self.hidden).prompts()
+        return self.hidden.prompts()
 
     def conditions(self) -> dict[str, Any]:
         """Conditions of the recorded run, and a note on the approximation."""
@@ -147,7 +143,7 @@ class ReplayModels(HiddenModels):
         record = {k: self.about[k] for k in of if self.about.get(k) is not None}
         note = (
             "replayed accepted lengths of chains"
-            if self.chain_only
+            if self.hidden.chain_only
             else "replayed; nodes off the target's path draw a recorded position of their prompt"
             " (approximation)"
         )
@@ -172,7 +168,7 @@ class ReplayModels(HiddenModels):
                 f"model=replay replays a recorded draft: {reason}; use source=draft_model"
             )
         kind = str(policy.get("_target_"))
-        if self.chain_only and not kind.endswith((".Chain", ".RootOnly")):
+        if self.hidden.chain_only and not kind.endswith((".Chain", ".RootOnly")):
             raise UserError(
                 f"the record is a trace of accepted lengths without a tree's other branches:"
                 f" {kind} cannot be replayed from it; use policy=chain, or a record.npz"

@@ -32,11 +32,10 @@ from specdec.report import (
 )
 from specdec.report.origins import write_token_ends
 from specdec.runs.conditions import (
-    caveat,
     conditions_of,
+    further_figures,
     note_replay,
     note_unused_options,
-    recorded_figures,
 )
 from specdec.runs.hf_generate import HFBaseline
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
@@ -86,7 +85,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         "claims": str(runner.claims),
         **summarise(run.results, run.totals),
     }
-    summary |= recorded_figures(pair) | caveat(cfg)
+    summary |= further_figures(cfg, pair)
     conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
     write_run(output_dir, summary, run.results, conditions)
@@ -115,8 +114,7 @@ def compare_jobs(
     conditions, merged = decoding.conditions(repeats), decoding.merged()
     rows = [
         comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims)
-        | recorded_figures(decoding.pair)
-        | caveat(cfg)
+        | further_figures(cfg, decoding.pair)
         for r, cfg in zip(decoding.runners, cfgs, strict=True)
     ]
     _write_provenance(cfgs[0], output_dir, strategies=list(merged))
@@ -243,7 +241,8 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     """Loads a pair and its prompts.
 
     Returns:
-        The pair, tokenised prompts that fit its positions, and how many of them were shortened.
+        The pair, tokenised prompts that fit its positions (random ones for pairs without a
+        tokenizer), and how many of them were shortened.
 
     Raises:
         UserError: ``max_new_tokens`` leaves no room for prompts.
@@ -262,7 +261,10 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
             f" in the model's {positions} positions; choose a smaller number"
         )
     if tokenizer is None:
-        return pair, _random_prompts(pair, data["limit"], int(cfg["seed"])), 0
+        rng = np.random.default_rng(int(cfg["seed"]))
+        shape = (data["limit"] or 16, _SYNTHETIC_PROMPT_TOKENS)
+        drawn = rng.integers(1, pair.vocab_size, shape, np.int64)
+        return pair, [TokenPrompt(i, row) for i, row in enumerate(drawn)], 0
     request = Request.of(**data)
     bounds = [b for b in (room, request.max_prompt_tokens) if b is not None]
     prompts, cut = [], 0
@@ -278,14 +280,6 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
             cut += num_cut > 0
         prompts.append(TokenPrompt(prompt.id, tokens))
     return pair, prompts, cut
-
-
-def _random_prompts(pair: ModelPair, limit: int | None, seed: int) -> list[TokenPrompt]:
-    """Random prompts, for pairs without a tokenizer."""
-    rng = np.random.default_rng(seed)
-    shape = (limit or 16, _SYNTHETIC_PROMPT_TOKENS)
-    tokens = rng.integers(1, pair.vocab_size, shape, np.int64)
-    return [TokenPrompt(i, row) for i, row in enumerate(tokens)]
 
 
 def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:

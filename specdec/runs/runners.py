@@ -92,8 +92,7 @@ class PartsRunner:
         """Composes the strategy.
 
         Args:
-            cfg: resolved configuration (see ``compose``).
-            pair: target and draft.
+            cfg, pair: see ``compose``.
             stop: when requests are complete.
             on_step: called with the state after each step of ``run``; may cancel requests.
 
