@@ -42,7 +42,8 @@ def load_prompts(
     check_request(request)
     prompts = list(islice(_prompts(request), request.limit))
     if not prompts:
-        raise _no_prompts(request)
+        where = f" in {str(request.path)!r}" if request.path else ""
+        raise UserError(f"data={request.name} has no prompts{where}")
     if request.reader is None and request.name not in OWN:
         prompts = [replace(p, text=p.text.rstrip("\n")) for p in prompts]
     if tokenizer is not None:
@@ -65,14 +66,7 @@ def check_data(request: Request) -> None:
         return
     for name in request.sets or [request.name]:
         if request.reader is not None or name not in ("stdlib", "mixed"):
-            one = replace(request, name=name, sets=None, sample_seed=None)
-            if next(_prompts(one), None) is None:
-                raise _no_prompts(one)
-
-
-def _no_prompts(request: Request) -> UserError:
-    where = f" in {str(request.path)!r}" if request.path else ""
-    return UserError(f"data={request.name} has no prompts{where}")
+            load_prompts(replace(request, name=name, sets=None, sample_seed=None, limit=1))
 
 
 def _prompts(request: Request) -> Iterator[Prompt]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import torch
@@ -90,16 +90,19 @@ class RandomPair(HuggingFacePair):
             raise UserError(
                 f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
             )
-        self._sizes: dict[str, Any] = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
-            "vocab_size": vocab_size,
-            "max_positions": max_positions,
-        }
-        self._family = family
+        self._make_model = partial(
+            random_model,
+            family,
+            seed=seed,
+            dtype=self.dtype,
+            device=self.device,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_heads if num_heads % 2 else num_heads // 2,
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+        )
         self._layers = (num_layers, draft_layers)
-        self._seed = seed
         self._logits = (logit_scale, logit_step)
 
     @cached_property
@@ -121,14 +124,7 @@ class RandomPair(HuggingFacePair):
         return self._samples
 
     def _make(self, num_layers: int) -> PreTrainedModel:
-        model = random_model(
-            self._family,
-            seed=self._seed,
-            dtype=self.dtype,
-            device=self.device,
-            num_layers=num_layers,
-            **self._sizes,
-        )
+        model = self._make_model(num_layers=num_layers)
         scale, step = self._logits
         if self._logits != (1.0, 0.0):
 
