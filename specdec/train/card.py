@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from importlib import resources
@@ -15,11 +14,12 @@ from jinja2 import Environment, StrictUndefined
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from specdec.data.files import read_json
 from specdec.data.stdlib import HELD_OUT_MODULUS
 from specdec.files import write_json
-from specdec.train.agreement import BATCH, RANKS, agreement_by_data, draft_ranks
+from specdec.train.agreement import BATCH, RANKS, SETTINGS, agreement_by_data
 from specdec.train.corpus import EVALUATED, held_out_files
-from specdec.train.lm import Report, held_out_loss
+from specdec.train.lm import held_out_loss
 from specdec.train.model import LanguageModel, load_hf
 from specdec.train.recipes import need
 from specdec.train.session import Session
@@ -46,17 +46,35 @@ def make_card(
     """
     out, report = session.out, session.report
     if measure:
-        measured = _measure(out, length, report)
+        for part in ("target", "draft"):
+            need(out / part / "model.safetensors", part)
+        tokenizer, models = _tokenizer(out / "target"), {}
+        measured: dict[str, Any] = {"loss_window": length}
+        for part in ("target", "draft"):
+            report(0.1, f"held-out loss of the {part}")
+            models[part] = load_hf(out / part)
+            measured[part] = _held_out(models[part], tokenizer, length)
+            measured[part]["pass_ms"] = _pass_ms(out / part)
         if reference is not None:
             report(0.2, f"held-out loss of {reference}")
-            measured["reference"] = _measure_reference(Path(reference), length)
-        measured["agreement"] = _measure_agreement(session, prompts, new_tokens)
-        measured |= {"new_tokens": new_tokens, "batch": BATCH}
+            other = load_hf(Path(reference))
+            measured["reference"] = {
+                **_held_out(other, _tokenizer(Path(reference)), length),
+                "parameters": other.num_parameters(),
+                "layers": other.shape.num_layers,
+            }
+        target, draft = models.values()
+        rows: list[dict[str, Any]] = []
+        for (row,) in agreement_by_data(
+            target, lambda ids: [(0, draft(ids)[0])], tokenizer, prompts, new_tokens, session.seed
+        ):
+            progress = 0.3 + 0.7 * len(rows) / (len(SETTINGS) * len(prompts))
+            report(progress, f"{row['data']}, {row['sampling']}")
+            rows.append(row)
+        measured |= {"agreement": rows, "new_tokens": new_tokens, "batch": BATCH}
         write_json(out / "measured.json", measured)
-    else:
-        need(out / "measured.json", "card measure=true")
-    text = render_card(out)
-    (out / "README.md").write_text(text, encoding="ascii", errors="replace")
+    need(out / "measured.json", "card measure=true")
+    (out / "README.md").write_text(render_card(out), encoding="ascii", errors="replace")
     report(1.0, "card written")
 
 
@@ -85,7 +103,7 @@ def render_card(folder: Path) -> str:
 
 def _heads(folder: Path) -> dict[str, Any]:
     """The template's values for the heads: sizes, sampled agreement by data set, runs."""
-    rows = [row for path in sorted(folder.glob("measured-*.json")) for row in _read(path)]
+    rows = [row for path in sorted(folder.glob("measured-*.json")) for row in read_json(path)]
     rows = [row for row in rows if row["sampling"] != "greedy"]
     rates = {(row["head"], row["data"]): row["outside"][0] for row in rows}
     data = list(dict.fromkeys(row["data"] for row in rows))
@@ -99,29 +117,24 @@ def _heads(folder: Path) -> dict[str, Any]:
         "heads": heads,
         "head_data": data,
         "head_sampling": rows[0]["sampling"] if rows else "",
-        "head_runs": [_read(path) for path in sorted(folder.glob("training-*.json"))],
+        "head_runs": [read_json(path) for path in sorted(folder.glob("training-*.json"))],
     }
 
 
 def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
-def measure_loss(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, float]:
+def _held_out(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
     """Held-out loss in nats per token and per byte, with the numbers of tokens and bytes."""
     texts = [text for _, text in held_out_files()]
-    ids = encode(tokenizer, texts)
-    size = sum(len(text.encode("utf-8")) for text in texts)
+    ids, size = encode(tokenizer, texts), sum(len(text.encode("utf-8")) for text in texts)
     loss = held_out_loss(model, ids, length)
-    return {
-        "per_token": loss,
-        "per_byte": loss * len(ids) / size,
-        "tokens": len(ids),
-        "bytes": size,
-    }
+    per_byte = loss * len(ids) / size
+    return {"per_token": loss, "per_byte": per_byte, "tokens": len(ids), "bytes": size}
 
 
-def pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
+def _pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
     """Median milliseconds of one transformers forward of one token after a cached prefix.
 
     Float32 on the CPU, the library's default for this family.
@@ -143,39 +156,3 @@ def pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
 
 def _tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-def _measure(out: Path, length: int, report: Report) -> dict[str, Any]:
-    """Held-out loss and time of a pass of target and draft."""
-    measured: dict[str, Any] = {"loss_window": length}
-    for part in ("target", "draft"):
-        need(out / part / "model.safetensors", part)
-    for part in ("target", "draft"):
-        report(0.1, f"held-out loss of the {part}")
-        measured[part] = measure_loss(load_hf(out / part), _tokenizer(out / "target"), length)
-        measured[part]["pass_ms"] = pass_ms(out / part)
-    return measured
-
-
-def _measure_agreement(
-    session: Session, prompts: dict[str, int], new_tokens: int
-) -> list[dict[str, Any]]:
-    out = session.out
-    target, draft = load_hf(out / "target"), load_hf(out / "draft")
-    rows: list[dict[str, Any]] = []
-    for (row,) in agreement_by_data(
-        target, draft_ranks(draft), _tokenizer(out / "target"), prompts, new_tokens, session.seed
-    ):
-        progress = 0.3 + 0.7 * len(rows) / (2 * len(prompts))
-        session.report(progress, f"{row['data']}, {row['sampling']}")
-        rows.append(row)
-    return rows
-
-
-def _measure_reference(folder: Path, length: int) -> dict[str, float]:
-    """Held-out loss of another Llama of the same format, under its own tokenizer."""
-    model = load_hf(folder)
-    measured = measure_loss(model, _tokenizer(folder), length)
-    measured["parameters"] = sum(weight.numel() for weight in model.parameters())
-    measured["layers"] = model.shape.num_layers
-    return measured

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.parts.sections import build
-from specdec.train.agreement import agreement_by_data, check_data_name, ranks_of
+from specdec.train.agreement import agreement_by_data, check_data_name
 from specdec.train.draft import sample_target
 from specdec.train.exits import (
     ExitHeads,
@@ -22,18 +22,16 @@ from specdec.train.exits import (
     save_heads,
     warm_start,
 )
-from specdec.train.lm import Pretraining, Report, silent
-from specdec.train.model import LanguageModel
+from specdec.train.lm import Pretraining, Report
+from specdec.train.model import LanguageModel, weights_hash
 from specdec.train.parallel import rank_and_size
 from specdec.train.plan import RunPlan
-from specdec.train.recipes import read_teacher, record_run
-from specdec.train.resuming import weights_hash
+from specdec.train.recipes import read_teacher, train_and_save
 from specdec.train.session import Session
 from specdec.train.streams import Mixture
 
 
-@dataclass(frozen=True, slots=True)
-class PaperSettings:
+class PaperSettings(NamedTuple):
     """Training settings of one kind of head in PPSD Table 4."""
 
     learning_rate: float
@@ -79,7 +77,7 @@ def train_exit_heads(
             teacher, work=folder, sampling=sampling, seed=seed, report=report
         )
     mixture = Mixture(streams, weights, seed)
-    schedule = make_exit_plan(plan, specs, epoch_tokens=mixture.num_tokens)
+    schedule = _exit_plan(plan, specs, epoch_tokens=mixture.num_tokens)
     if warm_batches:
         first = schedule.phases[0]
         mixture.check(first.length)
@@ -95,11 +93,10 @@ def train_exit_heads(
         settings={"target": weights_hash(target), **settings},
         report=report,
     )
-    run.run()
+    about = {**settings, "weights": weights}
+    train_and_save(run, out / f"training-{name}.json", partial(save_heads, folder=out), about)
     if rank_and_size()[0] == 0:
-        save_heads(exit_heads, out)
-        record_run(run, out / f"training-{name}.json", {**settings, "weights": weights})
-        rows = evaluate_heads(target, exit_heads, teacher.tokenizer, evaluation, seed, report)
+        rows = _evaluate(target, exit_heads, teacher.tokenizer, evaluation, seed, report)
         write_json(out / f"measured-{name}.json", rows)
 
 
@@ -109,31 +106,22 @@ def _check_before_sampling(
     plan: Mapping[str, Any],
     evaluation: Mapping[str, Any],
 ) -> None:
-    """Checks what would otherwise fail after minutes of sampling or training.
-
-    Raises:
-        UserError: an invalid plan, an unknown data set, or continuations longer than the model's
-            positions.
-    """
-    new_tokens = evaluation["new_tokens"]
-    make_exit_plan(plan, specs, epoch_tokens=1).check(target.shape)
+    """Refuses what would otherwise fail after minutes of sampling or training."""
+    _exit_plan(plan, specs, epoch_tokens=1).check(target.shape)
     for name in evaluation["prompts"]:
         check_data_name(name)
-    if new_tokens >= target.shape.max_positions:
+    if evaluation["new_tokens"] >= target.shape.max_positions:
         raise UserError(
-            f"evaluation.new_tokens={new_tokens} leaves no room for a prompt in the model's"
-            f" {target.shape.max_positions} positions"
+            f"evaluation.new_tokens={evaluation['new_tokens']} leaves no room for a prompt in the"
+            f" model's {target.shape.max_positions} positions"
         )
 
 
-def make_exit_plan(
-    plan: Mapping[str, Any], specs: Sequence[HeadSpec], *, epoch_tokens: int
-) -> RunPlan:
+def _exit_plan(plan: Mapping[str, Any], specs: Sequence[HeadSpec], *, epoch_tokens: int) -> RunPlan:
     """Builds the schedule; a value of None is replaced by the paper's for the heads' kind.
 
     Args:
-        plan: learning_rate, batch, epochs, length, budget_minutes, max_steps, warmup_steps and
-            decay_from, as in conf/train/exit_head.yaml.
+        plan: keys as in conf/train/exit_head.yaml.
         specs: the heads.
         epoch_tokens: tokens of an epoch.
 
@@ -141,9 +129,8 @@ def make_exit_plan(
         UserError: an unknown or missing key, or None for a value that differs by kind where heads
             are of several kinds.
     """
-    values = dict(plan)
-    stated = {STATED[spec.kind] for spec in specs}
-    for key in ("learning_rate", "batch", "epochs"):
+    values, stated = dict(plan), {STATED[spec.kind] for spec in specs}
+    for key in PaperSettings._fields:
         if values.get(key) is None:
             if len(stated) > 1:
                 raise UserError(
@@ -151,60 +138,38 @@ def make_exit_plan(
                     " paper's value differs by kind, or train one kind at a time"
                 )
             values[key] = getattr(next(iter(stated)), key)
-    missing = [key for key in ("length", "max_steps") if key not in values]
-    if missing:
+    if missing := [key for key in ("length", "max_steps") if key not in values]:
         raise UserError(f"plan: missing keys: {', '.join(missing)}")
-    rate, batch, epochs = (values.pop(k) for k in ("learning_rate", "batch", "epochs"))
+    rate, batch, epochs = (values.pop(key) for key in PaperSettings._fields)
     length, steps = values.pop("length"), values.pop("max_steps")
     steps = steps or max(1, round(epochs * epoch_tokens / (batch * length)))
-    fixed = {
-        "phases": [{"until": 1.0, "length": length, "batch": batch}],
-        "max_steps": steps,
-        "muon_lr": rate,
-        "adam_lr": rate,
-        "weight_decay": 0.0,
-        "log_every": max(1, min(50, steps // 8)),
-    }
-    return RunPlan.of({**values, **fixed})
+    values |= {"muon_lr": rate, "adam_lr": rate, "weight_decay": 0.0, "max_steps": steps}
+    values |= {"phases": [{"until": 1.0, "length": length, "batch": batch}]}
+    return RunPlan.of({**values, "log_every": max(1, min(50, steps // 8))})
 
 
-def evaluate_heads(
+def _evaluate(
     target: LanguageModel,
     heads: ExitHeads,
     tokenizer: Tokenizer,
     evaluation: Mapping[str, Any],
     seed: int,
-    report: Report = silent,
+    report: Report,
 ) -> list[dict[str, Any]]:
     """Each head's top-k agreement with the target's own continuations, in and outside loops.
 
     Top-1 outside loops is the acceptance rate of a pipeline that verifies token by token (PPSD's
     alpha) on text without repetitions. Absent data sets are skipped.
-
-    Args:
-        target: the frozen target.
-        heads: its heads.
-        tokenizer: the family's.
-        evaluation: ``prompts`` (data set -> number of prompts) and ``new_tokens``.
-        seed: of the continuations.
-        report: progress.
     """
     layers = {head.spec.layer for head in heads}
 
-    def rank_tokens(tokens_T: Tensor, prompt_length: int) -> list[list[int]]:
-        streams = target.residuals(tokens_T[None, :-1], layers)
-        ranks = []
-        for head in heads:
-            offset = head.spec.offset
-            first = max(0, prompt_length - 1 - offset)  # row that predicts the first new token
-            logits_TV = head.logits(target, streams[head.spec.layer])[0, first:]
-            tokens = tokens_T[first + 1 + offset :]
-            ranks.append(ranks_of(logits_TV[: len(tokens)], tokens))
-        return ranks
+    def predict(tokens: Tensor) -> list[tuple[int, Tensor]]:
+        streams = target.residuals(tokens, layers)
+        return [(h.spec.offset, h.logits(target, streams[h.spec.layer])[0]) for h in heads]
 
     rows = []
     sizes = evaluation["prompts"], evaluation["new_tokens"]
-    for records in agreement_by_data(target, rank_tokens, tokenizer, *sizes, seed):
+    for records in agreement_by_data(target, predict, tokenizer, *sizes, seed):
         for head, record in zip(heads, records, strict=True):
             rows.append({"head": head.spec.name, **record})
             where = f"{record['data']}, {record['sampling']}"

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.errors import UserError
-from specdec.parts.fields import Count, NotNegative, Positive, validated
+from specdec.parts.fields import Count, Index, NotNegative, Positive, validated
 from specdec.train.lm import Loss
 from specdec.train.model import LanguageModel, compiled_if, save_weights
 
@@ -42,7 +40,7 @@ class HeadSpec:
     """Configuration of one head.
 
     Attributes:
-        kind: see ``HeadKind``.
+        kind: see ``HeadKind``, as a member or as text.
         layer: number of the target's layers before the head.
         offset: positions beyond the next token; 0 for an early exit.
         own_output: whether the head trains an output matrix or uses the target's.
@@ -50,12 +48,8 @@ class HeadSpec:
 
     kind: HeadKind
     layer: Count
-    offset: Annotated[int, Field(ge=0)] = 0
+    offset: Index = 0
     own_output: bool = True
-
-    def __post_init__(self) -> None:
-        """Accepts the kind as text."""
-        object.__setattr__(self, "kind", HeadKind(self.kind))
 
     @property
     def name(self) -> str:
@@ -78,9 +72,9 @@ class ExitHead(nn.Module):
             raise UserError(f"head {spec.name}: the target has {depth} layers only")
         self.spec = spec
         self.norm = copy.deepcopy(target.model.norm)
-        if spec.kind is HeadKind.TRANSFORMER:
+        if spec.kind == HeadKind.TRANSFORMER:
             self.layer = copy.deepcopy(target.model.layers[-1])
-        if spec.kind is HeadKind.MEDUSA:
+        if spec.kind == HeadKind.MEDUSA:
             self.block = nn.Linear(hidden, hidden, bias=False)
             nn.init.zeros_(self.block.weight)
         if spec.own_output:
@@ -90,10 +84,10 @@ class ExitHead(nn.Module):
 
     def last_hidden(self, target: LanguageModel, x_BSE: Tensor) -> Tensor:
         """Input of the output matrix, float32 (B, S, E)."""
-        if self.spec.kind is HeadKind.TRANSFORMER:
+        if self.spec.kind == HeadKind.TRANSFORMER:
             x_BSE = target.run_layer(self.layer, x_BSE)
         h_BSE = self.norm(x_BSE)
-        if self.spec.kind is HeadKind.MEDUSA:
+        if self.spec.kind == HeadKind.MEDUSA:
             with target.autocast():
                 h_BSE = h_BSE + F.silu(self.block(h_BSE))
         return h_BSE
@@ -142,36 +136,32 @@ def exit_loss(
     return kl_weight * kl + F.nll_loss(log_head_NV, labels_N)
 
 
+@validated
+@dataclass
 class SelfDistillation(Loss):
     """Each head learns the frozen target's own distribution; the mean over the heads.
 
     A head of offset d learns the target's distribution d positions later, and the text's token
-    there.
+    there. Creating it freezes the target; the loss is compiled if the target is.
+
+    Attributes:
+        target: the teacher.
+        kl_weight: lambda.
+        temperature: of both distributions, also in the label's term (1 in the paper); below 1
+            the likeliest tokens, which a verifier compares, weigh more.
+        every: the loss uses one position in this many, at an offset that changes each step; saves
+            products with the output matrix, most of a small model's work. 1 in the paper.
     """
 
-    @validated
-    def __init__(
-        self,
-        target: LanguageModel,
-        *,
-        kl_weight: NotNegative = 1.0,
-        temperature: Positive = 1.0,
-        every: Count = 1,
-    ) -> None:
-        """Freezes the target; the loss is compiled if the target is.
+    target: LanguageModel
+    kl_weight: NotNegative = 1.0
+    temperature: Positive = 1.0
+    every: Count = 1
 
-        Args:
-            target: the teacher.
-            kl_weight: lambda.
-            temperature: of both distributions, also in the label's term (1 in the paper); below 1
-                the likeliest tokens, which a verifier compares, weigh more.
-            every: the loss uses one position in this many, at an offset that changes each step;
-                saves products with the output matrix, most of a small model's work. 1 in the paper.
-        """
-        self.target, self.kl_weight = target.requires_grad_(False), kl_weight
-        self.temperature, self.every = temperature, every
+    def __post_init__(self) -> None:
+        self.target.requires_grad_(False)
         self._calls = 0
-        self.exit_loss = compiled_if(target.compiled, exit_loss)
+        self.exit_loss = compiled_if(self.target.compiled, exit_loss)
 
     def __call__(self, heads: ExitHeads, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Scalar loss in nats per token."""

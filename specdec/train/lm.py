@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.files import write_bytes, write_json
+from specdec.files import plain, write_bytes, write_json
 from specdec.train.model import LanguageModel, ModelShape, grow, load_weights, weights_of
 from specdec.train.parallel import (
     average_gradients,
@@ -24,7 +25,6 @@ from specdec.train.parallel import (
     rank_and_size,
 )
 from specdec.train.plan import Phase, RunPlan
-from specdec.train.resuming import keep_settings
 from specdec.train.streams import Mixture
 
 _TABLES = ("embed_tokens.weight", "output.weight")  # one row per token: not trained by Muon
@@ -45,22 +45,20 @@ def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.O
         is_matrix = weight.dim() == 2 and not name.endswith(_TABLES)
         (matrices if is_matrix else others).append(weight)
     adam = torch.optim.AdamW(
-        others, lr=plan.adam_lr, weight_decay=plan.weight_decay, betas=(0.9, 0.98), eps=1e-10
+        [{"params": others, "peak": plan.adam_lr}],
+        weight_decay=plan.weight_decay,
+        betas=(0.9, 0.98),
+        eps=1e-10,
     )
-    optimizers: list[torch.optim.Optimizer] = [adam]
-    if matrices:
-        muon = torch.optim.Muon(
-            matrices,
-            lr=plan.muon_lr,
-            weight_decay=plan.weight_decay,
-            momentum=0.95,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        optimizers.insert(0, muon)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-    return optimizers
+    if not matrices:
+        return [adam]
+    muon = torch.optim.Muon(
+        [{"params": matrices, "peak": plan.muon_lr}],
+        weight_decay=plan.weight_decay,
+        momentum=0.95,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [muon, adam]
 
 
 @torch.no_grad()
@@ -70,8 +68,7 @@ def held_out_loss(
     """Mean loss in nats per token over non-overlapping windows of a token array.
 
     Args:
-        model: the model to evaluate.
-        tokens: one-dimensional ids.
+        model, tokens: the model, and ids in one dimension.
         length: positions per window; the first token of a window is context only.
         max_windows: number of evenly spaced windows; 0 uses all.
 
@@ -98,8 +95,7 @@ class RunState:
     """Progress of a run, stored in its checkpoint beside weights and optimizers.
 
     Attributes:
-        step: optimizer steps so far.
-        tokens: training tokens so far, over all processes.
+        step, tokens: optimizer steps and training tokens so far, over all processes.
         seconds: wall-clock time so far, earlier sessions included.
         grown_at: step of the last growth or restart; warm-up counts from it.
         cycle: number of the current cycle.
@@ -114,28 +110,21 @@ class RunState:
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
-class Loss(Protocol):
-    """What a run minimises; a loss with draws or counters saves them for a resumed run."""
+class Loss:
+    """What a run minimises: here the cross entropy of text; other losses derive from it."""
 
-    def __call__(self, model: Any, inputs_BS: Tensor, targets_BS: Tensor, /) -> Tensor:
+    def __call__(self, model: Any, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Scalar loss in nats per token."""
-        ...
+        loss: Tensor = model.loss(inputs_BS, targets_BS)
+        return loss
 
     def state(self) -> dict[str, Any]:
-        """Position of the loss's own draws, as plain values."""
+        """Position of the loss's own draws, as plain values that a checkpoint stores."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what ``state`` returned."""
         assert not state
-
-
-class TextLoss(Loss):
-    """Cross entropy of text."""
-
-    def __call__(self, model: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Scalar loss in nats per token."""
-        return model.loss(inputs_BS, targets_BS)
 
 
 _NOT_OF_WEIGHTS = ("checkpoint_minutes", "log_every", "eval_every", "eval_length")
@@ -165,11 +154,10 @@ class Pretraining:
 
         Args:
             model: has the first phase's depth, or fewer layers, which are added.
-            mixture: source of batches.
-            plan: the schedule.
+            mixture, plan: the batches and the schedule.
             folder: for checkpoint.pt, settings.json and curve.json; created if absent.
             held_out: token ids whose loss is measured during the run; None measures nothing.
-            loss: ``TextLoss`` by default.
+            loss: None is the cross entropy of text.
             settings: further settings under which alone the run may resume, as plain values.
             report: called every `log_every` steps.
 
@@ -179,24 +167,25 @@ class Pretraining:
         """
         self.model, self.mixture, self.plan, self.folder = model, mixture, plan, folder
         self.held_out, self.report = held_out, report
-        self.loss: Loss = loss or TextLoss()
-        self.state = RunState()
+        self.loss, self.state = loss or Loss(), RunState()
         plan.check(model.shape)
-        _check_data(plan, mixture, held_out)
-        folder.mkdir(parents=True, exist_ok=True)
+        for phase in plan.phases:
+            check_rows(phase.batch, "batch")
+            mixture.check(phase.length)
+        if held_out is not None and len(held_out) <= plan.eval_length:
+            raise UserError(
+                f"{len(held_out)} held-out tokens do not fill a window of {plan.eval_length}:"
+                " lower plan.eval_length"
+            )
         checkpoint = folder / "checkpoint.pt"
-        all_settings = {**_plan_settings(plan), **mixture.settings(), **(settings or {})}
-        keep_settings(folder / "settings.json", all_settings, [checkpoint])
+        schedule = {f"plan.{k}": v for k, v in asdict(plan).items() if k not in _NOT_OF_WEIGHTS}
+        every_setting = {**schedule, **mixture.settings(), **(settings or {})}
+        keep_settings(folder / "settings.json", every_setting, [checkpoint])
         self.optimizers = make_optimizers(self.model, plan)
         if from_rank_0(float(checkpoint.exists())):
             self._restore(torch.load(checkpoint, map_location="cpu", weights_only=True))
         self._began = time.monotonic() - self.state.seconds
         self._saved_at = time.monotonic()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.model.device
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.mixture.restore(saved["mixture"])
@@ -228,7 +217,7 @@ class Pretraining:
         write_json(self.folder / "curve.json", self.state.curve)
 
     def _grow_to(self, num_layers: int) -> None:
-        self.model = grow(self.model, num_layers).to(self.device)
+        self.model = grow(self.model, num_layers).to(self.model.device)
         self.optimizers = make_optimizers(self.model, self.plan)
         self.state.grown_at = self.state.step
 
@@ -239,14 +228,9 @@ class Pretraining:
         return self.state.seconds / (60.0 * self.plan.budget_minutes)
 
     def step(self, phase: Phase, rate: float) -> Tensor:
-        """One optimizer step; returns the detached loss of this process's rows.
-
-        Args:
-            phase: length and batch.
-            rate: share of the peak step size, in [0, 1].
-        """
+        """One optimizer step at a share of the peak step size; the loss of this process's rows."""
         inputs, targets = self.mixture.batch(phase.batch, phase.length)
-        loss = self.loss(self.model, *own_rows(inputs, targets, device=self.device))
+        loss = self.loss(self.model, *own_rows(inputs, targets, device=self.model.device))
         loss.backward()  # type: ignore[no-untyped-call]
         average_gradients(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
@@ -297,20 +281,32 @@ class Pretraining:
         self.report(progress, " ".join(f"{key} {value:.4g}" for key, value in row.items()))
 
 
-def _plan_settings(plan: RunPlan) -> dict[str, Any]:
-    """The entries of a plan that determine the weights, by "plan.KEY"."""
-    names = [entry.name for entry in fields(plan) if entry.name not in _NOT_OF_WEIGHTS]
-    values = asdict(plan)
-    return {f"plan.{name}": values[name] for name in names}
+def keep_settings(path: Path, settings: Mapping[str, Any], products: Iterable[Path]) -> None:
+    """Records the settings of new work, or compares them with those of existing work.
 
+    Args:
+        path: JSON file of settings beside the work.
+        settings: plain values.
+        products: files of the work; if none exists, the work is new.
 
-def _check_data(plan: RunPlan, mixture: Mixture, held_out: np.ndarray | None) -> None:
-    """Refuses, before the first step, batches and windows that the data cannot fill."""
-    for phase in plan.phases:
-        check_rows(phase.batch, "batch")
-        mixture.check(phase.length)
-    if held_out is not None and len(held_out) <= plan.eval_length:
+    Raises:
+        UserError: the work exists and its settings differ or were not recorded.
+    """
+    current = plain(dict(settings))
+    if not any(product.exists() for product in products):
+        if rank_and_size()[0] == 0:
+            write_json(path, current)
+        return
+    remedy = f"give another work_dir, or delete {path.parent} to start over"
+    if not path.exists():
+        raise UserError(f"{path.parent} holds work without a record of its settings: {remedy}")
+    recorded = json.loads(path.read_text())
+    changed = [
+        f"{key} was {recorded.get(key)}, is {current.get(key)}"
+        for key in {**recorded, **current}
+        if recorded.get(key) != current.get(key)
+    ]
+    if changed:
         raise UserError(
-            f"{len(held_out)} held-out tokens do not fill a window of {plan.eval_length}:"
-            " lower plan.eval_length"
+            f"{path.parent} holds work of other settings ({'; '.join(changed)}): {remedy}"
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from specdec.errors import UserError
 
@@ -25,10 +25,9 @@ def rank_and_size() -> tuple[int, int]:
 
 def from_rank_0(value: float) -> float:
     """The value of process 0, returned in every process."""
-    if rank_and_size()[1] == 1:
-        return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    if rank_and_size()[1] > 1:
+        dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
@@ -39,11 +38,7 @@ def wait_for_all() -> None:
 
 
 def check_rows(batch: int, name: str) -> None:
-    """Checks that a batch divides evenly among the processes.
-
-    Raises:
-        UserError: it is not a multiple of the number of processes.
-    """
+    """Raises UserError for a batch that is not a multiple of the number of processes."""
     size = rank_and_size()[1]
     if batch % size:
         raise UserError(f"{name}={batch} must be a multiple of num_processes={size}")
@@ -56,16 +51,10 @@ def own_rows(*batches_BS: Tensor, device: torch.device) -> list[Tensor]:
 
 
 def average_gradients(weights: Iterable[torch.nn.Parameter]) -> None:
-    """Replaces each gradient by its mean over the processes.
-
-    Every process must have gradients for the same weights.
-    """
+    """Replaces each gradient by its mean over processes that have gradients of the same weights."""
     size = rank_and_size()[1]
-    if size == 1:
-        return
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    flat = parameters_to_vector(gradients)
-    dist.all_reduce(flat)
-    means = (flat / size).split([gradient.numel() for gradient in gradients])
-    for gradient, mean in zip(gradients, means, strict=True):
-        gradient.copy_(mean.view_as(gradient))
+    if size > 1:
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        flat = parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        vector_to_parameters(flat / size, gradients)

@@ -80,22 +80,16 @@ class RunPlan:
             raise UserError(f"layers of phases must be multiples of those before, got {depths}")
         if self.budget_minutes is None and self.max_steps <= 0:
             raise UserError("plan: give budget_minutes or max_steps")
-        if list(self.restarts) != sorted(set(self.restarts)) or not all(
-            0.0 < share < 1.0 for share in self.restarts
-        ):
+        cycles = [0.0, *self.restarts, 1.0]
+        if cycles != sorted(set(cycles)):
             raise UserError(f"restarts must rise within (0, 1), got {self.restarts}")
-        if self.cycle_rates and len(self.cycle_rates) != len(self.restarts) + 1:
-            raise UserError(
-                f"{len(self.restarts) + 1} cycles need as many cycle_rates, got {self.cycle_rates}"
-            )
+        count = len(self.restarts) + 1
+        if self.cycle_rates and len(self.cycle_rates) != count:
+            raise UserError(f"{count} cycles need as many cycle_rates, got {self.cycle_rates}")
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str = "plan") -> RunPlan:
-        """Builds a plan from plain values.
-
-        Args:
-            values: the configuration.
-            where: its key, for messages.
+        """Builds a plan from the section ``where`` of a configuration.
 
         Raises:
             UserError: an unknown or missing key, or a value out of range.
@@ -106,11 +100,7 @@ class RunPlan:
         return build(RunPlan, rest, where, phases=phases)
 
     def check(self, shape: ModelShape) -> None:
-        """Checks a model's sizes against the phases.
-
-        Raises:
-            UserError: the model cannot be grown to a phase's depth, or has too few positions.
-        """
+        """Raises UserError for a model that cannot grow to a phase's depth or take its length."""
         for phase in self.phases:
             if (phase.layers or shape.num_layers) % shape.num_layers:
                 raise UserError(
@@ -131,11 +121,9 @@ class RunPlan:
         return sum(progress >= start for start in self.restarts)
 
     def rate_at(self, progress: float, steps_since_growth: int) -> float:
-        """Share of the peak step size, in [0, 1].
+        """Share of the peak step size, in [0, 1], at a progress in [0, 1].
 
-        Args:
-            progress: share of the run, in [0, 1].
-            steps_since_growth: steps since the start, the last growth or the last restart.
+        ``steps_since_growth`` also counts from the start and from a restart.
         """
         warmup = min(1.0, (steps_since_growth + 1) / max(1, self.warmup_steps))
         starts, cycle = [0.0, *self.restarts, 1.0], self.cycle_at(progress)

@@ -75,7 +75,7 @@ class Session:
         return Accelerator().device
 
     def load(self, folder: Path) -> LanguageModel:
-        """Reads a model with this compute dtype, on this device."""
+        """Reads a model with this compute dtype, onto this device."""
         model = load_hf(folder, compute_dtype=self.dtype, compiled=self.compiled)
         return model.to(self.place)
 
@@ -100,13 +100,10 @@ def start(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
         if limit < size:
             session.report(0.0, f"device={device}: {limit} of num_processes={size}, one per GPU")
         size = min(size, limit)
-    if size > 1:
-        _run_in_processes(recipe, replace(session, report=silent), values, size)
-    else:
-        _run(recipe, session, values)
+    (_run if size == 1 else _run_in_processes)(recipe, session, values, size)
 
 
-def _run(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
+def _run(recipe: Recipe, session: Session, values: Mapping[str, Any], _size: int = 1) -> None:
     if session.num_threads:
         torch.set_num_threads(session.num_threads)
     recipe(session, **values)
@@ -116,37 +113,33 @@ def _run_in_processes(
     recipe: Recipe, session: Session, values: Mapping[str, Any], size: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
+        words = (size, Path(folder), recipe, replace(session, report=silent), dict(values))
         try:
-            mp.start_processes(  # type: ignore[no-untyped-call]
-                _child,
-                args=(size, str(store), recipe, session, dict(values)),
-                nprocs=size,
-                start_method="spawn",
-            )
+            mp.start_processes(_child, words, size, start_method="spawn")  # type: ignore[no-untyped-call]
         except mp.ProcessRaisedException as error:
-            messages = sorted(store.parent.glob("*.error"))
+            messages = sorted(Path(folder).glob("*.error"))
             raise UserError(messages[0].read_text()) if messages else error from None
 
 
 def _child(
-    rank: int, size: int, store: str, recipe: Recipe, session: Session, values: dict[str, Any]
+    rank: int, size: int, folder: Path, recipe: Recipe, session: Session, values: dict[str, Any]
 ) -> None:
     """One process; process 0 prints the progress."""
     backend = "nccl" if torch.cuda.is_available() and session.device != "cpu" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    console = Console(stderr=True)
-
-    def report(progress: float, line: str) -> None:
-        if rank == 0:
-            console.print(f"{progress:4.0%} {line}", markup=False, highlight=False)
-
     try:
-        _run(recipe, replace(session, report=report), values)
+        _run(recipe, replace(session, report=silent if rank else _print), values)
     except UserError as error:
-        Path(f"{store}.{rank}.error").write_text(str(error))
+        (folder / f"{rank}.error").write_text(str(error))
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _print(progress: float, line: str) -> None:
+    console = Console(stderr=True)
+    console.print(f"{progress:4.0%} {line}", markup=False, highlight=False)

@@ -16,7 +16,7 @@ from specdec.train import cli, parallel, recipes, session
 from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
 from specdec.train.exits import ExitHeads, HeadSpec, SelfDistillation
-from specdec.train.lm import Pretraining, TextLoss, held_out_loss
+from specdec.train.lm import Loss, Pretraining, held_out_loss
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import RunPlan
 from specdec.train.samples import Sampling, generate, sample_documents
@@ -54,7 +54,7 @@ class TestResuming:
         samples = np.concatenate([piece for row in marked for piece in ([0], row)])
 
         def run(folder: Path, stop: int | None) -> torch.Tensor:
-            target, loss = toy(3), TextLoss()
+            target, loss = toy(3), Loss()
             model: torch.nn.Module = toy()
             if kind == "heads":
                 model = ExitHeads(target, [build(HeadSpec, {"kind": "norm", "layer": 1})])
@@ -155,7 +155,7 @@ class TestRefusals:
         with pytest.raises(UserError, match="30 prompt tokens and 40 new ones do not fit"):
             generate(toy(), prompt, 40, [Sampling()], torch.Generator())
         with pytest.raises(UserError, match="nothing to sample from"):
-            sample_documents(toy(), [], [Sampling()], new_tokens=4, batch=1, seed=0)
+            sample_documents(toy(), [], {}, seed=0)
 
     def test_unknown_names_and_values_out_of_range(self) -> None:
         with pytest.raises(UserError, match="did you mean temperature"):
