@@ -97,13 +97,10 @@ def agreement_by_data(
     new_tokens: int,
     seed: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields one record per measured model for each data set and each rule of SETTINGS.
+    """Yields ``measure_agreement`` for each data set and each rule of SETTINGS.
 
-    Args:
-        target, predict, new_tokens, seed: see ``measure_agreement``.
-        tokenizer: the target's.
-        prompts: number of prompts by data set; absent data sets are skipped. Prompts that leave no
-            room for new_tokens lose their first tokens.
+    ``prompts`` has the number of prompts by data set; absent data sets are skipped. Prompts that
+    leave no room for new_tokens lose their first tokens.
     """
     max_prompt = target.shape.max_positions - new_tokens
     for name, limit in prompts.items():
@@ -121,14 +118,10 @@ def check_data_name(name: str) -> None:
 
 
 def prompts_of(name: str, tokenizer: Tokenizer, limit: int) -> list[Tensor]:
-    """Token ids of a data set's first `limit` prompts; empty if the data set is absent.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """Token ids of a data set's first `limit` prompts; empty if its files are absent."""
     check_data_name(name)
     try:
         prompts = load_prompts(name=name, limit=limit)
-    except UserError:  # its files are not on this machine
+    except UserError:
         return []
     return [torch.tensor(tokenizer.encode(prompt.text).ids) for prompt in prompts]

@@ -39,13 +39,8 @@ class DistillationLoss(Loss):
     """KL divergence from a frozen target's distribution to the draft's, on the same inputs.
 
     Both distributions are taken at one temperature (Hinton et al. 2015, section 2); below 1 it
-    weights the target's likeliest tokens, which decide acceptance, above the tail. Creating it
-    freezes the target; the loss is compiled if the target is.
-
-    Attributes:
-        target: the teacher.
-        text_weight: share of the text's cross entropy in the loss.
-        temperature: of both distributions.
+    weights the target's likeliest tokens, which decide acceptance, above the tail. ``text_weight``
+    is the share of the text's cross entropy. Freezes the target, and is compiled if the target is.
     """
 
     target: LanguageModel
@@ -57,7 +52,6 @@ class DistillationLoss(Loss):
         self.divergence = compiled_if(self.target.compiled, divergence)
 
     def __call__(self, draft: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Scalar loss in nats per token."""
         with torch.no_grad():
             target_logits = self.target(inputs_BS).flatten(0, 1)
         draft_logits = draft(inputs_BS).flatten(0, 1)
@@ -77,9 +71,9 @@ def _docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarr
 
 def sample_target(
     target: Teacher,
-    *,
-    work: Path,
     sampling: dict[str, Any],
+    work: Path,
+    *,
     seed: int,
     report: Report,
     mark: Callable[[np.ndarray], np.ndarray] | None = None,
@@ -90,13 +84,10 @@ def sample_target(
 
     Args:
         target: the sampled model; prompts come from its streams "function" and "gsm8k".
+        sampling: keys prompts, gsm8k_prompts, and those of ``sample_documents``, which also
+            describes the other arguments and the result.
         work: folder of the result, one file per process; a second call with the same target and
             settings reads it.
-        sampling: keys prompts, gsm8k_prompts, and those of ``sample_documents``.
-        seed, mark, report: see ``sample_documents``.
-
-    Returns:
-        Token ids, documents each preceded by token 0.
 
     Raises:
         UserError: the folder has samples of another target or of other settings.
@@ -141,7 +132,7 @@ def train_draft(
     schedule.check(draft.shape)
     about = {"text_weight": text_weight, "temperature": temperature}
     loss = DistillationLoss(target.model, **about)
-    samples = sample_target(target, work=work, sampling=sampling, seed=seed, report=session.report)
+    samples = sample_target(target, sampling, work, seed=seed, report=session.report)
     run = Pretraining(
         draft,
         Mixture({**target.streams, "samples": samples}, distill_weights, seed + 1),
@@ -169,8 +160,7 @@ def sample_ngram(session: Session, *, sampling: dict[str, Any], max_tokens: int)
     draft, seed = read_teacher(session, "draft"), session.seed
     if draft.model.shape.vocab_size > 32768:
         raise UserError(f"vocabulary of {draft.model.shape.vocab_size} does not fit 16 bits")
-    prompts = _docstring_prompts(draft, sampling["prompts"], seed)
-    report = session.report
+    prompts, report = _docstring_prompts(draft, sampling["prompts"], seed), session.report
     tokens = sample_documents(
         draft.model, prompts, sampling, seed=seed, keep_prompt=False, report=report
     )

@@ -30,15 +30,8 @@ from specdec.parts.fields import Count, Positive
 class ModelShape:
     """Sizes of one Llama with tied embeddings.
 
-    Attributes:
-        num_layers: decoder layers.
-        hidden: residual width E.
-        feed_forward: inner width of the feed-forward block.
-        num_heads, num_kv_heads: attention heads; num_heads is a multiple of num_kv_heads.
-        head_dim: width of one head, even.
-        vocab_size: entries of the vocabulary.
-        max_positions: longest sequence, in tokens.
-        rope_theta: base of the rotary frequencies.
+    ``hidden`` is the residual width E, ``feed_forward`` the inner width of the feed-forward block;
+    num_heads is a multiple of num_kv_heads, head_dim (of one head) even.
     """
 
     num_layers: Count
@@ -52,7 +45,6 @@ class ModelShape:
     rope_theta: Positive = 10000.0
 
     def __post_init__(self) -> None:
-        """Checks the sizes against each other."""
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -193,11 +185,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies what ``weights_of`` returned into a module of the same sizes.
-
-    Raises:
-        UserError: names are missing or unknown.
-    """
+    """Copies what ``weights_of`` returned into a module; UserError where names differ."""
     missing, unknown = module.load_state_dict(weights, strict=False)
     missing = sorted({*missing} - {"lm_head.weight"})  # tied to the embeddings
     if missing or unknown:
@@ -215,10 +203,7 @@ def weights_hash(module: nn.Module) -> str:
 
 def save_weights(module: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file of bfloat16 weights, atomically."""
-    weights = {
-        name: weight.to("cpu", torch.bfloat16).contiguous()
-        for name, weight in weights_of(module).items()
-    }
+    weights = {n: w.to("cpu", torch.bfloat16).contiguous() for n, w in weights_of(module).items()}
     write_bytes(path, save(weights, metadata={"format": "pt", **metadata}))
 
 
@@ -258,11 +243,7 @@ def read_shape(folder: Path) -> ModelShape:
 def load_hf(
     folder: Path, *, compute_dtype: torch.dtype = torch.float32, compiled: bool = False
 ) -> LanguageModel:
-    """Reads a model that ``save_hf`` wrote; weights become float32.
-
-    Raises:
-        UserError: a model of another format, see ``read_shape``.
-    """
+    """Reads a model of the format of ``save_hf`` (see ``read_shape``); weights become float32."""
     model = LanguageModel(read_shape(folder), compute_dtype=compute_dtype, compiled=compiled)
     load_weights(model, load_file(folder / "model.safetensors"))
     return model
@@ -281,11 +262,7 @@ def grow(model: LanguageModel, num_layers: int) -> LanguageModel:
 
 
 def with_layers(model: LanguageModel, layers: Sequence[int]) -> LanguageModel:
-    """A model with copies of the embedding, the final norm and some layers of another.
-
-    Args:
-        model: the source; not changed.
-        layers: indices of the layers to copy, in their new order.
+    """A model with copies of the embedding, the final norm and layers of another, in this order.
 
     Raises:
         UserError: no layers, or an index out of range.

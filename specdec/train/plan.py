@@ -33,25 +33,20 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Schedule of a run.
+    """Schedule of a run; conf/train/target.yaml describes the other keys.
 
     Attributes:
         phases: in order; the last one's `until` is 1.
         budget_minutes: wall-clock time of the whole run, the sum over sessions; None counts steps.
         max_steps: optimizer steps of the run if budget_minutes is None.
-        muon_lr: peak step size of the matrices (Muon, scaled to AdamW's update size).
-        adam_lr: peak step size of embeddings and norms (AdamW).
-        weight_decay: of both optimizers.
+        muon_lr, adam_lr: peak step sizes of the matrices (Muon, scaled to AdamW's update size) and
+            of embeddings and norms (AdamW).
         warmup_steps: steps of linear increase after the start, each growth and each restart.
         decay_from: share of a cycle after which the step size decreases linearly to zero.
-        restarts: shares of the run at which a new cycle begins at the peak step size; empty for one
-            cycle.
+        restarts: shares of the run at which a new cycle begins; empty for one cycle.
         cycle_rates: share of the peak step size that each cycle reaches; empty for 1.
         clip: largest gradient norm.
-        checkpoint_minutes: wall-clock time between checkpoints.
-        log_every: steps per row of the loss curve.
-        eval_every: rows of the loss curve per held-out measurement.
-        eval_length: positions per window of that measurement.
+        log_every, eval_every: steps per row of the loss curve, rows per held-out measurement.
     """
 
     phases: tuple[Phase, ...]
@@ -83,9 +78,9 @@ class RunPlan:
         cycles = [0.0, *self.restarts, 1.0]
         if cycles != sorted(set(cycles)):
             raise UserError(f"restarts must rise within (0, 1), got {self.restarts}")
-        count = len(self.restarts) + 1
-        if self.cycle_rates and len(self.cycle_rates) != count:
-            raise UserError(f"{count} cycles need as many cycle_rates, got {self.cycle_rates}")
+        count, rates = len(self.restarts) + 1, self.cycle_rates
+        if rates and len(rates) != count:
+            raise UserError(f"{count} cycles need as many cycle_rates, got {rates}")
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str = "plan") -> RunPlan:
@@ -126,8 +121,8 @@ class RunPlan:
         ``steps_since_growth`` also counts from the start and from a restart.
         """
         warmup = min(1.0, (steps_since_growth + 1) / max(1, self.warmup_steps))
-        starts, cycle = [0.0, *self.restarts, 1.0], self.cycle_at(progress)
-        start, end = starts[cycle], starts[cycle + 1]
+        cycle = self.cycle_at(progress)
+        start, end = [0.0, *self.restarts, 1.0][cycle : cycle + 2]
         decay = (end - progress) / max(1e-9, (end - start) * (1.0 - self.decay_from))
         peak = self.cycle_rates[cycle] if self.cycle_rates else 1.0
         return peak * warmup * max(0.0, min(1.0, decay))

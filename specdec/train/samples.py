@@ -92,8 +92,7 @@ def generate(
     """Continues prompts of equal length; rows are assigned to rules by their shares, in order.
 
     Args:
-        model: on any device; prompts are moved to it.
-        prompts_BP: int64 token ids.
+        model: on any device; prompts (int64 token ids) are moved to it.
         max_new_tokens: T.
         samplings: the rules.
         generator: of the CPU; the source of all draws.
@@ -144,8 +143,7 @@ def sample_documents(
     """Continues prompts with a model and joins the results, each preceded by token 0.
 
     Args:
-        model: the sampled model.
-        prompts: token ids, of any lengths.
+        model, prompts: the sampled model, and token ids of any lengths.
         sampling: ``new_tokens`` per prompt (a continuation is cut at its own end token); ``batch``,
             sequences at a time; ``rules``, values of Sampling, among which each batch is divided by
             their shares; ``minutes`` after which no new batch begins (None uses all prompts).

@@ -24,19 +24,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The keys that recipes share; conf/train/NAME.yaml has those that a recipe uses.
+    """The keys that recipes share; conf/train/NAME.yaml describes those that a recipe uses.
 
-    Attributes:
-        output_dir: folder of the finished models.
-        work_dir: folder of token streams and checkpoints.
-        seed: of every draw.
-        precision: of matrix products; weights are float32.
-        compiled: whether to use torch.compile.
-        num_threads: CPU threads per process; 0 keeps torch's default.
-        num_processes: data-parallel processes.
-        device: name of a device; "auto" is a GPU if there is one (by rank in a group), else the
-            CPU.
-        report: receives the progress.
+    ``device`` is a name; "auto" is a GPU if there is one (by rank in a group), else the CPU.
     """
 
     output_dir: str
@@ -67,12 +57,11 @@ class Session:
     @property
     def place(self) -> torch.device:
         """This process's device."""
-        if self.device != "auto":
-            return torch.device(self.device)
         rank, size = rank_and_size()
-        if size > 1:
-            return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-        return Accelerator().device
+        if self.device == "auto" and size == 1:
+            return Accelerator().device
+        own = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+        return torch.device(own if self.device == "auto" else self.device)
 
     def load(self, folder: Path) -> LanguageModel:
         """Reads a model with this compute dtype, onto this device."""
@@ -80,8 +69,7 @@ class Session:
         return model.to(self.place)
 
 
-Recipe = Callable[..., None]
-"""Called with a Session and the recipe's own keys."""
+Recipe = Callable[..., None]  # called with a Session and the recipe's own keys
 
 
 def start(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:

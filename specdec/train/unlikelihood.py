@@ -26,14 +26,7 @@ from specdec.parts.fields import Count, Positive, Share, validated
 from specdec.parts.sections import build
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining, keep_settings
-from specdec.train.model import (
-    LanguageModel,
-    load_hf,
-    load_weights,
-    save_hf,
-    weights_hash,
-    weights_of,
-)
+from specdec.train.model import LanguageModel, load_hf, save_hf, weights_hash
 from specdec.train.parallel import check_rows, own_rows, rank_and_size, wait_for_all
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import read_teacher, train_and_save
@@ -65,14 +58,10 @@ class UnlikelihoodLoss(Loss):
     marked tokens and 0 elsewhere, so that it decreases with the number of repetitions.
 
     Attributes:
-        samples: one stream, marked by mark_repeated.
+        samples: one stream, marked by mark_repeated; it must fill a window.
         weight: of the second term.
-        batch: sample windows per step, over all processes.
+        batch: sample windows per step, over all processes, among which it divides evenly.
         length: positions per sample window.
-
-    Raises:
-        UserError: the samples do not fill a window, or the batch does not divide evenly among the
-            processes.
     """
 
     samples: Mixture
@@ -85,10 +74,8 @@ class UnlikelihoodLoss(Loss):
         self.samples.check(self.length)
 
     def __call__(self, model: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Scalar loss in nats per token."""
-        inputs, targets = own_rows(
-            *self.samples.batch(self.batch, self.length), device=model.device
-        )
+        batches = self.samples.batch(self.batch, self.length)
+        inputs, targets = own_rows(*batches, device=model.device)
         vocab_size = model.shape.vocab_size
         repeated, tokens = targets >= vocab_size, targets % vocab_size
         logits = model(inputs % vocab_size)
@@ -96,11 +83,9 @@ class UnlikelihoodLoss(Loss):
         return model.loss(inputs_BS, targets_BS) + self.weight * unlikelihood
 
     def state(self) -> dict[str, Any]:
-        """Position of the draws of samples."""
         return self.samples.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what ``state`` returned."""
         self.samples.restore(state)
 
 
@@ -137,25 +122,19 @@ def finish_target(
     settings = {"ngram": ngram, "sampling": sampling, "weights": weights, "seed": seed}
     settings |= {"unlikelihood": unlikelihood, "plan": plan}
     folder = _first_weights(teacher.model, work, settings)
+    mark = partial(mark_repeated, vocab_size=vocab_size, ngram=ngram)
     for number in range(rounds):
         here, before = work / str(number), folder
         folder = here / "model"
         if (folder / "model.safetensors").exists():
             continue
-        model = session.load(before)
-        mark = partial(mark_repeated, vocab_size=vocab_size, ngram=ngram)
-        samples = sample_target(
-            replace(teacher, model=model),
-            work=here,
-            sampling=sampling,
-            seed=seed + number,
-            mark=mark,
-            report=report,
-        )
+        teacher = replace(teacher, model=session.load(before))
+        at = seed + number
+        samples = sample_target(teacher, sampling, here, seed=at, report=report, mark=mark)
         marked = Mixture({"samples": samples}, {"samples": 1.0}, seed)
         run = Pretraining(
-            model,
-            Mixture(teacher.streams, weights, seed + number),
+            teacher.model,
+            Mixture(teacher.streams, weights, at),
             schedule,
             here,
             held_out=teacher.streams["held_out"],
@@ -194,6 +173,7 @@ def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any])
     return start
 
 
+@torch.no_grad()
 def _write_blend(work: Path, last: Path, blend: float, folder: Path) -> None:
     """Writes the weights at a share of the way from those before the rounds to the last ones.
 
@@ -201,9 +181,9 @@ def _write_blend(work: Path, last: Path, blend: float, folder: Path) -> None:
     on other inputs disappears (Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR
     2022, section 3). models.json gets their hash, by which a repeated command recognises them.
     """
-    model, ends = load_hf(work / "start"), weights_of(load_hf(last))
-    blended = {name: w.lerp(ends[name], blend).bfloat16() for name, w in weights_of(model).items()}
-    load_weights(model, blended)  # the values of the file
+    model = load_hf(work / "start")
+    for weight, end in zip(model.parameters(), load_hf(last).parameters(), strict=True):
+        weight.copy_(weight.lerp(end, blend).bfloat16())  # the values of the file
     hashes = work / "models.json"
     write_json(hashes, {**read_json(hashes), "written": weights_hash(model)})
     save_hf(model, folder)
