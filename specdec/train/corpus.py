@@ -133,26 +133,24 @@ def clean_source(text: str) -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def _line_shingles(text: str) -> set[int]:
-    """Hashes of each LINES_PER_SHINGLE consecutive lines of 12 characters or more."""
-    lines = [s for s in (line.strip() for line in text.split("\n")) if len(s) >= 12]
-    width = LINES_PER_SHINGLE
-    return {hash(tuple(lines[i : i + width])) for i in range(max(1, len(lines) - width + 1))}
+def _grams(items: list[str], width: int) -> set[int]:
+    """Hashes of each `width` consecutive items."""
+    return {hash(tuple(items[i : i + width])) for i in range(len(items) - width + 1)}
+
+
+def _word_grams(text: str) -> set[int]:
+    """Of words of letters, digits and underscores."""
+    return _grams(re.findall(r"\w+", text.lower()), WORDS_PER_EVALUATION_GRAM)
 
 
 def _is_near_copy(text: str, *, seen: set[int], threshold: float) -> bool:
     """Whether this share of a text's shingles was seen; those of any other text are added."""
-    shingles = _line_shingles(text)
+    lines = [s for s in (line.strip() for line in text.split("\n")) if len(s) >= 12]
+    shingles = _grams(lines, min(LINES_PER_SHINGLE, len(lines)))
     if len(shingles & seen) >= threshold * len(shingles):
         return True
     seen |= shingles
     return False
-
-
-def _word_grams(text: str) -> set[int]:
-    """Hashes of each WORDS_PER_EVALUATION_GRAM consecutive words (letters, digits, underscore)."""
-    words, width = re.findall(r"\w+", text.lower()), WORDS_PER_EVALUATION_GRAM
-    return {hash(tuple(words[i : i + width])) for i in range(len(words) - width + 1)}
 
 
 def _evaluation_grams() -> dict[str, set[int]]:
@@ -168,11 +166,8 @@ def _evaluation_grams() -> dict[str, set[int]]:
 def function_documents(text: str, max_lines: int = 70) -> list[str]:
     """Module-level documented functions of a file, each below the imports that it uses.
 
-    The end token after each document teaches the model where a function's body ends.
-
-    Args:
-        text: a Python module's source; one that does not parse gives no functions.
-        max_lines: longest function; the shortest has 4 lines.
+    The end token after each document teaches the model where a function's body ends. A function
+    has 4 to max_lines lines. Source that does not parse gives none.
     """
     try:
         module = ast.parse(text)
@@ -194,15 +189,11 @@ def function_documents(text: str, max_lines: int = 70) -> list[str]:
 
 
 def licence_of(distribution: str) -> str:
-    """Licence statement of an installed distribution in one line, from its metadata.
-
-    Raises:
-        importlib.metadata.PackageNotFoundError: it is not installed.
-    """
+    """Licence statement of an installed distribution in one line, from its metadata."""
     meta = importlib.metadata.metadata(distribution)
     classifiers = [c for c in meta.get_all("Classifier") or [] if c.startswith("License")]
-    stated = [*(meta.get_all("License-Expression") or [])]
-    stated += [value.split("::")[-1].strip() for value in classifiers]
+    stated = [value.split("::")[-1].strip() for value in classifiers]
+    stated = [*(meta.get_all("License-Expression") or []), *stated]
     if not any(stated):
         stated = [(meta.get_all("License") or [""])[0].strip().split("\n")[0][:60]]
     return "; ".join(dict.fromkeys(filter(None, stated))) or "none stated"
@@ -234,14 +225,14 @@ def _add(
     for path, text, reason in documents:
         if reason is None and not grams.isdisjoint(_word_grams(text)):
             reason = "evaluation n-gram"
-        if reason is None and is_copy is not None and is_copy(text):
+        if reason is None and is_copy and is_copy(text):
             reason = "near copy"
-        if reason is not None:
+        if reason:
             corpus.dropped[reason] += 1
             continue
         corpus.train.append(Document(source, "file" if is_copy else "text", path, text))
-        for piece in function_documents(text) if is_copy else ():
-            corpus.train.append(Document(source, "functions", path, piece))
+        pieces = function_documents(text) if is_copy else ()
+        corpus.train += [Document(source, "functions", path, piece) for piece in pieces]
         size += len(text)
         if size >= max_bytes:
             break

@@ -17,13 +17,12 @@ from torch import Tensor
 from specdec.errors import UserError
 from specdec.files import write_bytes
 from specdec.parts.fields import Positive, Share, validated
-from specdec.train.lm import Loss, Pretraining, Report, keep_settings
+from specdec.train.lm import Loss, Pretraining, keep_settings
 from specdec.train.model import LanguageModel, compiled_if, weights_hash, with_layers
-from specdec.train.parallel import rank_and_size, wait_for_all
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import Teacher, read_teacher, save_member, train_and_save
 from specdec.train.samples import docstring_end, function_prompts, sample_documents, sequence_end
-from specdec.train.session import Session
+from specdec.train.session import Report, Session, rank_and_size, wait_for_all
 from specdec.train.streams import Mixture, load_streams, save_streams
 
 

@@ -26,10 +26,9 @@ from specdec.train.agreement import agreement_by_data, check_data_name
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining
 from specdec.train.model import LanguageModel, compiled_if, save_weights, weights_hash
-from specdec.train.parallel import rank_and_size
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import Teacher, read_teacher, train_and_save
-from specdec.train.session import Session
+from specdec.train.session import Session, rank_and_size
 from specdec.train.streams import Mixture
 
 
@@ -284,7 +283,8 @@ def train_exit_heads(
     if sampling is not None:
         streams["samples"] = sample_target(teacher, sampling, folder, seed=seed, report=report)
     mixture = Mixture(streams, weights, seed)
-    schedule = _exit_plan(plan, specs, epoch_tokens=mixture.num_tokens)
+    epoch_tokens = sum(map(len, mixture.streams.values()))
+    schedule = _exit_plan(plan, specs, epoch_tokens=epoch_tokens)
     if warm_batches:
         first = schedule.phases[0]
         mixture.check(first.length)

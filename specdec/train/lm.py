@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -17,24 +17,19 @@ from torch import Tensor
 from specdec.errors import UserError
 from specdec.files import plain, write_bytes, write_json
 from specdec.train.model import LanguageModel, ModelShape, grow, load_weights, weights_of
-from specdec.train.parallel import (
+from specdec.train.plan import Phase, RunPlan
+from specdec.train.session import (
+    Report,
     average_gradients,
     check_rows,
     from_rank_0,
     own_rows,
     rank_and_size,
+    silent,
 )
-from specdec.train.plan import Phase, RunPlan
 from specdec.train.streams import Mixture
 
 _TABLES = ("embed_tokens.weight", "output.weight")  # one row per token: not trained by Muon
-
-Report = Callable[[float, str], None]
-"""Called with progress in [0, 1] and a line of text."""
-
-
-def silent(_progress: float, _line: str) -> None:
-    """A Report that prints nothing."""
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:
@@ -44,33 +39,22 @@ def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.O
     for name, weight in model.named_parameters():
         is_matrix = weight.dim() == 2 and not name.endswith(_TABLES)
         (matrices if is_matrix else others).append(weight)
-    adam = torch.optim.AdamW(
-        [{"params": others, "peak": plan.adam_lr}],
-        weight_decay=plan.weight_decay,
-        betas=(0.9, 0.98),
-        eps=1e-10,
-    )
+    decay, group = plan.weight_decay, {"params": others, "peak": plan.adam_lr}
+    adam = torch.optim.AdamW([group], weight_decay=decay, betas=(0.9, 0.98), eps=1e-10)
     if not matrices:
         return [adam]
-    muon = torch.optim.Muon(
-        [{"params": matrices, "peak": plan.muon_lr}],
-        weight_decay=plan.weight_decay,
-        momentum=0.95,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    return [muon, adam]
+    group = {"params": matrices, "peak": plan.muon_lr}
+    return [torch.optim.Muon([group], weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adam]
 
 
 @torch.no_grad()
 def held_out_loss(
     model: LanguageModel, tokens: np.ndarray, length: int = 512, max_windows: int = 0
 ) -> float:
-    """Mean loss in nats per token over non-overlapping windows of a token array.
+    """Mean loss in nats per token over non-overlapping windows of a one-dimensional token array.
 
-    Args:
-        model, tokens: the model, and ids in one dimension.
-        length: positions per window; the first token of a window is context only.
-        max_windows: number of evenly spaced windows; 0 uses all.
+    The first token of a window is context only. At most ``max_windows`` evenly spaced windows are
+    used; 0 uses all.
 
     Raises:
         UserError: fewer tokens than a window.
@@ -78,10 +62,8 @@ def held_out_loss(
     count = (len(tokens) - 1) // length
     if not count:
         raise UserError(f"{len(tokens)} held-out tokens do not fill a window of {length}")
-    starts = np.arange(count) * length
-    if max_windows and count > max_windows:
-        starts = starts[np.linspace(0, count - 1, max_windows).astype(int)]
-    total = 0.0
+    kept = min(count, max_windows or count)
+    starts, total = np.linspace(0, count - 1, kept).astype(int) * length, 0.0
     for first in range(0, len(starts), 8):
         rows = [tokens[i : i + length + 1].astype(np.int64) for i in starts[first : first + 8]]
         batch = torch.from_numpy(np.stack(rows)).to(model.device)
@@ -92,22 +74,14 @@ def held_out_loss(
 
 @dataclass(slots=True)
 class RunState:
-    """Progress of a run, stored in its checkpoint beside weights and optimizers.
-
-    Attributes:
-        step, tokens: optimizer steps and training tokens so far, over all processes.
-        seconds: wall-clock time so far, earlier sessions included.
-        grown_at: step of the last growth or restart; warm-up counts from it.
-        cycle: number of the current cycle.
-        curve: rows of the loss curve.
-    """
+    """Progress of a run, stored in its checkpoint beside weights and optimizers."""
 
     step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    grown_at: int = 0
+    tokens: int = 0  # over all processes
+    seconds: float = 0.0  # wall-clock time, earlier sessions included
+    grown_at: int = 0  # step of the last growth or restart; warm-up counts from it
     cycle: int = 0
-    curve: list[dict[str, float]] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)  # rows of the loss curve
 
 
 class Loss:
@@ -131,44 +105,38 @@ _NOT_OF_WEIGHTS = ("checkpoint_minutes", "log_every", "eval_every", "eval_length
 _HELD_OUT_TOKENS = 12288  # per measurement during a run
 
 
+@dataclass(eq=False)
 class Pretraining:
     """One resumable run; ``run`` trains, then ``model`` is the result.
 
     In a process group each process trains on its share of every batch's rows, so batches are
     multiples of the number of processes; all processes have the same weights at every step.
+
+    Attributes:
+        model: has the first phase's depth, or fewer layers, which are added.
+        mixture, plan: the batches and the schedule.
+        folder: for checkpoint.pt, from which a run resumes, settings.json and curve.json.
+        held_out: token ids whose loss is measured during the run; None measures nothing.
+        loss: the cross entropy of text by default.
+        settings: further settings under which alone the run may resume, as plain values.
+        report: called every `log_every` steps.
+
+    Raises:
+        UserError: model or streams do not fit the plan, or the checkpoint has other settings.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        mixture: Mixture,
-        plan: RunPlan,
-        folder: Path,
-        *,
-        held_out: np.ndarray | None = None,
-        loss: Loss | None = None,
-        settings: Mapping[str, Any] | None = None,
-        report: Report = silent,
-    ) -> None:
-        """Resumes from `folder`/checkpoint.pt if it exists.
+    model: LanguageModel
+    mixture: Mixture
+    plan: RunPlan
+    folder: Path
+    held_out: np.ndarray | None = None
+    loss: Loss = field(default_factory=Loss)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    report: Report = silent
 
-        Args:
-            model: has the first phase's depth, or fewer layers, which are added.
-            mixture, plan: the batches and the schedule.
-            folder: for checkpoint.pt, settings.json and curve.json; created if absent.
-            held_out: token ids whose loss is measured during the run; None measures nothing.
-            loss: None is the cross entropy of text.
-            settings: further settings under which alone the run may resume, as plain values.
-            report: called every `log_every` steps.
-
-        Raises:
-            UserError: the model or the streams do not fit the plan, or the checkpoint is of a run
-                under other settings.
-        """
-        self.model, self.mixture, self.plan, self.folder = model, mixture, plan, folder
-        self.held_out, self.report = held_out, report
-        self.loss, self.state = loss or Loss(), RunState()
-        plan.check(model.shape)
+    def __post_init__(self) -> None:
+        plan, mixture, held_out, self.state = self.plan, self.mixture, self.held_out, RunState()
+        plan.check(self.model.shape)
         for phase in plan.phases:
             check_rows(phase.batch, "batch")
             mixture.check(phase.length)
@@ -177,10 +145,10 @@ class Pretraining:
                 f"{len(held_out)} held-out tokens do not fill a window of {plan.eval_length}:"
                 " lower plan.eval_length"
             )
-        checkpoint = folder / "checkpoint.pt"
+        checkpoint = self.folder / "checkpoint.pt"
         schedule = {f"plan.{k}": v for k, v in asdict(plan).items() if k not in _NOT_OF_WEIGHTS}
-        every_setting = {**schedule, **mixture.settings(), **(settings or {})}
-        keep_settings(folder / "settings.json", every_setting, [checkpoint])
+        every_setting = {**schedule, **mixture.settings(), **self.settings}
+        keep_settings(self.folder / "settings.json", every_setting, [checkpoint])
         self.optimizers = make_optimizers(self.model, plan)
         if from_rank_0(float(checkpoint.exists())):
             self._restore(torch.load(checkpoint, map_location="cpu", weights_only=True))
@@ -282,15 +250,11 @@ class Pretraining:
 
 
 def keep_settings(path: Path, settings: Mapping[str, Any], products: Iterable[Path]) -> None:
-    """Records the settings of new work, or compares them with those of existing work.
-
-    Args:
-        path: JSON file of settings beside the work.
-        settings: plain values.
-        products: files of the work; if none exists, the work is new.
+    """Records the settings (plain values) of work in a JSON file beside it, or compares them.
 
     Raises:
-        UserError: the work exists and its settings differ or were not recorded.
+        UserError: one of ``products``, the work's files, exists and its settings differ or were not
+            recorded.
     """
     current = plain(dict(settings))
     if not any(product.exists() for product in products):

@@ -27,9 +27,8 @@ from specdec.parts.sections import build
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
 from specdec.train.lm import Pretraining
 from specdec.train.model import LanguageModel, ModelShape, save_hf
-from specdec.train.parallel import rank_and_size
 from specdec.train.plan import RunPlan
-from specdec.train.session import Session
+from specdec.train.session import Session, rank_and_size
 from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, tokenizer_texts, train_tokenizer
 
@@ -78,13 +77,6 @@ def read_teacher(session: Session, part: str = "target") -> Teacher:
     streams = need_streams(session.work, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Teacher(model=session.load(folder), tokenizer=tokenizer, streams=streams)
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the tokenizer's files, where they exist, into a model's folder."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (source / name).exists():
-            write_bytes(folder / name, (source / name).read_bytes())
 
 
 def _describe(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -143,10 +135,9 @@ def make_tokenizer(
     report(0.6, "encoding")
     streams = encode_corpus(corpus, used, session.seed)
     save_streams(streams, work / "tokens.npz")
-    save_tokenizer(used, work, max_positions)
+    for folder in (work,) if existing else (work, out / "target", out / "draft"):
+        save_tokenizer(used, folder, max_positions)
     if existing is None:
-        for part in ("target", "draft"):
-            copy_tokenizer(work, out / part)
         write_json(out / "corpus.json", _describe(corpus, streams))
     report(1.0, f"{sum(map(len, streams.values()))} tokens")
 
@@ -171,9 +162,8 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 def _refuse_other_models(tokenizer: Tokenizer, out: Path) -> None:
     for folder in (out / "target", out / "draft"):
         used = folder / "tokenizer.json"
-        if (folder / "model.safetensors").exists() and not (
-            used.exists() and read_json(used) == json.loads(tokenizer.to_str())
-        ):
+        same = used.exists() and read_json(used) == json.loads(tokenizer.to_str())
+        if (folder / "model.safetensors").exists() and not same:
             raise UserError(
                 f"{folder} holds a model of another tokenizer than the new one: give"
                 f" tokenizer={folder} to use that model's, or another output_dir and work_dir for"
@@ -196,8 +186,8 @@ def train_and_save(
         return
     curve = run.state.curve
     held_out = [row for row in curve if "held_out" in row]
-    thinned = [*curve[:: max(1, len(curve) // 24)], *curve[-1:]]
-    thinned += held_out[:: max(1, len(held_out) // 12)]
+    kept = [*curve[:: max(1, len(curve) // 24)], *curve[-1:]]
+    kept += held_out[:: max(1, len(held_out) // 12)]
     values = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": run.state.step,
@@ -208,7 +198,7 @@ def train_and_save(
         "torch": torch.__version__,
         "windows": sorted({phase.length for phase in run.plan.phases}),
         "held_out_window": run.plan.eval_length,
-        "curve": [row for _, row in sorted({row["step"]: row for row in thinned}.items())],
+        "curve": [row for row in curve if row in kept],
     }
     write_json(record, values | (extra or {}))
     save(model)
@@ -217,7 +207,9 @@ def train_and_save(
 def save_member(model: LanguageModel, folder: Path, tokenizer: Path) -> None:
     """Writes a model of the family, with a copy of the tokenizer of the folder ``tokenizer``."""
     save_hf(model, folder)
-    copy_tokenizer(tokenizer, folder)
+    for path in (tokenizer / "tokenizer.json", tokenizer / "tokenizer_config.json"):
+        if path.exists():
+            write_bytes(folder / path.name, path.read_bytes())
 
 
 def train_target(

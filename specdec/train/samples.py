@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from specdec.errors import UserError
 from specdec.parts.fields import Index, NotNegative, Positive, PositiveShare
 from specdec.parts.sections import build
-from specdec.train.lm import Report, silent
 from specdec.train.model import LanguageModel
+from specdec.train.session import Report, silent
 from specdec.train.streams import compact
 
 

@@ -122,11 +122,6 @@ class Mixture:
         tokens = torch.from_numpy(np.stack(rows))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all streams."""
-        return sum(map(len, self.streams.values()))
-
     def settings(self) -> dict[str, Any]:
         """Seed, shares and sizes of the streams, which determine the batches."""
         sizes = {name: len(stream) for name, stream in self.streams.items()}

@@ -27,10 +27,9 @@ from specdec.parts.sections import build
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining, keep_settings
 from specdec.train.model import LanguageModel, load_hf, save_hf, weights_hash
-from specdec.train.parallel import check_rows, own_rows, rank_and_size, wait_for_all
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import read_teacher, train_and_save
-from specdec.train.session import Session
+from specdec.train.session import Session, check_rows, own_rows, rank_and_size, wait_for_all
 from specdec.train.streams import Mixture
 
 
@@ -148,7 +147,7 @@ def finish_target(
         wait_for_all()
     if rank_and_size()[0] == 0:
         _write_blend(work, folder, blend, session.out / "target")
-        _record_rounds(session.out / "target" / "training.json", work, rounds, blend)
+        _record_rounds(work, rounds, blend, session.out / "target" / "training.json")
 
 
 def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any]) -> Path:
@@ -189,7 +188,7 @@ def _write_blend(work: Path, last: Path, blend: float, folder: Path) -> None:
     save_hf(model, folder)
 
 
-def _record_rounds(path: Path, work: Path, rounds: int, blend: float) -> None:
+def _record_rounds(work: Path, rounds: int, blend: float, path: Path) -> None:
     """Adds the rounds to the record of the target's training."""
     record = read_json(path) if path.exists() else {}
     runs = [read_json(work / str(number) / "training.json") for number in range(rounds)]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from specdec.errors import UserError
 from specdec.parts.sections import build
-from specdec.train import cli, parallel, recipes, session
+from specdec.train import cli, recipes, session
 from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
 from specdec.train.exits import ExitHeads, HeadSpec, SelfDistillation
@@ -217,8 +217,8 @@ class TestNumbers:
 
 class TestProcesses:
     def test_rows_are_shared_evenly_or_not_at_all(self, monkeypatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(parallel, "rank_and_size", lambda: (1, 2))
-        own = parallel.own_rows(torch.arange(4)[:, None], device=torch.device("cpu"))
+        monkeypatch.setattr(session, "rank_and_size", lambda: (1, 2))
+        own = session.own_rows(torch.arange(4)[:, None], device=torch.device("cpu"))
         assert own[0].flatten().tolist() == [1, 3]
         odd = plan(phases=[{"until": 1.0, "length": 16, "batch": 3}])
         with pytest.raises(UserError, match="batch=3 must be a multiple of num_processes=2"):
