@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from importlib import resources
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -81,48 +80,32 @@ def make_card(
 def render_card(folder: Path) -> str:
     """The model card of a family, from measured.json and the records of its runs."""
     environment = Environment(  # noqa: S701 - Markdown, not HTML
-        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
+        loader=PackageLoader("specdec.train", "."),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
     )
     environment.filters["fixed"] = lambda value, digits: f"{value:.{digits}f}"
     environment.filters["millions"] = lambda value, digits=2: f"{value / 1e6:.{digits}f}"
-    template = resources.files("specdec.train").joinpath("card.md.j2").read_text("utf-8")
-    target, corpus = _read(folder / "target" / "training.json"), _read(folder / "corpus.json")
-    rounds = target.get("finish", {}).get("rounds", ())
-    return environment.from_string(template).render(
-        measured=_read(folder / "measured.json"),
-        target=target,
-        draft=_read(folder / "draft" / "training.json"),
-        corpus=corpus,
+    paths = ("measured.json", "target/training.json", "draft/training.json", "corpus.json")
+    texts = [read_json(folder / p) if (folder / p).exists() else {} for p in paths]
+    heads = folder / "heads"
+    measured_heads = [read_json(path) for path in sorted(heads.glob("measured-*.json"))]
+    return environment.get_template("card.md.j2").render(
+        **dict(zip(("measured", "target", "draft", "corpus"), texts, strict=True)),
         ranks=RANKS,
         held_out_modulus=HELD_OUT_MODULUS,
-        finish_windows=sorted({length for one in rounds for length in one.get("windows", ())}),
-        kept_out=corpus.get("kept_out", list(EVALUATED)),  # older records excluded all
-        **_heads(folder / "heads"),
+        evaluated=list(EVALUATED),
+        head_parameters={p.stem: _num_parameters(p) for p in sorted(heads.glob("*.safetensors"))},
+        head_rows=[row for rows in measured_heads for row in rows],
+        head_runs=[read_json(path) for path in sorted(heads.glob("training-*.json"))],
     )
 
 
-def _heads(folder: Path) -> dict[str, Any]:
-    """The template's values for the heads: sizes, sampled agreement by data set, runs."""
-    rows = [row for path in sorted(folder.glob("measured-*.json")) for row in read_json(path)]
-    rows = [row for row in rows if row["sampling"] != "greedy"]
-    rates = {(row["head"], row["data"]): row["outside"][0] for row in rows}
-    data = list(dict.fromkeys(row["data"] for row in rows))
-    heads = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-        by_data = [rates.get((path.stem, name)) for name in data]
-        heads.append({"name": path.stem, "parameters": sum(map(prod, shapes)), "rates": by_data})
-    return {
-        "heads": heads,
-        "head_data": data,
-        "head_sampling": rows[0]["sampling"] if rows else "",
-        "head_runs": [read_json(path) for path in sorted(folder.glob("training-*.json"))],
-    }
-
-
-def _read(path: Path) -> Any:
-    return read_json(path) if path.exists() else {}
+def _num_parameters(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def _held_out(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, Any]:

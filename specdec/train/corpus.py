@@ -44,18 +44,11 @@ STREAMS = ("stdlib", "function", "package", "gsm8k")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One training or held-out text.
+    """One training or held-out text, cleaned."""
 
-    Attributes:
-        source: distribution name, "stdlib" or "gsm8k".
-        kind: "file", "functions" or "text".
-        path: POSIX path relative to the source's root.
-        text: the cleaned text.
-    """
-
-    source: str
-    kind: str
-    path: str
+    source: str  # distribution name, "stdlib" or "gsm8k"
+    kind: str  # "file", "functions" or "text"
+    path: str  # POSIX, relative to the source's root
     text: str
 
     @property
@@ -68,12 +61,9 @@ class Document:
 class Corpus:
     """Training and held-out documents, and counts of dropped files.
 
-    Attributes:
-        train: documents for training.
-        held_out: standard-library files for which is_held_out is true; never trained on.
-        licences: licence statement of each source, from its metadata.
-        dropped: number of dropped files by reason.
-        kept_out: evaluation sets that were available, so that files quoting them were dropped.
+    ``held_out`` has the standard-library files for which is_held_out is true, never trained on;
+    ``licences`` the statement of each source, ``dropped`` the number of files by reason, and
+    ``kept_out`` the evaluation sets that were available, so that files quoting them were dropped.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -98,11 +88,7 @@ def _data_file(name: str) -> Path | None:
 
 
 def why_junk(text: str) -> str | None:
-    """Reason to drop a file, or None.
-
-    Reasons: very short or long files, very long lines (minified or generated), a statement that the
-    file is generated, and mostly digits, punctuation or non-ASCII characters (tables).
-    """
+    """Reason to drop a file, or None: its length, that of its lines, generated, mostly a table."""
     if len(text) < 400:
         return "short"
     if len(text) > 400_000:
@@ -255,13 +241,12 @@ def build_corpus(
 ) -> Corpus:
     """Reads, cleans and de-duplicates all text; deterministic for one installation.
 
-    Near copies of held-out files are dropped too.
-
     Args:
         packages: largest number of megabytes (10**6 bytes) of files by distribution, in order of
             each path's CRC-32; a distribution that is not installed is skipped and counted.
         gsm8k_mb: megabytes of GSM8K training text; needs the SPECDEC_DATA folder.
-        copy_threshold: share of known 3-line shingles, in (0, 1], from which a file is a copy.
+        copy_threshold: share of known 3-line shingles, in (0, 1], from which a file is a copy,
+            also of a held-out file.
 
     Raises:
         UserError: a package's metadata states no permissive licence.

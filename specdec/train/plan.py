@@ -17,17 +17,13 @@ from specdec.train.model import ModelShape
 class Phase:
     """One part of a run.
 
-    Attributes:
-        until: share of the run at which the phase ends, in (0, 1].
-        length: positions per sequence.
-        batch: sequences per step, over all processes.
-        layers: depth to which the model is grown at the start of the phase, a multiple of the
-            previous one; None keeps the depth.
+    ``layers`` is the depth to which the model is grown at the start of the phase, a multiple of the
+    previous one; None keeps the depth.
     """
 
-    until: float
-    length: Count
-    batch: Count
+    until: float  # share of the run at which the phase ends, in (0, 1]
+    length: Count  # positions per sequence
+    batch: Count  # sequences per step, over all processes
     layers: Count | None = None
 
 

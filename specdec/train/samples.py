@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -209,13 +208,11 @@ def docstring_end(document: np.ndarray, quote_ids: Sequence[int]) -> int:
     return int(quotes[1]) + 1 if len(quotes) == 2 and quotes[1] >= 8 else 0
 
 
-def sequence_end(document: np.ndarray, ids: Sequence[int]) -> int:
+def sequence_end(document: np.ndarray, ids: list[int]) -> int:
     """Length of a prompt that ends with these ids, within the first 256 tokens; 0 without them."""
-    tokens = document[:-1][:255]
-    if len(tokens) < len(ids):
-        return 0
-    matches = np.flatnonzero((sliding_window_view(tokens, len(ids)) == ids).all(axis=1))
-    return int(matches[0]) + len(ids) if len(matches) else 0
+    tokens, size = document[:-1][:255].tolist(), len(ids)
+    ends = range(size, len(tokens) + 1)
+    return next((end for end in ends if tokens[end - size : end] == ids), 0)
 
 
 def same_length_batches(prompts: list[np.ndarray], batch: int) -> list[Tensor]:
