@@ -97,10 +97,9 @@ def agreement_by_data(
     new_tokens: int,
     seed: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields ``measure_agreement`` for each data set and each rule of SETTINGS.
+    """Yields ``measure_agreement`` for each data set of ``prompts`` and each rule of SETTINGS.
 
-    ``prompts`` has the number of prompts by data set; absent data sets are skipped. Prompts that
-    leave no room for new_tokens lose their first tokens.
+    Absent data sets are skipped; prompts without room for new_tokens lose their first tokens.
     """
     max_prompt = target.shape.max_positions - new_tokens
     for name, limit in prompts.items():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from safetensors import safe_open
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from specdec.data.files import read_json
@@ -47,7 +46,7 @@ def make_card(
     if measure:
         for part in ("target", "draft"):
             need(out / part / "model.safetensors", part)
-        tokenizer, models = _tokenizer(out / "target"), {}
+        tokenizer, models = Tokenizer.from_file(str(out / "target" / "tokenizer.json")), {}
         measured: dict[str, Any] = {"loss_window": length}
         for part in ("target", "draft"):
             report(0.1, f"held-out loss of the {part}")
@@ -56,9 +55,9 @@ def make_card(
             measured[part]["pass_ms"] = _pass_ms(out / part)
         if reference is not None:
             report(0.2, f"held-out loss of {reference}")
-            other = load_hf(Path(reference))
+            other, own = load_hf(Path(reference)), f"{reference}/tokenizer.json"
             measured["reference"] = {
-                **_held_out(other, _tokenizer(Path(reference)), length),
+                **_held_out(other, Tokenizer.from_file(own), length),
                 "parameters": other.num_parameters(),
                 "layers": other.shape.num_layers,
             }
@@ -91,21 +90,17 @@ def render_card(folder: Path) -> str:
     paths = ("measured.json", "target/training.json", "draft/training.json", "corpus.json")
     texts = [read_json(folder / p) if (folder / p).exists() else {} for p in paths]
     heads = folder / "heads"
+    files = {path.stem: load_file(path).values() for path in sorted(heads.glob("*.safetensors"))}
     measured_heads = [read_json(path) for path in sorted(heads.glob("measured-*.json"))]
     return environment.get_template("card.md.j2").render(
         **dict(zip(("measured", "target", "draft", "corpus"), texts, strict=True)),
         ranks=RANKS,
         held_out_modulus=HELD_OUT_MODULUS,
         evaluated=list(EVALUATED),
-        head_parameters={p.stem: _num_parameters(p) for p in sorted(heads.glob("*.safetensors"))},
+        head_parameters={name: sum(w.numel() for w in file) for name, file in files.items()},
         head_rows=[row for rows in measured_heads for row in rows],
         head_runs=[read_json(path) for path in sorted(heads.glob("training-*.json"))],
     )
-
-
-def _num_parameters(path: Path) -> int:
-    with safe_open(path, framework="pt") as file:
-        return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def _held_out(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
@@ -135,7 +130,3 @@ def _pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
             cache = model(tokens[:, :1], past_key_values=cache, use_cache=True).past_key_values
             times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
-
-
-def _tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -79,14 +79,10 @@ def sample_target(
 ) -> np.ndarray:
     """Samples the target's own continuations of training functions' signatures and docstrings.
 
-    Each process of a group samples its share of the prompts and returns all samples.
-
-    Args:
-        target: the sampled model; prompts come from its streams "function" and "gsm8k".
-        sampling: keys prompts, gsm8k_prompts, and those of ``sample_documents``, which also
-            describes the other arguments and the result.
-        work: folder of the result, one file per process; a second call with the same target and
-            settings reads it.
+    Each process of a group samples its share of the prompts, which come from the streams "function"
+    and "gsm8k", and returns all samples. The folder ``work`` gets one file per process, which a
+    second call with the same target and settings reads. ``sampling`` also has the numbers of
+    prompts, ``prompts`` and ``gsm8k_prompts``; for the other arguments see ``sample_documents``.
 
     Raises:
         UserError: the folder has samples of another target or of other settings.
@@ -124,24 +120,19 @@ def train_draft(
     The draft's initial weights are the target's embedding and some of its layers, which saves
     hundreds of steps compared with random weights. Arguments: conf/train/draft.yaml.
     """
-    work, folder, seed = session.work / "draft", session.out / "draft", session.seed
+    work, folder = session.work / "draft", session.out / "draft"
+    seed, report = session.seed, session.report
     schedule = RunPlan.of(distill_plan, "distill_plan")
     target = read_teacher(session)
     draft = with_layers(target.model, target_layers).to(session.place)
     schedule.check(draft.shape)
     about = {"text_weight": text_weight, "temperature": temperature}
     loss = DistillationLoss(target.model, **about)
-    samples = sample_target(target, sampling, work, seed=seed, report=session.report)
-    run = Pretraining(
-        draft,
-        Mixture({**target.streams, "samples": samples}, distill_weights, seed + 1),
-        schedule,
-        work,
-        loss=loss,
-        held_out=target.streams["held_out"],
-        settings={"target": weights_hash(target.model), "target_layers": target_layers, **about},
-        report=session.report,
-    )
+    samples = sample_target(target, sampling, work, seed=seed, report=report)
+    streams = {**target.streams, "samples": samples}
+    settings = {"target": weights_hash(target.model), "target_layers": target_layers, **about}
+    mixture, held_out = Mixture(streams, distill_weights, seed + 1), streams["held_out"]
+    run = Pretraining(draft, mixture, schedule, work, held_out, loss, settings, report)
     extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
     save_draft = partial(save_member, folder=folder, tokenizer=session.out / "target")
     train_and_save(run, folder / "training.json", save_draft, extra)
@@ -150,11 +141,8 @@ def train_draft(
 def sample_ngram(session: Session, *, sampling: dict[str, Any], max_tokens: int) -> None:
     """Samples token sequences from the draft for n-gram counts.
 
-    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents each preceded by token 0.
-    Arguments: conf/train/ngram.yaml.
-
-    Raises:
-        UserError: the vocabulary has ids above 32767, which int16 cannot hold.
+    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents each preceded by token 0;
+    a vocabulary with ids above 32767 is refused. Arguments: conf/train/ngram.yaml.
     """
     draft, seed = read_teacher(session, "draft"), session.seed
     if draft.model.shape.vocab_size > 32768:

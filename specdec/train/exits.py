@@ -209,10 +209,8 @@ def warm_start(
     Ridge regression maps the input of a head's output matrix to the input of the target's at the
     position that the head predicts from; the head's matrix becomes the target's after that map.
 
-    Args:
-        target, heads: frozen, and not yet trained.
-        batches: int64 (B, S) token ids each.
-        ridge: added to the diagonal, as a share of its mean.
+    The heads are untrained; batches are int64 token ids (B, S); ``ridge`` is a share of the
+    diagonal's mean, added to it.
     """
     depth, width = target.shape.num_layers, target.shape.hidden
     own = [head for head in heads if head.spec.own_output]
@@ -290,17 +288,13 @@ def train_exit_heads(
         mixture.check(first.length)
         batches = (mixture.batch(first.batch, first.length)[0] for _ in range(warm_batches))
         warm_start(target, exit_heads, batches)
-    settings = {"heads": list(exit_heads.heads), "warm_batches": warm_batches, "loss": loss}
+    about = {"heads": list(exit_heads.heads), "warm_batches": warm_batches, "loss": loss}
+    settings = {"target": weights_hash(target), **about}
+    model: Any = exit_heads
     run = Pretraining(
-        exit_heads,  # type: ignore[arg-type]
-        mixture,
-        schedule,
-        folder,
-        loss=distillation,
-        settings={"target": weights_hash(target), **settings},
-        report=report,
+        model, mixture, schedule, folder, loss=distillation, settings=settings, report=report
     )
-    about = {**settings, "weights": weights}
+    about["weights"] = weights
     train_and_save(run, out / f"training-{name}.json", partial(save_heads, folder=out), about)
     if rank_and_size()[0] == 0:
         rows = _evaluate(teacher, exit_heads, evaluation, session)
@@ -351,7 +345,7 @@ def _evaluate(
     """Each head's top-k agreement with the target's own continuations, in and outside loops.
 
     Top-1 outside loops is the acceptance rate of a pipeline that verifies token by token (PPSD's
-    alpha) on text without repetitions. Absent data sets are skipped.
+    alpha) on text without repetitions.
     """
     target, layers = teacher.model, {head.spec.layer for head in heads}
 

@@ -54,10 +54,7 @@ def held_out_loss(
     """Mean loss in nats per token over non-overlapping windows of a one-dimensional token array.
 
     The first token of a window is context only. At most ``max_windows`` evenly spaced windows are
-    used; 0 uses all.
-
-    Raises:
-        UserError: fewer tokens than a window.
+    used; 0 uses all. UserError if the tokens do not fill a window.
     """
     count = (len(tokens) - 1) // length
     if not count:
@@ -214,10 +211,8 @@ class Pretraining:
     def run(self, *, stop_after_steps: int | None = None) -> LanguageModel:
         """Trains to the end of the plan, or for `stop_after_steps` more steps, and saves."""
         recent: list[Tensor] = []
-        first = self.state.step
-        while (progress := self._progress()) < 1.0:
-            if stop_after_steps is not None and self.state.step - first >= stop_after_steps:
-                break
+        last = float("inf") if stop_after_steps is None else self.state.step + stop_after_steps
+        while (progress := self._progress()) < 1.0 and self.state.step < last:
             phase, cycle = self.plan.phase_at(progress), self.plan.cycle_at(progress)
             if phase.layers is not None and phase.layers != self.model.shape.num_layers:
                 self._grow_to(phase.layers)

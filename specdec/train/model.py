@@ -250,11 +250,7 @@ def load_hf(
 
 
 def grow(model: LanguageModel, num_layers: int) -> LanguageModel:
-    """A deeper model that repeats the layers in order (ABC becomes ABCABC).
-
-    Raises:
-        UserError: num_layers is not a multiple of the model's depth.
-    """
+    """A model of a multiple of the depth that repeats the layers in order (ABC becomes ABCABC)."""
     depth = model.shape.num_layers
     if num_layers % depth:
         raise UserError(f"{num_layers} layers are not a multiple of {depth}")
@@ -262,11 +258,7 @@ def grow(model: LanguageModel, num_layers: int) -> LanguageModel:
 
 
 def with_layers(model: LanguageModel, layers: Sequence[int]) -> LanguageModel:
-    """A model with copies of the embedding, the final norm and layers of another, in this order.
-
-    Raises:
-        UserError: no layers, or an index out of range.
-    """
+    """A model with copies of the embedding, the final norm and these layers of another."""
     depth = model.shape.num_layers
     if not layers or not all(0 <= layer < depth for layer in layers):
         raise UserError(f"layers {list(layers)} are not layers of a model of {depth}")

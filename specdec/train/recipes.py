@@ -219,35 +219,24 @@ def train_target(
 
     Writes output_dir/target and work_dir/target. Arguments: conf/train/target.yaml.
     """
+    work, folder, seed = session.work / "target", session.out / "target", session.seed
     streams, schedule = need_streams(session.work), RunPlan.of(plan)
-    model = LanguageModel(
-        _shape(shape, schedule, streams),
-        generator=torch.Generator().manual_seed(session.seed),
-        compute_dtype=session.dtype,
-        compiled=session.compiled,
-    )
-    run = Pretraining(
-        model.to(session.place),
-        Mixture(streams, weights, session.seed),
-        schedule,
-        session.work / "target",
-        held_out=streams["held_out"],
-        report=session.report,
-    )
-    folder = session.out / "target"
-    save = partial(save_member, folder=folder, tokenizer=session.work)
-    train_and_save(run, folder / "training.json", save)
-
-
-def _shape(sizes: dict[str, Any], schedule: RunPlan, streams: dict[str, np.ndarray]) -> ModelShape:
-    """Sizes in the first phase, which must state a depth; the vocabulary holds the streams."""
     depth = schedule.phases[0].layers
     if depth is None:
         raise UserError("plan.phases: the first phase must give `layers`, the initial depth")
-    shape = build(ModelShape, sizes, "shape", num_layers=depth)
+    sizes = build(ModelShape, shape, "shape", num_layers=depth)
     largest = max(int(ids.max(initial=0)) for ids in streams.values())
-    if largest >= shape.vocab_size:
+    if largest >= sizes.vocab_size:
         raise UserError(
-            f"shape.vocab_size={shape.vocab_size}, but the token streams hold id {largest}"
+            f"shape.vocab_size={sizes.vocab_size}, but the token streams hold id {largest}"
         )
-    return shape
+    model = LanguageModel(
+        sizes,
+        generator=torch.Generator().manual_seed(seed),
+        compute_dtype=session.dtype,
+        compiled=session.compiled,
+    ).to(session.place)
+    mixture, held_out = Mixture(streams, weights, seed), streams["held_out"]
+    run = Pretraining(model, mixture, schedule, work, held_out=held_out, report=session.report)
+    save = partial(save_member, folder=folder, tokenizer=session.work)
+    train_and_save(run, folder / "training.json", save)

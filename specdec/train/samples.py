@@ -90,15 +90,11 @@ def generate(
 ) -> Tensor:
     """Continues prompts of equal length; rows are assigned to rules by their shares, in order.
 
-    Args:
-        model: on any device; prompts (int64 token ids) are moved to it.
-        max_new_tokens: T.
-        samplings: the rules.
-        generator: of the CPU; the source of all draws.
-        stop_at_end: once a row emits token 0, the rest of it is 0.
+    Prompts are int64 token ids, moved to the model's device; the generator, of the CPU, is the
+    source of all draws. With ``stop_at_end`` a row that emits token 0 continues with 0.
 
     Returns:
-        New tokens, int64 of shape (B, T), on the CPU.
+        New tokens, int64 of shape (B, T), on the CPU; T is ``max_new_tokens``.
 
     Raises:
         UserError: prompt and new tokens exceed the model's positions.
@@ -200,10 +196,7 @@ def function_prompts(
 
 
 def docstring_end(document: np.ndarray, quote_ids: Sequence[int]) -> int:
-    """Length of a prompt that ends with the second token of ``quote_ids``, within tokens 9 to 192.
-
-    Returns 0 without one.
-    """
+    """Length of a prompt that ends with the second token of ``quote_ids``, in tokens 9 to 192."""
     quotes = np.flatnonzero(np.isin(document[:192], quote_ids))[:2]
     return int(quotes[1]) + 1 if len(quotes) == 2 and quotes[1] >= 8 else 0
 
@@ -223,6 +216,5 @@ def same_length_batches(prompts: list[np.ndarray], batch: int) -> list[Tensor]:
     """
     ordered = sorted(prompts, key=len)
     groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]
-    return [
-        torch.from_numpy(np.stack([p[len(p) - len(group[0]) :] for p in group])) for group in groups
-    ]
+    equal = ([prompt[len(prompt) - len(group[0]) :] for prompt in group] for group in groups)
+    return [torch.from_numpy(np.stack(rows)) for rows in equal]

@@ -145,7 +145,7 @@ def start(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
         if limit < size:
             session.report(0.0, f"device={device}: {limit} of num_processes={size}, one per GPU")
         size = min(size, limit)
-    (_run if size == 1 else _run_in_processes)(recipe, session, values, size)
+    (_run_in_processes if size > 1 else _run)(recipe, session, values, size)
 
 
 def _run(recipe: Recipe, session: Session, values: Mapping[str, Any], _size: int = 1) -> None:
@@ -171,9 +171,8 @@ def _child(
 ) -> None:
     """One process; process 0 prints the progress."""
     backend = "nccl" if torch.cuda.is_available() and session.device != "cpu" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size
-    )
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     try:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,9 +32,7 @@ from specdec.train.session import Session, check_rows, own_rows, rank_and_size, 
 from specdec.train.streams import Mixture
 
 
-def mark_repeated(
-    continuation: npt.NDArray[Any], *, vocab_size: int, ngram: int
-) -> npt.NDArray[Any]:
+def mark_repeated(continuation: np.ndarray, *, vocab_size: int, ngram: int) -> np.ndarray:
     """Adds vocab_size to every token that is part of a repeated n-gram; int[T] to int64[T].
 
     All tokens of an n-gram but of its first occurrence are marked: with only the last one marked, a
@@ -43,8 +40,7 @@ def mark_repeated(
     """
     ends = np.flatnonzero(repeated_ngrams(continuation.tolist(), ngram))
     marked = continuation.astype(np.int64)
-    members = np.unique(ends[:, None] - np.arange(ngram))
-    marked[members] += vocab_size
+    marked[np.unique(ends[:, None] - np.arange(ngram))] += vocab_size
     return marked
 
 
@@ -56,17 +52,14 @@ class UnlikelihoodLoss(Loss):
     The second term is the mean over all positions of the sample windows of -log(1 - p(token)) at
     marked tokens and 0 elsewhere, so that it decreases with the number of repetitions.
 
-    Attributes:
-        samples: one stream, marked by mark_repeated; it must fill a window.
-        weight: of the second term.
-        batch: sample windows per step, over all processes, among which it divides evenly.
-        length: positions per sample window.
+    ``samples`` is one stream, marked by mark_repeated, which must fill a window; ``weight`` is that
+    of the second term; ``batch`` counts over all processes, among which it divides evenly.
     """
 
     samples: Mixture
     weight: Positive
-    batch: Count
-    length: Count
+    batch: Count  # sample windows per step
+    length: Count  # positions per sample window
 
     def __post_init__(self) -> None:
         check_rows(self.batch, "unlikelihood.batch")
@@ -131,31 +124,22 @@ def finish_target(
         at = seed + number
         samples = sample_target(teacher, sampling, here, seed=at, report=report, mark=mark)
         marked = Mixture({"samples": samples}, {"samples": 1.0}, seed)
-        run = Pretraining(
-            teacher.model,
-            Mixture(teacher.streams, weights, at),
-            schedule,
-            here,
-            held_out=teacher.streams["held_out"],
-            loss=build(UnlikelihoodLoss, unlikelihood, "unlikelihood", samples=marked),
-            report=report,
-        )
+        loss = build(UnlikelihoodLoss, unlikelihood, "unlikelihood", samples=marked)
+        mixture, held_out = Mixture(teacher.streams, weights, at), teacher.streams["held_out"]
+        run = Pretraining(teacher.model, mixture, schedule, here, held_out, loss, report=report)
         share = float((samples >= vocab_size).mean())
         report(0.0, f"{share:.1%} of the samples repeat")
         save = partial(save_hf, folder=folder)  # marks the round as complete
         train_and_save(run, here / "training.json", save, {"repeated_share": round(share, 4)})
         wait_for_all()
     if rank_and_size()[0] == 0:
-        _write_blend(work, folder, blend, session.out / "target")
-        _record_rounds(work, rounds, blend, session.out / "target" / "training.json")
+        _write_finished(work, folder, rounds, blend, session.out / "target")
 
 
 def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any]) -> Path:
     """Folder of the weights before the first round; the first call saves them.
 
-    Raises:
-        UserError: existing rounds have other settings, or the shipped model is neither the one
-            before them nor the one that this recipe wrote.
+    Refuses rounds of other settings, and a shipped model that is neither before nor after them.
     """
     start, hashes = work / "start", work / "models.json"
     keep_settings(work / "settings.json", settings, [start / "model.safetensors"])
@@ -173,12 +157,13 @@ def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any])
 
 
 @torch.no_grad()
-def _write_blend(work: Path, last: Path, blend: float, folder: Path) -> None:
+def _write_finished(work: Path, last: Path, rounds: int, blend: float, folder: Path) -> None:
     """Writes the weights at a share of the way from those before the rounds to the last ones.
 
     Half-way between a model and its fine-tuned form most of the gain remains, and most of the loss
     on other inputs disappears (Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR
-    2022, section 3). models.json gets their hash, by which a repeated command recognises them.
+    2022, section 3). models.json gets their hash, by which a repeated command recognises them, and
+    the record of the target's training the rounds.
     """
     model = load_hf(work / "start")
     for weight, end in zip(model.parameters(), load_hf(last).parameters(), strict=True):
@@ -186,10 +171,7 @@ def _write_blend(work: Path, last: Path, blend: float, folder: Path) -> None:
     hashes = work / "models.json"
     write_json(hashes, {**read_json(hashes), "written": weights_hash(model)})
     save_hf(model, folder)
-
-
-def _record_rounds(work: Path, rounds: int, blend: float, path: Path) -> None:
-    """Adds the rounds to the record of the target's training."""
+    path = folder / "training.json"
     record = read_json(path) if path.exists() else {}
     runs = [read_json(work / str(number) / "training.json") for number in range(rounds)]
     keys = ("steps", "tokens", "minutes", "repeated_share", "windows")
