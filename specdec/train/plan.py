@@ -80,11 +80,7 @@ class RunPlan:
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str = "plan") -> RunPlan:
-        """Builds a plan from the section ``where`` of a configuration.
-
-        Raises:
-            UserError: an unknown or missing key, or a value out of range.
-        """
+        """Builds a plan from the section ``where`` of a configuration; UserError if invalid."""
         series = {name: tuple(values.get(name) or ()) for name in ("restarts", "cycle_rates")}
         phases = tuple(build(Phase, phase, f"{where}.phases") for phase in values.get("phases", ()))
         rest = {key: value for key, value in {**values, **series}.items() if key != "phases"}
