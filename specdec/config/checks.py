@@ -1,16 +1,96 @@
-"""Checks of a composed configuration, before any model is loaded."""
+"""The keys of every section of the configuration, and their checks, before any model is loaded.
+
+Types and bounds are the annotations of the class or function that takes a section; a section with a
+``_target_`` is checked against that class (``parts.build``). Only what no single constructor takes
+has its types here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import make_dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from specdec.clocks.build import check_in_process, clock_kind
-from specdec.config.schema import PROGRAM_ONLY, PROTOCOLS, kinds_of, model_for
 from specdec.errors import UserError
-from specdec.parts.build import check_keys, check_part, locate
-from specdec.parts.fields import names_of
+from specdec.parts.build import build_part, check_values, locate
+from specdec.parts.fields import Count, Index, Positive, Text, names_of, signature_of
+
+PROTOCOLS = {
+    "source": "specdec.interfaces.TokenSource",
+    "policy": "specdec.interfaces.TreePolicy",
+    "verifier": "specdec.interfaces.Verifier",
+    "executor": "specdec.interfaces.Executor",
+    "serving": "specdec.interfaces.Scheduler",
+    "logger": "specdec.interfaces.Logger",
+    "clock": "specdec.clocks.Clock",
+    "model": "specdec.pairs.ModelPair",
+    "data": "specdec.data.DataReader",
+}
+"""Section -> Protocol that the class of its ``_target_`` must implement."""
+
+
+_RUN: dict[str, Any] = {
+    "max_new_tokens": Count,
+    "stop_strings": list[Annotated[str, Field(min_length=1, max_length=200)]],
+    "ignore_eos": bool,
+    "seed": Index,
+    "batch_size": Count,
+    "prefill_chunk": Count,
+    "trace": bool,
+    "threads": Count | None,
+    "record": bool,
+    "output_dir": Text | None,
+}
+COMPARE: dict[str, Any] = {
+    "strategies": list[str],
+    "repeats": Count,
+    "curve_profile": Text,
+    "cross_profile": Text | None,
+    "curve_replay": bool,
+}
+"""Top-level keys of ``specdec compare`` alone."""
+
+
+def _keys(**hints: Any) -> type:
+    return make_dataclass("Keys", hints.items())
+
+
+_PRESET = {"name": Text, "title": Text, "baseline": bool}
+_HF_METHOD = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
+_PROFILED = _keys(profile=Text, scale=Positive)
+
+_TAKERS: dict[str, dict[str, str | type]] = {
+    "strategy": {
+        "parts": _keys(**_PRESET),
+        "hf": _keys(**_PRESET, method=_HF_METHOD, options=dict[str, Any]),
+    },
+    "strategy.options": {"": "specdec.runs.hf_generate.HFOptions"},
+    "sampling": {"": "specdec.sampling.transform.SamplingParams"},
+    "serving": {"": "specdec.serving.rules.ServingRules.of"},
+    "data": {"": "specdec.data.request.Request.of"},
+    "clock": {"measured": _keys(), "simulated": _PROFILED, "paced": _PROFILED},
+    "logger": {"none": _keys(), "wandb": "specdec.cli.loggers.WandbLogger"},
+    "model": {
+        "pretrained": "specdec.pairs.PretrainedPair",
+        "random": "specdec.pairs.RandomPair",
+        "synthetic": "specdec.pairs.build_synthetic",
+        "replay": "specdec.pairs.build_replay",
+    },
+    "executor": {
+        "specdec.executors.LocalExecutor": _keys(),
+        "specdec.executors.EarlyExitExecutor": _keys(stages=Count | None),
+        "specdec.executors.PipelineExecutor": "specdec.executors.layout.PipelineOptions",
+    },
+    "profiling": {"": "specdec.profiling.options.ProfilingOptions"},
+}
+"""Section -> its ``kind`` or ``_target_`` ("" without kinds) -> what takes its keys."""
+
+_CERTIFICATION_ONLY = ("logit_scale", "logit_step")
+"""Plain arguments of ``RandomPair`` that no configuration states."""
 
 _PARTS = ("executor", "source", "policy", "verifier")
 _SECTIONS = ("strategy", "model", "data", "sampling", "serving", "clock", "logger")
@@ -24,15 +104,11 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """
     sections = (*_SECTIONS, *_PARTS)
     top = {key: value for key, value in config.items() if key not in sections}
-    model = model_for("", "compare" if "strategies" in top else "")
-    assert model is not None
-    keys = names_of(model)
-    check_keys(model, top, "", "the configuration", names=(*keys, *sections), required=keys)
+    keys = {**_RUN, **COMPARE} if "strategies" in top else _RUN
+    check_values(_keys(**keys), top, also=sections)
     for section in _SECTIONS:
-        if section not in config:
-            raise UserError(f"{section} was removed, but every run needs it: leave out ~{section}")
-        check_section(section, config[section], choices)
-    if config["strategy"].get("kind") == "hf":
+        check_section(section, config.get(section), choices)
+    if config["strategy"]["kind"] == "hf":
         check_section("strategy.options", config["strategy"]["options"], choices)
         return
     for part in _PARTS:
@@ -47,37 +123,33 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
 
 
 def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
-    """Checks a section against the model of its kind or the signature of its ``_target_``.
+    """Checks a section against what takes its kind, or the signature of its ``_target_``.
 
     Raises:
         UserError: a class that does not fit; an unknown, missing or mistyped key.
     """
     label = f"{section}={choices[section]}" if section in choices else section
     if not isinstance(node, dict):
-        raise UserError(f"{label} is not a section: give it the keys of one of its options")
+        raise UserError(
+            f"{label} is not a section: give it the keys of one of its options, or leave out"
+            f" ~{section}"
+        )
     values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
-    common = model_for(section)
+    takers = _TAKERS.get(section, {})
+    common = _resolved(takers.get(""))
     kind = str(node.get("_target_", "" if common else node.get("kind")))
-    if model := model_for(section, kind):
-        names = [name for name in names_of(model) if name not in PROGRAM_ONLY]
-        required = () if section == "strategy.options" else names
-        check_keys(model, values, f"{section}.", label, names=names, required=required)
+    if taker := _resolved(takers.get(kind)):
+        complete = section != "strategy.options"
+        check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
     elif section in PROTOCOLS and ("_target_" in node or section in _PARTS):
-        standard = () if common is None else names_of(common)
-        check_part(node, section, label, protocol_of(section), standard)
+        keys = names_of(signature_of(common).model) if common else ()
+        build_part(node, None, section, _resolved(PROTOCOLS[section]), label=label, known=keys)
         if common:
-            known = {key: value for key, value in values.items() if key in standard}
-            check_keys(common, known, f"{section}.", label, names=standard)
+            stated = {key: value for key, value in values.items() if key in keys}
+            check_values(common, stated, section, label, also=keys)
     else:
-        known_kinds = ", ".join(kinds_of(section))
-        raise UserError(f"{label} has kind {kind!r}, which is unknown: use one of {known_kinds}")
-
-
-def protocol_of(section: str) -> type | None:
-    """The Protocol that the class of a section's ``_target_`` must implement."""
-    path = PROTOCOLS.get(section)
-    protocol: type | None = resolve_name(path) if path else None
-    return protocol
+        known = ", ".join(takers)
+        raise UserError(f"{label} has kind {kind!r}, which is unknown: use one of {known}")
 
 
 def check_targets(config: Mapping[str, Any]) -> None:
@@ -88,4 +160,8 @@ def check_targets(config: Mapping[str, Any]) -> None:
     """
     for section, node in config.items():
         if isinstance(node, dict) and "_target_" in node:
-            locate(node["_target_"], section, protocol_of(section))
+            locate(node["_target_"], section, _resolved(PROTOCOLS.get(section)))
+
+
+def _resolved(path: str | type | None) -> Any:
+    return resolve_name(path) if isinstance(path, str) else path

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec.clocks.build import clock_kind
-from specdec.config.checks import check_config
+from specdec.config.checks import COMPARE, check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.lengths import check_prompts
 from specdec.config.options import PARTS
 from specdec.config.profile_costs import fit, with_caveat
 from specdec.config.profiles import load_profile
-from specdec.config.schema import COMPARE
 from specdec.data import Request, check_data
 from specdec.errors import UserError
 from specdec.models.bundled import family_path

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pkgutil import resolve_name
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from typing_extensions import get_protocol_members, is_protocol
 
 from specdec.errors import UserError
-from specdec.parts.fields import Model, errors_of, names_of, signature_of
+from specdec.parts.fields import errors_of, names_of, signature_of
 from specdec.parts.suggest import did_you_mean
+
+_T = TypeVar("_T")
 
 FILLED: Mapping[str, frozenset[str]] = {
     "source": frozenset({"vocab_size", "sample"}),
@@ -56,116 +58,104 @@ def locate(target: object, where: str, protocol: type | None = None) -> type:
     return cls
 
 
-def check_keys(
-    model: Model,
+def check_values(
+    make: Callable[..., Any],
     values: Mapping[str, Any],
-    where: str,
-    label: str,
+    where: str = "",
+    label: str = "",
     *,
-    names: Collection[str],
-    required: Collection[str] = (),
+    given: Collection[str] = (),
+    also: Collection[str] = (),
+    complete: bool = False,
 ) -> None:
-    """Checks plain values against a model.
+    """Checks a section of a configuration against the parameters of a function or class.
 
     Args:
-        model, values: see ``errors_of``.
-        where: prefix of the keys in messages, as in "policy.".
-        label: how the user chose the section, for messages.
-        names: keys that a configuration may state here.
-        required: keys that must be present.
+        where: dotted key of the section, for messages.
+        label: how the user chose the section, for messages; "" for ``where``.
+        given: parameters that the section may not state, since the program passes them.
+        also: keys that it may state or leave out; unless parameters, they are not looked at.
+        complete: whether it must state the parameters with defaults too.
 
     Raises:
         UserError: the first unknown, mistyped or missing key.
     """
+    label, prefix = label or where or "the configuration", where and f"{where}."
+    model = signature_of(make).model
+    names = ({*names_of(model)} - {*given}) | {*also}
     for key in values:
         if key not in names:
             hint = did_you_mean(key, names) or "it takes no keys"
             raise UserError(f"{label} has no key {key!r}: {hint}")
-    for error in errors_of(model, values, where):
+    for error in errors_of(model, values, prefix):
         raise UserError(error)
-    for key in required:
-        if key not in values:
-            at = f"{where}{key}"
+    for key in names_of(model, required=not complete):
+        if key not in {*values, *given, *also}:
+            at = f"{prefix}{key}"
             raise UserError(f"{label} lacks {key}: add {at}=VALUE, or leave out ~{at}")
 
 
-def check_part(
-    node: object, where: str, label: str, protocol: type | None = None, known: Collection[str] = ()
-) -> None:
-    """Checks a part and the parts inside it as ``build_part`` does, without constructing them.
-
-    Args:
-        node, where, protocol: see ``build_part``.
-        label: how the user chose the part, for messages.
-        known: further keys that the section has; they are not looked at.
-
-    Raises:
-        UserError: an unknown, missing or mistyped key, or a class that does not fit.
-    """
-    _part(node, where, label, protocol, known=known)
+def build(make: Callable[..., _T], values: Mapping[str, Any], where: str = "", **given: Any) -> _T:
+    """Returns ``make(**values, **given)`` after ``check_values``."""
+    check_values(make, values, where, given=given)
+    return make(**values, **given)
 
 
 def build_part(
-    node: Mapping[str, Any],
-    runtime: Mapping[str, Callable[[], Any]],
+    node: object,
+    runtime: Mapping[str, Callable[[], Any]] | None,
     where: str,
     protocol: type | None = None,
+    *,
+    label: str = "",
+    known: Collection[str] = (),
 ) -> Any:
     """Constructs a part; parts inside it first.
 
     Args:
         node: plain values, ``_target_`` among them.
         runtime: argument name -> factory of the object passed where the node has no such key.
+            None: everything is checked and nothing constructed; returns None.
         where: dotted key of the node, for messages.
         protocol: Protocol that the class and the object must satisfy; None checks nothing.
+        label: how the user chose the part, for messages; "" for ``where``.
+        known: further keys that the section has.
 
     Raises:
-        UserError: a class that does not fit, an unknown key, or a value that it refuses.
+        UserError: a class that does not fit, an unknown, missing or mistyped key, or a value that
+            the class refuses.
     """
-    return _part(node, where, where, protocol, runtime)
-
-
-def _part(
-    node: object,
-    where: str,
-    label: str,
-    protocol: type | None,
-    runtime: Mapping[str, Callable[[], Any]] | None = None,
-    known: Collection[str] = (),
-) -> Any:
-    """Checks a node and, with ``runtime``, constructs it."""
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(f"{where}={node!r} is not a part: it needs _target_, the path of a class")
     cls = locate(node["_target_"], where, protocol)
     model, objects = signature_of(cls)
+    names = (*names_of(model), *objects)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
-    nested = {key for key in (*names_of(model), *objects) if _has_part(arguments.get(key))}
-    hidden = FILLED.get(where.partition(".")[0], frozenset()) if runtime is None else frozenset()
-    names = [name for name in names_of(model) if name not in hidden or name in known]
-    elsewhere = {*nested, *known, *(hidden if runtime is None else runtime)}
-    check_keys(
-        model,
+    nested = [key for key in names if _has_part(arguments.get(key))]
+    passed = {*names_of(model)} & {*(runtime or ())}
+    check_values(
+        cls,
         {key: value for key, value in arguments.items() if key not in nested},
-        f"{where}.",
-        f"{label} (class {node['_target_']})",
-        names=(*names, *known),
-        required=[key for key in names_of(model, required=True) if key not in elsewhere],
+        where,
+        f"{label or where} (class {node['_target_']})",
+        given=FILLED.get(where.partition(".")[0], ()) if runtime is None else (),
+        also={*nested, *known, *passed},
     )
 
     def visited(value: Any, at: str, expected: type | None) -> Any:
         if isinstance(value, list):
             return [visited(item, f"{at}[{i}]", expected) for i, item in enumerate(value)]
-        is_part = _has_part(value)
-        return _part(value, at, f"{label} at {at}", expected, runtime) if is_part else value
+        if not _has_part(value):
+            return value
+        return build_part(value, runtime, at, expected, label=f"{label or where} at {at}")
 
     for key in nested:
         expected = _expected(objects.get(key)) or protocol
         arguments[key] = visited(arguments[key], f"{where}.{key}", expected)
     if runtime is None:
         return None
-    for name in (*names_of(model), *objects):
-        if name not in arguments and name in runtime:
-            arguments[name] = runtime[name]()
+    missing = (name for name in names if name in runtime and name not in arguments)
+    arguments.update({name: runtime[name]() for name in missing})
     try:
         part = cls(**arguments)
     except UserError:

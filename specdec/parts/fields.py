@@ -17,29 +17,23 @@ from functools import cache, wraps
 from types import NoneType, SimpleNamespace
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
-from pydantic.errors import PydanticUserError
-from pydantic.functional_validators import WrapValidator
-from pydantic_core import PydanticCustomError, to_jsonable_python
+import pydantic
+from pydantic import Field, ValidationError
+from pydantic_core import to_jsonable_python
+from pydantic_core.core_schema import custom_error_schema
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
-Model = type[BaseModel]
+Model = type[pydantic.BaseModel]
 
 
-def expects(text: str) -> WrapValidator:
+def expects(text: str) -> pydantic.GetPydanticSchema:
     """Metadata of ``typing.Annotated``: the error message of a field in place of pydantic's.
 
     Args:
         text: what the value must be and the remedy, as in "it must be even; or use X".
     """
-
-    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
-        try:
-            return validate(value)
-        except ValidationError as error:
-            raise PydanticCustomError("expects", "{text}", {"text": text}) from error
-
-    return WrapValidator(check)
+    message = {"custom_error_type": "expects", "custom_error_message": text}
+    return pydantic.GetPydanticSchema(lambda hint, make: custom_error_schema(make(hint), **message))
 
 
 _COUNT = "it must be a whole number of at least 1"
@@ -61,13 +55,8 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
 
 
 class Signature(NamedTuple):
-    """Parameters of a constructor.
-
-    Attributes:
-        model: the parameters that a configuration can state.
-        objects: name -> type hint of the other parameters, which the program passes; None where
-            it cannot be resolved at run time (a name imported under ``TYPE_CHECKING``).
-    """
+    """Parameters of a callable: those that a configuration can state, as a strict model, and the
+    type hints of the objects that the program passes (None: not resolvable at run time)."""
 
     model: Model
     objects: Mapping[str, Any]
@@ -76,7 +65,7 @@ class Signature(NamedTuple):
 @cache
 def signature_of(make: Callable[..., Any]) -> Signature:
     """The parameters of a class or function; one without annotation takes every value."""
-    fields: dict[str, tuple[Any, bool]] = {}
+    fields: dict[str, Any] = {}  # prefixed, since a model may not have a field named "copy"
     objects: dict[str, Any] = {}
     body = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     for p in inspect.signature(make).parameters.values():
@@ -84,20 +73,12 @@ def signature_of(make: Callable[..., Any]) -> Signature:
             continue
         hint = Any if p.annotation is p.empty else _resolved(body, p.annotation)
         if _is_plain(hint):
-            fields[p.name] = (hint, p.default is p.empty and hint is not Any)
+            required = p.default is p.empty and hint is not Any
+            fields[f"key_{p.name}"] = hint, Field(... if required else None, alias=p.name)
         else:
             objects[p.name] = hint
-    return Signature(model_of(fields), objects)
-
-
-def model_of(fields: Mapping[str, tuple[Any, bool]]) -> Model:
-    """A strict pydantic model of {key: (type hint, whether it is required)}."""
-    named: dict[str, Any] = {  # prefixed, since a model may not have a field named "copy"
-        f"key_{name}": (hint, Field(... if required else None, alias=name))
-        for name, (hint, required) in fields.items()
-    }
-    config = ConfigDict(strict=True, allow_inf_nan=False)
-    return create_model("Values", __config__=config, **named)
+    config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+    return Signature(pydantic.create_model("Values", __config__=config, **fields), objects)
 
 
 def names_of(model: Model, *, required: bool = False) -> tuple[str, ...]:
@@ -120,8 +101,7 @@ def validated(make: _Make) -> _Make:
     @wraps(make)
     def checking(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        model = signature_of(make).model
-        for error in errors_of(model, {k: arguments[k] for k in names_of(model) if k in arguments}):
+        for error in errors_of(signature_of(make).model, arguments):
             raise ValueError(error)
         return make(*args, **kwargs)
 
@@ -134,17 +114,16 @@ def errors_of(model: Model, values: Mapping[str, Any], where: str = "") -> list[
     Args:
         where: prefix of the keys in messages, as in "policy.".
     """
-    texts = to_jsonable_python(values, fallback=lambda v: getattr(v, "item", v.__str__)())
+    known = {key: values[key] for key in names_of(model) if key in values}
+    texts = to_jsonable_python(known, fallback=lambda v: getattr(v, "item", v.__str__)())
     try:
         model.model_validate_json(json.dumps(texts))
         return []
     except ValidationError as error:
         items = error.errors(include_url=False, include_context=False)
     messages: dict[str, dict[str, None]] = {}  # several for a union's members
-    for item in items:
-        if item["type"] == "missing":
-            continue
-        key, *rest = item["loc"] or (next(iter(values)),)  # empty: text that is not Unicode
+    for item in (item for item in items if item["type"] != "missing"):
+        key, *rest = item["loc"] or (next(iter(known)),)  # empty: text that is not Unicode
         indices = "".join(f"[{i}]" for i in rest if isinstance(i, int))
         shown = "null" if item["input"] is None else repr(item["input"])
         text = item["msg"].replace("Input should", "it should").replace("valid array", "list")
@@ -168,7 +147,7 @@ def _is_plain(hint: Any) -> bool:
     if hint is None or object in (hint, *get_args(hint)):
         return False
     try:
-        schema = TypeAdapter(hint).json_schema()
-    except PydanticUserError:
+        schema = pydantic.TypeAdapter(hint).json_schema()
+    except pydantic.PydanticUserError:
         return False
     return '"properties"' not in json.dumps(schema)  # which a dataclass has

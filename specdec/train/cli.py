@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from specdec.errors import UserError
+from specdec.parts.build import build, check_values
 from specdec.parts.fields import names_of, signature_of
-from specdec.parts.sections import build, check_values
 from specdec.train import card, draft, exit_recipe, recipes, unlikelihood
 from specdec.train.session import Recipe, Session, start
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_bytes
+from specdec.parts.build import build
 from specdec.parts.fields import Positive, Share, validated
-from specdec.parts.sections import build
 from specdec.train.lm import Loss, Pretraining, Report
 from specdec.train.model import LanguageModel, compiled_if, with_layers
 from specdec.train.parallel import rank_and_size, wait_for_all

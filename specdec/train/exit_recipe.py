@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_json
-from specdec.parts.sections import build
+from specdec.parts.build import build
 from specdec.train.agreement import agreement_by_data, check_data_name, ranks_of
 from specdec.train.draft import sample_target
 from specdec.train.exits import (

@@ -22,8 +22,8 @@ from torch import Tensor
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
+from specdec.parts.build import build
 from specdec.parts.fields import Count, Positive, Share, validated
-from specdec.parts.sections import build
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining
 from specdec.train.model import LanguageModel, load_hf, load_weights, save_hf, weights_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -16,14 +16,13 @@ from pydantic import Field
 
 from specdec.config.options import options, own_values
 from specdec.errors import UserError
-from specdec.parts.build import build_part, check_part
+from specdec.parts.build import build_part
 from specdec.parts.fields import (
     Count,
     PositiveShare,
     Share,
     errors_of,
     expects,
-    model_of,
     names_of,
     signature_of,
     validated,
@@ -72,7 +71,7 @@ class Handle:
     ],
 )
 def test_values_are_strict(hint: Any, good: list[Any], bad: list[Any], message: str) -> None:
-    model = model_of({"key": (hint, True)})
+    model = signature_of(make_dataclass("Values", [("key", hint)])).model
     assert [value for value in good if errors_of(model, {"key": value})] == []
     assert [value for value in bad if not errors_of(model, {"key": value})] == []
     (error,) = errors_of(model, {"key": bad[0]}, "part.")
@@ -81,7 +80,7 @@ def test_values_are_strict(hint: Any, good: list[Any], bad: list[Any], message: 
 
 
 def test_the_element_that_is_wrong_is_named() -> None:
-    model = model_of({"branching": (Sequence[Count], True)})
+    model = signature_of(make_dataclass("Values", [("branching", Sequence[Count])])).model
     (error,) = errors_of(model, {"branching": [1, 0]}, "policy.")
     assert error.startswith("policy.branching[1]=0 cannot be used")
 
@@ -149,7 +148,7 @@ def test_objects_stay_out_of_the_schema() -> None:
 def test_a_node_is_checked_against_the_same_signature(values: dict[str, Any], word: str) -> None:
     node = {"_target_": f"{__name__}.Part", **values}
     with pytest.raises(UserError, match=word):
-        check_part(node, "p", "p")
+        build_part(node, None, "p")
     with pytest.raises(UserError, match=word):
         build_part(node, {}, "p")
 
@@ -161,17 +160,17 @@ class Sized:
 
 def test_keys_that_the_program_fills_depend_on_the_section() -> None:
     node = {"_target_": f"{__name__}.Sized", "vocab_size": 3}
-    check_part(node, "model", "model=sized")
+    build_part(node, None, "model")
     assert build_part(node, {}, "model").vocab_size == 3
     for at in ("source", "source.draft"):
         with pytest.raises(UserError, match="no key 'vocab_size'"):
-            check_part(node, at, "source=sized")
+            build_part(node, None, at)
 
 
 def test_nodes_become_parts() -> None:
     inner = {"_target_": f"{__name__}.Part", "size": 1}
     node = {"_target_": f"{__name__}.Part", "size": 2, "width": 3, "inner": inner}
-    check_part(node, "p", "p")
+    build_part(node, None, "p")
     part = build_part(node, {"handle": lambda: Handle(1), "size": lambda: 5}, "p")
     assert part.given[0] == 2, "a key of the node is not replaced"
     assert part.given[3].given == (1, (), None, None)
