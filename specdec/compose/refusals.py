@@ -58,7 +58,7 @@ def check_source(
 
 
 def check_exits(source: TokenSource, policy: TreePolicy, latency: int) -> None:
-    """Refuses a source of early exits where the executor, of ``latency`` steps, or policy has none."""
+    """Refuses a source of early exits where the policy or the executor (its steps) has none."""
     if source.needs.exits and latency == 1:
         raise UserError(
             f"{type(source).__name__} needs exits of the target before its answers, and on one"

@@ -17,7 +17,7 @@ from pydantic import Field
 from specdec.clocks.build import check_in_process, clock_kind
 from specdec.errors import UserError
 from specdec.parts.build import build_part, check_values, locate
-from specdec.parts.fields import Count, Index, Positive, Text, names_of, signature_of
+from specdec.parts.fields import Count, Index, Positive, Text, signature_of
 
 PROTOCOLS = {
     "source": "specdec.interfaces.TokenSource",
@@ -142,7 +142,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
         complete = section != "strategy.options"
         check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
     elif section in PROTOCOLS and ("_target_" in node or section in _PARTS):
-        keys = names_of(signature_of(common).model) if common else ()
+        keys = signature_of(common).plain if common else ()
         build_part(node, None, section, _resolved(PROTOCOLS[section]), label=label, known=keys)
         if common:
             stated = {key: value for key, value in values.items() if key in keys}

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from typing_extensions import get_protocol_members, is_protocol
 
 from specdec.errors import UserError
-from specdec.parts.fields import errors_of, names_of, signature_of
+from specdec.parts.fields import errors_of, signature_of
 from specdec.parts.suggest import did_you_mean
 
 _T = TypeVar("_T")
@@ -34,11 +34,10 @@ _CONTAINERS = (Annotated, Union, UnionType, list, tuple, Sequence)
 
 
 def locate(target: object, where: str, protocol: type | None = None) -> type:
-    """Imports the class that a ``_target_`` names.
+    """Imports the class at a dotted path.
 
     Args:
-        target: the dotted path of a class.
-        where: key of the node, for messages.
+        target: ``_target_`` of the node at the dotted key ``where``.
         protocol: Protocol whose methods the class must have, or a class it must inherit from.
 
     Raises:
@@ -71,9 +70,8 @@ def check_values(
     """Checks a section of a configuration against the parameters of a function or class.
 
     Args:
-        where: dotted key of the section, for messages.
-        label: how the user chose the section, for messages; "" for ``where``.
-        given: parameters that the section may not state, since the program passes them.
+        where, label: the section's dotted key, and how the user chose it (default: the key).
+        given: parameters that it may not state, since the program passes them.
         also: keys that it may state or leave out; unless parameters, they are not looked at.
         complete: whether it must state the parameters with defaults too.
 
@@ -81,16 +79,16 @@ def check_values(
         UserError: the first unknown, mistyped or missing key.
     """
     label, prefix = label or where or "the configuration", where and f"{where}."
-    model = signature_of(make).model
-    names = ({*names_of(model)} - {*given}) | {*also}
+    plain, required, _ = signature_of(make)
+    names = (plain.keys() - {*given}) | {*also}
     for key in values:
         if key not in names:
             hint = did_you_mean(key, names) or "it takes no keys"
             raise UserError(f"{label} has no key {key!r}: {hint}")
-    for error in errors_of(model, values, prefix):
+    for error in errors_of(make, values, prefix):
         raise UserError(error)
-    for key in names_of(model, required=not complete):
-        if key not in {*values, *given, *also}:
+    for key in plain:
+        if (complete or key in required) and key not in {*values, *given, *also}:
             at = f"{prefix}{key}"
             raise UserError(f"{label} lacks {key}: add {at}=VALUE, or leave out ~{at}")
 
@@ -113,31 +111,30 @@ def build_part(
     """Constructs a part; parts inside it first.
 
     Args:
-        node: plain values, ``_target_`` among them.
         runtime: argument name -> factory of the object passed where the node has no such key.
             None: everything is checked and nothing constructed; returns None.
-        where: dotted key of the node, for messages.
         protocol: Protocol that the class and the object must satisfy; None checks nothing.
-        label: how the user chose the part, for messages; "" for ``where``.
+        where, label: the node's dotted key, and how the user chose it (default: the key).
         known: further keys that the section has.
 
     Raises:
         UserError: a class that does not fit, an unknown, missing or mistyped key, or a value that
             the class refuses.
     """
+    label = label or where
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(f"{where}={node!r} is not a part: it needs _target_, the path of a class")
     cls = locate(node["_target_"], where, protocol)
-    model, objects = signature_of(cls)
-    names = (*names_of(model), *objects)
+    plain, _, objects = signature_of(cls)
+    names = (*plain, *objects)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     nested = [key for key in names if _has_part(arguments.get(key))]
-    passed = {*names_of(model)} & {*(runtime or ())}
+    passed = plain.keys() & (runtime or {}).keys()
     check_values(
         cls,
         {key: value for key, value in arguments.items() if key not in nested},
         where,
-        f"{label or where} (class {node['_target_']})",
+        f"{label} (class {node['_target_']})",
         given=FILLED.get(where.partition(".")[0], ()) if runtime is None else (),
         also={*nested, *known, *passed},
     )
@@ -147,7 +144,7 @@ def build_part(
             return [visited(item, f"{at}[{i}]", expected) for i, item in enumerate(value)]
         if not _has_part(value):
             return value
-        return build_part(value, runtime, at, expected, label=f"{label or where} at {at}")
+        return build_part(value, runtime, at, expected, label=f"{label} at {at}")
 
     for key in nested:
         expected = _expected(objects.get(key)) or protocol
@@ -168,20 +165,20 @@ def build_part(
 
 def _require(candidate: Any, expected: type | None, at: str) -> None:
     """Refuses a class without the methods of a Protocol, or an object without its members."""
-    is_class = isinstance(candidate, type)
     if expected is None:
         return
-    if not is_protocol(expected):
-        fits = issubclass(candidate, expected) if is_class else isinstance(candidate, expected)
-        missing = [] if fits else [f"the base class {expected.__name__}"]
-    else:
+    is_class = isinstance(candidate, type)
+    if is_protocol(expected):  # properties are not read: they may compute, or raise
         members = {name: getattr(expected, name, None) for name in get_protocol_members(expected)}
-        missing = sorted(  # properties are not read: they may compute, or raise
+        missing = sorted(
             name
             for name, member in members.items()
             if (callable(member) or not (is_class or isinstance(member, property)))
             and not (name in _OPTIONAL or hasattr(candidate, name))
         )
+    else:
+        fits = issubclass(candidate if is_class else type(candidate), expected)
+        missing = [] if fits else [f"the base class {expected.__name__}"]
     if missing:
         raise UserError(
             f"{at} is not a {expected.__name__}: it lacks {', '.join(missing)}; name a class that"
@@ -190,7 +187,7 @@ def _require(candidate: Any, expected: type | None, at: str) -> None:
 
 
 def _expected(hint: Any) -> type | None:
-    """The class of the part that a type hint such as ``Sequence[TokenSource]`` asks for."""
+    """The class of the parts in a type hint such as ``Sequence[TokenSource]``."""
     if get_origin(hint) in _CONTAINERS:
         return next(filter(None, map(_expected, get_args(hint))), None)
     return hint if isinstance(hint, type) and hint not in (NoneType, object) else None

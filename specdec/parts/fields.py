@@ -14,16 +14,16 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from types import NoneType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import pydantic
-from pydantic import Field, ValidationError
+from pydantic import Field
 from pydantic_core import to_jsonable_python
 from pydantic_core.core_schema import custom_error_schema
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
-Model = type[pydantic.BaseModel]
+_STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def expects(text: str) -> pydantic.GetPydanticSchema:
@@ -32,8 +32,9 @@ def expects(text: str) -> pydantic.GetPydanticSchema:
     Args:
         text: what the value must be and the remedy, as in "it must be even; or use X".
     """
-    message = {"custom_error_type": "expects", "custom_error_message": text}
-    return pydantic.GetPydanticSchema(lambda hint, make: custom_error_schema(make(hint), **message))
+    return pydantic.GetPydanticSchema(
+        lambda hint, make: custom_error_schema(make(hint), "expects", custom_error_message=text)
+    )
 
 
 _COUNT = "it must be a whole number of at least 1"
@@ -55,36 +56,37 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
 
 
 class Signature(NamedTuple):
-    """Parameters of a callable: those that a configuration can state, as a strict model, and the
-    type hints of the objects that the program passes (None: not resolvable at run time)."""
+    """Parameters of a callable.
 
-    model: Model
+    Attributes:
+        plain: name -> validator of the parameters that a configuration can state.
+        required: those of them without a default.
+        objects: name -> type hint of those that the program passes; None where it cannot be
+            resolved at run time (a name imported under ``TYPE_CHECKING``).
+    """
+
+    plain: Mapping[str, pydantic.TypeAdapter[Any]]
+    required: frozenset[str]
     objects: Mapping[str, Any]
 
 
 @cache
 def signature_of(make: Callable[..., Any]) -> Signature:
     """The parameters of a class or function; one without annotation takes every value."""
-    fields: dict[str, Any] = {}  # prefixed, since a model may not have a field named "copy"
-    objects: dict[str, Any] = {}
+    plain, required, objects = {}, set(), {}
     body = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     for p in inspect.signature(make).parameters.values():
         if p.name == "self" or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             continue
         hint = Any if p.annotation is p.empty else _resolved(body, p.annotation)
-        if _is_plain(hint):
-            required = p.default is p.empty and hint is not Any
-            fields[f"key_{p.name}"] = hint, Field(... if required else None, alias=p.name)
-        else:
+        validator = _validator(hint)
+        if validator is None:
             objects[p.name] = hint
-    config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
-    return Signature(pydantic.create_model("Values", __config__=config, **fields), objects)
-
-
-def names_of(model: Model, *, required: bool = False) -> tuple[str, ...]:
-    """The keys of a model, or those without a default alone."""
-    fields = model.model_fields.values()
-    return tuple(str(f.alias) for f in fields if f.is_required() or not required)
+            continue
+        plain[p.name] = validator
+        if p.default is p.empty and hint is not Any:
+            required.add(p.name)
+    return Signature(plain, frozenset(required), objects)
 
 
 def validated(make: _Make) -> _Make:
@@ -100,36 +102,31 @@ def validated(make: _Make) -> _Make:
 
     @wraps(make)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        for error in errors_of(signature_of(make).model, arguments):
+        for error in errors_of(make, signature.bind(*args, **kwargs).arguments):
             raise ValueError(error)
         return make(*args, **kwargs)
 
     return cast("_Make", checking)
 
 
-def errors_of(model: Model, values: Mapping[str, Any], where: str = "") -> list[str]:
-    """One message per value that a model refuses; missing and unknown keys are no errors.
-
-    Args:
-        where: prefix of the keys in messages, as in "policy.".
-    """
-    known = {key: values[key] for key in names_of(model) if key in values}
-    texts = to_jsonable_python(known, fallback=lambda v: getattr(v, "item", v.__str__)())
-    try:
-        model.model_validate_json(json.dumps(texts))
-        return []
-    except ValidationError as error:
-        items = error.errors(include_url=False, include_context=False)
+def errors_of(make: Callable[..., Any], values: Mapping[str, Any], where: str = "") -> list[str]:
+    """One message per value that a parameter does not accept; ``where`` is put before its name."""
     messages: dict[str, dict[str, None]] = {}  # several for a union's members
-    for item in (item for item in items if item["type"] != "missing"):
-        key, *rest = item["loc"] or (next(iter(known)),)  # empty: text that is not Unicode
-        indices = "".join(f"[{i}]" for i in rest if isinstance(i, int))
-        shown = "null" if item["input"] is None else repr(item["input"])
-        text = item["msg"].replace("Input should", "it should").replace("valid array", "list")
-        if not indices and NoneType in get_args(model.model_fields[f"key_{key}"].annotation):
-            text = " or null;".join(text.split(";", 1)) if ";" in text else f"{text} or null"
-        messages.setdefault(f"{where}{key}{indices}={shown}", {})[text] = None
+    for key, validator in signature_of(make).plain.items():
+        if key not in values:
+            continue
+        value = to_jsonable_python(values[key], fallback=lambda v: getattr(v, "item", v.__str__)())
+        try:
+            validator.validate_json(json.dumps(value))
+        except pydantic.ValidationError as error:
+            or_null = " or null" if validator.core_schema["type"] == "nullable" else ""
+            for item in error.errors(include_url=False, include_context=False):
+                at = "".join(f"[{i}]" for i in item["loc"] if isinstance(i, int))
+                shown = "null" if item["input"] is None else repr(item["input"])
+                must, semicolon, remedy = item["msg"].partition(";")
+                must = must.replace("Input should", "it should").replace("valid array", "list")
+                message = f"{must}{'' if at else or_null}{semicolon}{remedy}"
+                messages.setdefault(f"{where}{key}{at}={shown}", {})[message] = None
     return [f"{at} cannot be used: {' or '.join(texts)}" for at, texts in messages.items()]
 
 
@@ -142,12 +139,13 @@ def _resolved(make: Callable[..., Any], annotation: Any) -> Any:
         return None
 
 
-def _is_plain(hint: Any) -> bool:
-    """Whether YAML can state values of a type: scalars, texts to choose from, lists, mappings."""
+def _validator(hint: Any) -> pydantic.TypeAdapter[Any] | None:
+    """None for types that YAML cannot state: other than scalars, choices, lists, mappings."""
     if hint is None or object in (hint, *get_args(hint)):
-        return False
+        return None
     try:
-        schema = pydantic.TypeAdapter(hint).json_schema()
+        validator = pydantic.TypeAdapter(hint, config=_STRICT)
+        schema = json.dumps(validator.json_schema())
     except pydantic.PydanticUserError:
-        return False
-    return '"properties"' not in json.dumps(schema)  # which a dataclass has
+        return None
+    return None if '"properties"' in schema else validator  # which a dataclass has

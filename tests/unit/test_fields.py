@@ -23,7 +23,6 @@ from specdec.parts.fields import (
     Share,
     errors_of,
     expects,
-    names_of,
     signature_of,
     validated,
 )
@@ -71,17 +70,17 @@ class Handle:
     ],
 )
 def test_values_are_strict(hint: Any, good: list[Any], bad: list[Any], message: str) -> None:
-    model = signature_of(make_dataclass("Values", [("key", hint)])).model
-    assert [value for value in good if errors_of(model, {"key": value})] == []
-    assert [value for value in bad if not errors_of(model, {"key": value})] == []
-    (error,) = errors_of(model, {"key": bad[0]}, "part.")
+    make = make_dataclass("Values", [("key", hint)])
+    assert [value for value in good if errors_of(make, {"key": value})] == []
+    assert [value for value in bad if not errors_of(make, {"key": value})] == []
+    (error,) = errors_of(make, {"key": bad[0]}, "part.")
     assert error.startswith("part.key")
     assert message in error
 
 
 def test_the_element_that_is_wrong_is_named() -> None:
-    model = signature_of(make_dataclass("Values", [("branching", Sequence[Count])])).model
-    (error,) = errors_of(model, {"branching": [1, 0]}, "policy.")
+    make = make_dataclass("Values", [("branching", Sequence[Count])])
+    (error,) = errors_of(make, {"branching": [1, 0]}, "policy.")
     assert error.startswith("policy.branching[1]=0 cannot be used")
 
 
@@ -126,7 +125,7 @@ def test_a_constructor_keeps_to_its_signature() -> None:
 
 def test_objects_stay_out_of_the_schema() -> None:
     known = signature_of(Part)
-    assert names_of(known.model) == ("size", "shares", "low", "word", "width", "free")
+    assert tuple(known.plain) == ("size", "shares", "low", "word", "width", "free")
     assert known.objects.keys() == {"inner", "runner", "handle", "load"}
     assert known.objects["runner"] is None, "imported under TYPE_CHECKING only"
 
@@ -199,7 +198,7 @@ def test_every_part_with_bounds_also_keeps_them_from_python() -> None:
                 continue
             module, _, name = target.rpartition(".")
             cls = getattr(import_module(module), name)
-            hints = str(inspect.signature(cls)) if names_of(signature_of(cls).model) else ""
+            hints = str(inspect.signature(cls)) if signature_of(cls).plain else ""
             if any(word in hints for word in ("Count", "Share", "Annotated", "Literal", "_FROM")):
                 num_checked += 1
                 open_doors += [] if hasattr(cls.__init__, "__wrapped__") else [target]
