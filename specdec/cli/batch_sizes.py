@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.folders import as_yaml, claim, default_folder, working_in
-from specdec.cli.progress import reporting
+from specdec.cli.execute import print_notices, run_in
+from specdec.cli.folders import as_yaml, claim, output_folder
 from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison
 from specdec.config.hydra import compose_config, parse
 from specdec.config.job import Job, run_job_of
 from specdec.config.options import PARTS
 
+TABLE = "comparison.md"
 _RECORDER = ("strategy=speculative", "record=true", "executor=local", "clock=measured")
 _NOT_RECORDED = frozenset(
     [
@@ -64,15 +65,15 @@ def curves(
     sizes: Sequence[int], overrides: Sequence[str], extra: Sequence[Path], *, only_show: bool
 ) -> int:
     """Runs the command for a list of batch sizes; returns the exit status."""
-    named = [o for o in parse(overrides) if o.key_or_group == "output_dir"]
-    folder = Path(str(named[-1].value())) if named else default_folder("compare")
+    named = [str(o.value()) for o in parse(overrides) if o.key_or_group == "output_dir"]
+    folder = output_folder(named[-1] if named else None, "compare")
     composed = compose_curves(sizes, overrides, folder, extra)
-    for notice in composed.comparison.notices:
-        print(f"note: {notice}", file=sys.stderr)
+    print_notices(composed.comparison.notices)
     if only_show:
         print(as_yaml(composed.config), end="")
-    else:
-        _execute(composed, folder)
+    elif run_in(folder, composed.config, RESULT_FILE, partial(_run, composed, folder), table=TABLE):
+        print((folder / TABLE).read_text(encoding="utf-8"))
+        print(f"results in {folder}")
     return 0
 
 
@@ -125,27 +126,20 @@ def _cross(overrides: Sequence[str], profile: str, extra: Sequence[Path]) -> Job
     return Job(config["strategy"]["name"], config, None)
 
 
-def _execute(composed: Curves, folder: Path) -> None:
-    if claim(folder, composed.config, RESULT_FILE):
-        print((folder / "comparison.md").read_text(encoding="utf-8"))
-        print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
-        return
-    with working_in(folder):
-        # Imported here: torch and transformers take seconds to import.
-        from specdec.runs.batch_sizes import curve_jobs
-        from specdec.runs.jobs import run_job
+def _run(composed: Curves, folder: Path, progress: Any) -> bool:
+    # Imported here: torch and transformers take seconds to import.
+    from specdec.runs.batch_sizes import curve_jobs
+    from specdec.runs.jobs import run_job
 
-        with reporting() as progress:
-            if composed.record is not None:
-                place = folder / "record"
-                if not claim(place, composed.record.config, "summary.json"):
-                    run_job(composed.record.config, place, progress)
-            rows = {size: composed.rows(size) for size in composed.sizes}
-            cross = None if composed.cross is None else composed.cross.name
-            repeats, remarks = composed.comparison.repeats, _paper_remarks()
-            curve_jobs(rows, folder, repeats, progress, cross=cross, remarks=remarks)
-        print((folder / "comparison.md").read_text(encoding="utf-8"))
-    print(f"results in {folder}")
+    if composed.record is not None:
+        place = folder / "record"
+        if not claim(place, composed.record.config, "summary.json"):
+            run_job(composed.record.config, place, progress)
+    rows = {size: composed.rows(size) for size in composed.sizes}
+    cross = None if composed.cross is None else composed.cross.name
+    repeats, remarks = composed.comparison.repeats, _paper_remarks()
+    curve_jobs(rows, folder, repeats, progress, cross=cross, remarks=remarks)
+    return True
 
 
 def _paper_remarks() -> Callable[..., list[str]] | None:

@@ -34,8 +34,10 @@ _LONGEST_NAME = 120
 _MAX_SHOWN = 3
 
 
-def default_folder(command: str, name: str = "") -> Path:
-    """``outputs/<command>/<name>/<time>-<unique>``; unique to a run."""
+def output_folder(chosen: str | None, command: str, name: str = "") -> Path:
+    """The folder ``chosen``; for None ``outputs/<command>/<name>/<time>-<unique>``."""
+    if chosen:
+        return Path(chosen)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     parent = Path("outputs") / command
     return (parent / safe_name(name) if name else parent) / f"{stamp}-{uuid4().hex[:6]}"

@@ -27,8 +27,8 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specdec.cli.execute import RESULT_FILE, execute
-from specdec.cli.folders import alone_in, default_folder, make_folder, safe_name
+from specdec.cli.execute import RESULT_FILE, execute, print_notices
+from specdec.cli.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.cli.launchers import SIDE_BY_SIDE, check_launcher
 from specdec.cli.progress import duration
 from specdec.cli.show import command_line, run_hydra, without_hydra
@@ -71,7 +71,8 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     parsed = parse(overrides)
     check_launcher(parsed)
     _check_hydra(parsed)
-    folder = _sweep_folder(parsed)
+    named = [str(o.value()) for o in parsed if o.key_or_group == "output_dir"]
+    folder = output_folder(named[-1] if named else None, "sweep")
     overrides = [str(o.input_line) for o in parsed if o.key_or_group != "output_dir"]
     axes = with_params(overrides, extra)
     jobs = combinations(axes, extra)
@@ -83,8 +84,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         )
     # All combinations are checked before the first one runs, which may take hours.
     checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
-    for notice in dict.fromkeys(text for job in checked for text in job.notices):
-        print(f"note: {notice}", file=sys.stderr)
+    print_notices(text for job in checked for text in job.notices)
     _warn_of_shared_cores(parsed, checked)
     expected = [_job_name(job, varying) for job in jobs]
     make_folder(folder)
@@ -168,7 +168,7 @@ def _launch(overrides: Sequence[str], extra: Sequence[Path], place: _Place) -> N
     def job(config: DictConfig) -> None:
         run_one(config, place)
 
-    where = f"hydra.sweep.dir={_quoted(place.folder)}"
+    where = f"hydra.sweep.dir={json.dumps(place.folder.as_posix(), ensure_ascii=False)}"
     with command_line("specdec run", "--multirun", *overrides, where):
         try:
             run_hydra(job, extra)
@@ -250,13 +250,6 @@ def _warn_of_shared_cores(parsed: Sequence[Override], jobs: Sequence[Job]) -> No
         )
 
 
-def _sweep_folder(parsed: Sequence[Override]) -> Path:
-    for override in reversed(parsed):
-        if override.key_or_group == "output_dir":
-            return Path(str(override.value()))
-    return default_folder("sweep")
-
-
 def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:
     named = [t for t in task if _key(t) in varying]
     return safe_name(",".join(named or without_hydra(task)))
@@ -264,11 +257,6 @@ def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:
 
 def _key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
-
-
-def _quoted(path: Path) -> str:
-    text = path.as_posix()
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _report(folder: Path, records: Sequence[Record]) -> int:
