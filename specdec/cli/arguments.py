@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,38 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
         cfg=chosen["--cfg"],
         info=chosen["--info"],
     )
+
+
+def read_folder(
+    words: Sequence[str], command: str, options: Mapping[str, tuple[str, str]]
+) -> tuple[Path, dict[str, re.Match[str]]]:
+    """Reads the words after a command that takes one folder and options of the form key=value.
+
+    Args:
+        options: key -> (pattern of its value, what to write in place of another value).
+
+    Returns:
+        The folder, and the match of each option's value.
+
+    Raises:
+        UserError: another number of folders, or a value that does not match.
+    """
+    folders, values = [], {}
+    for word in read_arguments(words, flags=()).overrides:
+        key, equals, value = word.partition("=")
+        if not equals or key not in options:
+            folders.append(word)
+            continue
+        pattern, remedy = options[key]
+        match = re.fullmatch(pattern, value)
+        if match is None:
+            raise UserError(f"{word} cannot be read: {remedy}")
+        values[key] = match
+    if len(folders) != 1:
+        raise UserError(
+            f"specdec {command} takes one folder, not {len(folders)}: `specdec {command} --help`"
+        )
+    return Path(folders[0]).expanduser(), values
 
 
 def _tree(name: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,9 +86,9 @@ def compose_curves(
         UserError: an error in a row.
     """
     keys = {str(o.key_or_group): o.value() for o in parse(overrides)}
-    own = [w for w in overrides if w.split("=")[0] in ("curve_profile", "cross_profile", "clock")]
-    own += [w for w in overrides if w.split("=")[0] in ("curve_replay", "model")]
-    base = compose_config(own, name="compare", extra=extra).values
+    own = ("curve_profile", "cross_profile", "curve_replay", "clock", "model")
+    words = [w for w in overrides if w.partition("=")[0] in own]
+    base = compose_config(words, name="compare", extra=extra).values
     simulated = base["clock"]["kind"] == "simulated"
     rest, notices = [*overrides, f"batch_size={max(sizes)}"], []
     profile = keys.get("clock.profile", base["curve_profile"])
@@ -97,8 +97,8 @@ def compose_curves(
         notices.append(f"curves over batch sizes are on clock.profile={profile} (curve_profile)")
     record = None
     if simulated and base["curve_replay"] and base["model"]["kind"] in ("pretrained", "random"):
-        record = _recorded(overrides, extra)
-        rest = [w for w in rest if w.split("=")[0].split(".")[0] != "model"]
+        record = run_job_of([*_RECORDER, *_without(overrides, _NOT_RECORDED)], extra)
+        rest = _without(rest, ("model",))
         rest += ["model=replay", f"model.record={folder / 'record' / 'record.npz'}"]
         notices.append("prompts are recorded once (folder record) and replayed by every row")
     comparison = compose_comparison(rest, extra)
@@ -110,17 +110,15 @@ def compose_curves(
     return Curves(tuple(sorted(sizes)), comparison, cross, record)
 
 
-def _recorded(overrides: Sequence[str], extra: Sequence[Path]) -> Job:
-    words = [w for w in overrides if w.split("=")[0].split(".")[0] not in _NOT_RECORDED]
-    return run_job_of([*_RECORDER, *words], extra)
+def _without(words: Sequence[str], groups: Collection[str]) -> list[str]:
+    """The overrides but those of the keys and sections ``groups``."""
+    return [w for w in words if w.partition("=")[0].partition(".")[0] not in groups]
 
 
 def _cross(overrides: Sequence[str], profile: str, extra: Sequence[Path]) -> Job:
     """Plain decoding on another profile: a row, but not the baseline of speed-ups."""
-    left = [w for w in overrides if w.split("=")[0].split(".")[0] not in (*PARTS[:3], "strategies")]
-    left = [w for w in left if not w.startswith("clock.profile=")]
-    words = ["strategies=[ar]", *left, f"clock.profile={profile}"]
-    job = compose_comparison(words, extra).jobs[0]
+    words = [*_without(overrides, (*PARTS[:3], "strategies")), f"clock.profile={profile}"]
+    job = compose_comparison(["strategies=[ar]", *words], extra).jobs[0]
     config = deepcopy(job.config)
     config["strategy"]["name"] = f"ar on {profile}"
     return Job(config["strategy"]["name"], config, None)

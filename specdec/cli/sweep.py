@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import format_exc, print_exc
 from typing import Any
@@ -29,7 +30,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from specdec.cli.execute import RESULT_FILE, execute, print_notices
 from specdec.cli.folders import alone_in, make_folder, output_folder, safe_name
-from specdec.cli.launchers import SIDE_BY_SIDE, check_launcher
 from specdec.cli.progress import duration
 from specdec.cli.show import command_line, run_hydra, without_hydra
 from specdec.config.hydra import combinations, compose_raw, parse, plain
@@ -39,6 +39,10 @@ from specdec.files import write_text
 from specdec.parts.build import locate
 
 _MAX_CHECKED = 64
+_LAUNCHERS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
+"""Launcher -> the extra of this package that installs its plugin."""
+
+_SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers whose jobs share this machine
 SWEEP_FILE = "sweep.json"
 _NOTES = ".jobs-"
 
@@ -69,7 +73,6 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         UserError: bad overrides; raised before the first job starts.
     """
     parsed = parse(overrides)
-    check_launcher(parsed)
     _check_hydra(parsed)
     named = [str(o.value()) for o in parsed if o.key_or_group == "output_dir"]
     folder = output_folder(named[-1] if named else None, "sweep")
@@ -112,8 +115,7 @@ def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Ov
         UserError: the first job cannot be composed, or a ``_target_`` of Hydra's node is of another
             kind.
     """
-    first = combinations(parse(overrides), extra)[0]
-    raw = compose_raw(first, extra=extra)
+    raw = _first_job(overrides, extra)
     for name, kind in (("launcher", Launcher), ("sweeper", Sweeper)):
         locate(raw.hydra[name]._target_, f"hydra.{name}", kind)
     for name, node in (raw.hydra.callbacks or {}).items():
@@ -126,8 +128,11 @@ def experiment_sweeps(overrides: Sequence[str], extra: Sequence[Path] = ()) -> b
     """Whether ``+experiment=`` chooses a YAML with ``hydra.mode: MULTIRUN``."""
     if not any(o.startswith("+experiment=") for o in overrides):
         return False
-    first = combinations(parse(overrides), extra)[0]
-    return OmegaConf.select(compose_raw(first, extra=extra), "hydra.mode") is RunMode.MULTIRUN
+    return OmegaConf.select(_first_job(overrides, extra), "hydra.mode") is RunMode.MULTIRUN
+
+
+def _first_job(overrides: Sequence[str], extra: Sequence[Path]) -> DictConfig:
+    return compose_raw(combinations(parse(overrides), extra)[0], extra=extra)
 
 
 def _check_hydra(parsed: Sequence[Override]) -> None:
@@ -143,6 +148,18 @@ def _check_hydra(parsed: Sequence[Override]) -> None:
                 f"{override.input_line} does not apply here: output_dir=DIR names the folder of a"
                 " sweep, and its jobs are named by the values that vary"
             )
+        extra = _LAUNCHERS.get(str(override.value())) if key == "hydra/launcher" else None
+        if extra and not _has_plugin(f"hydra_{extra}_launcher"):
+            raise UserError(
+                f"{override.input_line} needs the package hydra-{extra}-launcher, which is not"
+                f" installed: run pip install 'specdec-lab[{extra}]', or leave it out to run the"
+                " jobs one after the other"
+            )
+
+
+def _has_plugin(name: str) -> bool:
+    # The package of all plugins is missing where there is none.
+    return bool(find_spec("hydra_plugins") and find_spec(f"hydra_plugins.{name}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +256,11 @@ def _notes_folder(folder: Path) -> Path:
 
 def _warn_of_shared_cores(parsed: Sequence[Override], jobs: Sequence[Job]) -> None:
     """Jobs side by side on one machine share its cores, which spoils wall-clock times."""
-    launcher = [str(o.value()) for o in parsed if str(o.key_or_group) == "hydra/launcher"]
-    wall = [job.name for job in jobs if job.config["clock"].get("kind") != "simulated"]
-    if launcher and launcher[-1] in SIDE_BY_SIDE and wall:
+    launcher = [str(o.value()) for o in parsed if o.key_or_group == "hydra/launcher"][-1:]
+    wall = any(job.config["clock"].get("kind") != "simulated" for job in jobs)
+    if wall and set(launcher) & set(_SIDE_BY_SIDE):
         print(
-            f"note: hydra/launcher={launcher[-1]} runs jobs side by side on this machine, which"
+            f"note: hydra/launcher={launcher[0]} runs jobs side by side on this machine, which"
             " slows them: measured and paced times of this sweep do not count (tokens and"
             " simulated times do)",
             file=sys.stderr,
@@ -261,13 +278,11 @@ def _key(override: str) -> str:
 
 def _report(folder: Path, records: Sequence[Record]) -> int:
     bad = [r for r in records if r["status"] not in ("ok", "skipped")]
-    counts = {s: sum(r["status"] == s for r in records) for s in ("ok", "skipped")}
+    run, skipped = (sum(r["status"] == status for r in records) for status in ("ok", "skipped"))
     print(
-        f"sweep: {counts['ok']} run, {counts['skipped']} complete before, {len(bad)} failed;"
+        f"sweep: {run} run, {skipped} complete before, {len(bad)} failed;"
         f" results in {folder}/*/{RESULT_FILE}"
     )
     for record in bad:
         print(f"  {record['job']}: {record['error'].splitlines()[0]}", file=sys.stderr)
-    if not bad:
-        return 0
-    return 2 if all(r["status"] == "refused" for r in bad) else 1
+    return 0 if not bad else 2 if all(r["status"] == "refused" for r in bad) else 1

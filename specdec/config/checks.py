@@ -1,8 +1,7 @@
-"""The keys of every section of the configuration, and their checks, before any model is loaded.
+"""The keys of every section of the configuration, checked before any model is loaded.
 
-Types and bounds are the annotations of the class or function that takes a section; a section with a
-``_target_`` is checked against that class (``parts.build``). Only what no single constructor takes
-has its types here.
+Types and bounds are the annotations of what takes a section: a class or function, or the class that
+its ``_target_`` names. Only what no single constructor takes has its types here.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specdec.clocks.build import check_in_process, clock_kind
+from specdec.config.options import GROUPS, PARTS
 from specdec.errors import UserError
 from specdec.parts.build import build_part, check_values, locate
 from specdec.parts.fields import Count, Index, Positive, Text, signature_of
@@ -89,11 +89,7 @@ _TAKERS: dict[str, dict[str, str | type]] = {
 }
 """Section -> its ``kind`` or ``_target_`` ("" without kinds) -> what takes its keys."""
 
-_CERTIFICATION_ONLY = ("logit_scale", "logit_step")
-"""Plain arguments of ``RandomPair`` that no configuration states."""
-
-_PARTS = ("executor", "source", "policy", "verifier")
-_SECTIONS = ("strategy", "model", "data", "sampling", "serving", "clock", "logger")
+_CERTIFICATION_ONLY = ("logit_scale", "logit_step")  # of RandomPair; no configuration states them
 
 
 def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -102,32 +98,29 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     Raises:
         UserError: naming the first key that cannot be used, its value and the remedy.
     """
-    sections = (*_SECTIONS, *_PARTS)
-    top = {key: value for key, value in config.items() if key not in sections}
+    top = {key: value for key, value in config.items() if key not in GROUPS}
     keys = {**_RUN, **COMPARE} if "strategies" in top else _RUN
-    check_values(_keys(**keys), top, also=sections)
-    for section in _SECTIONS:
-        check_section(section, config.get(section), choices)
-    if config["strategy"]["kind"] == "hf":
+    check_values(_keys(**keys), top, also=GROUPS)
+    check_section("strategy", config.get("strategy"), choices)
+    has_parts = config["strategy"]["kind"] == "parts"
+    for section in GROUPS[1:]:
+        if has_parts or section not in PARTS:
+            check_section(section, config.get(section), choices)
+    if not has_parts:
         check_section("strategy.options", config["strategy"]["options"], choices)
-        return
-    for part in _PARTS:
-        check_section(part, config.get(part), choices)
-    executor = dict(config["executor"])
-    if str(executor.pop("_target_")).endswith(".PipelineExecutor"):
+    elif config["executor"]["_target_"].endswith(".PipelineExecutor"):
         from specdec.executors.layout import PipelineOptions  # torch comes with its package
 
-        if executor["transport"] == "in_process":
+        options = PipelineOptions(
+            **{k: v for k, v in config["executor"].items() if k != "_target_"}
+        )
+        if options.transport == "in_process":
             check_in_process(clock_kind(config["clock"]), tracing=config["trace"])
-        PipelineOptions(**executor).layout(default_stages=1)
+        options.layout(default_stages=1)
 
 
 def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
-    """Checks a section against what takes its kind, or the signature of its ``_target_``.
-
-    Raises:
-        UserError: a class that does not fit; an unknown, missing or mistyped key.
-    """
+    """Checks a section; raises ``UserError`` for its class, or a key as ``check_values`` does."""
     label = f"{section}={choices[section]}" if section in choices else section
     if not isinstance(node, dict):
         raise UserError(
@@ -141,7 +134,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     if taker := _resolved(takers.get(kind)):
         complete = section != "strategy.options"
         check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
-    elif section in PROTOCOLS and ("_target_" in node or section in _PARTS):
+    elif section in PROTOCOLS and ("_target_" in node or section in PARTS):
         keys = signature_of(common).plain if common else ()
         build_part(node, None, section, _resolved(PROTOCOLS[section]), label=label, known=keys)
         if common:
@@ -153,11 +146,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
 
 
 def check_targets(config: Mapping[str, Any]) -> None:
-    """Checks the class of every ``_target_`` of a resolved configuration, before one is called.
-
-    Raises:
-        UserError: a class that lacks methods of its Protocol.
-    """
+    """Checks the class of every ``_target_`` of a resolved configuration, before one is called."""
     for section, node in config.items():
         if isinstance(node, dict) and "_target_" in node:
             locate(node["_target_"], section, _resolved(PROTOCOLS.get(section)))

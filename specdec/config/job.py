@@ -20,10 +20,7 @@ from specdec.data import Request, check_data
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
 
-_NOT_FOR_ENGINE = (
-    *("output_dir", "strategies", "repeats"),
-    *("curve_profile", "cross_profile", "curve_replay"),
-)
+_NOT_FOR_ENGINE = ("output_dir", *COMPARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +68,7 @@ def checked_job(composed: Composed) -> Job:
         if "_target_" in config[section]:  # built-in kinds are in the section already
             config[section] = {"kind": str(kind(config[section])), **config[section]}
     if "profile" in config["clock"] and "_target_" not in config["clock"]:
-        config["clock"] = {
-            **config["clock"],
-            **load_profile(config["clock"]["profile"], composed.trees),
-        }
+        config["clock"] = config["clock"] | load_profile(config["clock"]["profile"], composed.trees)
     config = fit(config)
     if config["strategy"]["kind"] == "hf":
         _check_hf(name, config)

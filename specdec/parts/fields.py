@@ -29,8 +29,7 @@ _STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 def expects(text: str) -> pydantic.GetPydanticSchema:
     """Metadata of ``typing.Annotated``: the error message of a field in place of pydantic's.
 
-    Args:
-        text: what the value must be and the remedy, as in "it must be even; or use X".
+    ``text``: what the value must be and the remedy, as in "it must be even; or use X".
     """
     return pydantic.GetPydanticSchema(
         lambda hint, make: custom_error_schema(make(hint), "expects", custom_error_message=text)
