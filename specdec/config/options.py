@@ -58,3 +58,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         flat.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
     return flat
+
+
+def has_key(config: Any, key: str) -> bool:
+    """Whether a plain nested dict has a value or a section at a dotted key."""
+    return any(f"{known}.".startswith(f"{key}.") for known in flatten(config))
