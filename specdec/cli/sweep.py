@@ -93,10 +93,8 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     make_folder(folder)
     with alone_in(folder):
         notes, unrecorded = _notes_folder(folder), _LOST
+        place = _Place(folder.resolve(), notes.resolve(), tuple(varying), len(jobs), time.time())
         try:
-            place = _Place(
-                folder.resolve(), notes.resolve(), tuple(varying), len(expected), time.time()
-            )
             _launch(overrides, extra, place)
         except KeyboardInterrupt:
             unrecorded = _INTERRUPTED
@@ -164,31 +162,20 @@ def _has_plugin(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A sweep, as its jobs see it; pickled into other processes.
-
-    Attributes:
-        folder: of the sweep.
-        notes: folder of the jobs' records.
-        varying: keys that name a job's folder.
-        total: number of jobs.
-        began_s: start of the sweep, seconds since 1970.
-    """
+    """A sweep, as its jobs see it; pickled into other processes."""
 
     folder: Path
-    notes: Path
-    varying: tuple[str, ...]
-    total: int
-    began_s: float
+    notes: Path  # folder of the jobs' records
+    varying: tuple[str, ...]  # keys that name a job's folder
+    total: int  # number of jobs
+    began_s: float  # seconds since 1970
 
 
 def _launch(overrides: Sequence[str], extra: Sequence[Path], place: _Place) -> None:
-    def job(config: DictConfig) -> None:
-        run_one(config, place)
-
     where = f"hydra.sweep.dir={json.dumps(place.folder.as_posix(), ensure_ascii=False)}"
     with command_line("specdec run", "--multirun", *overrides, where):
         try:
-            run_hydra(job, extra)
+            run_hydra(lambda config: run_one(config, place), extra)
         except Exception as error:  # a launcher's: a worker was killed, a queue refused
             print_exc()
             text = f"the launcher failed: {type(error).__name__}: {error}"

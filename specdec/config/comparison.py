@@ -95,9 +95,9 @@ def _compose_row(
     rest = [o for o in of_parts if _part_of(o) not in fixed]
     chosen = [text_of(o) for o in rest if o.key_or_group in PARTS]
     keys = {o.key_or_group for o in rest}
-    if "executor.stages" in keys and "executor" not in keys:
-        if "stages" not in row.values["executor"]:
-            chosen.append("executor=pipeline")
+    has_stages = "executor" in keys or "stages" in row.values["executor"]
+    if "executor.stages" in keys and not has_stages:
+        chosen.append("executor=pipeline")
     if chosen:
         row = compose_config([*common, *chosen], name="compare", extra=extra)
     values: list[str] = []

@@ -61,7 +61,11 @@ def checked_job(composed: Composed) -> Job:
     """
     values, choices = composed.values, dict(composed.choices)
     check_config(values, choices)
-    _check_logger(values["logger"])
+    if values["logger"].get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise UserError(  # before a long run, whose end logs
+            "logger=wandb needs the package wandb, which is not installed: run"
+            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
+        )
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
     for section, kind in (("clock", clock_kind), ("model", itemgetter("_target_"))):
@@ -194,12 +198,3 @@ def _targets(node: object) -> Iterator[str]:
         yield str(node.get("_target_", ""))
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         yield from _targets(item)
-
-
-def _check_logger(logger: Mapping[str, Any]) -> None:
-    """Checks that the results of a long run can be logged at its end."""
-    if logger.get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "logger=wandb needs the package wandb, which is not installed: run"
-            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
-        )
