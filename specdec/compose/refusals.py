@@ -1,8 +1,4 @@
-"""Refuses parts that cannot work together, by ``UserError`` with the reason and the remedy.
-
-Called during composition, as early as possible: policy and verifier are checked before the draft is
-loaded, the source before the target is, and the executor last.
-"""
+"""Refuses parts that cannot work together, by ``UserError`` with the reason and the remedy."""
 
 from __future__ import annotations
 

@@ -63,33 +63,30 @@ _PRESET = {"name": Text, "title": Text, "baseline": bool}
 _HF_METHOD = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
 _PROFILED = _keys(profile=Text, scale=Positive)
 
-_TAKERS: dict[str, dict[str, str | type]] = {
-    "strategy": {
-        "parts": _keys(**_PRESET),
-        "hf": _keys(**_PRESET, method=_HF_METHOD, options=dict[str, Any]),
-    },
-    "strategy.options": {"": "specdec.runs.hf_generate.HFOptions"},
-    "sampling": {"": "specdec.sampling.transform.SamplingParams"},
-    "serving": {"": "specdec.serving.rules.ServingRules.of"},
-    "data": {"": "specdec.data.request.Request.of"},
-    "clock": {"measured": _keys(), "simulated": _PROFILED, "paced": _PROFILED},
-    "logger": {"none": _keys(), "wandb": "specdec.cli.loggers.WandbLogger"},
-    "model": {
-        "pretrained": "specdec.pairs.PretrainedPair",
-        "random": "specdec.pairs.RandomPair",
-        "synthetic": "specdec.pairs.build_synthetic",
-        "replay": "specdec.pairs.build_replay",
-    },
-    "executor": {
-        "specdec.executors.LocalExecutor": _keys(),
-        "specdec.executors.EarlyExitExecutor": _keys(stages=Count | None),
-        "specdec.executors.PipelineExecutor": "specdec.executors.layout.PipelineOptions",
-    },
-    "profiling": {"": "specdec.profiling.options.ProfilingOptions"},
+_TAKERS: dict[str, str | type] = {
+    "strategy=parts": _keys(**_PRESET),
+    "strategy=hf": _keys(**_PRESET, method=_HF_METHOD, options=dict[str, Any]),
+    "strategy.options": "specdec.runs.hf_generate.HFOptions",
+    "sampling": "specdec.sampling.transform.SamplingParams",
+    "serving": "specdec.serving.rules.ServingRules.of",
+    "data": "specdec.data.request.Request.of",
+    "clock=measured": _keys(),
+    "clock=simulated": _PROFILED,
+    "clock=paced": _PROFILED,
+    "logger=none": _keys(),
+    "logger=wandb": "specdec.cli.loggers.WandbLogger",
+    "model=pretrained": "specdec.pairs.PretrainedPair",
+    "model=random": "specdec.pairs.RandomPair",
+    "model=synthetic": "specdec.pairs.build_synthetic",
+    "model=replay": "specdec.pairs.build_replay",
+    "executor=specdec.executors.LocalExecutor": _keys(),
+    "executor=specdec.executors.EarlyExitExecutor": _keys(stages=Count | None),
+    "executor=specdec.executors.PipelineExecutor": "specdec.executors.layout.PipelineOptions",
+    "profiling": "specdec.profiling.options.ProfilingOptions",
 }
-"""Section -> its ``kind`` or ``_target_`` ("" without kinds) -> what takes its keys."""
+"""Section, with its ``kind`` or ``_target_`` if there are several -> what takes its keys."""
 
-_CERTIFICATION_ONLY = ("logit_scale", "logit_step")  # of RandomPair; no configuration states them
+_CERTIFICATION_ONLY = {"logit_scale", "logit_step"}  # of RandomPair; no configuration states them
 
 
 def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -128,10 +125,12 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
             f" ~{section}"
         )
     values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
-    takers = _TAKERS.get(section, {})
-    common = _resolved(takers.get(""))
-    kind = str(node.get("_target_", "" if common else node.get("kind")))
-    if taker := _resolved(takers.get(kind)):
+    common = _resolved(_TAKERS.get(section))
+    kind = node.get("_target_", node.get("kind"))
+    taker = _resolved(_TAKERS.get(f"{section}={kind}"))
+    if "_target_" not in node:
+        taker = taker or common
+    if taker is not None:
         complete = section != "strategy.options"
         check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
     elif section in PROTOCOLS and ("_target_" in node or section in PARTS):
@@ -141,8 +140,8 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
             stated = {key: value for key, value in values.items() if key in keys}
             check_values(common, stated, section, label, also=keys)
     else:
-        known = ", ".join(takers)
-        raise UserError(f"{label} has kind {kind!r}, which is unknown: use one of {known}")
+        known = ", ".join(k.partition("=")[2] for k in _TAKERS if k.startswith(f"{section}="))
+        raise UserError(f"{label} has kind {str(kind)!r}, which is unknown: use one of {known}")
 
 
 def check_targets(config: Mapping[str, Any]) -> None:

@@ -1,13 +1,12 @@
-"""Checks and constructs parts from nodes ``{"_target_": "package.Class", key: value, ...}``.
+"""Checks and constructs parts from nodes ``{"_target_": "package.Class", argument: value, ...}``.
 
-Keys of a node are arguments of the class. A class is called only if it has the methods of the
-Protocol of its kind, so a ``_target_`` cannot name an arbitrary callable. Its module is imported
-to find that out, which runs the module's code.
+A class is called only if it has the methods of the Protocol of its kind, so a ``_target_`` cannot
+name an arbitrary callable. Its module is imported to find that out, which runs the module's code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -20,28 +19,24 @@ from specdec.parts.suggest import did_you_mean
 
 _T = TypeVar("_T")
 
-FILLED: Mapping[str, frozenset[str]] = {
-    "source": frozenset({"vocab_size", "sample"}),
-    "policy": frozenset({"latency"}),
-    "serving": frozenset({"batch_size", "prefill_chunk"}),
-    "clock": frozenset({"rank"}),
+FILLED = {
+    "source": {"vocab_size", "sample"},
+    "policy": {"latency"},
+    "serving": {"batch_size", "prefill_chunk"},
+    "clock": {"rank"},
 }
-"""Section -> plain arguments of its class that follow from the rest of the configuration: no keys;
-the program passes them."""
+"""Section -> plain arguments of its class that are no keys: the program passes them."""
 
 _OPTIONAL = ("held_nodes",)  # of TreePolicy: only paged caches need it, and refuse its absence
 _CONTAINERS = (Annotated, Union, UnionType, list, tuple, Sequence)
 
 
 def locate(target: object, where: str, protocol: type | None = None) -> type:
-    """Imports the class at a dotted path.
-
-    Args:
-        target: ``_target_`` of the node at the dotted key ``where``.
-        protocol: Protocol whose methods the class must have, or a class it must inherit from.
+    """Imports the class that ``_target_`` names, in the node at the dotted key ``where``.
 
     Raises:
-        UserError: it cannot be imported, is not a class or lacks methods.
+        UserError: it cannot be imported, is not a class, or lacks methods of the Protocol (or is
+            not derived from the class) ``protocol``.
     """
     at = f"{where}._target_={target}"
     try:
@@ -63,7 +58,7 @@ def check_values(
     where: str = "",
     label: str = "",
     *,
-    given: Collection[str] = (),
+    given: Set[str] = frozenset(),
     also: Collection[str] = (),
     complete: bool = False,
 ) -> None:
@@ -80,22 +75,22 @@ def check_values(
     """
     label, prefix = label or where or "the configuration", where and f"{where}."
     plain, required, _ = signature_of(make)
-    names = (plain.keys() - {*given}) | {*also}
+    names = (plain.keys() - given) | {*also}
     for key in values:
         if key not in names:
             hint = did_you_mean(key, names) or "it takes no keys"
             raise UserError(f"{label} has no key {key!r}: {hint}")
     for error in errors_of(make, values, prefix):
         raise UserError(error)
-    for key in plain:
-        if (complete or key in required) and key not in {*values, *given, *also}:
+    for key in plain if complete else required:
+        if key not in {*values, *given, *also}:
             at = f"{prefix}{key}"
             raise UserError(f"{label} lacks {key}: add {at}=VALUE, or leave out ~{at}")
 
 
 def build(make: Callable[..., _T], values: Mapping[str, Any], where: str = "", **given: Any) -> _T:
     """Returns ``make(**values, **given)`` after ``check_values``."""
-    check_values(make, values, where, given=given)
+    check_values(make, values, where, given=given.keys())
     return make(**values, **given)
 
 
@@ -122,6 +117,11 @@ def build_part(
             the class refuses.
     """
     label = label or where
+    if isinstance(node, list):
+        return [
+            build_part(item, runtime, f"{where}[{i}]", protocol, label=f"{label}[{i}]")
+            for i, item in enumerate(node)
+        ]
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(f"{where}={node!r} is not a part: it needs _target_, the path of a class")
     cls = locate(node["_target_"], where, protocol)
@@ -129,35 +129,26 @@ def build_part(
     names = (*plain, *objects)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     nested = [key for key in names if _has_part(arguments.get(key))]
-    passed = plain.keys() & (runtime or {}).keys()
     check_values(
         cls,
         {key: value for key, value in arguments.items() if key not in nested},
         where,
         f"{label} (class {node['_target_']})",
-        given=FILLED.get(where.partition(".")[0], ()) if runtime is None else (),
-        also={*nested, *known, *passed},
+        given=FILLED.get(where.partition(".")[0], set()) if runtime is None else set(),
+        also={*nested, *known, *(plain.keys() & (runtime or {}).keys())},
     )
-
-    def visited(value: Any, at: str, expected: type | None) -> Any:
-        if isinstance(value, list):
-            return [visited(item, f"{at}[{i}]", expected) for i, item in enumerate(value)]
-        if not _has_part(value):
-            return value
-        return build_part(value, runtime, at, expected, label=f"{label} at {at}")
-
     for key in nested:
-        expected = _expected(objects.get(key)) or protocol
-        arguments[key] = visited(arguments[key], f"{where}.{key}", expected)
+        at, expected = f"{where}.{key}", _expected(objects.get(key)) or protocol
+        arguments[key] = build_part(arguments[key], runtime, at, expected, label=f"{label} at {at}")
     if runtime is None:
         return None
     missing = (name for name in names if name in runtime and name not in arguments)
     arguments.update({name: runtime[name]() for name in missing})
     try:
         part = cls(**arguments)
-    except UserError:
-        raise
     except (TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{where} ({cls.__name__}): {error}") from error
     _require(part, protocol, f"{where}._target_={node['_target_']}")
     return part

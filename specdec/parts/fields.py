@@ -27,10 +27,7 @@ _STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def expects(text: str) -> pydantic.GetPydanticSchema:
-    """Metadata of ``typing.Annotated``: the error message of a field in place of pydantic's.
-
-    ``text``: what the value must be and the remedy, as in "it must be even; or use X".
-    """
+    """Metadata of ``typing.Annotated``: a field's error message, with the remedy, in one clause."""
     return pydantic.GetPydanticSchema(
         lambda hint, make: custom_error_schema(make(hint), "expects", custom_error_message=text)
     )
@@ -55,24 +52,17 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
 
 
 class Signature(NamedTuple):
-    """Parameters of a callable.
+    """Parameters of a callable; those that a configuration can state are ``plain``."""
 
-    Attributes:
-        plain: name -> validator of the parameters that a configuration can state.
-        required: those of them without a default.
-        objects: name -> type hint of those that the program passes; None where it cannot be
-            resolved at run time (a name imported under ``TYPE_CHECKING``).
-    """
-
-    plain: Mapping[str, pydantic.TypeAdapter[Any]]
-    required: frozenset[str]
-    objects: Mapping[str, Any]
+    plain: Mapping[str, pydantic.TypeAdapter[Any]]  # name -> validator
+    required: tuple[str, ...]  # those of them without a default
+    objects: Mapping[str, Any]  # name -> type hint, None where it exists for type checkers only
 
 
 @cache
 def signature_of(make: Callable[..., Any]) -> Signature:
     """The parameters of a class or function; one without annotation takes every value."""
-    plain, required, objects = {}, set(), {}
+    plain, required, objects = {}, [], {}
     body = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     for p in inspect.signature(make).parameters.values():
         if p.name == "self" or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -84,15 +74,14 @@ def signature_of(make: Callable[..., Any]) -> Signature:
             continue
         plain[p.name] = validator
         if p.default is p.empty and hint is not Any:
-            required.add(p.name)
-    return Signature(plain, frozenset(required), objects)
+            required.append(p.name)
+    return Signature(plain, tuple(required), objects)
 
 
 def validated(make: _Make) -> _Make:
     """Decorates an ``__init__``, a dataclass or a function to validate its annotated arguments.
 
-    Raises:
-        ValueError: from the call, naming the argument, its value, the bound and the remedy.
+    A call raises ``ValueError`` that names the argument, its value, the bound and the remedy.
     """
     if isinstance(make, type):
         make.__init__ = validated(make.__init__)  # type: ignore[misc]
