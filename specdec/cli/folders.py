@@ -16,10 +16,8 @@ from typing import Any
 from uuid import uuid4
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from specdec.config.options import flatten
+from specdec.config.options import flatten, read_yaml
 from specdec.errors import UserError
 from specdec.files import write_text
 
@@ -69,13 +67,8 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
         raise UserError(f"output_dir={folder} is a file: name a folder")
     stored = folder / CONFIG_FILE
     if stored.is_file():
-        try:
-            loaded = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
-        except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-            raise UserError(
-                f"output_dir={folder} has a {CONFIG_FILE} that cannot be read"
-                f" ({str(error).splitlines()[0]}): name another folder or delete that one"
-            ) from error
+        refusal = f"output_dir={folder} has a {CONFIG_FILE} that cannot be read"
+        loaded = read_yaml(stored, refusal, "name another folder or delete that one")
         previous = loaded if isinstance(loaded, dict) else {}
         there, here = previous.get("command", "run"), config.get("command", "run")
         if there != here:

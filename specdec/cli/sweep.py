@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from traceback import format_exc, print_exc
 from typing import Any
-from uuid import uuid4
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -92,17 +92,19 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     expected = [_job_name(job, varying) for job in jobs]
     make_folder(folder)
     with alone_in(folder):
-        notes, unrecorded = _notes_folder(folder), _LOST
-        place = _Place(folder.resolve(), notes.resolve(), tuple(varying), len(jobs), time.time())
-        try:
-            _launch(overrides, extra, place)
-        except KeyboardInterrupt:
-            unrecorded = _INTERRUPTED
-            raise
-        finally:
-            records = _collect(notes, expected, unrecorded)
-            write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
-            shutil.rmtree(notes, ignore_errors=True)
+        for old in folder.glob(f"{_NOTES}*"):  # of a killed sweep
+            shutil.rmtree(old, ignore_errors=True)
+        with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
+            notes, unrecorded = Path(name).resolve(), _LOST
+            place = _Place(folder.resolve(), notes, tuple(varying), len(jobs), time.time())
+            try:
+                _launch(overrides, extra, place)
+            except KeyboardInterrupt:
+                unrecorded = _INTERRUPTED
+                raise
+            finally:
+                records = _collect(notes, expected, unrecorded)
+                write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
     return _report(folder, records)
 
 
@@ -232,25 +234,17 @@ def _collect(notes: Path, expected: Sequence[str], unrecorded: Record) -> list[R
     return [records.get(n, {"job": n, **unrecorded, "seconds": 0}) for n in names]
 
 
-def _notes_folder(folder: Path) -> Path:
-    """A new folder for the records of this sweep; removes those of a killed one."""
-    for old in folder.glob(f"{_NOTES}*"):
-        shutil.rmtree(old, ignore_errors=True)
-    notes = folder / f"{_NOTES}{uuid4().hex[:8]}"
-    make_folder(notes)
-    return notes
-
-
 def _warn_of_shared_cores(parsed: Sequence[Override], jobs: Sequence[Job]) -> None:
     """Jobs side by side on one machine share its cores, which spoils wall-clock times."""
     launcher = [str(o.value()) for o in parsed if o.key_or_group == "hydra/launcher"][-1:]
     wall = any(job.config["clock"].get("kind") != "simulated" for job in jobs)
     if wall and set(launcher) & set(_SIDE_BY_SIDE):
-        print(
-            f"note: hydra/launcher={launcher[0]} runs jobs side by side on this machine, which"
-            " slows them: measured and paced times of this sweep do not count (tokens and"
-            " simulated times do)",
-            file=sys.stderr,
+        print_notices(
+            [
+                f"hydra/launcher={launcher[0]} runs jobs side by side on this machine, which slows"
+                " them: measured and paced times of this sweep do not count (tokens and simulated"
+                " times do)"
+            ]
         )
 
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from specdec.errors import UserError
 
 PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
@@ -33,6 +37,19 @@ def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
             if not path.stem.startswith("_"):
                 paths.setdefault(path.stem, path)
     return dict(sorted(paths.items()))
+
+
+def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = False) -> Any:
+    """The plain content of a YAML.
+
+    Raises:
+        UserError: ``refusal (reason): remedy``, for a file that cannot be read.
+    """
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{refusal} ({reason}){remedy and f': {remedy}'}") from error
 
 
 def first_comment(path: Path) -> str:
