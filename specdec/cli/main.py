@@ -69,11 +69,15 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, RankFailure):
         return text, _RANK_FAILED
     if isinstance(error, MemoryError):
-        remedy = "choose smaller trees (keys of policy), a smaller batch_size, shorter prompts or a"
-        return f"memory is used up ({text}): {remedy} smaller model", _FAILED
+        return (
+            f"memory is used up ({text}): choose smaller trees (keys of policy), a smaller"
+            " batch_size, shorter prompts or a smaller model"
+        ), _FAILED
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "make room, then start the same command again; it continues after the prompts"
-        return f"{error.strerror}: {remedy} that are on disk", _FAILED
+        return (
+            f"{error.strerror}: make room, then start the same command again; it continues after"
+            " the prompts that are on disk"
+        ), _FAILED
     return "", _FAILED
 
 
