@@ -12,6 +12,7 @@ from typing import Any
 
 from specdec.cli.execute import print_notices, run_in
 from specdec.cli.folders import as_yaml, claim, output_folder
+from specdec.config.checks import COMPARE
 from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison
 from specdec.config.hydra import compose_config, parse
 from specdec.config.job import Job, run_job_of
@@ -19,12 +20,8 @@ from specdec.config.options import PARTS
 
 TABLE = "comparison.md"
 _RECORDER = ("strategy=speculative", "record=true", "executor=local", "clock=measured")
-_NOT_RECORDED = frozenset(
-    [
-        *(*PARTS, "clock", "serving", "strategies", "repeats", "output_dir", "logger", "trace"),
-        *("curve_profile", "cross_profile", "curve_replay", "record", "prefill_chunk"),
-    ]
-)
+_OTHERS = ("clock", "serving", "output_dir", "logger", "trace", "record", "prefill_chunk")
+_NOT_RECORDED = frozenset([*PARTS, *COMPARE, *_OTHERS])
 """Overrides that do not change the record, which has the target's tokens and the draft's."""
 
 
@@ -55,10 +52,7 @@ class Curves:
     def rows(self, size: int) -> list[dict[str, Any]]:
         """One configuration per row, at one batch size."""
         jobs = [*self.comparison.jobs, *([] if self.cross is None else [self.cross])]
-        configs = [deepcopy(job.config) for job in jobs]
-        for config in configs:
-            config["batch_size"] = size
-        return configs
+        return [{**deepcopy(job.config), "batch_size": size} for job in jobs]
 
 
 def curves(
@@ -143,8 +137,7 @@ def _run(composed: Curves, folder: Path, progress: Any) -> bool:
 def _paper_remarks() -> Callable[..., list[str]] | None:
     """The paper's own ratios, which the package ``experiments`` has; None if not installed."""
     try:
-        module = importlib.import_module("experiments.pipelines.batch_ratios")
+        remarks = importlib.import_module("experiments.pipelines.batch_ratios").remarks
     except ModuleNotFoundError:
         return None
-    remarks: Callable[..., list[str]] = module.remarks
-    return remarks
+    return remarks  # type: ignore[no-any-return]

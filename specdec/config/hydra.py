@@ -19,6 +19,9 @@ from specdec.config.options import GROUPS, config_dir, flatten, has_key, options
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
+_FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
+"""Hydra's errors of bad overrides; the last two for a group set to null or to numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Composed:
@@ -91,7 +94,7 @@ def compose_raw(
             _check_experiment(override, extra)
     try:
         raw = _hydra_compose(overrides, name, extra)
-    except (HydraException, OmegaConfBaseException) as error:
+    except _FAULTS as error:
         raise _explain(error, overrides, name, extra) from error
     for group, choice in raw.hydra.runtime.choices.items():
         path = PurePosixPath(str(choice))
@@ -193,7 +196,7 @@ def _explain(
     groups = [o.input_line or "" for o in parsed if o.key_or_group in GROUPS]
     try:
         base = plain(_hydra_compose(groups, name, extra))
-    except (HydraException, OmegaConfBaseException, UserError):
+    except _FAULTS:
         return UserError(f"the configuration cannot be composed: {_first_line(error)}")
     for override in parsed:
         key = override.key_or_group
