@@ -120,10 +120,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     """Checks a section; raises ``UserError`` for its class, or a key as ``check_values`` does."""
     label = f"{section}={choices[section]}" if section in choices else section
     if not isinstance(node, dict):
-        raise UserError(
-            f"{label} is not a section: give it the keys of one of its options, or leave out"
-            f" ~{section}"
-        )
+        raise UserError(f"{label} is not a section: give it an option's keys, or drop ~{section}")
     values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
     common = _resolved(_TAKERS.get(section))
     kind = node.get("_target_", node.get("kind"))

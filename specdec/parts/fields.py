@@ -3,9 +3,9 @@
     @validated
     def __init__(self, *, gamma: Count, delta: Annotated[float, Field(gt=0)] = 0.3) -> None: ...
 
-``validated`` checks the arguments of a call from Python; ``signature_of`` gives the pydantic model
-that checks the same arguments in a configuration. Both are strict: ``"3"``, ``3.0`` and ``true``
-are no ints, NaN and infinity are no floats; an int is accepted for a float, a list for a tuple.
+Calls from Python and keys of a configuration are checked alike, strictly: ``"3"``, ``3.0`` and
+``true`` are no ints, NaN and infinity are no floats; an int is accepted for a float, a list for a
+tuple.
 """
 
 from __future__ import annotations
@@ -68,13 +68,11 @@ def signature_of(make: Callable[..., Any]) -> Signature:
         if p.name == "self" or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             continue
         hint = Any if p.annotation is p.empty else _resolved(body, p.annotation)
-        validator = _validator(hint)
-        if validator is None:
+        if (validator := _validator(hint)) is None:
             objects[p.name] = hint
-            continue
-        plain[p.name] = validator
-        if p.default is p.empty and hint is not Any:
-            required.append(p.name)
+        else:
+            plain[p.name] = validator
+            required += [p.name] if p.default is p.empty and hint is not Any else []
     return Signature(plain, tuple(required), objects)
 
 
