@@ -15,7 +15,7 @@ from specdec.data.prompt import DataReader
 from specdec.data.sets import MIXED, SETS
 from specdec.errors import UserError
 from specdec.parts.build import build_part, locate
-from specdec.parts.fields import Count, Index, Text, errors_of, names_of, signature_of
+from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,6 @@ class Request:
         return Request(**prompts, reader=_build_reader(section))  # type: ignore[arg-type]
 
 
-_SECTION = signature_of(Request.of).model
-
-
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
     """The reader of a section with ``_target_``, given the keys that its constructor names.
 
@@ -103,7 +100,7 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
             raise UserError(
                 f"data.{key}={data[key]} is not used by data={data['name']}: leave it out"
             )
-    keys = {k: v for k, v in data.items() if k in names or k not in names_of(_SECTION)}
+    keys = {k: v for k, v in data.items() if k in names or k not in signature_of(Request.of).plain}
     reader: DataReader = build_part(keys, {}, "data", DataReader)
     return reader
 
@@ -126,7 +123,7 @@ def check_request(request: Request) -> None:
     if request.reader is None:
         require_known(request.name)
     values = {"limit": request.limit, "origin": request.origin}
-    for error in errors_of(_SECTION, values, "data."):
+    for error in errors_of(Request.of, values, "data."):
         raise UserError(error)
     if request.reader is not None:
         return

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from specdec.errors import UserError
-from specdec.parts.fields import names_of, signature_of
-from specdec.parts.sections import build, check_values
+from specdec.parts.build import build, check_values
+from specdec.parts.fields import signature_of
 from specdec.train import card, draft, exits, recipes, unlikelihood
 from specdec.train.session import Recipe, Session, start
 
@@ -35,7 +35,7 @@ def run(what: str, cfg: dict[str, Any]) -> int:
     """
     if what not in RECIPES:
         raise UserError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
-    recipe, names = RECIPES[what], names_of(signature_of(Session).model)
+    recipe, names = RECIPES[what], signature_of(Session).plain
     shared = {key: value for key, value in cfg.items() if key in names}
     own = {key: value for key, value in cfg.items() if key not in names}
     check_values(recipe, own, also=names)

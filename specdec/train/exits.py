@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from specdec.errors import UserError
 from specdec.files import write_json
+from specdec.parts.build import build
 from specdec.parts.fields import Count, Index, NotNegative, Positive, validated
-from specdec.parts.sections import build
 from specdec.train.agreement import agreement_by_data, check_data_name
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining

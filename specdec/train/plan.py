@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from specdec.errors import UserError
+from specdec.parts.build import build
 from specdec.parts.fields import Count
-from specdec.parts.sections import build
 from specdec.train.model import ModelShape
 
 

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from specdec.data.files import read_json
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
+from specdec.parts.build import build
 from specdec.parts.fields import PositiveShare
-from specdec.parts.sections import build
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
 from specdec.train.lm import Pretraining
 from specdec.train.model import LanguageModel, ModelShape, save_hf

@@ -21,8 +21,8 @@ from specdec.data.files import read_json
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
+from specdec.parts.build import build
 from specdec.parts.fields import Count, Positive, Share, validated
-from specdec.parts.sections import build
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining, keep_settings
 from specdec.train.model import LanguageModel, load_hf, save_hf, weights_hash

@@ -291,7 +291,7 @@ def test_steps_of_any_missed_request_are_misses() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "one run folder"),
+        ([], "one folder"),
         (["nowhere"], "not a folder"),
         (["."], "trace=true"),
         ([".", "steps=9-3"], "FROM-TO"),

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
-from specdec.parts.sections import build, check_values
+from specdec.parts.build import build, check_values
 from specdec.train import agreement, card, cli, corpus
 from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.lm import Pretraining, held_out_loss
@@ -231,7 +231,7 @@ def test_unknown_recipes_and_keys_are_refused():
         cli.run("poet", {})
     with pytest.raises(ValueError, match="did you mean work_dir"):
         cli.run("target", {"workdir": "x"})
-    with pytest.raises(ValueError, match="missing keys"):
+    with pytest.raises(ValueError, match="lacks"):
         cli.run("ngram", {"seed": 1})
 
 

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
-from specdec.parts.sections import build
+from specdec.parts.build import build
 from specdec.train import cli, recipes, session
 from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
@@ -109,7 +109,7 @@ class TestRefusals:
             ),
             ({"phases": [{"until": 1.0, "length": 0, "batch": 1}]}, "at least 1"),
             ({"phases": [{"until": 1.0, "lenght": 8, "batch": 1}]}, "did you mean length"),
-            ({"phases": [{"until": 1.0, "batch": 1}]}, "missing keys: length"),
+            ({"phases": [{"until": 1.0, "batch": 1}]}, "lacks length"),
             ({"log_every": 0}, "at least 1"),
             ({"max_step": 3}, "did you mean max_steps"),
         ],
