@@ -9,10 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 from rich.text import Text
@@ -20,10 +20,6 @@ from rich.text import Text
 from specdec.files import write_json
 from specdec.metrics.results import RequestResult
 from specdec.report.plots import png
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ENDS_FILE = "token_ends.json"
 """File in a run folder: strategy -> prompt id -> ``token_ends`` of the output."""
@@ -37,8 +33,8 @@ PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 _TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "bright_black")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
-_POINTS = 8.0  # font size; DejaVu Sans Mono advances 0.602 em
-_WIDE, _HIGH = 0.602 * _POINTS / 72, 1.35 * _POINTS / 72  # a character, inches
+_FONT: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": 8.0, "va": "center"}
+_WIDE, _HIGH = 0.602 * 8.0 / 72, 1.35 * 8.0 / 72  # a character, inches; it advances 0.602 em
 _MARGIN, _HEAD = 0.15, 0.55  # inches
 
 Decode = Callable[[Sequence[int]], str]
@@ -143,10 +139,7 @@ def shares(results: Iterable[RequestResult]) -> dict[int, float]:
 
 def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:
     """The output for a terminal, with sources as background colours."""
-    text = Text()
-    for piece in pieces(result, ends):
-        text.append(piece.text, style=terminal_style(piece.origin))
-    return text
+    return Text.assemble(*((p.text, terminal_style(p.origin)) for p in pieces(result, ends)))
 
 
 def terminal_style(origin: int) -> str:
@@ -183,80 +176,45 @@ def origins_png(
         max_lines: maximum number of lines; the picture states how many more there are.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
 
-    lines = _lines(pieces(result, ends), columns)
-    shown = lines[:max_lines]
+    parts = ((p.text.replace("\t", "    "), _color(p.origin)) for p in pieces(result, ends))
+    lines = [
+        part
+        for line in Text.assemble(*parts).split(allow_blank=True)
+        for part in line.divide(range(columns, len(line), columns))
+    ]
+    shown, hidden = lines[:max_lines], len(lines[max_lines:])
     width, height = columns * _WIDE + 2 * _MARGIN, len(shown) * _HIGH + _HEAD + _MARGIN
     figure = Figure((width, height), dpi=150)
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
-    for row, line in enumerate(shown):
-        _draw_line(ax, line, _HEAD + row * _HIGH)
-    hidden = len(lines) - len(shown)
+    for top, line in zip(count(_HEAD, _HIGH), shown, strict=False):
+        for start, end, color in line.spans:
+            corner = _MARGIN + start * _WIDE, top
+            ax.add_patch(Rectangle(corner, (end - start) * _WIDE, _HIGH, color=color, lw=0))
+        ax.text(_MARGIN, top + 0.52 * _HIGH, line.plain, parse_math=False, **_FONT)
     more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
     ax.text(_MARGIN, 0.17, f"{title}{more}", fontsize=9, va="center", parse_math=False)
-    _draw_legend(figure, shares([result]), names)
+    keys = [
+        Patch(
+            facecolor=_color(origin) or "white",
+            edgecolor="#999999",
+            lw=0.5,
+            label=f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %",
+        )
+        for origin, share in shares([result]).items()
+    ]
+    anchor = (_MARGIN / width, 1 - 0.25 / height)
+    style: dict[str, Any] = {"fontsize": 7.5, "frameon": False, "borderaxespad": 0, "borderpad": 0}
+    ncols = max(1, len(keys))
+    figure.legend(handles=keys, loc="upper left", bbox_to_anchor=anchor, ncols=ncols, **style)
     return png(figure)
 
 
-def _draw_line(ax: Axes, line: Iterable[Piece], top: float) -> None:
-    """Draws a line of text on the colours of its sources; ``top`` in inches."""
-    from matplotlib.patches import Rectangle
-
-    font: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": _POINTS, "va": "center"}
-    left = _MARGIN
-    for piece in line:
-        width = len(piece.text) * _WIDE
-        if piece.origin >= 0:
-            color = PALETTE[piece.origin % len(PALETTE)]
-            ax.add_patch(Rectangle((left, top), width, _HIGH, color=color, lw=0))
-        ax.text(left, top + 0.52 * _HIGH, piece.text, parse_math=False, **font)
-        left += width
-
-
-def _draw_legend(figure: Figure, used: Mapping[int, float], names: Mapping[int, str]) -> None:
-    from matplotlib.patches import Patch
-
-    width, height = figure.get_size_inches()
-    handles = [
-        Patch(
-            facecolor="white" if o < 0 else PALETTE[o % len(PALETTE)],
-            edgecolor="#999999",
-            lw=0.5,
-            label=f"{names.get(o, f'source {o}')} {100 * share:.0f} %",
-        )
-        for o, share in used.items()
-    ]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(_MARGIN / width, 1 - 0.25 / height),
-        ncols=max(1, len(handles)),
-        fontsize=7.5,
-        frameon=False,
-        borderaxespad=0,
-        borderpad=0,
-    )
-
-
-def _lines(parts: Iterable[Piece], columns: int) -> list[list[Piece]]:
-    """Pieces split at line ends and at ``columns``; tabs become four spaces."""
-    lines: list[list[Piece]] = [[]]
-    room = columns
-    for piece in parts:
-        for part in re.split(r"(\n)", piece.text.replace("\t", "    ").replace("\r", "")):
-            if part == "\n":
-                lines.append([])
-                room = columns
-                continue
-            while part:
-                if not room:
-                    lines.append([])
-                    room = columns
-                lines[-1].append(Piece(part[:room], piece.origin))
-                part, room = part[room:], room - len(part[:room])
-    return lines
+def _color(origin: int) -> str:
+    return "" if origin < 0 else PALETTE[origin % len(PALETTE)]
 
 
 def _name(node: Mapping[str, Any]) -> str:
