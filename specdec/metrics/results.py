@@ -216,6 +216,12 @@ class Run:
     results: tuple[RequestResult, ...]
     totals: RunTotals
 
+    @staticmethod
+    def of(counted: Iterable[tuple[RequestResult, RunTotals]]) -> Run:
+        """The run of these requests, each with the totals counted during it."""
+        results, totals = zip(*counted, strict=True)
+        return Run(results, RunTotals.merge(totals))
+
 
 def _add_into(total: dict[Any, Any], more: Mapping[Any, Any]) -> None:
     for key, value in more.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from specdec.metrics.results import RequestResult, Run
+    from specdec.report.results import Result
 
 _COLORS = (
     *("#2f6db3", "#c98a2b", "#5a9e4b", "#b33a3a", "#7d5ba6", "#3a9e9e", "#c45c9c", "#7a6a55"),
@@ -35,26 +35,30 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Data drawn in one colour.
+    """Results drawn in one colour.
 
     Attributes:
-        label: name of the strategy or job.
+        result: of a strategy or job.
         runs: its repeats.
         plain: repeats of the plain decoding that it is compared with; may be empty.
-        is_plain: whether it is plain decoding itself.
-        acceptance, judged: ``acceptance_by_depth`` and ``judged_by_depth`` of its summary; empty
-            if undefined.
     """
 
-    label: str
+    result: Result
     runs: Sequence[Run]
     plain: Sequence[Run]
-    is_plain: bool
-    acceptance: Mapping[str, float]
-    judged: Mapping[str, int]
 
     @property
-    def results(self) -> list[RequestResult]:
+    def label(self) -> str:
+        """Name of the strategy or job."""
+        return self.result.name
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is plain decoding itself."""
+        return self.result.strategy == "ar"
+
+    @property
+    def outputs(self) -> list[RequestResult]:
         """Finished prompts of all repeats."""
         return pooled(self.runs)
 
@@ -63,7 +67,7 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
     """Speed-up of each prompt over plain decoding; tokens per second if there is no baseline."""
     shown = [c for c in curves if len(c.plain) and not c.is_plain]
     relative = bool(shown)
-    shown = (shown or [c for c in curves if c.results])[:_MAX_CURVES]
+    shown = (shown or [c for c in curves if c.outputs])[:_MAX_CURVES]
     figure = figure_of(11.0, 1.5 + 0.42 * max(1, len(shown)))
     ax: Axes = figure.subplots()
     for y, curve in enumerate(shown):
@@ -100,9 +104,15 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
         style = {"color": _color(curves, curve), "marker": "o", "ms": 3, "lw": 1.3}
         if curve.is_plain:
             continue
-        if curve.acceptance:
-            _depth_line(depth, curve, style)
-        drafted = drafted_by_position(curve.results)
+        summary = curve.result.summary or {}
+        rates = {int(k): rate for k, rate in (summary.get("acceptance_by_depth") or {}).items()}
+        if rates:
+            depth.plot(list(rates), list(rates.values()), label=curve.label, **style)
+            judged = summary.get("judged_by_depth") or {}
+            few = {d: rate for d, rate in rates.items() if judged.get(str(d), 0) < _FEW}
+            hollow = {**style, "ls": "", "mfc": "white", "zorder": 3}
+            depth.plot(list(few), list(few.values()), **hollow)
+        drafted = drafted_by_position(curve.outputs)
         if drafted:
             # Drawn at the middle of each bucket.
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
@@ -118,26 +128,17 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     return _finish(figure, title, (depth, position))
 
 
-def _depth_line(ax: Axes, curve: Curve, style: Mapping[str, Any]) -> None:
-    """Draws acceptance by depth, with hollow markers for few judged candidates."""
-    depths, rates = [int(k) for k in curve.acceptance], list(curve.acceptance.values())
-    ax.plot(depths, rates, label=curve.label, **style)
-    few = [d for d in depths if curve.judged.get(str(d), 0) < _FEW]
-    at = [curve.acceptance[str(d)] for d in few]
-    ax.plot(few, at, ls="", marker="o", ms=3, mfc="white", mec=style["color"], zorder=3)
-
-
 def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
     """Tokens over time since admission, and tokens per second by position, over all prompts."""
     figure = figure_of(11.0, 4.0)
     time, rate = figure.subplots(1, 2)
     for curve in curves[:_MAX_CURVES]:
         color = _color(curves, curve)
-        seconds = mean_emission(curve.results)
+        seconds = mean_emission(curve.outputs)
         if len(seconds) > 1:
             counts = np.arange(1, len(seconds) + 1)
             time.plot(seconds, counts, color=color, lw=1.5, label=curve.label)
-        positions, speeds = rate_by_position(curve.results)
+        positions, speeds = rate_by_position(curve.outputs)
         if len(positions):
             style = {"marker": "o", "ms": 3, "lw": 1.3}
             rate.plot(positions, speeds, color=color, label=curve.label, **style)
@@ -168,20 +169,19 @@ def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, Floa
 
     Covers the decode phase (``metrics.times.decode_phase``); omits buckets without elapsed time.
     """
-    tokens, seconds = Counter[int](), Counter[int]()
-    for result in results:
-        gaps = decode_phase(result).gaps_s
-        first = len(result.output) - len(gaps)  # tokens emitted by the prefill
-        for i, gap in enumerate(gaps.tolist(), start=first):
-            tokens[i // _RATE_TOKENS] += 1
-            seconds[i // _RATE_TOKENS] += gap
-    used = [bucket for bucket in sorted(tokens) if seconds[bucket] > 0]
-    middles = np.array([(bucket + 0.5) * _RATE_TOKENS for bucket in used])
-    return middles, np.array([tokens[bucket] / seconds[bucket] for bucket in used])
+    gaps = [decode_phase(result).gaps_s for result in results]
+    # The prefill has emitted the tokens before the first gap.
+    at = [
+        np.arange(len(r.output) - len(g), len(r.output)) for r, g in zip(results, gaps, strict=True)
+    ]
+    buckets = np.concatenate(at or [np.zeros(0, np.int64)]) // _RATE_TOKENS
+    seconds = np.bincount(buckets, np.concatenate(gaps or [np.zeros(0)]))
+    used = np.flatnonzero(seconds > 0)
+    return (used + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
 
 
 def _speeds(curve: Curve) -> FloatArray:
-    phases = decoded_by_prompt(curve.results).values()
+    phases = decoded_by_prompt(curve.outputs).values()
     return np.array([count / seconds for count, seconds in phases if seconds > 0])
 
 
