@@ -58,8 +58,8 @@ def comparison_row(
     row["lossless"] = parity.lossless
     row["num_compared"] = parity.num_compared
     row["num_differing"] = len({d.id for d in parity.differing})
-    row["differing"] = [asdict(d) for d in parity.differing]
-    row["ties"] = [asdict(d) for d in parity.ties]
+    row["differing"] = [asdict(d) | {"distance": None} for d in parity.differing]
+    row["ties"] = []  # it and ``distance`` stay in the files: only ``certify`` measures distances
     row.update(_speedups(runs, ar_runs))
     return row
 
@@ -168,16 +168,14 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, A
         speed, ar_speed = decode_speed(run.results), decode_speed(ar.results)
         if speed is not None and ar_speed:
             ratios.append(speed / ar_speed)
-        tokens = sum(len(result.output) for result in run.results)
-        ar_tokens = sum(len(result.output) for result in ar.results)
+        tokens, ar_tokens = (sum(len(r.output) for r in one.results) for one in (run, ar))
         theory = theoretical_speedup(run.totals, tokens, ar.totals, ar_speed, ar_tokens)
         if theory is not None:
             theories.append(theory)
     if ratios:
-        speedups["speedup_wall"] = median(ratios)
-        speedups["speedup_wall_range"] = [min(ratios), max(ratios)]
         interval = speed_ratio_interval(pooled(runs), pooled(ar_runs))
-        speedups["speedup_wall_interval"] = list(interval) if interval else None
+        values = (median(ratios), [min(ratios), max(ratios)], list(interval) if interval else None)
+        speedups |= dict(zip(names, values, strict=False))
     if theories:
         speedups["speedup_theoretical"] = median(theories)
     return speedups

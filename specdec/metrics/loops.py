@@ -32,17 +32,15 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
 
 
 def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None:
-    """Share of generated tokens that end an n-gram already generated in the same output.
+    """Share of ``repeated_ngrams`` among the generated tokens, pooled over requests.
 
     Args:
         outputs: the generated tokens of each request.
         n: length of the n-gram.
 
     Returns:
-        Repeated tokens over all tokens, pooled over requests; None without tokens.
+        None without tokens.
     """
-    repeated = total = 0
-    for output in outputs:
-        repeated += int(repeated_ngrams(output, n).sum())
-        total += len(output)
-    return repeated / total if total else None
+    repeated = [repeated_ngrams(output, n) for output in outputs]
+    total = sum(len(of) for of in repeated)
+    return int(sum(of.sum() for of in repeated)) / total if total else None

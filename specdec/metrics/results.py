@@ -5,7 +5,7 @@ Baselines and our own strategies fill the same two classes.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -173,16 +173,13 @@ class RunTotals:
         if not items:
             raise ValueError("no totals to merge: the run has no finished prompts")
         merged = RunTotals()
-        for f in fields(RunTotals):
-            values = [getattr(item, f.name) for item in items]
-            if f.name in _SAME:
-                if any(value != values[0] for value in values):
-                    raise ValueError(f"totals of different runs: {f.name} is {values}")
-                setattr(merged, f.name, values[0])
-            elif f.name in _PEAKS:
-                setattr(merged, f.name, max(values))
-            else:
-                setattr(merged, f.name, _sum(values))
+        for name in (f.name for f in fields(RunTotals)):
+            values = [getattr(item, name) for item in items]
+            if name in _SAME and any(value != values[0] for value in values):
+                raise ValueError(f"totals of different runs: {name} is {values}")
+            if name not in _SAME:
+                values = [max(values) if name in _PEAKS else _sum(values)]
+            setattr(merged, name, values[0])
         return merged
 
     def to_json(self) -> dict[str, Any]:
@@ -231,10 +228,9 @@ def _add_into(total: dict[Any, Any], more: Mapping[Any, Any]) -> None:
 def _sum(values: list[Any]) -> Any:
     if any(value is None for value in values):
         return None  # unknown for one part: unknown for all
-    if isinstance(values[0], dict):
-        summed: defaultdict[Any, Any] = defaultdict(int)
-        for value in values:
-            for key, item in value.items():
-                summed[key] += item
-        return dict(summed)
-    return sum(values)
+    if not isinstance(values[0], dict):
+        return sum(values)
+    summed: dict[Any, Any] = {}
+    for value in values:
+        _add_into(summed, value)
+    return summed

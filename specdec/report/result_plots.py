@@ -177,7 +177,9 @@ def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, Floa
     buckets = np.concatenate(at or [np.zeros(0, np.int64)]) // _RATE_TOKENS
     seconds = np.bincount(buckets, np.concatenate(gaps or [np.zeros(0)]))
     used = np.flatnonzero(seconds > 0)
-    return (used + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
+    speeds: FloatArray = np.bincount(buckets)[used] / seconds[used]
+    middles: FloatArray = (used + 0.5) * _RATE_TOKENS
+    return middles, speeds
 
 
 def _speeds(curve: Curve) -> FloatArray:

@@ -40,8 +40,8 @@ def percent(value: Any, digits: int = 0) -> str:
 def lossless_label(row: Row) -> str:
     """Result of comparing the row's tokens with ``ar``.
 
-    "reference" for ``ar`` itself, "yes" with the number of ties, "NO" with the number of differing
-    prompts; "in distribution" or "LOSSY" if token parity is not claimed.
+    "reference" for ``ar`` itself, "yes", or "NO" with the number of differing prompts; "in
+    distribution" or "LOSSY" if token parity is not claimed.
     """
     if row.get("strategy") == "ar":
         return "reference"
@@ -50,10 +50,7 @@ def lossless_label(row: Row) -> str:
     lossless = row.get("lossless")
     if lossless is None:
         return "in distribution" if row.get("claims") == "distribution" else NONE
-    if not lossless:
-        return f"NO ({row.get('num_differing', '?')} differ)"
-    ties = len(row.get("ties") or ())
-    return f"yes ({ties} tie{'s' if ties > 1 else ''})" if ties else "yes"
+    return "yes" if lossless else f"NO ({row.get('num_differing', '?')} differ)"
 
 
 def speedup_label(row: Row) -> str:
@@ -180,13 +177,11 @@ def best_row(rows: Sequence[Row]) -> Row | None:
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    """Notes below the table: differing prompts, ties, caveats, loops."""
+    """Notes below the table: differing prompts, caveats, loops."""
     notes = []
     for row in rows:
         for token in list(row.get("differing") or ())[:3]:
             notes.append(f"{row['strategy']} differs from ar: {_difference(token)}")
-        for token in list(row.get("ties") or ())[:3]:
-            notes.append(f"{row['strategy']} tie: {_difference(token)}")
     for row in rows:
         if row.get("paced_counts") is False:
             notes.append(
@@ -240,10 +235,8 @@ def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
 def _difference(token: Mapping[str, Any]) -> str:
     if token["position"] < 0:
         return f"prompt {token['id']} has no answer to compare"
-    text = f"prompt {token['id']}, token {token['position']}: {token['token']}"
-    text += f" instead of {token['ar_token']}"
-    distance = token.get("distance")
-    return text if distance is None else f"{text} (distance {distance:.2g})"
+    text = "prompt {id}, token {position}: {token} instead of {ar_token}"
+    return text.format(**token)
 
 
 def _inline(value: Any) -> str:
