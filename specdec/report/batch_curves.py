@@ -90,8 +90,7 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
     tail.legend(fontsize=7.5, frameon=False)
     loops = percent(next((r["loop_share"] for r in rows if r.get("loop_share") is not None), None))
     title = f"Batch sizes compared: {title_of(conditions)}, loop_share {loops}"
-    figure.suptitle(fill(title, 118), fontsize=10, x=0.01, ha="left")
-    return png(figure)
+    return png(figure, fill(title, 118))
 
 
 def curves_markdown(

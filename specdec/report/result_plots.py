@@ -30,7 +30,7 @@ _RATE_TOKENS = 16  # tokens per point of a rate
 _FEW = 20  # depths with fewer judged candidates are drawn hollow
 _MAX_CURVES = 20  # more could not be distinguished
 
-FloatArray = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
     tidy(ax, xlabel=label, xlim=(0, ax.get_xlim()[1] * 1.05))
     what = "Speed-up" if relative else "Speed"
     text = f"{what} per prompt: dots are prompts, thick bars medians, lines the middle half"
-    return _finish(figure, text)
+    return png(figure, text)
 
 
 def acceptance_png(curves: Sequence[Curve]) -> bytes:
@@ -171,15 +171,12 @@ def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, Floa
     """
     gaps = [decode_phase(result).gaps_s for result in results]
     # The prefill has emitted the tokens before the first gap.
-    at = [
-        np.arange(len(r.output) - len(g), len(r.output)) for r, g in zip(results, gaps, strict=True)
-    ]
-    buckets = np.concatenate(at or [np.zeros(0, np.int64)]) // _RATE_TOKENS
-    seconds = np.bincount(buckets, np.concatenate(gaps or [np.zeros(0)]))
+    lengths = [(len(r.output), len(gap)) for r, gap in zip(results, gaps, strict=True)]
+    at = [np.arange(length - late, length) for length, late in lengths]
+    buckets = np.concatenate([np.zeros(0, np.int64), *at]) // _RATE_TOKENS
+    seconds = np.bincount(buckets, np.concatenate([np.zeros(0), *gaps]))
     used = np.flatnonzero(seconds > 0)
-    speeds: FloatArray = np.bincount(buckets)[used] / seconds[used]
-    middles: FloatArray = (used + 0.5) * _RATE_TOKENS
-    return middles, speeds
+    return (used + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
 
 
 def _speeds(curve: Curve) -> FloatArray:
@@ -195,20 +192,13 @@ def _color(curves: Sequence[Curve], curve: Curve) -> str:
     return _COLORS[others.index(curve.label) % len(_COLORS)]
 
 
-def _finish(figure: Figure, title: str, axes: Sequence[Any] = ()) -> bytes:
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+def _finish(figure: Figure, title: str, axes: Sequence[Axes]) -> bytes:
+    """The picture, with one legend for all axes."""
     handles: dict[str, Any] = {}
     for ax in axes:
         lines, labels = ax.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     if handles:
-        columns = min(6, len(handles))
-        figure.legend(
-            list(handles.values()),
-            list(handles),
-            loc="outside lower center",
-            ncols=columns,
-            fontsize=8,
-            frameon=False,
-        )
-    return png(figure)
+        style: dict[str, Any] = {"ncols": min(6, len(handles)), "fontsize": 8, "frameon": False}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", **style)
+    return png(figure, title)
