@@ -114,17 +114,11 @@ def speed_ratio_interval(
         num_resamples: bootstrap samples.
         seed: of the resampling.
     """
-    ours, plain = decoded_by_prompt(results), decoded_by_prompt(ar_results)
-    common = sorted(ours.keys() & plain.keys())
-    if len(common) < 2:
+    table = _paired(results, ar_results)
+    if len(table) < 2 or not (table.sum(0) > 0).all():
         return None
-    table = np.array([[*ours[i], *plain[i]] for i in common])  # [P, 4] tokens, seconds, twice
-    if not (table.sum(0) > 0).all():
-        return None
-    picks = np.random.default_rng(seed).integers(0, len(common), (num_resamples, len(common)))
-    sums = table[picks].sum(1)  # [num_resamples, 4]
-    sums = sums[(sums > 0).all(1)]
-    ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
+    picks = np.random.default_rng(seed).integers(0, len(table), (num_resamples, len(table)))
+    ratios = _ratios(table[picks].sum(1))
     low, high = np.quantile(ratios, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return float(low), float(high)
 
@@ -136,9 +130,22 @@ def pooled(runs: Sequence[Run]) -> list[RequestResult]:
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
     """float64[P]: ratio of decode speeds per prompt, repeats pooled."""
-    ours, plain = decoded_by_prompt(pooled(runs)), decoded_by_prompt(pooled(ar_runs))
-    common = [i for i in sorted(ours.keys() & plain.keys()) if min(*ours[i], *plain[i]) > 0]
-    return np.array([(ours[i][0] / ours[i][1]) / (plain[i][0] / plain[i][1]) for i in common])
+    return _ratios(_paired(pooled(runs), pooled(ar_runs)))
+
+
+def _paired(
+    results: Sequence[RequestResult], ar_results: Sequence[RequestResult]
+) -> npt.NDArray[np.float64]:
+    """float64[P, 4]: tokens and seconds of both sides, of the prompts that both have."""
+    ours, plain = decoded_by_prompt(results), decoded_by_prompt(ar_results)
+    common = sorted(ours.keys() & plain.keys())
+    return np.array([(*ours[i], *plain[i]) for i in common], np.float64).reshape(-1, 4)
+
+
+def _ratios(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Ratios of the speeds in the rows [*, 4] of ``_paired`` that have tokens and seconds."""
+    table = table[(table > 0).all(1)]
+    return (table[:, 0] / table[:, 1]) / (table[:, 2] / table[:, 3])
 
 
 def decoded_by_prompt(results: Sequence[RequestResult]) -> dict[int, tuple[float, float]]:

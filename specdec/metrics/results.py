@@ -54,12 +54,11 @@ class RequestResult:
     def to_json(self) -> dict[str, Any]:
         """Plain values for one line of ``requests.jsonl``."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["emitted_s"] = [round(t, _TIME_DIGITS) for t in self.emitted_s]
-        values["output"], values["origins"] = list(self.output), list(self.origins)
         counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
         for name in _HISTOGRAMS:
             counters[name] = {str(k): v for k, v in sorted(counters[name].items())}
-        return {**values, "counters": counters}
+        times = [round(t, _TIME_DIGITS) for t in self.emitted_s]
+        return values | {"emitted_s": times, "counters": counters}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RequestResult:
@@ -189,21 +188,17 @@ class RunTotals:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RunTotals:
         """The inverse of ``to_json``."""
-        totals = RunTotals(**values)
-        if values.get("law") is not None:
-            totals.law = SpeedupLaw(**values["law"])
-        if totals.stage_busy_s is not None:
-            totals.stage_busy_s = {int(k): v for k, v in totals.stage_busy_s.items()}
-        return totals
+        law, busy_s = values.get("law"), values.get("stage_busy_s")
+        busy_s = busy_s and {int(rank): seconds for rank, seconds in busy_s.items()}
+        law = law and SpeedupLaw(**law)
+        return RunTotals(**{**values, "law": law, "stage_busy_s": busy_s})
 
 
-_SAME = frozenset(
-    [
-        *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
-        *("kv_budget_tokens", "law"),
-    ]
+_SAME = (
+    *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
+    *("kv_budget_tokens", "law"),
 )  # flags of the run, not summed
-_PEAKS = frozenset(["kv_peak_tokens"])  # maxima, not summed
+_PEAKS = ("kv_peak_tokens",)  # maxima, not summed
 
 
 @dataclass(frozen=True, slots=True)

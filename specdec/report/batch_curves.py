@@ -112,7 +112,7 @@ def curves_markdown(
     columns = [COLUMNS[0], *used_columns(rows, _COLUMNS), COLUMNS[-1]]
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]
-    lines += markdown_lines(columns, sorted(rows, key=lambda r: names.index(r["strategy"])), 1)
+    lines += markdown_lines(columns, sorted(rows, key=lambda r: names.index(r["strategy"])))
     lines += ["", "Ratios are within a batch size; above 1 the row is better."]
     if cross is not None:
         lines.append(

@@ -16,7 +16,7 @@ from specdec.metrics import RequestResult, comparison_row
 from specdec.report.origins import PALETTE, html_text, origin_names, origins_png, shares
 from specdec.report.result_plots import Curve, acceptance_png, prompts_png, throughput_png
 from specdec.report.results import Result, baseline_of, read, read_json
-from specdec.report.tables import COLUMNS, notes_of, title_of, used_columns
+from specdec.report.tables import notes_of, title_of, used_columns
 from specdec.trace.files import TIMELINE_FILE, TREES_FILE
 from specdec.trace.page import commit_kinds, html_template, tree_page
 from specdec.trace.timeline import timeline_png
@@ -68,12 +68,14 @@ def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
         report: from ``load_report``.
         num_texts: number of prompts per strategy whose text is shown.
     """
-    pictures = _pictures(report)
+    timeline, trees = _trace(report)
+    pictures = _pictures(report) | timeline | _text_pictures(report)
     paths = [
         write_bytes(report.folder / PICTURES / f"{name}.png", data)
         for name, data in pictures.items()
     ]
-    return [write_text(report.folder / PAGE_FILE, _page(report, pictures, num_texts)), *paths]
+    page = _page(report, pictures, trees, num_texts)
+    return [write_text(report.folder / PAGE_FILE, page), *paths]
 
 
 def text_of(
@@ -114,16 +116,16 @@ def _pictures(report: Report) -> dict[str, bytes]:
     """File name without extension -> PNG."""
     curves = [curve for curve in report.curves if curve.result.records]
     clock = str(report.conditions.get("clock", "measured"))
-    pictures = {
+    return {
         "prompts": prompts_png(curves, clock),
         "throughput": throughput_png(curves, clock),
         "acceptance": acceptance_png(curves),
     }
-    timeline = _timeline(report)
-    if timeline is not None:
-        pictures["timeline"] = timeline
-    for i, curve in enumerate(report.curves[:_MAX_PICTURES], start=1):
-        result = curve.result
+
+
+def _text_pictures(report: Report) -> dict[str, bytes]:
+    pictures = {}
+    for i, result in enumerate((c.result for c in report.curves[:_MAX_PICTURES]), start=1):
         for first in result.results[:1]:
             names, ends = origin_names(result.config), result.ends.get(str(first.id))
             picture = origins_png(first, ends, names, title=f"{result.name}, prompt {first.id}")
@@ -131,20 +133,25 @@ def _pictures(report: Report) -> dict[str, bytes]:
     return pictures
 
 
-def _timeline(report: Report) -> bytes | None:
-    """The timeline of the first traced run."""
+def _trace(report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Of the first traced run: its timeline by name, and what the template shows of its trees."""
     for curve in report.curves:
         folder = curve.result.folder
         trace, trees = read_json(folder / TIMELINE_FILE), read_json(folder / TREES_FILE)
-        if trace and trees:
-            try:
-                return timeline_png(trace, commits=commit_kinds(trees), title=curve.label)
-            except ValueError:  # no step was recorded
-                return None
-    return None
+        if trees and any(request["steps"] for request in trees["requests"]):
+            pictures = {}
+            if trace:
+                commits = commit_kinds(trees)
+                pictures["timeline"] = timeline_png(trace, commits=commits, title=curve.label)
+            large = (folder / TREES_FILE).stat().st_size > _MAX_TREES_BYTES
+            page = {} if large else {"page": tree_page(trees, title=curve.label)}
+            return pictures, {"folder": folder, **page}
+    return {}, {}
 
 
-def _page(report: Report, pictures: Mapping[str, bytes], num_texts: int) -> str:
+def _page(
+    report: Report, pictures: Mapping[str, bytes], trees: Mapping[str, Any], num_texts: int
+) -> str:
     jobs = read_json(report.folder / "sweep.json") or ()
     return html_template("specdec.report", "page.html").render(
         name=report.folder.resolve().name,
@@ -154,10 +161,9 @@ def _page(report: Report, pictures: Mapping[str, bytes], num_texts: int) -> str:
         failed_jobs=[job for job in jobs if job["status"] not in ("ok", "skipped")],
         rows=report.rows,
         columns=used_columns(report.rows),
-        left_columns=COLUMNS[:2],
         notes=notes_of(report.rows),
         pictures={name: b64encode(data).decode() for name, data in pictures.items()},
-        trees=_trees(report),
+        trees=trees,
         curves=report.curves[:_MAX_TEXTS],
         num_texts=num_texts,
         shares=shares,
@@ -165,19 +171,6 @@ def _page(report: Report, pictures: Mapping[str, bytes], num_texts: int) -> str:
         html_text=html_text,
         provenance=_provenance(report),
     )
-
-
-def _trees(report: Report) -> dict[str, Any]:
-    """``page``: trees of the first traced run as HTML; or ``folder``, if they are too large."""
-    for curve in report.curves:
-        folder = curve.result.folder
-        path = folder / TREES_FILE
-        if path.is_file() and path.stat().st_size > _MAX_TREES_BYTES:
-            return {"folder": folder}
-        trees = read_json(path)
-        if trees and any(request["steps"] for request in trees["requests"]):
-            return {"page": tree_page(trees, title=curve.label)}
-    return {}
 
 
 def _provenance(report: Report) -> dict[Path, str]:

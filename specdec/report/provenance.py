@@ -54,9 +54,9 @@ def provenance(
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [redact(part) for part in command],
         "config_sha256": config_hash(config),
-        "git": git_state(),
-        "versions": versions(),
-        "hardware": hardware(),
+        "git": _git_state(),
+        "versions": _versions(),
+        "hardware": _hardware(),
         **{key: _without_paths(plain(value)) for key, value in (extra or {}).items()},
     }
 
@@ -66,8 +66,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, this package and the packages that results depend on."""
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in ("specdec-lab", *_PACKAGES):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -75,11 +74,8 @@ def versions() -> dict[str, str]:
     return versions
 
 
-def hardware() -> dict[str, Any]:
-    """CPU model, cores, memory, threads and GPUs.
-
-    Threads and GPUs are only reported if torch has been imported already.
-    """
+def _hardware() -> dict[str, Any]:
+    """Threads and GPUs are only reported if torch has been imported already."""
     facts: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),
@@ -98,22 +94,17 @@ def hardware() -> dict[str, Any]:
     return facts
 
 
-def git_state() -> dict[str, Any] | None:
-    """Git revision of the repository that contains this package; None outside a repository.
-
-    Returns:
-        ``revision``, ``dirty``, and for a dirty tree ``diff_sha256`` of its tracked changes.
-    """
-    folder = Path(__file__).resolve().parent
-    revision = _git(folder, "rev-parse", "HEAD")
-    status = _git(folder, "status", "--porcelain")
-    tracked = _git(folder, "ls-files", "--error-unmatch", "provenance.py") is not None
+def _git_state() -> dict[str, Any] | None:
+    """Revision of the repository that contains this package, and for a dirty tree the hash of its
+    tracked changes; None outside a repository."""
+    revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     # A package installed inside another project's repository is not tracked by that repository.
+    tracked = _git("ls-files", "--error-unmatch", "provenance.py") is not None
     if revision is None or status is None or not tracked:
         return None
     state: dict[str, Any] = {"revision": revision, "dirty": bool(status)}
     if status:
-        diff = _git(folder, "diff", "HEAD") or ""
+        diff = _git("diff", "HEAD") or ""
         state["diff_sha256"] = hashlib.sha256(diff.encode()).hexdigest()
     return state
 
@@ -145,10 +136,11 @@ def _without_paths(value: Any) -> Any:
     return value
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     try:
         process = subprocess.run(  # noqa: S603 - fixed arguments
-            ["git", "-C", str(folder), *arguments],  # noqa: S607
+            ["git", *arguments],  # noqa: S607
+            cwd=Path(__file__).resolve().parent,
             capture_output=True,
             text=True,
             timeout=_GIT_TIMEOUT_S,
@@ -160,11 +152,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    try:
+    match = None
+    with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor()
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.processor()
 
 

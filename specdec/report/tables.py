@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,11 +20,12 @@ _FEW_PROMPTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table column: heading, unit or explanation, and formatter of a row's cell."""
+    """A table column: heading, unit or explanation, formatter of a row's cell, and alignment."""
 
     heading: str
     about: str
     cell: Callable[[Row], str]
+    left: bool = False
 
 
 def number(value: Any, digits: int = 2) -> str:
@@ -64,8 +65,8 @@ def speedup_label(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("strategy", "", lambda r: str(r["strategy"])),
-    Column("lossless", "tokens compared with ar", lossless_label),
+    Column("strategy", "", lambda r: str(r["strategy"]), left=True),
+    Column("lossless", "tokens compared with ar", lossless_label, left=True),
     Column("tokens/s", "decoding only", lambda r: number(r.get("tokens_per_s"), 1)),
     Column("vs ar", "median (range of repeats)", speedup_label),
     Column("TBT ms", "mean between tokens", lambda r: number(r.get("tbt_ms_mean"))),
@@ -83,9 +84,9 @@ def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> li
     return [column for column in columns if any(column.cell(row) != NONE for row in rows)]
 
 
-def markdown_lines(columns: Sequence[Column], rows: Sequence[Row], num_left: int) -> list[str]:
-    """A table in Markdown; all columns but the first ``num_left`` are aligned to the right."""
-    aligns = ["---" if i < num_left else "---:" for i in range(len(columns))]
+def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    """A table in Markdown."""
+    aligns = ["---" if column.left else "---:" for column in columns]
     cells = [[column.cell(row) for column in columns] for row in rows]
     table = [[column.heading for column in columns], aligns, *cells]
     return [f"| {' | '.join(line)} |" for line in table]
@@ -111,56 +112,44 @@ def title_of(conditions: Mapping[str, Any]) -> str:
 def print_table(
     rows: Sequence[Row], conditions: Mapping[str, Any], console: Console | None = None
 ) -> None:
-    """Prints the comparison; the fastest lossless row is marked with an asterisk."""
+    """Prints the comparison; the fastest lossless row is marked with an asterisk.
+
+    A narrow terminal gets several tables that each repeat the first column.
+    """
     console = console or Console()
     console.print(title_of(conditions), highlight=False, soft_wrap=True)
-    best = best_row(rows)
-    for columns in _blocks(rows, console):
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-        for column in columns:
-            left = column in COLUMNS[:2]
-            table.add_column(column.heading, justify="left" if left else "right", no_wrap=True)
-        for row in rows:
-            style = "bold" if row is best else ("red" if row.get("lossless") is False else None)
-            table.add_row(*_cells(row, columns, best), style=style)
-        _wide(console, _width(rows, columns)).print(table)
+    first, *others = used_columns(rows)
+    blocks = [[first]]
+    for column in others:
+        narrow = console.is_terminal and console.width < _width(rows, [*blocks[-1], column])
+        if narrow and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    for columns in blocks:
+        width, terminal = _width(rows, columns), console.is_terminal
+        # rich assumes 80 characters for files and pipes and would truncate the cells.
+        wide = Console(file=console.file, width=width, force_terminal=terminal)
+        (console if console.width >= width else wide).print(_table(rows, columns))
     for line in notes_of(rows):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _wide(console: Console, width: int) -> Console:
-    """A console on the same stream that is at least ``width`` characters wide.
-
-    rich assumes 80 characters for files and pipes and would truncate the cells.
-    """
-    if console.width >= width:
-        return console
-    return Console(file=console.file, width=width, force_terminal=console.is_terminal)
-
-
-def _cells(row: Row, columns: Sequence[Column], best: Row | None) -> list[str]:
-    cells = [column.cell(row) for column in columns]
-    if row is best:
-        cells[0] += " *"
-    return cells
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    table, best = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False), best_row(rows)
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        table.add_column(column.heading, justify=justify, no_wrap=True)
+    for row in rows:
+        style = "bold" if row is best else ("red" if row.get("lossless") is False else None)
+        name, *cells = (column.cell(row) for column in columns)
+        table.add_row(f"{name} *" if row is best else name, *cells, style=style)
+    return table
 
 
 def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
     """Width of these columns in characters, including padding."""
     longest = [max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns]
     return sum(longest) + 3 * len(columns) + 2  # two characters of padding, one between
-
-
-def _blocks(rows: Sequence[Row], console: Console) -> list[list[Column]]:
-    """All columns; on a narrow terminal several blocks that each repeat the first column."""
-    first, *others = used_columns(rows)
-    blocks = [[first]]
-    for column in others:
-        wide = _width(rows, [*blocks[-1], column]) > console.width
-        if wide and console.is_terminal and len(blocks[-1]) > 1:
-            blocks.append([first])
-        blocks[-1].append(column)
-    return blocks
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
@@ -178,18 +167,32 @@ def best_row(rows: Sequence[Row]) -> Row | None:
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
     """Notes below the table: differing prompts, caveats, loops."""
-    notes = []
-    for row in rows:
-        for token in list(row.get("differing") or ())[:3]:
-            notes.append(f"{row['strategy']} differs from ar: {_difference(token)}")
-    for row in rows:
-        if row.get("paced_counts") is False:
-            notes.append(
-                f"{row['strategy']} DOES NOT COUNT: {percent(row['overrun_share'], 1)} of its paced"
-                " work took longer than the profile says (2 % are allowed); raise clock.scale."
-            )
+    notes = [
+        f"{row['strategy']} differs from ar: {_difference(token)}"
+        for row in rows
+        for token in (row.get("differing") or ())[:3]
+    ]
+    notes += [
+        f"{row['strategy']} DOES NOT COUNT: {percent(row['overrun_share'], 1)} of its paced work"
+        " took longer than the profile says (2 % are allowed); raise clock.scale."
+        for row in rows
+        if row.get("paced_counts") is False
+    ]
     notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
-    notes += _few_prompts(rows)
+    few = [
+        row
+        for row in rows
+        if row.get("speedup_wall_interval")
+        and row.get("strategy") != "ar"
+        and row.get("num_prompts", _FEW_PROMPTS) < _FEW_PROMPTS
+    ]
+    if few:
+        text = "{} {:.2f}-{:.2f}x"
+        texts = [text.format(row["strategy"], *row["speedup_wall_interval"]) for row in few]
+        notes.append(
+            f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
+            f" {', '.join(texts)}."
+        )
     shares = [row["loop_share"] for row in rows if row.get("loop_share") is not None]
     if shares and max(shares) >= 0.2:
         notes.append(
@@ -199,32 +202,11 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _few_prompts(rows: Sequence[Row]) -> list[str]:
-    """Confidence intervals of the speed-ups if there are few prompts."""
-    few = [
-        row
-        for row in rows
-        if row.get("speedup_wall_interval")
-        and row.get("strategy") != "ar"
-        and row.get("num_prompts", _FEW_PROMPTS) < _FEW_PROMPTS
-    ]
-    if not few:
-        return []
-    intervals = (
-        "{} {:.2f}-{:.2f}x".format(row["strategy"], *row["speedup_wall_interval"]) for row in few
-    )
-    return [
-        f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
-        f" {', '.join(intervals)}."
-    ]
-
-
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
     """The comparison in Markdown, with notes and all conditions."""
     columns = used_columns(rows)
-    num_left = sum(column in COLUMNS[:2] for column in columns)
     lines = [f"# Comparison: {title_of(conditions)}", ""]
-    lines += markdown_lines(columns, rows, num_left)
+    lines += markdown_lines(columns, rows)
     lines += ["", *(f"- {note}" for note in notes_of(rows))]
     meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
     lines += ["", f"Columns: {meanings}.", "", "## Conditions", ""]
