@@ -29,10 +29,7 @@ def comparison_row(
     """One row of ``comparison.json``.
 
     Contains every metric of ``summarise`` (medians over the repeats), ``<name>_range`` = [minimum,
-    maximum] of the main times, ``repeats``, and against the ``ar`` row of the same run:
-    ``lossless``, ``num_differing``, ``differing``, ``ties``, ``speedup_wall`` (median over repeats
-    of the ratio of tokens_per_s), ``speedup_wall_range``, ``speedup_wall_interval`` (95 % bootstrap
-    over prompts) and ``speedup_theoretical``.
+    maximum] of the main times, ``repeats``, and what docs/metrics.md names against plain decoding.
 
     Args:
         strategy: its name.
@@ -52,9 +49,8 @@ def comparison_row(
     for name in _RANGES:
         values = [s[name] for s in summaries if s[name] is not None]
         row[f"{name}_range"] = [min(values), max(values)] if values else None
-    parity = lossless_against(
-        pooled(runs), pooled(ar_runs or ()), claims_tokens=str(claims) == "token"
-    )
+    plain = pooled(ar_runs or ())
+    parity = lossless_against(pooled(runs), plain, claims_tokens=str(claims) == "token")
     row["lossless"] = parity.lossless
     row["num_compared"] = parity.num_compared
     row["num_differing"] = len({d.id for d in parity.differing})
@@ -64,10 +60,8 @@ def comparison_row(
     return row
 
 
-def theoretical_speedup(
-    totals: RunTotals, new_tokens: int, ar: RunTotals, ar_speed: float | None, ar_new_tokens: int
-) -> float | None:
-    """Speed-up predicted by the run's own counts, for all clocks and executors.
+def theoretical_speedup(run: Run, ar: Run) -> float | None:
+    """Speed-up over plain decoding predicted by the run's own counts, on any clock and executor.
 
     With t the seconds per token of ``ar`` on the run's clock, a pass through the target costs t for
     any number of rows, so a turn of an executor of latency L costs t / L:
@@ -78,17 +72,15 @@ def theoretical_speedup(
     work if the clock knows them. The turns of ``ar``, which shares them among the requests of a
     batch, are counted alike. Wider passes and overhead explain the difference to the measured
     speed-up. None if ``ar`` has no speed.
-
-    Args:
-        totals, new_tokens: of the strategy's run.
-        ar, ar_speed, ar_new_tokens: plain decoding's totals, speed in tokens/s, and tokens.
     """
-    turns, ar_turns = _turns(totals), _turns(ar)
-    if not ar_speed or not turns or not ar_turns or not new_tokens or not ar_new_tokens:
+    ar_speed, totals = decode_speed(ar.results), run.totals
+    turns, ar_turns = _turns(totals), _turns(ar.totals)
+    tokens, ar_tokens = (sum(len(result.output) for result in r.results) for r in (run, ar))
+    if not ar_speed or not turns or not ar_turns or not tokens or not ar_tokens:
         return None
     drafting_s = totals.draft_total_s - (totals.draft_hidden_s or 0.0)
     seconds = turns / totals.latency / ar_speed + drafting_s
-    return ar_turns / ar.latency / ar_speed / ar_new_tokens * new_tokens / seconds
+    return ar_turns / ar.totals.latency / ar_speed / ar_tokens * tokens / seconds
 
 
 def _turns(totals: RunTotals) -> int:
@@ -168,23 +160,18 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, A
             f"{len(runs)} repeats cannot be paired with {len(ar_runs)} repeats of ar; give every"
             " strategy the same number of repeats"
         )
-    if any(run.totals.clock != ar.totals.clock for run, ar in zip(runs, ar_runs, strict=True)):
+    pairs = list(zip(runs, ar_runs, strict=True))
+    if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
         return speedups  # times of different clocks have no ratio
-    ratios, theories = [], []
-    for run, ar in zip(runs, ar_runs, strict=True):
-        speed, ar_speed = decode_speed(run.results), decode_speed(ar.results)
-        if speed is not None and ar_speed:
-            ratios.append(speed / ar_speed)
-        tokens, ar_tokens = (sum(len(r.output) for r in one.results) for one in (run, ar))
-        theory = theoretical_speedup(run.totals, tokens, ar.totals, ar_speed, ar_tokens)
-        if theory is not None:
-            theories.append(theory)
+    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
+    ratios = [speed / plain for speed, plain in speeds if speed is not None and plain]
     if ratios:
         interval = speed_ratio_interval(pooled(runs), pooled(ar_runs))
         values = (median(ratios), [min(ratios), max(ratios)], list(interval) if interval else None)
         speedups |= dict(zip(names, values, strict=False))
-    if theories:
-        speedups["speedup_theoretical"] = median(theories)
+    theories = [theoretical_speedup(run, ar) for run, ar in pairs]
+    known = [theory for theory in theories if theory is not None]
+    speedups["speedup_theoretical"] = median(known) if known else None
     return speedups
 
 

@@ -24,9 +24,6 @@ from specdec.report.plots import png
 ENDS_FILE = "token_ends.json"
 """File in a run folder: strategy -> prompt id -> ``token_ends`` of the output."""
 
-TARGET = -1
-TARGET_NAME = "target"
-
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
 
@@ -82,12 +79,11 @@ def write_token_ends(
     """
     if tokenizer is None:
         return None
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens)))
-
     ends = {
-        strategy: {str(r.id): token_ends(r.output, decode) for r in outputs}
+        strategy: {
+            r.id: token_ends(r.output, lambda tokens: str(tokenizer.decode(list(tokens))))
+            for r in outputs
+        }
         for strategy, outputs in results.items()
     }
     return write_json(Path(folder) / ENDS_FILE, ends)
@@ -105,15 +101,13 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[Piece]:
         bounds[-1] = len(result.text)
         texts = [result.text[a:b] for a, b in pairwise(bounds)]
     tokens = zip(result.origins, texts, strict=True)
-    return [
-        Piece("".join(text for _, text in run), origin)
-        for origin, run in groupby(tokens, key=itemgetter(0))
-    ]
+    runs = groupby(tokens, key=itemgetter(0))
+    return [Piece("".join(text for _, text in run), origin) for origin, run in runs]
 
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
     """Index of each source in a resolved configuration -> its name; -1 is the target."""
-    names = {TARGET: TARGET_NAME}
+    names = {-1: "target"}
     source, policy = config.get("source"), config.get("policy")
     if not source:  # decoding by transformers
         method = str(config["strategy"].get("method", ""))
@@ -130,11 +124,8 @@ def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
 
 def shares(results: Iterable[RequestResult]) -> dict[int, float]:
     """Source index -> share of the generated tokens, in ascending order of index."""
-    counts: Counter[int] = Counter()
-    for result in results:
-        counts.update(result.origins)
-    total = sum(counts.values())
-    return {origin: counts[origin] / total for origin in sorted(counts)} if total else {}
+    counts = Counter(origin for result in results for origin in result.origins)
+    return {origin: counts[origin] / counts.total() for origin in sorted(counts)}
 
 
 def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:

@@ -98,7 +98,7 @@ class ObservedExecutor:
         """Records and submits a batch."""
         depths = [int(d) for rows in batch.trees for d in (rows.depths.min(), rows.depths.max())]
         if batch.num_tokens:
-            self._trace.trees.fed[self._trace.step] = {
+            self._trace.trees.fed[self._trace.timeline.step] = {
                 "requests": sorted(
                     {rows.request for rows in batch.trees} | {c.request for c in batch.prefills}
                 ),
@@ -117,7 +117,7 @@ class ObservedExecutor:
     def collect(self) -> Output:
         """Collects the output, and records the trees before the step's commits."""
         output, trace = self._inner.collect(), self._trace
-        if trace.step >= MAX_STEPS:
+        if trace.timeline.step >= MAX_STEPS:
             trace.trees.truncated = True
             return output
         time_s = round(trace.clock.now() - trace.began_s, _DIGITS)
@@ -129,7 +129,7 @@ class ObservedExecutor:
             pairs = zip(answer.node_ids, answer.tokens, strict=True) if answer else ()
             entry.steps.append(
                 {
-                    "step": trace.step,
+                    "step": trace.timeline.step,
                     "time_s": time_s,
                     "nodes": nodes,
                     "submitted": entry.submitted,
@@ -144,7 +144,7 @@ class ObservedExecutor:
         """Records and applies the commits, which ends the step."""
         for commit in commits:
             steps = self._open[commit.request].steps
-            if steps and steps[-1]["step"] == self._trace.step:
+            if steps and steps[-1]["step"] == self._trace.timeline.step:
                 steps[-1]["commit"] = {
                     "kind": commit.kind.value,
                     "retired": commit.retired_ids.tolist(),
@@ -171,7 +171,7 @@ class RunTrace:
         clock: the controller's clock.
         timeline: spans of this process, and the loop's current step.
         trees: growth of the trees.
-        began_s, began_step: clock time and step at which the record begins.
+        began_s: clock time at which the record begins, with step 0.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -180,7 +180,7 @@ class RunTrace:
         self.clock = clock
         self.timeline: Timeline = clock.timeline
         self.trees = TreeRecord()
-        self.began_s, self.began_step = clock.now(), 0
+        self.began_s = clock.now()
         self._run_step = 0
         self._gathered: list[Span] = []
         self._dropped: dict[int, int] = {}
@@ -190,12 +190,7 @@ class RunTrace:
         self.timeline.take()
         self.trees = TreeRecord()
         self._gathered.clear()
-        self.began_s, self.began_step = self.clock.now(), self.timeline.step
-
-    @property
-    def step(self) -> int:
-        """Iterations of the loop since the record began."""
-        return self.timeline.step - self.began_step
+        self.began_s, self.timeline.step = self.clock.now(), 0
 
     def begin_run(self, reports: Sequence[ClockReport]) -> None:
         """Marks the start of a run of the loop; spans in ``reports`` precede it and are dropped."""
@@ -228,8 +223,6 @@ class RunTrace:
 
     def spans(self) -> list[Span]:
         """Spans of all ranks, ordered by time; time starts at the beginning of the record."""
-        shifted = [
-            replace(s, start_s=s.start_s - self.began_s, step=s.step - self.began_step)
-            for s in (*self._gathered, *self.timeline.spans)
-        ]
+        spans = (*self._gathered, *self.timeline.spans)
+        shifted = [replace(s, start_s=s.start_s - self.began_s) for s in spans]
         return sorted((s for s in shifted if s.start_s >= 0), key=lambda s: (s.start_s, s.rank))
