@@ -32,8 +32,7 @@ def comparison_row(
     maximum] of the main times, ``repeats``, and what docs/metrics.md names against plain decoding.
 
     Args:
-        strategy: its name.
-        runs: one per repeat.
+        strategy, runs: its name, and one run per repeat.
         ar_runs: plain decoding's runs of the same prompts, by repeat; None if there are none.
         claims: what the verifier promises (``types.Lossless``); tokens are compared only under
             "token".
@@ -100,11 +99,7 @@ def speed_ratio_interval(
     """95 % bootstrap interval of the ratio of decode speeds; prompts are resampled in pairs.
 
     Repeats of a prompt are pooled first. None with fewer than two common prompts or no times.
-
-    Args:
-        results, ar_results: both sides; prompts that only one side has are ignored.
-        num_resamples: bootstrap samples.
-        seed: of the resampling.
+    Prompts that only one side has are ignored.
     """
     table = _paired(results, ar_results)
     if len(table) < 2 or not (table.sum(0) > 0).all():

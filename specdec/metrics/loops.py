@@ -32,15 +32,7 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
 
 
 def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None:
-    """Share of ``repeated_ngrams`` among the generated tokens, pooled over requests.
-
-    Args:
-        outputs: the generated tokens of each request.
-        n: length of the n-gram.
-
-    Returns:
-        None without tokens.
-    """
+    """Share of ``repeated_ngrams`` among the tokens of all outputs; None without tokens."""
     repeated = [repeated_ngrams(output, n) for output in outputs]
     total = sum(len(of) for of in repeated)
     return int(sum(of.sum() for of in repeated)) / total if total else None

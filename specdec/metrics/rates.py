@@ -24,14 +24,9 @@ MAX_OVERRUN_SHARE = 0.02
 
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
-    """All metrics of one run (one strategy, one repeat) by name.
+    """All metrics of one run (one strategy, one repeat) by name, as JSON values.
 
-    Args:
-        results: finished requests.
-        totals: raw totals.
-
-    Returns:
-        JSON-ready values; docs/metrics.md has the definitions.
+    docs/metrics.md has the definitions.
 
     Raises:
         AssertionError: the counts are inconsistent.

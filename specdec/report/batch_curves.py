@@ -48,26 +48,18 @@ _MARKERS = "osD^vPX*"
 def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
     """PNG: throughput against time between tokens, and p99 over batch sizes.
 
-    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2).
-
-    Args:
-        rows: one per strategy and batch size.
-        conditions: of the comparison, for the title.
+    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2). There is one row per
+    strategy and batch size.
     """
     figure = figure_of(11.0, 4.8)
     speed, tail = figure.subplots(1, 2)
-    names = list(dict.fromkeys(row["strategy"] for row in rows))
-    for i, name in enumerate(names):
+    for i, name in enumerate(dict.fromkeys(row["strategy"] for row in rows)):
         points = [row for row in rows if row["strategy"] == name]
         sizes = [row["batch_size"] for row in points]
-        style = {
-            "marker": _MARKERS[i % len(_MARKERS)],
-            "ms": 5,
-            "lw": 1.4,
-            "ls": "--" if name.startswith("ar on ") else "-",
-            "color": f"C{i}",
-            "label": f"{name} (cross-profile)" if name.startswith("ar on ") else name,
-        }
+        style = {"marker": _MARKERS[i % len(_MARKERS)], "ms": 5, "lw": 1.4, "color": f"C{i}"}
+        style |= {"ls": "-", "label": name}
+        if name.startswith("ar on "):
+            style |= {"ls": "--", "label": f"{name} (cross-profile)"}
         tbt = [row["tbt_ms_mean"] for row in points]
         speed.plot(tbt, [row["throughput_tokens_per_s"] for row in points], **style)
         for x, row in zip(tbt, points, strict=True):

@@ -34,8 +34,6 @@ _FONT: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": 8.0, "va": "c
 _WIDE, _HIGH = 0.602 * 8.0 / 72, 1.35 * 8.0 / 72  # a character, inches; it advances 0.602 em
 _MARGIN, _HEAD = 0.15, 0.55  # inches
 
-Decode = Callable[[Sequence[int]], str]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -45,7 +43,7 @@ class Piece:
     origin: int
 
 
-def token_ends(tokens: Sequence[int], decode: Decode) -> list[int]:
+def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
     """End index of each token's text within the whole text, by incremental decoding.
 
     A token that leaves a character incomplete ends where the previous token ends; the character
@@ -72,10 +70,8 @@ def write_token_ends(
 ) -> Path | None:
     """Writes ``token_ends`` of all outputs, from which a report assigns text to tokens.
 
-    Args:
-        folder: the run folder.
-        results: strategy -> finished prompts of one repeat.
-        tokenizer: transformers tokenizer; None writes nothing.
+    ``results`` maps strategies to the finished prompts of one repeat. Without a tokenizer nothing
+    is written.
     """
     if tokenizer is None:
         return None

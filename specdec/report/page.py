@@ -68,8 +68,16 @@ def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
         report: from ``load_report``.
         num_texts: number of prompts per strategy whose text is shown.
     """
+    curves = [curve for curve in report.curves if curve.result.records]
+    clock = str(report.conditions.get("clock", "measured"))
     timeline, trees = _trace(report)
-    pictures = _pictures(report) | timeline | _text_pictures(report)
+    pictures = {
+        "prompts": prompts_png(curves, clock),
+        "throughput": throughput_png(curves, clock),
+        "acceptance": acceptance_png(curves),
+        **timeline,
+        **_text_pictures(report),
+    }
     paths = [
         write_bytes(report.folder / PICTURES / f"{name}.png", data)
         for name, data in pictures.items()
@@ -107,23 +115,13 @@ def _row(curve: Curve) -> Mapping[str, Any]:
     if "speedup_wall" in summary:
         return summary
     claims = str(summary.get("claims", "token"))
-    row = comparison_row(curve.label, curve.runs, curve.plain or None, claims=claims)
+    row = comparison_row(curve.result.name, curve.runs, curve.plain or None, claims=claims)
     # A replay's loop_share is that of the recorded run.
     return {**row, "loop_share": summary.get("loop_share")}
 
 
-def _pictures(report: Report) -> dict[str, bytes]:
-    """File name without extension -> PNG."""
-    curves = [curve for curve in report.curves if curve.result.records]
-    clock = str(report.conditions.get("clock", "measured"))
-    return {
-        "prompts": prompts_png(curves, clock),
-        "throughput": throughput_png(curves, clock),
-        "acceptance": acceptance_png(curves),
-    }
-
-
 def _text_pictures(report: Report) -> dict[str, bytes]:
+    """The first outputs in colour, by file name without extension."""
     pictures = {}
     for i, result in enumerate((c.result for c in report.curves[:_MAX_PICTURES]), start=1):
         for first in result.results[:1]:
@@ -142,9 +140,9 @@ def _trace(report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
             pictures = {}
             if trace:
                 commits = commit_kinds(trees)
-                pictures["timeline"] = timeline_png(trace, commits=commits, title=curve.label)
+                pictures["timeline"] = timeline_png(trace, commits=commits, title=curve.result.name)
             large = (folder / TREES_FILE).stat().st_size > _MAX_TREES_BYTES
-            page = {} if large else {"page": tree_page(trees, title=curve.label)}
+            page = {} if large else {"page": tree_page(trees, title=curve.result.name)}
             return pictures, {"folder": folder, **page}
     return {}, {}
 
@@ -157,7 +155,7 @@ def _page(
         name=report.folder.resolve().name,
         palette=PALETTE,
         conditions=title_of(report.conditions),
-        unfinished=[c.label for c in report.curves if c.result.summary is None],
+        unfinished=[c.result.name for c in report.curves if c.result.summary is None],
         failed_jobs=[job for job in jobs if job["status"] not in ("ok", "skipped")],
         rows=report.rows,
         columns=used_columns(report.rows),

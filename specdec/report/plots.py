@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specdec.metrics.compare import prompt_speedups
+from specdec.metrics.times import decode_phase
 from specdec.report.tables import lossless_label, percent, title_of
 
 if TYPE_CHECKING:
@@ -93,10 +95,7 @@ def run_png(
 
 
 def _gap_panel(ax: Axes, results: Sequence[RequestResult]) -> None:
-    from specdec.metrics.times import decode_phase
-
-    gaps = [decode_phase(result).gaps_s for result in results]
-    ms = np.concatenate(gaps) * 1e3 if gaps else np.zeros(0)
+    ms = np.concatenate([np.zeros(0), *(decode_phase(result).gaps_s for result in results)]) * 1e3
     # On a simulated clock all gaps may be equal up to rounding: too narrow a range for 40 bins.
     edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
     ax.hist(ms, bins=40, range=edges, color=_OURS, alpha=0.85, zorder=2)
@@ -126,8 +125,6 @@ def _bars(
 
 def _spreads(ax: Axes, rows: Sequence[Row], runs: Mapping[str, Sequence[Run]]) -> None:
     """Each row's speed-ups: a dot per prompt, and a line over the range of its repeats."""
-    from specdec.metrics.compare import prompt_speedups
-
     for y, row in enumerate(rows):
         name, spread = row["strategy"], row.get("speedup_wall_range")
         if row.get("speedup_wall") is None:

@@ -19,13 +19,8 @@ from typing import Any
 from specdec.files import plain
 
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "hydra-core",
-    "omegaconf",
+    *("specdec-lab", "torch", "transformers", "tokenizers", "safetensors", "numpy"),
+    *("hydra-core", "omegaconf"),
 )
 _SECRET_KEY = re.compile(
     r"(^|[._+-])(token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE
@@ -68,7 +63,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for name in ("specdec-lab", *_PACKAGES):
+    for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

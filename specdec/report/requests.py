@@ -18,8 +18,7 @@ class RequestRecord:
     """One line of ``requests.jsonl``.
 
     Attributes:
-        strategy: name of the strategy.
-        repeat: index of the repeat, from 0.
+        strategy, repeat: name of the strategy, and index of the repeat from 0.
         result: the finished request.
         totals: the run's totals during this request; None if requests shared steps.
         prompt: name of the prompt ("humaneval/3"), or "".

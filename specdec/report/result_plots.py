@@ -48,11 +48,6 @@ class Curve:
     plain: Sequence[Run]
 
     @property
-    def label(self) -> str:
-        """Name of the strategy or job."""
-        return self.result.name
-
-    @property
     def is_plain(self) -> bool:
         """Whether it is plain decoding itself."""
         return self.result.strategy == "ar"
@@ -84,7 +79,7 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
         text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
         style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}
         ax.annotate(text, (middle, y - 0.28), (0, 1), textcoords="offset points", **style)
-    ax.set_yticks(range(len(shown)), [c.label for c in shown])
+    ax.set_yticks(range(len(shown)), [c.result.name for c in shown])
     ax.set_ylim(len(shown) - 0.5, -0.65)
     label = f"tokens per second of decoding, {clock} time"
     if relative:
@@ -107,7 +102,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
         summary = curve.result.summary or {}
         rates = {int(k): rate for k, rate in (summary.get("acceptance_by_depth") or {}).items()}
         if rates:
-            depth.plot(list(rates), list(rates.values()), label=curve.label, **style)
+            depth.plot(list(rates), list(rates.values()), label=curve.result.name, **style)
             judged = summary.get("judged_by_depth") or {}
             few = {d: rate for d, rate in rates.items() if judged.get(str(d), 0) < _FEW}
             hollow = {**style, "ls": "", "mfc": "white", "zorder": 3}
@@ -116,7 +111,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
         if drafted:
             # Drawn at the middle of each bucket.
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
-            position.plot(middles, list(drafted.values()), label=curve.label, **style)
+            position.plot(middles, list(drafted.values()), label=curve.result.name, **style)
     if not depth.lines:
         text = "one level per step: every answer is at depth 0"
         depth.text(0.5, 0.5, text, ha="center", va="center", transform=depth.transAxes, fontsize=9)
@@ -137,11 +132,11 @@ def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
         seconds = mean_emission(curve.outputs)
         if len(seconds) > 1:
             counts = np.arange(1, len(seconds) + 1)
-            time.plot(seconds, counts, color=color, lw=1.5, label=curve.label)
+            time.plot(seconds, counts, color=color, lw=1.5, label=curve.result.name)
         positions, speeds = rate_by_position(curve.outputs)
         if len(positions):
             style = {"marker": "o", "ms": 3, "lw": 1.3}
-            rate.plot(positions, speeds, color=color, label=curve.label, **style)
+            rate.plot(positions, speeds, color=color, label=curve.result.name, **style)
     label = f"seconds since admission, {clock} time"
     tidy(time, xlabel=label, ylabel="tokens emitted (mean over prompts)")
     label = f"position in the output (tokens, buckets of {_RATE_TOKENS})"
@@ -188,8 +183,8 @@ def _color(curves: Sequence[Curve], curve: Curve) -> str:
     """Colour of a curve, the same in all plots."""
     if curve.is_plain:
         return _PLAIN
-    others = [c.label for c in curves if not c.is_plain]
-    return _COLORS[others.index(curve.label) % len(_COLORS)]
+    others = [c.result.name for c in curves if not c.is_plain]
+    return _COLORS[others.index(curve.result.name) % len(_COLORS)]
 
 
 def _finish(figure: Figure, title: str, axes: Sequence[Axes]) -> bytes:

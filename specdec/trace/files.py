@@ -39,8 +39,7 @@ def write_trace(
     """Writes the recorded trace into the run folder; returns the files' paths.
 
     Args:
-        folder: the run folder.
-        trace: the recorded trace.
+        folder, trace: the run folder, and the record.
         latency: the executor's latency.
         places: rank -> stage, from 1 (default: each rank from 1 is the stage of that number).
         text: token id -> text (default: no texts are written).
