@@ -62,15 +62,8 @@ def comparison_row(
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
     """Speed-up over plain decoding predicted by the run's own counts, on any clock and executor.
 
-    With t the seconds per token of ``ar`` on the run's clock, a pass through the target costs t for
-    any number of rows, so a turn of an executor of latency L costs t / L:
-
-        seconds = turns t / L + drafting,
-
-    where drafting is the seconds on that clock in which sources computed, less those during target
-    work if the clock knows them. The turns of ``ar``, which shares them among the requests of a
-    batch, are counted alike. Wider passes and overhead explain the difference to the measured
-    speed-up. None if ``ar`` has no speed.
+    With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns t / L +
+    drafting seconds; docs/metrics.md explains this law. None if ``ar`` has no speed.
     """
     ar_speed, totals = decode_speed(ar.results), run.totals
     turns, ar_turns = _turns(totals), _turns(ar.totals)

@@ -110,9 +110,8 @@ def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
 
 def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
     counters = [result.counters for result in results]
-    answers = sum(c.answers for c in counters)
-    hits = sum(c.hits for c in counters)
-    proposed = sum(c.proposed for c in counters)
+    names = ("answers", "hits", "proposed")
+    answers, hits, proposed = (sum(getattr(c, name) for c in counters) for name in names)
     accepted, verified = (sum(judged(c, totals)[i] for c in counters) for i in (0, 1))
     # A cut removes the token after the path first, then accepted tokens from the path's end.
     accepted_emitted = sum(c.accepted - max(0, c.cut_tokens - 1) for c in counters)

@@ -10,9 +10,8 @@ from specdec.report.plots import figure_of, png, tidy
 from specdec.report.tables import (
     COLUMNS,
     NONE,
-    Column,
     markdown_lines,
-    number,
+    metric,
     percent,
     title_of,
     used_columns,
@@ -20,27 +19,22 @@ from specdec.report.tables import (
 
 Row = Mapping[str, Any]
 
-
-def _metric(heading: str, key: str, digits: int) -> Column:
-    return Column(heading, "", lambda row: number(row.get(key), digits))
-
-
 _COLUMNS = (
-    _metric("batch", "batch_size", 0),
-    _metric("tokens/s", "throughput_tokens_per_s", 1),
-    _metric("TBT ms", "tbt_ms_mean", 1),
-    _metric("p50", "tbt_ms_p50", 1),
-    _metric("p95", "tbt_ms_p95", 1),
-    _metric("p99", "tbt_ms_p99", 1),
-    _metric("p99 of requests", "tbt_ms_request_p99", 1),
-    _metric("TTFT ms", "ttft_ms", 0),
-    _metric("queue ms", "queue_ms", 0),
-    _metric("open", "mean_batch", 1),
-    _metric("KV peak", "kv_tokens_peak", 0),
-    _metric("x ar", "throughput_over_ar", 2),
-    _metric("TBT x ar", "tbt_over_ar", 2),
-    _metric("x cross", "throughput_over_cross", 2),
-    _metric("TBT x cross", "tbt_over_cross", 2),
+    metric("batch", "", "batch_size", 0),
+    metric("tokens/s", "", "throughput_tokens_per_s", 1),
+    metric("TBT ms", "", "tbt_ms_mean", 1),
+    metric("p50", "", "tbt_ms_p50", 1),
+    metric("p95", "", "tbt_ms_p95", 1),
+    metric("p99", "", "tbt_ms_p99", 1),
+    metric("p99 of requests", "", "tbt_ms_request_p99", 1),
+    metric("TTFT ms", "", "ttft_ms", 0),
+    metric("queue ms", "", "queue_ms", 0),
+    metric("open", "", "mean_batch", 1),
+    metric("KV peak", "", "kv_tokens_peak", 0),
+    metric("x ar", "", "throughput_over_ar", 2),
+    metric("TBT x ar", "", "tbt_over_ar", 2),
+    metric("x cross", "", "throughput_over_cross", 2),
+    metric("TBT x cross", "", "tbt_over_cross", 2),
 )
 _MARKERS = "osD^vPX*"
 

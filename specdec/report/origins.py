@@ -155,8 +155,7 @@ def origins_png(
     """The output as a picture: fixed-width text on the colours of its sources.
 
     Args:
-        result: a finished prompt.
-        ends: its ``token_ends``.
+        result, ends: a finished prompt, and its ``token_ends``.
         names: source index -> name, for the legend.
         title: one line above the text.
         columns: characters per line; longer lines are broken.
@@ -184,19 +183,23 @@ def origins_png(
         ax.text(_MARGIN, top + 0.52 * _HIGH, line.plain, parse_math=False, **_FONT)
     more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
     ax.text(_MARGIN, 0.17, f"{title}{more}", fontsize=9, va="center", parse_math=False)
-    keys = [
-        Patch(
-            facecolor=_color(origin) or "white",
-            edgecolor="#999999",
-            lw=0.5,
-            label=f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %",
-        )
-        for origin, share in shares([result]).items()
-    ]
-    anchor = (_MARGIN / width, 1 - 0.25 / height)
-    style: dict[str, Any] = {"fontsize": 7.5, "frameon": False, "borderaxespad": 0, "borderpad": 0}
-    ncols = max(1, len(keys))
-    figure.legend(handles=keys, loc="upper left", bbox_to_anchor=anchor, ncols=ncols, **style)
+    keys = []
+    for origin, share in shares([result]).items():
+        label = f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %"
+        color = _color(origin) or "white"
+        keys.append(Patch(facecolor=color, edgecolor="#999999", lw=0.5, label=label))
+    place: dict[str, Any] = {
+        "loc": "upper left",
+        "bbox_to_anchor": (_MARGIN / width, 1 - 0.25 / height),
+    }
+    style: dict[str, Any] = {
+        "fontsize": 7.5,
+        "frameon": False,
+        "borderaxespad": 0,
+        "borderpad": 0,
+        **place,
+    }
+    figure.legend(handles=keys, ncols=max(1, len(keys)), **style)
     return png(figure)
 
 

@@ -123,27 +123,19 @@ def _without_paths(value: Any) -> Any:
         return redact(value)
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if isinstance(value, dict):
-        return {
-            k: "<redacted>" if _SECRET_KEY.search(k) and isinstance(v, str) else _without_paths(v)
-            for k, v in value.items()
-        }
-    return value
+    if not isinstance(value, dict):
+        return value
+    secret = {k for k, v in value.items() if _SECRET_KEY.search(k) and isinstance(v, str)}
+    return {k: "<redacted>" if k in secret else _without_paths(v) for k, v in value.items()}
 
 
 def _git(*arguments: str) -> str | None:
-    try:
-        process = subprocess.run(  # noqa: S603 - fixed arguments
-            ["git", *arguments],  # noqa: S607
-            cwd=Path(__file__).resolve().parent,
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return process.stdout.strip() if process.returncode == 0 else None
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(  # noqa: S603 - fixed arguments
+            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        ).stdout.strip()
+    return None
 
 
 def _cpu_model() -> str:

@@ -61,13 +61,8 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         prompt: str = "",
     ) -> None:
         """Appends one finished request and flushes the file."""
-        line = {
-            "strategy": strategy,
-            "repeat": repeat,
-            "prompt": prompt,
-            **result.to_json(),
-            "totals": None if totals is None else totals.to_json(),
-        }
+        line = {"strategy": strategy, "repeat": repeat, "prompt": prompt, **result.to_json()}
+        line["totals"] = None if totals is None else totals.to_json()
         self._stream.write(json.dumps(plain(line), allow_nan=False) + "\n")
         self._stream.flush()
 

@@ -52,17 +52,12 @@ class Curve:
         """Whether it is plain decoding itself."""
         return self.result.strategy == "ar"
 
-    @property
-    def outputs(self) -> list[RequestResult]:
-        """Finished prompts of all repeats."""
-        return pooled(self.runs)
-
 
 def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
     """Speed-up of each prompt over plain decoding; tokens per second if there is no baseline."""
     shown = [c for c in curves if len(c.plain) and not c.is_plain]
     relative = bool(shown)
-    shown = (shown or [c for c in curves if c.outputs])[:_MAX_CURVES]
+    shown = (shown or [c for c in curves if pooled(c.runs)])[:_MAX_CURVES]
     figure = figure_of(11.0, 1.5 + 0.42 * max(1, len(shown)))
     ax: Axes = figure.subplots()
     for y, curve in enumerate(shown):
@@ -107,7 +102,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
             few = {d: rate for d, rate in rates.items() if judged.get(str(d), 0) < _FEW}
             hollow = {**style, "ls": "", "mfc": "white", "zorder": 3}
             depth.plot(list(few), list(few.values()), **hollow)
-        drafted = drafted_by_position(curve.outputs)
+        drafted = drafted_by_position(pooled(curve.runs))
         if drafted:
             # Drawn at the middle of each bucket.
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
@@ -129,11 +124,11 @@ def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
     time, rate = figure.subplots(1, 2)
     for curve in curves[:_MAX_CURVES]:
         color = _color(curves, curve)
-        seconds = mean_emission(curve.outputs)
+        seconds = mean_emission(pooled(curve.runs))
         if len(seconds) > 1:
             counts = np.arange(1, len(seconds) + 1)
             time.plot(seconds, counts, color=color, lw=1.5, label=curve.result.name)
-        positions, speeds = rate_by_position(curve.outputs)
+        positions, speeds = rate_by_position(pooled(curve.runs))
         if len(positions):
             style = {"marker": "o", "ms": 3, "lw": 1.3}
             rate.plot(positions, speeds, color=color, label=curve.result.name, **style)
@@ -154,9 +149,7 @@ def mean_emission(results: Sequence[RequestResult]) -> FloatArray:
         return np.zeros(0)
     lengths = sorted((len(t) for t in times), reverse=True)
     length = lengths[(len(lengths) - 1) // 2]
-    long_enough = [t[:length] for t in times if len(t) >= length]
-    mean: FloatArray = np.mean(long_enough, axis=0)
-    return mean
+    return np.stack([t[:length] for t in times if len(t) >= length]).mean(0)
 
 
 def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
@@ -175,7 +168,7 @@ def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, Floa
 
 
 def _speeds(curve: Curve) -> FloatArray:
-    phases = decoded_by_prompt(curve.outputs).values()
+    phases = decoded_by_prompt(pooled(curve.runs)).values()
     return np.array([count / seconds for count, seconds in phases if seconds > 0])
 
 

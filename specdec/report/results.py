@@ -1,10 +1,4 @@
-"""Reads run folders, as ``Result`` objects or pandas data frames.
-
-from specdec.report import results
-frame = results.frame("outputs/sweep")          # one row per strategy and folder: every metric
-prompts = results.prompt_frame("outputs/sweep")  # one row per finished prompt
-tokens = results.token_frame("outputs/sweep")    # one row per generated token
-"""
+"""Reads run folders, as ``Result`` objects or pandas data frames (docs/results.md)."""
 
 from __future__ import annotations
 

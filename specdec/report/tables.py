@@ -64,16 +64,21 @@ def speedup_label(row: Row) -> str:
     return f"{value:.2f}x"
 
 
+def metric(heading: str, about: str, key: str, digits: int = 2) -> Column:
+    """The column of a number of the row."""
+    return Column(heading, about, lambda row: number(row.get(key), digits))
+
+
 COLUMNS = (
     Column("strategy", "", lambda r: str(r["strategy"]), left=True),
     Column("lossless", "tokens compared with ar", lossless_label, left=True),
-    Column("tokens/s", "decoding only", lambda r: number(r.get("tokens_per_s"), 1)),
+    metric("tokens/s", "decoding only", "tokens_per_s", 1),
     Column("vs ar", "median (range of repeats)", speedup_label),
-    Column("TBT ms", "mean between tokens", lambda r: number(r.get("tbt_ms_mean"))),
-    Column("accept len", "emitted per target pass", lambda r: number(r.get("acceptance_length"))),
+    metric("TBT ms", "mean between tokens", "tbt_ms_mean"),
+    metric("accept len", "emitted per target pass", "acceptance_length"),
     Column("hit rate", "of level-per-step answers", lambda r: percent(r.get("hit_rate"))),
-    Column("target", "passes", lambda r: number(r.get("target_passes"), 0)),
-    Column("draft", "passes", lambda r: number(r.get("draft_passes"), 0)),
+    metric("target", "passes", "target_passes", 0),
+    metric("draft", "passes", "draft_passes", 0),
     Column("overhead", "outside model calls", lambda r: percent(r.get("overhead_share"), 1)),
     Column("loops", "loop_share", lambda r: percent(r.get("loop_share"))),
 )
@@ -94,12 +99,10 @@ def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 def title_of(conditions: Mapping[str, Any]) -> str:
     """One line with clock, latency profile, data and sampling of the comparison."""
-    time = f"{conditions.get('clock', 'measured')} time"
+    parts = [f"{conditions.get('clock', 'measured')} time"]
     if conditions.get("clock_profile") is not None:
-        time += f" on {conditions['clock_profile']}"
         scale = conditions.get("clock_scale", 1.0)
-        time += "" if scale == 1.0 else f" x {scale:g}"
-    parts = [time]
+        parts[0] += f" on {conditions['clock_profile']}" + (f" x {scale:g}" if scale != 1.0 else "")
     if conditions.get("data") is not None:
         count = conditions.get("num_prompts")
         parts.append(f"data={conditions['data']}" + (f" ({count} prompts)" if count else ""))
@@ -154,15 +157,11 @@ def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
 
 def best_row(rows: Sequence[Row]) -> Row | None:
     """The row with the highest speed-up over ``ar`` among those that are not lossy."""
-    candidates = [
-        row
-        for row in rows
-        if row.get("speedup_wall") is not None
-        and row.get("lossless") is not False
-        and row.get("claims") != "lossy"
-        and row.get("strategy") != "ar"
+    timed = [row for row in rows if row.get("speedup_wall") and row["strategy"] != "ar"]
+    kept = [
+        row for row in timed if row.get("lossless") is not False and row.get("claims") != "lossy"
     ]
-    return max(candidates, key=lambda row: row["speedup_wall"], default=None)
+    return max(kept, key=lambda row: row["speedup_wall"], default=None)
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:

@@ -87,9 +87,11 @@ def chrome_events(
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "specdec"}}
     ]
     for rank in by_rank:
+        what = "controller, draft" if places else "draft, target"
+        what = what if rank == CONTROLLER else f"stage {places[rank]}"
         thread = {"ph": "M", "pid": 0, "tid": rank}
         events += [
-            thread | {"name": "thread_name", "args": {"name": rank_label(rank, places)}},
+            thread | {"name": "thread_name", "args": {"name": f"rank {rank}: {what}"}},
             thread | {"name": "thread_sort_index", "args": {"sort_index": rank}},
         ]
     for span in spans:
@@ -99,13 +101,6 @@ def chrome_events(
     for rank, work in by_rank.items():
         events += _waits(rank, work, end)
     return events
-
-
-def rank_label(rank: int, places: Mapping[int, int]) -> str:
-    """Label of a rank's row in the timeline."""
-    if rank == CONTROLLER:
-        return "rank 0: controller, draft" if places else "rank 0: draft, target"
-    return f"rank {rank}: stage {places[rank]}"
 
 
 def _work(span: Span, fed: Mapping[int, Mapping[str, Any]], stage: int) -> dict[str, Any]:

@@ -25,8 +25,7 @@ def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
     """The page: data, script and style in one file.
 
     Args:
-        trees: content of ``trees.json``.
-        title: description of the run, in one line.
+        trees, title: content of ``trees.json``, and a description of the run in one line.
 
     Raises:
         KeyError: ``trees`` has another format.

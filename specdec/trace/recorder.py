@@ -71,11 +71,7 @@ class _OpenRequest:
 
 
 class ObservedExecutor:
-    """Wraps an executor and records its calls in a ``RunTrace``.
-
-    Attributes:
-        latency, counters, hidden_layers: of the wrapped executor.
-    """
+    """Wraps an executor, whose attributes it has, and records its calls in a ``RunTrace``."""
 
     def __init__(self, *, executor: Executor, trace: RunTrace) -> None:
         """Wraps ``executor``."""

@@ -30,11 +30,9 @@ class Bar:
     """A time interval of a rank.
 
     Attributes:
-        rank: the rank, which is the row of the plot.
-        phase: key of ``_COLORS``.
+        rank, phase: row of the plot, and key of ``_COLORS``.
         start_ms, ms: start and duration in milliseconds.
-        step: iteration of the decode loop.
-        tokens: number of rows processed; 0 for waits.
+        step, tokens: iteration of the decode loop, and rows processed (0 for waits).
     """
 
     rank: int
@@ -74,15 +72,16 @@ def timeline_png(
     """Timeline of all ranks as PNG: many steps on the left, a few of them in detail on the right.
 
     Args:
-        trace: content of ``trace.json``.
+        trace, title: content of ``trace.json``, and a description of the run in one line.
         steps: first and last step on the left (default: the first 90).
         commits: step -> "hit" or "miss"; misses are marked, and the detail shows the first one.
-        title: description of the run, in one line.
 
     Raises:
         ValueError: no rank worked in these steps.
     """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     bars, labels = bars_of(trace)
     worked = [bar.step for bar in bars if bar.tokens]
@@ -104,7 +103,13 @@ def timeline_png(
     left.set_ylim(max(ranks) + 0.6, min(ranks) - 0.6)
     left.set_ylabel("rank")
     figure.suptitle(title or "Timeline of all ranks", fontsize=11, x=0.01, ha="left")
-    _legend(figure, {bar.phase for bar in bars}, bool(commits))
+    names = {"compute": "compute (number: tokens)"}
+    used = [phase for phase in _COLORS if phase in {bar.phase for bar in bars}]
+    handles: list[Any] = [Patch(fc=_COLORS[phase], label=names.get(phase, phase)) for phase in used]
+    if commits:
+        label = "miss: the tree is discarded"
+        handles.append(Line2D([], [], color=_COLORS["prune"], ls=":", label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
     stream = BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()
@@ -153,19 +158,3 @@ def _panel(
     ax.set_xlim(start, end)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-
-
-def _legend(figure: Any, phases: set[str], has_commits: bool) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    names = {"compute": "compute (number: tokens)", "draft": "draft", "transmit": "transmit"}
-    handles: list[Any] = [
-        Patch(facecolor=color, label=names.get(phase, phase))
-        for phase, color in _COLORS.items()
-        if phase in phases
-    ]
-    if has_commits:
-        label = "miss: the tree is discarded"
-        handles.append(Line2D([], [], color=_COLORS["prune"], ls=":", label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
