@@ -14,8 +14,7 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
     """Marks tokens that end an n-gram generated before (overlaps count).
 
     Args:
-        tokens: int[T], generated tokens, without the prompt.
-        n: length of the n-gram.
+        tokens, n: int[T], generated tokens without the prompt, and length of the n-gram.
 
     Returns:
         bool[T]; the first n - 1 are False, and an n-gram's first occurrence is not a repetition.

@@ -48,10 +48,7 @@ def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | N
 
 
 def lossless_against(
-    rows: Sequence[RequestResult],
-    ar_rows: Sequence[RequestResult],
-    *,
-    claims_tokens: bool = True,
+    rows: Sequence[RequestResult], ar_rows: Sequence[RequestResult], *, claims_tokens: bool = True
 ) -> Parity:
     """Compares a strategy's outputs with those of the ``ar`` row of the same run.
 
@@ -60,8 +57,7 @@ def lossless_against(
     ties (``certify.numerics`` has one).
 
     Args:
-        rows: the strategy's results.
-        ar_rows: plain decoding's results on the same prompts.
+        rows, ar_rows: results of the strategy, and of plain decoding on the same prompts.
         claims_tokens: whether the strategy claims token parity; if not, nothing is compared.
 
     Raises:

@@ -34,6 +34,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
     for result in results:
         check_invariants(result, level_per_step=totals.level_per_step)
     new_tokens = sum(len(result.output) for result in results)
+    read = totals.target_passes * totals.target_bytes + totals.draft_passes * totals.draft_bytes
     paced = totals.paced_pieces is not None and totals.overruns is not None
     overruns = _ratio(totals.overruns, totals.paced_pieces)
     return {
@@ -57,7 +58,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         "speedup_law": None if totals.law is None else totals.law.of(acceptance),
         **_histograms(results, level_per_step=totals.level_per_step),
         **_cost_metrics(totals),
-        "relative_memory_traffic": relative_memory_traffic(new_tokens, totals),
+        "relative_memory_traffic": _ratio(read, new_tokens * totals.target_bytes),
         "loop_share": loop_share(result.output for result in results),
         "clock": totals.clock,
         "overrun_share": overruns,
@@ -89,20 +90,11 @@ def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
     assert not late, f"{name}: more accepted than judged at depths {late}"
 
 
-def relative_memory_traffic(new_tokens: int, totals: RunTotals) -> float | None:
-    """Bytes of weights read, relative to one target pass per token.
-
-    (target_passes B_t + draft_passes B_d) / (emitted B_t), where B is bytes of weights.
-    """
-    read = totals.target_passes * totals.target_bytes + totals.draft_passes * totals.draft_bytes
-    return _ratio(read, new_tokens * totals.target_bytes)
-
-
 def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
     """(accepted draft tokens, candidates judged by the target) of one request.
 
     With levels in flight a hit is an accepted draft token too, whose own answer is still to come;
-    ``num_verified`` does not include it, so it is added to both.
+    ``verified`` does not include it, so it is added to both.
     """
     in_flight = 0 if totals.whole_tree else counters.hits
     return counters.accepted + in_flight, counters.verified + in_flight

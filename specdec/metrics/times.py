@@ -55,8 +55,7 @@ def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[st
     between tokens of one emission is 0.
 
     Args:
-        results: finished requests.
-        clock_s: seconds of the run on its clock.
+        results, clock_s: finished requests, and seconds of the run on its clock.
     """
     gaps = [decode_phase(result).gaps_s for result in results]
     all_gaps = np.concatenate([np.zeros(0), *gaps])

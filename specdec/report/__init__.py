@@ -2,11 +2,10 @@
 
 from specdec.report.folders import write_comparison, write_run
 from specdec.report.provenance import config_hash, provenance
-from specdec.report.requests import RequestRecord, RequestWriter, finished, read_requests
+from specdec.report.requests import RequestWriter, finished, read_requests
 from specdec.report.tables import best_row, markdown_table, print_table
 
 __all__ = [
-    "RequestRecord",
     "RequestWriter",
     "best_row",
     "config_hash",

@@ -89,8 +89,7 @@ def curves_markdown(
     """The page in Markdown: every row at every batch size, ratios, conditions.
 
     Args:
-        rows: one per strategy and batch size.
-        conditions: of the comparison.
+        rows, conditions: of the comparison, with one row per strategy and batch size.
         crossovers: see ``specdec.runs.batch_sizes.crossovers``.
         cross: name of the row on another profile; None without one.
         remarks: lines below the table.

@@ -50,9 +50,9 @@ def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
     belongs to the token that completes it.
 
     Args:
-        tokens: one output.
-        decode: token ids -> text. Tokenizers may drop a leading space, so tokens are decoded
-            together with the preceding ones up to the last complete character.
+        tokens, decode: one output, and a function from token ids to text. Tokenizers may drop a
+            leading space, so tokens are decoded together with the preceding ones up to the last
+            complete character.
     """
     ends: list[int] = []
     begin, seen, end = 0, 0, 0  # window [begin, i]; the text of [begin, seen) ends at ``end``

@@ -21,9 +21,6 @@ from specdec.trace.files import TIMELINE_FILE, TREES_FILE
 from specdec.trace.page import commit_kinds, html_template, tree_page
 from specdec.trace.timeline import timeline_png
 
-PAGE_FILE = "report.html"
-PICTURES = "pictures"
-
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
 _MAX_PICTURES = 8  # strategies or jobs whose first text is also drawn as a picture
 _MAX_TREES_BYTES = 12_000_000
@@ -34,8 +31,7 @@ class Report:
     """Results of a folder, ready for display.
 
     Attributes:
-        folder: the folder that was read.
-        curves: one per strategy and run folder.
+        folder, curves: the folder that was read; one curve per strategy and run folder.
         rows: table rows (``metrics.comparison_row``) of complete runs.
         conditions: those of the first complete run.
     """
@@ -62,12 +58,7 @@ def load_report(folder: str | Path) -> Report:
 
 
 def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
-    """Writes ``report.html`` and its pictures; returns their paths.
-
-    Args:
-        report: from ``load_report``.
-        num_texts: number of prompts per strategy whose text is shown.
-    """
+    """Writes ``report.html``, with ``num_texts`` texts per strategy, and its pictures."""
     curves = [curve for curve in report.curves if curve.result.records]
     clock = str(report.conditions.get("clock", "measured"))
     timeline, trees = _trace(report)
@@ -78,12 +69,10 @@ def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
         **timeline,
         **_text_pictures(report),
     }
-    paths = [
-        write_bytes(report.folder / PICTURES / f"{name}.png", data)
-        for name, data in pictures.items()
-    ]
+    folder = report.folder / "pictures"
+    paths = [write_bytes(folder / f"{name}.png", data) for name, data in pictures.items()]
     page = _page(report, pictures, trees, num_texts)
-    return [write_text(report.folder / PAGE_FILE, page), *paths]
+    return [write_text(report.folder / "report.html", page), *paths]
 
 
 def text_of(
@@ -134,15 +123,13 @@ def _text_pictures(report: Report) -> dict[str, bytes]:
 def _trace(report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Of the first traced run: its timeline by name, and what the template shows of its trees."""
     for curve in report.curves:
-        folder = curve.result.folder
+        folder, name = curve.result.folder, curve.result.name
         trace, trees = read_json(folder / TIMELINE_FILE), read_json(folder / TREES_FILE)
         if trees and any(request["steps"] for request in trees["requests"]):
-            pictures = {}
-            if trace:
-                commits = commit_kinds(trees)
-                pictures["timeline"] = timeline_png(trace, commits=commits, title=curve.result.name)
+            kinds = commit_kinds(trees)
+            pictures = {"timeline": timeline_png(trace, commits=kinds, title=name)} if trace else {}
             large = (folder / TREES_FILE).stat().st_size > _MAX_TREES_BYTES
-            page = {} if large else {"page": tree_page(trees, title=curve.result.name)}
+            page = {} if large else {"page": tree_page(trees, title=name)}
             return pictures, {"folder": folder, **page}
     return {}, {}
 

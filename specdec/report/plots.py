@@ -34,8 +34,7 @@ def comparison_png(
     """Speed-up over ``ar``, tokens per second and acceptance of each strategy, as a PNG.
 
     Args:
-        rows: rows of the comparison, drawn from top to bottom.
-        conditions: of the comparison; the title names the clock.
+        rows, conditions: of the comparison; rows are drawn from top to bottom.
         runs: strategy -> repeats, for the spread over prompts (default: only medians are drawn).
     """
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))

@@ -41,8 +41,7 @@ def provenance(
     key looks like a secret are redacted. The host name is not recorded.
 
     Args:
-        command: the command line (``sys.argv``).
-        config: the resolved configuration, of which only the hash is recorded.
+        command, config: ``sys.argv``, and the resolved configuration (only its hash is recorded).
         extra: additional entries, such as ``data.data_provenance``.
     """
     return {

@@ -38,8 +38,7 @@ class Curve:
     """Results drawn in one colour.
 
     Attributes:
-        result: of a strategy or job.
-        runs: its repeats.
+        result, runs: of a strategy or job; its repeats.
         plain: repeats of the plain decoding that it is compared with; may be empty.
     """
 

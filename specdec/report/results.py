@@ -235,8 +235,7 @@ def read_json(path: Path) -> Any:
 
 
 def _identity(result: Result) -> dict[str, Any]:
-    folder = result.folder.as_posix()
-    return {"folder": folder, "name": result.name, "strategy": result.strategy}
+    return {"folder": result.folder.as_posix(), "name": result.name, "strategy": result.strategy}
 
 
 def _prompts(folders: Iterable[str | Path]) -> Iterator[tuple[dict[str, Any], RequestResult]]:

@@ -39,11 +39,7 @@ def percent(value: Any, digits: int = 0) -> str:
 
 
 def lossless_label(row: Row) -> str:
-    """Result of comparing the row's tokens with ``ar``.
-
-    "reference" for ``ar`` itself, "yes", or "NO" with the number of differing prompts; "in
-    distribution" or "LOSSY" if token parity is not claimed.
-    """
+    """Result of comparing the row's tokens with ``ar``, or what it claims instead of parity."""
     if row.get("strategy") == "ar":
         return "reference"
     if row.get("claims") == "lossy":
@@ -157,7 +153,7 @@ def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
 
 def best_row(rows: Sequence[Row]) -> Row | None:
     """The row with the highest speed-up over ``ar`` among those that are not lossy."""
-    timed = [row for row in rows if row.get("speedup_wall") and row["strategy"] != "ar"]
+    timed = [row for row in rows if row.get("speedup_wall") is not None and row["strategy"] != "ar"]
     kept = [
         row for row in timed if row.get("lossless") is not False and row.get("claims") != "lossy"
     ]

@@ -40,29 +40,25 @@ def write_trace(
 
     Args:
         folder, trace: the run folder, and the record.
-        latency: the executor's latency.
+        latency: the executor's.
         places: rank -> stage, from 1 (default: each rank from 1 is the stage of that number).
         text: token id -> text (default: no texts are written).
     """
     if places is None:
         places = {rank: rank for rank in range(1, latency + 1)} if latency > 1 else {}
+    head = {"clock": trace.clock.kind.value, "latency": latency}
     timeline = {
         "traceEvents": chrome_events(trace.spans(), trace.trees.fed, places),
         "displayTimeUnit": "ms",
-        "otherData": {
-            "clock": trace.clock.kind.value,
-            "latency": latency,
-            "dropped_spans": trace.num_dropped,
-        },
+        "otherData": {**head, "dropped_spans": trace.num_dropped},
     }
-    requests = trace.trees.requests
-    tokens = {node[2] for r in requests for step in r["steps"] for node in step["nodes"]}
+    steps = (step for request in trace.trees.requests for step in request["steps"])
+    tokens = {node[2] for step in steps for node in step["nodes"]}
     trees = {
-        "clock": trace.clock.kind.value,
-        "latency": latency,
+        **head,
         "truncated": trace.trees.truncated,
         "text": {} if text is None else {str(token): text(token) for token in sorted(tokens)},
-        "requests": requests,
+        "requests": trace.trees.requests,
     }
     # Compact, because traces are large.
     form: dict[str, Any] = {"allow_nan": False, "separators": (",", ":")}

@@ -1,8 +1,4 @@
-"""Records the trees and submissions of each step of a traced run.
-
-Recording is done by an executor that wraps the run's own: ``submit`` records the batch, ``collect``
-the trees at the end of the step, ``commit`` the commits. Without a trace, no executor is wrapped.
-"""
+"""Records the trees and submissions of each step of a traced run, by wrapping its executor."""
 
 from __future__ import annotations
 
