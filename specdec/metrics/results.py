@@ -211,8 +211,9 @@ class Run:
     @staticmethod
     def of(counted: Iterable[tuple[RequestResult, RunTotals]]) -> Run:
         """The run of these requests, each with the totals counted during it."""
-        results, totals = zip(*counted, strict=True)
-        return Run(results, RunTotals.merge(totals))
+        pairs = list(counted)
+        totals = RunTotals.merge(totals for _, totals in pairs)
+        return Run(tuple(result for result, _ in pairs), totals)
 
 
 def _add_into(total: dict[Any, Any], more: Mapping[Any, Any]) -> None:
