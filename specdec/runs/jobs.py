@@ -106,7 +106,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     (runner,), pair = decoded.runners, decoded.pair
     if runner.trace is not None:
         _write_trace(runner, pair, output_dir)
-    run = _as_run(decoded.runs[runner.name][0])
+    run = Run.of(decoded.runs[runner.name][0])
     summary = {
         "strategy": runner.name,
         "claims": str(runner.claims),
@@ -139,7 +139,7 @@ def compare_jobs(
     base, decoded = cfgs[0], _decode(cfgs, output_dir, repeats, progress)
     pair, runners = decoded.pair, decoded.runners
     conditions = conditions_of(base, pair, len(decoded.prompts), decoded.cut, repeats)
-    merged = {name: [_as_run(counted) for counted in runs] for name, runs in decoded.runs.items()}
+    merged = {name: [Run.of(counted) for counted in runs] for name, runs in decoded.runs.items()}
     rows = [
         comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims)
         | recorded_figures(pair)
@@ -228,11 +228,6 @@ def _groups(prompts: Sequence[TokenPrompt], cfg: Mapping[str, Any]) -> list[list
     if cfg["batch_size"] == 1 and at_once:
         return [[p] for p in prompts]
     return [list(prompts)] if prompts else []
-
-
-def _as_run(counted: _Counted) -> Run:
-    totals = RunTotals.merge([totals for _, totals in counted])
-    return Run(tuple(result for result, _ in counted), totals)
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
