@@ -282,7 +282,7 @@ class DecodeState:
         )
         retired = np.concatenate([[0], path])
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
-        _count_answer(request, verdict, hit=child != NO_NODE)
+        count_answer(request, verdict, hit=child != NO_NODE)
 
         tokens = [*tree.tokens[path].tolist(), verdict.next_token]
         next_origin = TARGET_ORIGIN if child == NO_NODE else int(tree.origins[child])
@@ -315,7 +315,8 @@ class DecodeState:
         )
 
 
-def _count_answer(request: RequestState, verdict: Verdict, *, hit: bool) -> None:
+def count_answer(request: RequestState, verdict: Verdict, *, hit: bool) -> None:
+    """Counts an answer; ``hit``: whether its next token was in the tree."""
     counters = request.counters
     depth = len(verdict.accepted_ids)
     counters.answers += 1

@@ -69,7 +69,7 @@ _TAKERS: dict[str, str | type] = {
     "strategy.options": "specdec.runs.hf_generate.HFOptions",
     "sampling": "specdec.sampling.transform.SamplingParams",
     "serving": "specdec.serving.rules.ServingRules.of",
-    "data": "specdec.data.request.Request.of",
+    "data": "specdec.data.request.DataOptions",
     "clock=measured": _keys(),
     "clock=simulated": _PROFILED,
     "clock=paced": _PROFILED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import torch
@@ -68,7 +68,7 @@ class RandomPair(HuggingFacePair):
                 exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
-            UserError: a draft deeper than the target, or an unknown family.
+            UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
         """
         super().__init__(
             dtype=dtype,
@@ -86,10 +86,10 @@ class RandomPair(HuggingFacePair):
                 f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
                 f"{num_layers}"
             )
-        self._sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
-        self._family = family
+        sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
+        at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device}
+        self._make_model = partial(random_model, family, **at, **sizes)
         self._layers = (num_layers, draft_layers)
-        self._seed = seed
         self._logits = (logit_scale, logit_step)
 
     @cached_property
@@ -111,16 +111,14 @@ class RandomPair(HuggingFacePair):
         return self._samples
 
     def _make(self, num_layers: int) -> PreTrainedModel:
-        model = random_model(
-            self._family,
-            seed=self._seed,
-            dtype=self.dtype,
-            device=self.device,
-            num_layers=num_layers,
-            **self._sizes,
-        )
+        model = self._make_model(num_layers=num_layers)
+        scale, step = self._logits
         if self._logits != (1.0, 0.0):
-            model.get_output_embeddings().register_forward_hook(_RescaleLogits(*self._logits))
+
+            def rescale(_: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
+                return torch.round(logits * scale / step) * step if step else logits * scale
+
+            model.get_output_embeddings().register_forward_hook(rescale)
         return model
 
     @cached_property
@@ -147,15 +145,3 @@ def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int
         "vocab_size": vocab_size,
         "max_positions": max_positions,
     }
-
-
-class _RescaleLogits:
-    """Forward hook of the output head that scales, then rounds, the logits."""
-
-    def __init__(self, scale: float, step: float) -> None:
-        self.scale = scale
-        self.step = step
-
-    def __call__(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output * self.scale
-        return torch.round(output / self.step) * self.step if self.step else output

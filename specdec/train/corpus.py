@@ -84,7 +84,7 @@ class Corpus:
 def _data_file(name: str) -> Path | None:
     """A file of the folder SPECDEC_DATA, gzipped or plain; None where there is none."""
     folder = os.environ.get(DATA_VARIABLE)
-    return find_file(Path(folder), (name,)) if folder else None
+    return find_file(Path(folder), name) if folder else None
 
 
 def why_junk(text: str) -> str | None:
