@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy import count_nonzero
 
-from specdec.attention.kv_storage import CacheSpec, Contiguous, PassView, Storage
+from specdec.attention.kv_storage import CacheSpec, Contiguous, Storage, Store
 from specdec.types import BoolArray, Commit, IntArray
 
 EMPTY: IntArray = np.zeros(0, np.int64)
@@ -112,11 +112,11 @@ class TreeCache:
     @property
     def storage(self) -> torch.Tensor:
         """[L, 2, G, C, D], keys and values of all slots; a copy if storage is paged."""
-        return self._kv.contents(self.capacity)
+        return self._kv.contents()
 
-    def view(self, rows: Rows) -> PassView:
+    def writer(self, rows: Rows) -> Store:
         """Write and read access for the pass over ``rows``."""
-        return self._kv.view(rows.start, rows.end)
+        return self._kv.writer(rows.start, rows.end)
 
     @property
     def num_nodes(self) -> int:

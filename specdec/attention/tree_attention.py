@@ -164,7 +164,7 @@ class _RequestPart:
     def __init__(self, rows: Rows, offset: int) -> None:
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self.store = rows.cache.view(rows).store
+        self.store = rows.cache.writer(rows)
         self._masks: dict[int | None, torch.Tensor | None] = {}
         self._visibility: Visibility | None = None
 

@@ -172,16 +172,17 @@ class TreeAttention:
         visible: torch.Tensor,
         scaling: float | None = None,
     ) -> torch.Tensor:
-        """Computes ``specdec.kernels.reference.tree_attention``.
+        """Attention to the slots before ``first`` and, where visible, to those up to ``end``.
 
-        Tensors are float32, float16 or bfloat16; the last dimension of each must be contiguous.
+        A row that sees no slot gets zeros. Tensors are float32, float16 or bfloat16; the last
+        dimension of each must be contiguous.
 
         Args:
             query: [1, H, R, D].
             key, value: [1, G, C, D].
             lengths: integer [2] on the device, (first, end); read by the kernel, so that a captured
                 launch works for every length.
-            visible: uint8[R, M].
+            visible: uint8[R, M >= end - first], which slots from ``first`` on a row sees.
             scaling: factor of the scores; 1 / sqrt(D) where None.
 
         Returns:

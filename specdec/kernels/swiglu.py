@@ -136,7 +136,7 @@ def swiglu(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Computes ``specdec.kernels.reference.swiglu`` in float32, float16 or bfloat16.
+    """silu(hidden gate^T) * (hidden up^T) in float32, float16 or bfloat16 (SwiftSpec 3.3).
 
     Args:
         hidden: [R, E], last dimension contiguous.
@@ -173,7 +173,15 @@ def swiglu(
 def norm_projection(
     hidden: torch.Tensor, weight: torch.Tensor, matrices: list[torch.Tensor], eps: float
 ) -> torch.Tensor:
-    """Computes ``specdec.kernels.reference.norm_projection``; the matrices must be contiguous.
+    """Root-mean-square norm, then one or more projections, concatenated.
+
+    Args:
+        hidden: [R, E], last dimension contiguous.
+        weight, eps: weight [E] and epsilon of the norm.
+        matrices: [N_i, E] each, contiguous.
+
+    Returns:
+        [R, sum N_i].
 
     Raises:
         ValueError: unless there are one to three matrices.
