@@ -140,6 +140,7 @@ def dense_attention(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """torch's ``scaled_dot_product_attention`` with one mask over all slots.
 
@@ -152,10 +153,13 @@ def dense_attention(
         key, value: [1, G, C, D].
         mask: [R, C], added to the scores; None: every row sees every slot.
         scaling: factor of the scores; 1 / sqrt(D) where None.
+        softcap: see ``capped_attention``, which computes capped scores.
 
     Returns:
         [1, H, R, D].
     """
+    if softcap is not None:
+        return capped_attention(query, key, value, mask, scaling, softcap)
     if query.device.type != "cuda":
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
     with sdpa_kernel(_ANY_LENGTH):
@@ -187,9 +191,6 @@ def capped_attention(
     Args:
         query, key, value, mask, scaling: as in ``dense_attention``.
         softcap: scores s become softcap * tanh(s / softcap) (Gemma 2); None: no cap.
-
-    Returns:
-        [1, H, R, D].
     """
     scores = _scores(query, key, scaling)
     if softcap is not None:
@@ -217,9 +218,6 @@ def two_level_attention(
         query, key, value, scaling: as in ``dense_attention``.
         mask: [R, C]; 0 in the columns before ``split``.
         split: number of leading slots that every row sees.
-
-    Returns:
-        [1, H, R, D].
     """
     prefix = query, key[:, :, :split], value[:, :, :split]
     tree = query, key[:, :, split:], value[:, :, split:]

@@ -20,15 +20,10 @@ from typing import Any
 
 import torch
 
-from specdec.attention.backends import (
-    Kernel,
-    Visibility,
-    capped_attention,
-    dense_attention,
-)
+from specdec.attention.backends import Kernel, Visibility, dense_attention
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import CacheSpec
-from specdec.attention.tree_attention import ScoreOptions, StepCache
+from specdec.attention.tree_attention import ScoreOptions, Step
 from specdec.kernels.graphs import ROW_COUNTS, Graphs, capture, round_up
 from specdec.models.captured_buffers import LEAST_CONTEXT, Arena, Arenas, Inputs
 
@@ -55,12 +50,8 @@ class RunnerOutput:
     captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
-class StaticStep:
-    """The plan of a pass over static buffers (see ``specdec.attention.tree_attention.Step``).
-
-    Attributes:
-        cache, captured, hidden: see ``AttentionStep``.
-    """
+class StaticStep(Step):
+    """The plan of a pass over static buffers."""
 
     def __init__(
         self, *, inputs: Inputs, arena: Arena, context: int, first_layer: int, kernel: Kernel | None
@@ -74,9 +65,7 @@ class StaticStep:
             first_layer: global index of the slice's first layer.
             kernel: used by layers without windows and soft caps; None: dense attention.
         """
-        self.cache = StepCache(first_layer=first_layer)
-        self.captured: dict[int, torch.Tensor] = {}
-        self.hidden = inputs.hidden
+        super().__init__(first_layer=first_layer, hidden=inputs.hidden)
         self._kernel = kernel
         self._slots = inputs.slots
         self._layers = arena.layers.unbind(0)
@@ -93,20 +82,17 @@ class StaticStep:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
     ) -> torch.Tensor:
-        """See ``specdec.attention.tree_attention.Step``."""
-        scaling, window, softcap = options.scaling, options.window, options.softcap
         layer = self.cache.layer
         keys, values = self._layers[2 * layer], self._layers[2 * layer + 1]
         keys.index_copy_(2, self._slots, key)
         values.index_copy_(2, self._slots, value)
         keys, values = keys.narrow(2, 0, self._context), values.narrow(2, 0, self._context)
-        if softcap is None and window is None and self._kernel is not None:
+        scaling, window, softcap = options.scaling, options.window, options.softcap
+        if self._kernel is not None and softcap is None and window is None:
             output = self._kernel(query, keys, values, self._visibility, scaling)
-        elif softcap is None:
-            output = dense_attention(query, keys, values, self._visibility.mask(window), scaling)
         else:
             mask = self._visibility.mask(window)
-            output = capped_attention(query, keys, values, mask, scaling, softcap)
+            output = dense_attention(query, keys, values, mask, scaling, softcap)
         return output.transpose(1, 2)
 
 

@@ -271,8 +271,8 @@ class ModelRunner:
 
     def _probe(self, model_type: str) -> CacheSpec:
         """Runs one token through the slice to determine the shape of its keys and values."""
-        probe = _Probe(model_type=model_type, first_layer=self.first_layer)
-        probe.hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        probe = _Probe(model_type=model_type, first_layer=self.first_layer, hidden=hidden)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             with torch.inference_mode(), attending(probe):
@@ -356,19 +356,16 @@ def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int
             raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
 
 
-class _Probe:
+class _Probe(Step):
     """A step that records the shapes of keys and rejects unsupported attention arguments.
 
     Attributes:
-        cache, captured, hidden: see ``Step``.
         shapes: layer of the slice -> (G, D).
         windowed: layers of the slice with a sliding window.
     """
 
-    def __init__(self, *, model_type: str, first_layer: int) -> None:
-        self.cache = StepCache(first_layer=first_layer)
-        self.captured: dict[int, torch.Tensor] = {}
-        self.hidden: torch.Tensor | None = None
+    def __init__(self, *, model_type: str, first_layer: int, hidden: torch.Tensor) -> None:
+        super().__init__(first_layer=first_layer, hidden=hidden)
         self.shapes: dict[int, tuple[int, int]] = {}
         self.windowed: set[int] = set()
         self._model_type = model_type
