@@ -51,18 +51,7 @@ def argmax(logits: torch.Tensor) -> IntArray:
 def sample(
     logits: torch.Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
 ) -> IntArray:
-    """Returns int64[A]: the token at ``uniforms``[A] of each row's processed CDF in token-id order.
-
-    Args:
-        logits: [A, V], float32 or float64.
-        uniforms: float64[A] in [0, 1).
-        temperature: above 0.
-        top_k: 0, or at least V, disables it.
-        top_p: 1 disables it.
-
-    Raises:
-        ValueError: for rows with NaN, infinity or no allowed token.
-    """
+    """``host.sample`` on the device."""
     vocab_size = logits.shape[1]
     step = max(1, _ENTRIES // vocab_size)
     draws = to_device(uniforms, logits.device)
@@ -133,13 +122,7 @@ def weigh(
     top_p: float = 1.0,
     width: int | None = None,
 ) -> Weighted:
-    """Applies temperature, top-k (including all entries that tie with the k-th), then top-p.
-
-    Args:
-        logits: [A, V], float32 or float64.
-        temperature, top_k, top_p: as in ``sample``.
-        width: number of most probable entries searched for top-p's cut; None: all.
-    """
+    """``host.weigh`` on the device, searching ``width`` entries for top-p's cut; None: all."""
     vocab_size = logits.shape[1]
     best = logits.amax(dim=1)
     everything = torch.ones_like(best, dtype=torch.bool)
@@ -173,7 +156,7 @@ def _weights(logits: torch.Tensor, best: torch.Tensor, temperature: float) -> to
 
 
 def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ``k`` best (tokens int64[W, k], scores[W, k]), ties in token-id order.
+    """``host.top`` on the device, for exactly ``k`` entries.
 
     ``topk`` alone does not specify which of several equal entries it returns, or in which order.
     """
@@ -215,17 +198,7 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Returns the first entry of each row whose cumulative share exceeds the row's uniform.
-
-    It never returns entries of weight 0, except 0 for rows without positive entries.
-
-    Args:
-        weights: float64[A, S], >= 0.
-        uniforms: float64[A] in [0, 1).
-
-    Returns:
-        int64[A].
-    """
+    """``host.inverse_cdf`` on the device; 0 for rows without positive entries."""
     sums = block_sums(weights)
     cdf = running_sums(sums)
     draw = uniforms * cdf[:, -1]
@@ -255,7 +228,7 @@ def _first(hits: torch.Tensor) -> torch.Tensor:
 def sample_candidates(
     probs: DeviceProbs, k: int, uniforms: FloatArray
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """``host.sample_candidates`` for rows on a device; copies a few numbers per row, once.
+    """``host.sample_candidates`` on the device; copies a few numbers per row, once.
 
     Raises:
         ValueError: for rows with NaN, infinity or no allowed token.
