@@ -20,7 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.slicing import keep_layers, layers_name, shared_copy
+from specdec.models.slicing import keep_layers, layers_name
+from specdec.tensor_parallel.sharding import shared_copy
 
 KINDS = ("norm", "transformer")
 """Kinds of exit heads (``model.exit_head``)."""

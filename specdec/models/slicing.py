@@ -7,9 +7,7 @@ specific code. The copy shares all parameters with the given model, which is not
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from transformers import PreTrainedModel
 from specdec.attention.tree_attention import IMPLEMENTATION, current_step
 from specdec.errors import UserError
 from specdec.models.shortcuts import shorten
+from specdec.tensor_parallel.sharding import shared_copy
 
 
 class _Layers(nn.ModuleList):
@@ -57,11 +56,6 @@ def layers_name(model: PreTrainedModel) -> str:
         f"model type {model.config.model_type!r} has no list of {num_layers} decoder layers; "
         "use a decoder-only model with all layers in one list, such as llama, qwen3 or gpt2"
     )
-
-
-def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
-    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
 
 
 def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn.ModuleList:
