@@ -170,33 +170,26 @@ class TreeCache:
         start = self.cached_len + self.num_nodes
         num_prefix, num_rows = len(prefix_tokens), len(prefix_tokens) + len(node_ids)
         self._kv.reserve(start + num_rows, start)
-        if not num_prefix:
-            return Rows(
-                cache=self,
-                tokens=node_tokens,
-                positions=node_positions,
-                node_ids=node_ids,
-                num_prefix=0,
-                start=start,
-                first_masked=self.cached_len,
-                visible=self._append(node_ids, parent_ids, node_positions),
-            )
-        assert not self.num_nodes, "committed tokens are missing below entries of the tree"
-        self.cached_len += num_prefix
-        self._origin = self.cached_len
-        visible = np.tri(num_rows, dtype=np.bool_)
-        if len(node_ids):
-            block = self._append(node_ids, parent_ids, node_positions)
+        if num_prefix:
+            assert not self.num_nodes, "committed tokens are missing below entries of the tree"
+            self.cached_len += num_prefix
+            self._origin = self.cached_len
+        tokens, positions, first_masked = node_tokens, node_positions, self.cached_len
+        visible = self._append(node_ids, parent_ids, node_positions)
+        if num_prefix:
+            tokens = np.concatenate([prefix_tokens, node_tokens])
+            positions = np.concatenate([np.arange(start, start + num_prefix), node_positions])
+            first_masked, block = start, visible
+            visible = np.tri(num_rows, dtype=np.bool_)
             visible[num_prefix:, num_prefix:] = block
-        prefix_positions = np.arange(start, start + num_prefix)
         return Rows(
             cache=self,
-            tokens=np.concatenate([prefix_tokens, node_tokens]),
-            positions=np.concatenate([prefix_positions, node_positions]),
+            tokens=tokens,
+            positions=positions,
             node_ids=node_ids,
             num_prefix=num_prefix,
             start=start,
-            first_masked=start,
+            first_masked=first_masked,
             visible=visible,
         )
 

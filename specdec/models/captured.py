@@ -3,8 +3,7 @@
 A graph reads and writes tensors at fixed addresses with fixed shapes, so
 - a request's keys and values are stored in an arena, which later requests reuse;
 - the rows of a pass are padded to one of a few counts, its masks to one of a few widths;
-- tokens, positions, slots, lengths and masks are sent to the device in one copy of a few hundred
-  bytes.
+- tokens, positions, slots, lengths and masks are sent to the device in one copy.
 Padding rows repeat the last row and write to a spare slot that no row sees. With
 ``model.graphs=replay`` the same buffers and padding are used without graphs, on any device.
 
@@ -72,7 +71,7 @@ class StaticStep(Step):
         self._context = context
         self._visibility = Visibility(
             lengths=inputs.lengths,
-            visible=inputs.visible(),
+            visible=inputs.visible,
             num_slots=context,
             dtype=arena.layers.dtype,
             positions=inputs.positions,

@@ -55,17 +55,20 @@ class ModelInfo:
     tensors: Mapping[str, str]
 
 
-def inspect_model(path_or_id: str | Path) -> ModelInfo:
+def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
     """Checks that a model can be loaded, without loading it.
 
     Args:
         path_or_id: a folder in transformers' format, or, if there is no such folder, the id of a
-            Hugging Face repository (looked up in the local hub cache, then on the network).
+            Hugging Face repository (looked up in the local hub cache, then on the network); a
+            result of this function is returned as it is.
 
     Raises:
         UserError: for a path that does not exist, a damaged or missing file, weights that are not
             safetensors, a model that needs its own code, or one that is not decoder-only.
     """
+    if isinstance(path_or_id, ModelInfo):
+        return path_or_id
     folder = _folder(path_or_id)
     config = _json(folder / "config.json")
     _check_architecture(folder, config)

@@ -85,13 +85,12 @@ def _apply(
 ) -> None:
     from torchao.quantization import quantize_
 
-    by_size: dict[int, set[str]] = {}
-    for name, module in linears:
-        by_size.setdefault(_group_size(module, kind, setting), set()).add(name)
-    for group_size, names in by_size.items():
+    sizes = {name: _group_size(module.in_features, kind, setting) for name, module in linears}
+    for group_size in dict.fromkeys(sizes.values()):
+        chosen = {name for name, size in sizes.items() if size == group_size}
         config = _config(kind, group_size, model)
         try:
-            quantize_(model, config, filter_fn=lambda _, name, names=names: name in names)
+            quantize_(model, config, filter_fn=lambda _, name, chosen=chosen: name in chosen)
         except (ImportError, AssertionError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"{setting} is not supported by torchao on {model.device} in {model.dtype}"
@@ -100,18 +99,15 @@ def _apply(
             ) from error
 
 
-def _group_size(module: nn.Linear, kind: str, setting: str) -> int:
+def _group_size(inputs: int, kind: str, setting: str) -> int:
     """Weights per scale; 0: one scale per row."""
-    if kind == Quantization.INT8:
-        return 0
-    inputs = module.in_features
-    for size in GROUP_SIZES:
-        if inputs % size == 0:
-            return size
-    raise UserError(
-        f"{setting} needs matrices whose inputs are multiples of {GROUP_SIZES[-1]}, not {inputs};"
-        " use int8 or none"
-    )
+    fitting = [size for size in GROUP_SIZES if inputs % size == 0]
+    if kind != Quantization.INT8 and not fitting:
+        raise UserError(
+            f"{setting} needs matrices whose inputs are multiples of {GROUP_SIZES[-1]}, not"
+            f" {inputs}; use int8 or none"
+        )
+    return 0 if kind == Quantization.INT8 else fitting[0]
 
 
 def _config(kind: str, group_size: int, model: PreTrainedModel) -> Any:

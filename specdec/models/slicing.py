@@ -8,6 +8,7 @@ specific code. The copy shares all parameters with the given model, which is not
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,20 +93,14 @@ def slice_model(
                 own.base_model.set_submodule(path, _NoEmbedding(layers))
         layers[0].register_forward_pre_hook(_put_hidden, with_kwargs=True)
     for index in capture_layers:
-        layers[index - first_layer].register_forward_hook(_Capture(index))
+        layers[index - first_layer].register_forward_hook(partial(_capture, index))
     shorten(own)
     return own
 
 
-class _Capture:
+def _capture(index: int, _: nn.Module, __: Any, output: Any) -> None:
     """Forward hook that stores a layer's output in the current step."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        current_step().captured[self.index] = hidden
+    current_step().captured[index] = output[0] if isinstance(output, tuple) else output
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
