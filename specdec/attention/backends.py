@@ -1,5 +1,8 @@
 """Attention of one request's rows over its cached keys and values: one function per implementation.
 
+In every function, queries and outputs are [1, H, R, D], keys and values [1, G, C, D], and
+``scaling`` multiplies the scores; None means 1 / sqrt(D).
+
 Shape letters: H query heads, G key/value heads, P = H / G, D head size, R rows of the pass, C cache
 slots, M columns of the tree mask.
 """
@@ -101,10 +104,7 @@ class Visibility:
 Kernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, Visibility, float | None], torch.Tensor
 ]
-"""(query [1, H, R, D], key [1, G, C, D], value [1, G, C, D], visibility, scaling) -> [1, H, R, D].
-
-``scaling`` multiplies the scores; None means 1 / sqrt(D).
-"""
+"""(query, key, value, visibility, scaling) -> output."""
 
 
 def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel | None:
@@ -118,20 +118,16 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
         raise UserError(f"{setting} is unknown; choose {', '.join(Attention)}")
     if kind == Attention.TRITON:
         support.require(support.triton_problem(device, dtype), setting)
-        return _triton_kernel()
+        from specdec.attention.triton_kernel import TreeAttention
+
+        launch = TreeAttention()
+        return lambda query, key, value, seen, scaling: launch(
+            query, key, value, lengths=seen.lengths, visible=seen.visible, scaling=scaling
+        )
     if kind == Attention.FLASH:
         support.require(support.flash_problem(device, dtype), setting)
         return flash_attention
     return _flex_kernel(device.type) if kind == Attention.FLEX else None
-
-
-def _triton_kernel() -> Kernel:
-    from specdec.attention.triton_kernel import TreeAttention
-
-    launch = TreeAttention()
-    return lambda query, key, value, seen, scaling: launch(
-        query, key, value, lengths=seen.lengths, visible=seen.visible, scaling=scaling
-    )
 
 
 def dense_attention(
@@ -149,14 +145,9 @@ def dense_attention(
     query heads of each key/value head are folded into rows of one head, and cuDNN is excluded.
 
     Args:
-        query: [1, H, R, D].
-        key, value: [1, G, C, D].
+        query, key, value, scaling: see the module.
         mask: [R, C], added to the scores; None: every row sees every slot.
-        scaling: factor of the scores; 1 / sqrt(D) where None.
         softcap: see ``capped_attention``, which computes capped scores.
-
-    Returns:
-        [1, H, R, D].
     """
     if softcap is not None:
         return capped_attention(query, key, value, mask, scaling, softcap)
@@ -188,9 +179,8 @@ def capped_attention(
 ) -> torch.Tensor:
     """Attention in elementary operations, for soft-capped scores, which no kernel here supports.
 
-    Args:
-        query, key, value, mask, scaling: as in ``dense_attention``.
-        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2); None: no cap.
+    Scores s become softcap * tanh(s / softcap) (Gemma 2), unless ``softcap`` is None; other
+    arguments are as in ``dense_attention``.
     """
     scores = _scores(query, key, scaling)
     if softcap is not None:
@@ -215,7 +205,7 @@ def two_level_attention(
     parts by their log-sum-exp is the same function and needs no mask for the long prefix.
 
     Args:
-        query, key, value, scaling: as in ``dense_attention``.
+        query, key, value, scaling: see the module.
         mask: [R, C]; 0 in the columns before ``split``.
         split: number of leading slots that every row sees.
     """
@@ -307,11 +297,9 @@ def masked_lse(
     visible: torch.Tensor | None,
     scaling: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised attention [1, H, R, D] and its log-sum-exp [1, H, R], on any device.
+    """Normalised attention and its log-sum-exp [1, H, R], on any device.
 
-    Args:
-        query, key, value, scaling: as in ``dense_attention``.
-        visible: bool[R, C]; None: every row sees every slot.
+    ``visible``: bool[R, C]; None: every row sees every slot.
     """
     scores = _scores(query, key, scaling).to(_accumulator(query.dtype))
     if visible is not None:

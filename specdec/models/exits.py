@@ -23,16 +23,13 @@ from specdec.errors import UserError
 from specdec.models.slicing import keep_layers, layers_name
 from specdec.tensor_parallel.sharding import shared_copy
 
-KINDS = ("norm", "transformer")
-"""Kinds of exit heads (``model.exit_head``)."""
-
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
     """The weights of an exit head.
 
     Attributes:
-        kind: one of ``KINDS``.
+        kind: "norm" or "transformer" (``model.exit_head``).
         layer: number of the target's layers before it.
         tensors: ``norm.weight``, ``output.weight`` (default: the target's matrix) and, for a
             transformer head, ``layer.*`` with the target's parameter names.

@@ -7,7 +7,6 @@ H query heads, G key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -154,7 +153,7 @@ class ModelRunner:
         wants_logits = self.is_last and (logits_rows is None or len(logits_rows) > 0)
         run = self._run_plain
         if self.static is not None and self.static.serves(rows):
-            run = self._run_static
+            run = self.static.run
         with torch.inference_mode(), self._guard:
             # Times include making masks and cache views: so do the times of the baselines, which
             # run transformers' own forward.
@@ -191,24 +190,6 @@ class ModelRunner:
         )
         ids, places = (to_device(array, self.device) for array in (tokens, positions))
         return self._compute(step, ids, places, wants_logits, keep)
-
-    def _run_static(
-        self,
-        rows: Sequence[Rows],
-        hidden: torch.Tensor | None,
-        logits_rows: IntArray | None,
-        wants_logits: bool,
-    ) -> RunnerOutput:
-        """Replays one captured pass per request, which computes the logits of all rows."""
-        assert self.static is not None, "forward checks this"
-        received = None if hidden is None else hidden.to(self.device)
-        output = self.static.run(rows, received, wants_logits)
-        if logits_rows is None or output.logits is None:
-            return output
-        if np.array_equal(logits_rows, np.arange(len(output.logits))):
-            return output
-        index = to_device(logits_rows, self.device)
-        return replace(output, logits=output.logits[index])
 
     def _compute(
         self,
