@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from einops import rearrange, repeat
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -54,12 +55,12 @@ class Visibility:
     def __init__(
         self,
         *,
-        lengths: torch.Tensor,
-        visible: torch.Tensor,
+        lengths: Tensor,
+        visible: Tensor,
         num_slots: int,
         dtype: torch.dtype,
-        positions: torch.Tensor | None = None,
-        column_positions: torch.Tensor | None = None,
+        positions: Tensor | None = None,
+        column_positions: Tensor | None = None,
     ) -> None:
         """Stores the inputs; ``mask`` builds and caches masks on first use.
 
@@ -78,9 +79,9 @@ class Visibility:
         self._dtype = dtype
         self._positions = positions
         self._column_positions = column_positions
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
-    def mask(self, window: int | None = None) -> torch.Tensor:
+    def mask(self, window: int | None = None) -> Tensor:
         """The additive mask [R, C]: 0 where a row sees a slot, else the dtype's lowest number.
 
         Args:
@@ -101,9 +102,7 @@ class Visibility:
         return self._masks[window]
 
 
-Kernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Visibility, float | None], torch.Tensor
-]
+Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
 """(query, key, value, visibility, scaling) -> output."""
 
 
@@ -131,13 +130,13 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
 
 
 def dense_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     softcap: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """torch's ``scaled_dot_product_attention`` with one mask over all slots.
 
     On CUDA, only cuDNN supports a mask together with grouped query heads, and cuDNN makes a new
@@ -170,13 +169,13 @@ def dense_attention(
 
 
 def capped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention in elementary operations, for soft-capped scores, which no kernel here supports.
 
     Scores s become softcap * tanh(s / softcap) (Gemma 2), unless ``softcap`` is None; other
@@ -192,13 +191,8 @@ def capped_attention(
 
 
 def two_level_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    split: int,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, split: int
+) -> Tensor:
     """Attention over the prefix and over the tree, merged (PipeDec Alg. 1).
 
     Alg. 1 concatenates the scores of both parts and takes one softmax. Merging the two normalised
@@ -218,12 +212,8 @@ def two_level_attention(
 
 
 def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visibility: Visibility,
-    scaling: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
+) -> Tensor:
     """Two-level attention (PipeDec Alg. 1): flash-attn over the prefix, torch over the tree.
 
     flash-attn supports no masks, so it computes the prefix only; it splits the context by itself.
@@ -267,21 +257,15 @@ def _flex_kernel(device_type: str) -> Kernel:
         limits.recompile_limit = max(limits.recompile_limit, _FLEX_SHAPES)
 
     def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        visibility: Visibility,
-        scaling: float | None,
-    ) -> torch.Tensor:
+        query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
+    ) -> Tensor:
         mask = visibility.mask()
 
         def masked(score: Any, batch: Any, head: Any, row: Any, slot: Any) -> Any:  # noqa: ARG001
             return score + mask[row, slot]
 
         grouped = query.shape[1] != key.shape[1]
-        output: torch.Tensor = run(
-            query, key, value, score_mod=masked, scale=scaling, enable_gqa=grouped
-        )
+        output: Tensor = run(query, key, value, score_mod=masked, scale=scaling, enable_gqa=grouped)
         return output
 
     return attend
@@ -291,12 +275,8 @@ def _flex_kernel(device_type: str) -> Kernel:
 
 
 def masked_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor | None,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
     """Normalised attention and its log-sum-exp [1, H, R], on any device.
 
     ``visible``: bool[R, C]; None: every row sees every slot.
@@ -310,12 +290,8 @@ def masked_lse(
 
 
 def _attention_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
     """As ``masked_lse``, with an additive mask; by torch's fused kernel on the CPU."""
     if query.device.type != "cpu":
         return masked_lse(query, key, value, None if mask is None else mask == 0, scaling)
@@ -331,14 +307,14 @@ def _attention_lse(
     return rearrange(output, "g p r d -> 1 (g p) r d"), rearrange(lse, "g p r -> 1 (g p) r")
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _scores(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
     """Scaled scores [1, G, P, R, C]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = rearrange(query, "b (g p) r d -> b g p r d", g=key.shape[1])
     return grouped @ rearrange(key, "b g c d -> b g 1 d c") * scale
 
 
-def _weighted_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _weighted_values(weights: Tensor, value: Tensor) -> Tensor:
     """[1, H, R, D]: the values [1, G, C, D], weighted by [1, G, P, R, C]."""
     output = weights @ rearrange(value, "b g c d -> b g 1 c d")
     return rearrange(output, "b g p r d -> b (g p) r d")

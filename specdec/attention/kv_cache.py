@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy import count_nonzero
+from torch import Tensor
 
 from specdec.attention.kv_storage import CacheSpec, Contiguous, Storage, Store
 from specdec.types import BoolArray, Commit, IntArray
@@ -110,7 +110,7 @@ class TreeCache:
         return self._kv.capacity
 
     @property
-    def storage(self) -> torch.Tensor:
+    def storage(self) -> Tensor:
         """[L, 2, G, C, D], keys and values of all slots; a copy if storage is paged."""
         return self._kv.contents()
 

@@ -19,13 +19,14 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from einops import rearrange
+from torch import Tensor
 
 from specdec.device import to_device
 from specdec.types import IntArray
 
 _FIRST_BLOCKS = 64  # that a new pool allocates
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 """Keys and values."""
 
 
@@ -46,13 +47,13 @@ class CacheSpec:
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self, num_slots: int) -> torch.Tensor:
+    def empty(self, num_slots: int) -> Tensor:
         """An uninitialised tensor [L, 2, G, num_slots, D]."""
         shape = (self.num_layers, 2, self.num_kv_heads, num_slots, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
-Store = Callable[[int, torch.Tensor, torch.Tensor], Pair]
+Store = Callable[[int, Tensor, Tensor], Pair]
 """(layer, key, value), the pass's rows [1, G, R, D] each: writes them; returns all slots' [1, G, n,
 D]."""
 
@@ -65,7 +66,7 @@ class Contiguous:
         layers: the same memory as ``layer_views``.
     """
 
-    def __init__(self, *, make: Callable[[int], torch.Tensor], capacity: int) -> None:
+    def __init__(self, *, make: Callable[[int], Tensor], capacity: int) -> None:
         """Allocates ``capacity`` slots by ``make``: number of slots -> [L, 2, G, slots, D]."""
         self._make = make
         self._allocate(capacity)
@@ -87,14 +88,14 @@ class Contiguous:
         written = self.layers.narrow(3, start, end - start).unbind(0)
         read = self.layers.narrow(3, 0, end).unbind(0)
 
-        def store(layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        def store(layer: int, key: Tensor, value: Tensor) -> Pair:
             written[2 * layer].copy_(key)
             written[2 * layer + 1].copy_(value)
             return read[2 * layer], read[2 * layer + 1]
 
         return store
 
-    def contents(self) -> torch.Tensor:
+    def contents(self) -> Tensor:
         """All slots, [L, 2, G, C, D]; read-only, because paged storage returns a copy."""
         return self.tensor
 
@@ -119,7 +120,7 @@ class Contiguous:
         self.layers = layer_views(self.tensor)
 
 
-def layer_views(tensor: torch.Tensor) -> torch.Tensor:
+def layer_views(tensor: Tensor) -> Tensor:
     """[2 L, 1, G, C, D] from [L, 2, G, C, D]: per layer its keys, then its values; a view."""
     return rearrange(tensor, "l kv g c d -> (l kv) 1 g c d")
 
@@ -145,7 +146,7 @@ class BlockPool:
         )
 
     @property
-    def rows(self) -> torch.Tensor:
+    def rows(self) -> Tensor:
         """[2 L, 1, G, allocated slots, D]; doubles as needed, up to the maximum."""
         return self._memory.layers
 
@@ -203,7 +204,7 @@ class Paged:
         new, written = index[start:], self._pool.rows.unbind(0)
         read = self._pool.rows.index_select(3, index).unbind(0)
 
-        def store(layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        def store(layer: int, key: Tensor, value: Tensor) -> Pair:
             for at, rows in ((2 * layer, key), (2 * layer + 1, value)):
                 written[at].index_copy_(2, new, rows)
                 read[at][:, :, start:] = rows
@@ -211,7 +212,7 @@ class Paged:
 
         return store
 
-    def contents(self) -> torch.Tensor:
+    def contents(self) -> Tensor:
         rows = self._pool.rows.index_select(3, self._index(np.arange(self.capacity)))
         return rearrange(rows, "(l kv) 1 g n d -> l kv g n d", kv=2)
 
@@ -226,7 +227,7 @@ class Paged:
         self._pool.give_back(self._table[kept:])
         del self._table[kept:]
 
-    def _index(self, slots: IntArray) -> torch.Tensor:
+    def _index(self, slots: IntArray) -> Tensor:
         """int64[n]: rows of the pool that hold ``slots``."""
         block, offset = np.divmod(slots, self._pool.block_tokens)
         rows = np.array(self._table, np.int64)[block] * self._pool.block_tokens + offset

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy import count_nonzero
+from torch import Tensor
 from transformers import AttentionInterface
 
 from specdec.attention.backends import (
@@ -69,14 +70,12 @@ class Step:
         hidden: [1, sum R, E], input of the first layer of a slice that is not the first; else None.
     """
 
-    def __init__(self, *, first_layer: int, hidden: torch.Tensor | None) -> None:
+    def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
         self.cache = StepCache(first_layer=first_layer)
-        self.captured: dict[int, torch.Tensor] = {}
+        self.captured: dict[int, Tensor] = {}
         self.hidden = hidden
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Stores the rows' keys and values, then attends; shapes as in ``tree_attention``."""
         raise NotImplementedError
 
@@ -101,16 +100,16 @@ def attending(step: Step) -> Iterator[None]:
 
 def tree_attention(
     module: torch.nn.Module,  # noqa: ARG001 - transformers defines the signature
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,  # noqa: ARG001
     scaling: float | None = None,
     dropout: float = 0.0,  # noqa: ARG001
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of one layer, with the signature that transformers calls.
 
     Args:
@@ -146,9 +145,7 @@ class StepCache:
         self.first_layer = first_layer
         self.layer = -1
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
         """Records which layer of the slice runs."""
         self.layer = layer_idx - self.first_layer
         return key, value
@@ -165,10 +162,10 @@ class _RequestPart:
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
         self.store = rows.cache.writer(rows)
-        self._masks: dict[int | None, torch.Tensor | None] = {}
+        self._masks: dict[int | None, Tensor | None] = {}
         self._bits: Visibility | None = None
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None) -> Tensor | None:
         """The additive mask [R, n]; None: every row sees every slot."""
         rows = self.rows
         if window in self._masks:
@@ -215,7 +212,7 @@ class AttentionStep(Step):
         rows: Sequence[Rows],
         first_layer: int,
         attention: Attention = Attention.DENSE,
-        hidden: torch.Tensor | None = None,
+        hidden: Tensor | None = None,
         kernel: Kernel | None = None,
     ) -> None:
         super().__init__(first_layer=first_layer, hidden=hidden)
@@ -228,9 +225,7 @@ class AttentionStep(Step):
                 self._parts.append(_RequestPart(part, offset))
                 offset += len(part)
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         # Plain views here: this runs once per layer and token, where einops costs microseconds.
         layer = self.cache.layer
         if len(self._parts) == 1:
@@ -245,8 +240,8 @@ class AttentionStep(Step):
         return torch.cat(outputs, 2).transpose(1, 2)
 
     def _attend_one(
-        self, part: _RequestPart, query: torch.Tensor, stored: Pair, options: ScoreOptions
-    ) -> torch.Tensor:
+        self, part: _RequestPart, query: Tensor, stored: Pair, options: ScoreOptions
+    ) -> Tensor:
         """[1, H, R, D]: one request's rows over its cache, ``stored`` [1, G, n, D] each."""
         scaling, window, softcap = options.scaling, options.window, options.softcap
         if softcap is None and self._kernel is not None and part.within(window):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _MIN_DOT = 16
 _MAX_BLOCK_ROWS = 64
@@ -129,13 +130,13 @@ def _normed(  # type: ignore[no-untyped-def]
 
 
 def swiglu(
-    hidden: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
+    hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
     *,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
+    norm: Tensor | None = None,
+    eps: float = 0.0
+) -> Tensor:
     """silu(hidden gate^T) * (hidden up^T) in float32, float16 or bfloat16 (SwiftSpec 3.3).
 
     Args:
@@ -171,8 +172,8 @@ def swiglu(
 
 
 def norm_projection(
-    hidden: torch.Tensor, weight: torch.Tensor, matrices: list[torch.Tensor], eps: float
-) -> torch.Tensor:
+    hidden: Tensor, weight: Tensor, matrices: list[Tensor], eps: float
+) -> Tensor:
     """Root-mean-square norm, then one or more projections, concatenated.
 
     Args:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.attention.backends import Kernel, Visibility, dense_attention
 from specdec.attention.kv_cache import Rows
@@ -48,9 +49,9 @@ class RunnerOutput:
         captured: global layer index (from 0) -> [sum R, E] after that layer.
     """
 
-    hidden: torch.Tensor
-    logits: torch.Tensor | None = None
-    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    hidden: Tensor
+    logits: Tensor | None = None
+    captured: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class StaticStep(Step):
@@ -82,9 +83,7 @@ class StaticStep(Step):
             column_positions=inputs.columns,
         )
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         layer = self.cache.layer
         keys, values = self._layers[2 * layer], self._layers[2 * layer + 1]
         keys.index_copy_(2, self._slots, key)
@@ -99,7 +98,7 @@ class StaticStep(Step):
         return output.transpose(1, 2)
 
 
-Compute = Callable[[StaticStep, torch.Tensor, torch.Tensor, bool], RunnerOutput]
+Compute = Callable[[StaticStep, Tensor, Tensor, bool], RunnerOutput]
 """The model's forward: (step, tokens int64[R], positions int64[R], whether to compute logits)."""
 
 
@@ -153,7 +152,7 @@ class StaticPasses:
     def run(
         self,
         rows: Sequence[Rows],
-        hidden: torch.Tensor | None,
+        hidden: Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
     ) -> RunnerOutput:
@@ -180,7 +179,7 @@ class StaticPasses:
         index = to_device(logits_rows, self.spec.device)
         return replace(output, logits=output.logits[index])
 
-    def _replay(self, rows: Rows, hidden: torch.Tensor | None, wants_logits: bool) -> RunnerOutput:
+    def _replay(self, rows: Rows, hidden: Tensor | None, wants_logits: bool) -> RunnerOutput:
         num_rows = round_up(len(rows), ROW_COUNTS)
         num_columns = round_up(rows.visible.shape[1], COLUMN_COUNTS)
         arena = self.arenas.of(rows.cache)

@@ -10,6 +10,7 @@ import weakref
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import CacheSpec, Contiguous, layer_views
@@ -102,12 +103,12 @@ class Inputs:
             torch.int64
         ).split(sizes)
         self.visible = visible.view(shape)
-        self.hidden: torch.Tensor | None = None
+        self.hidden: Tensor | None = None
         if hidden_size is not None:
             size = (1, num_rows, hidden_size)
             self.hidden = torch.zeros(size, dtype=spec.dtype, device=spec.device)
 
-    def fill(self, rows: Rows, spare: int, hidden: torch.Tensor | None) -> None:
+    def fill(self, rows: Rows, spare: int, hidden: Tensor | None) -> None:
         """Pads the rows and copies them to the device; ``hidden``: [rows, E] or None."""
         tokens, positions, slots, lengths, columns = self._ints
         num, num_seen = len(rows), rows.visible.shape[1]

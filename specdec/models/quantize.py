@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
@@ -73,9 +73,9 @@ def num_bytes(model: nn.Module) -> int:
     return sum(_stored_bytes(parameter.data) for parameter in model.parameters())
 
 
-def _stored_bytes(tensor: torch.Tensor) -> int:
+def _stored_bytes(tensor: Tensor) -> int:
     parts = getattr(tensor, "__tensor_flatten__", None)
-    if parts is None or type(tensor) is torch.Tensor:
+    if parts is None or type(tensor) is Tensor:
         return tensor.numel() * tensor.element_size()
     return sum(_stored_bytes(getattr(tensor, name)) for name in parts()[0])
 

@@ -15,6 +15,7 @@ from weakref import proxy
 import numpy as np
 import torch
 from einops import rearrange
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.attention.backends import Attention, attention_kernel
@@ -139,7 +140,7 @@ class ModelRunner:
         self,
         rows: Sequence[Rows],
         *,
-        hidden: torch.Tensor | None = None,
+        hidden: Tensor | None = None,
         logits_rows: IntArray | None = None,
     ) -> RunnerOutput:
         """Runs one packed pass over the rows of one or more requests and fills their caches.
@@ -168,7 +169,7 @@ class ModelRunner:
     def _run_plain(
         self,
         rows: Sequence[Rows],
-        hidden: torch.Tensor | None,
+        hidden: Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
     ) -> RunnerOutput:
@@ -178,7 +179,7 @@ class ModelRunner:
         else:
             tokens = np.concatenate([part.tokens for part in rows])
             positions = np.concatenate([part.positions for part in rows])
-        keep: int | torch.Tensor = 0
+        keep: int | Tensor = 0
         if logits_rows is not None:
             keep = to_device(logits_rows, self.device)
         step = AttentionStep(
@@ -194,10 +195,10 @@ class ModelRunner:
     def _compute(
         self,
         step: Step,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
+        tokens: Tensor,
+        positions: Tensor,
         wants_logits: bool,
-        keep: int | torch.Tensor = 0,
+        keep: int | Tensor = 0,
     ) -> RunnerOutput:
         """Calls the model's own forward on int64[R] tokens and positions."""
         inputs = self._inputs(tokens, positions, step.cache)
@@ -236,9 +237,7 @@ class ModelRunner:
             reads_lengths=self._attention in (Attention.TRITON, Attention.FLASH),
         )
 
-    def _inputs(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: StepCache
-    ) -> dict[str, Any]:
+    def _inputs(self, tokens: Tensor, positions: Tensor, cache: StepCache) -> dict[str, Any]:
         """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
         plain = self._call in (None, self._model)
         model_cache = cache if plain else OpaqueCache(cache)
@@ -345,15 +344,13 @@ class _Probe(Step):
         windowed: layers of the slice with a sliding window.
     """
 
-    def __init__(self, *, model_type: str, first_layer: int, hidden: torch.Tensor) -> None:
+    def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor) -> None:
         super().__init__(first_layer=first_layer, hidden=hidden)
         self.shapes: dict[int, tuple[int, int]] = {}
         self.windowed: set[int] = set()
         self._model_type = model_type
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Returns zeros of the right shape."""
         unknown = [k for k, v in options.others.items() if k not in _IGNORED and v is not None]
         if unknown or key.shape != value.shape:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.attention.tree_attention import IMPLEMENTATION, current_step
@@ -39,7 +39,7 @@ class _NoEmbedding(nn.Module):
         like = next(layers.parameters())
         self.zero = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.zero
 
 

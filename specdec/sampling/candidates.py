@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from specdec.device import DeviceProbs, Probs, select_rows
 from specdec.sampling import host, on_device
@@ -32,10 +32,7 @@ def sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: in
 
 
 def top_candidates(
-    transform: SamplingTransform,
-    logits: torch.Tensor,
-    k: int,
-    histories: Sequence[IntArray] | None,
+    transform: SamplingTransform, logits: Tensor, k: int, histories: Sequence[IntArray] | None
 ) -> Candidates:
     """Returns the ``k`` most probable candidates of each row of logits[W, V]."""
     tokens, logprobs = transform.top(logits, k, histories)
@@ -51,7 +48,7 @@ def counts_of(transform: SamplingTransform, logprobs: FloatArray) -> IntArray:
 
 def candidates_of(
     transform: SamplingTransform,
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
     histories: Sequence[IntArray] | None,
     *,

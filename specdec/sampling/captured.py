@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.device import to_host
 from specdec.kernels.graphs import (
@@ -45,23 +46,17 @@ class StaticDraws:
         """
         self.replays = 0
         self._graphs = graphs
-        self._buffers: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._launches: dict[tuple[Any, ...], Callable[[], torch.Tensor]] = {}
+        self._buffers: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._launches: dict[tuple[Any, ...], Callable[[], Tensor]] = {}
         self._pool: Any = None
 
-    def serves(self, logits: torch.Tensor) -> bool:
+    def serves(self, logits: Tensor) -> bool:
         """Whether draws from logits[A, V] use static buffers."""
         few = 0 < len(logits) <= ROW_COUNTS[-1]
         return few and resolve_graphs(self._graphs, logits.device) is not Graphs.OFF
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        uniforms: FloatArray,
-        *,
-        temperature: float,
-        top_k: int,
-        top_p: float,
+        self, logits: Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
     ) -> IntArray:
         """Computes ``on_device.sample`` for logits for which ``serves`` is true."""
         transform: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -88,11 +83,11 @@ class StaticDraws:
         return checked(tokens, logits)
 
     def _prepare(
-        self, logits: torch.Tensor, uniforms: torch.Tensor, transform: dict[str, Any]
-    ) -> Callable[[], torch.Tensor]:
+        self, logits: Tensor, uniforms: Tensor, transform: dict[str, Any]
+    ) -> Callable[[], Tensor]:
         width = min(NUCLEUS, logits.shape[1])
 
-        def launch() -> torch.Tensor:
+        def launch() -> Tensor:
             return weigh(logits, **transform, width=width).draw(uniforms)
 
         if resolve_graphs(self._graphs, logits.device) is not Graphs.CUDA:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from specdec.types import BoolArray, FloatArray, IntArray
 
@@ -30,7 +30,7 @@ _BLOCK = 64  # entries per block in the first of the two levels of a cumulative 
 _DIRECT = 4 * _BLOCK  # for at most this many entries, one level is faster
 
 
-def argmax(logits: torch.Tensor) -> IntArray:
+def argmax(logits: Tensor) -> IntArray:
     """Returns int64[A]: the first of the largest entries of each row of logits[A, V]."""
     values = logits.numpy()
     best = values.argmax(axis=1)  # NaN counts as the largest
@@ -54,7 +54,7 @@ def check_finite(best: Values) -> None:
 
 
 def sample(
-    logits: torch.Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
+    logits: Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
 ) -> IntArray:
     """Returns int64[A]: the token at ``uniforms``[A] of each row's processed CDF in token-id order.
 
@@ -74,19 +74,19 @@ def sample(
 
 
 def weigh(
-    logits: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+    logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Distribution:
     """Applies temperature, top-k (and all ties with the k-th), then top-p; see ``sample``."""
     return _stacked([part for _, part in _weighed(logits, temperature, top_k, top_p)])
 
 
-def one_hot(logits: torch.Tensor) -> Distribution:
+def one_hot(logits: Tensor) -> Distribution:
     """Returns rows with all weight on the first of their largest entries."""
     best = argmax(logits)
     return Distribution(best[:, None], np.ones((len(best), 1)), logits.shape[1])
 
 
-def top(scores: torch.Tensor, k: int) -> tuple[IntArray, FloatArray]:
+def top(scores: Tensor, k: int) -> tuple[IntArray, FloatArray]:
     """Returns the ``k`` best (tokens int64[W, S >= k], scores), ties in token-id order."""
     tokens, kept, _ = _at_least_kth(scores.numpy(), k)
     order = np.argsort(-kept, axis=1, kind="stable")
@@ -242,7 +242,7 @@ def sample_candidates(
 
 
 def _weighed(
-    logits: torch.Tensor, temperature: float, top_k: int, top_p: float
+    logits: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Iterator[tuple[slice, Distribution]]:
     """Applies the filters; without top-k, which keeps few entries, to chunks of rows."""
     values = logits.numpy()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.device import DeviceProbs, to_device, to_host
@@ -36,12 +37,12 @@ NOT_FOUND = -2
 """Instead of a token, if top-p's cut is not among the searched entries."""
 
 
-def on_accelerator(tensor: torch.Tensor) -> bool:
+def on_accelerator(tensor: Tensor) -> bool:
     """Whether this module processes the tensor, instead of ``host`` (mps has no float64)."""
     return tensor.device.type not in ("cpu", "mps")
 
 
-def argmax(logits: torch.Tensor) -> IntArray:
+def argmax(logits: Tensor) -> IntArray:
     """Returns int64[A]: the first of the largest entries of each row of logits[A, V]."""
     best = logits.max(dim=1)  # returns the first of equal entries
     tokens = torch.where(best.values.isfinite(), best.indices, _FAULTY)
@@ -49,7 +50,7 @@ def argmax(logits: torch.Tensor) -> IntArray:
 
 
 def sample(
-    logits: torch.Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
+    logits: Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
 ) -> IntArray:
     """``host.sample`` on the device."""
     vocab_size = logits.shape[1]
@@ -66,7 +67,7 @@ def sample(
     return checked(tokens, logits)
 
 
-def checked(tokens: IntArray, logits: torch.Tensor) -> IntArray:
+def checked(tokens: IntArray, logits: Tensor) -> IntArray:
     """Returns ``tokens`` after checking that none of them marks a faulty row of logits[A, V].
 
     Raises:
@@ -87,11 +88,11 @@ class Weighted:
         cut_found: bool[A], whether top-p's cut was found; otherwise the row's weights are invalid.
     """
 
-    weights: torch.Tensor
-    best: torch.Tensor
-    cut_found: torch.Tensor
+    weights: Tensor
+    best: Tensor
+    cut_found: Tensor
 
-    def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
+    def draw(self, uniforms: Tensor) -> Tensor:
         """Returns int64[A] on the device: a token per row, or a negative number for a fault."""
         tokens = torch.where(self.cut_found, inverse_cdf(self.weights, uniforms), NOT_FOUND)
         return torch.where(self.best.isfinite(), tokens, _FAULTY)
@@ -106,7 +107,7 @@ class Weighted:
         return DeviceProbs(self.weights / _total(self.weights), self.best)
 
 
-def one_hot(logits: torch.Tensor) -> Weighted:
+def one_hot(logits: Tensor) -> Weighted:
     """Returns rows with all weight on the first of their largest entries."""
     best = logits.max(dim=1)
     weights = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
@@ -115,7 +116,7 @@ def one_hot(logits: torch.Tensor) -> Weighted:
 
 
 def weigh(
-    logits: torch.Tensor,
+    logits: Tensor,
     *,
     temperature: float,
     top_k: int = 0,
@@ -147,7 +148,7 @@ def weigh(
     return Weighted(weights.masked_fill(~keep, 0.0), best, cut_found)
 
 
-def _weights(logits: torch.Tensor, best: torch.Tensor, temperature: float) -> torch.Tensor:
+def _weights(logits: Tensor, best: Tensor, temperature: float) -> Tensor:
     """float64[A, S]: exp((logits - best) / temperature)."""
     scaled = logits.double() - best.double()[:, None]
     if temperature != 1.0:
@@ -155,7 +156,7 @@ def _weights(logits: torch.Tensor, best: torch.Tensor, temperature: float) -> to
     return scaled.exp()
 
 
-def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """``host.top`` on the device, for exactly ``k`` entries.
 
     ``topk`` alone does not specify which of several equal entries it returns, or in which order.
@@ -173,7 +174,7 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 # ---------------------------------------------------------------------- sums and draws
 
 
-def block_sums(weights: torch.Tensor) -> torch.Tensor:
+def block_sums(weights: Tensor) -> Tensor:
     """Returns float64[A, B]: sums of ``BLOCK`` entries each, the last block padded with zeros."""
     parts = _blocks(weights)
     while parts.shape[-1] > 1:
@@ -182,13 +183,13 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
     return parts[..., 0]
 
 
-def _blocks(weights: torch.Tensor) -> torch.Tensor:
+def _blocks(weights: Tensor) -> Tensor:
     missing = -weights.shape[1] % BLOCK
     padded = pad(weights, (0, missing)) if missing else weights
     return padded.unflatten(1, (-1, BLOCK))  # [A, B, BLOCK]; many times per draw: no einops
 
 
-def running_sums(values: torch.Tensor) -> torch.Tensor:
+def running_sums(values: Tensor) -> Tensor:
     """Returns inclusive prefix sums [A, S] by doubling steps (Hillis and Steele 1986)."""
     step = 1
     while step < values.shape[1]:
@@ -197,7 +198,7 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """``host.inverse_cdf`` on the device; 0 for rows without positive entries."""
     sums = block_sums(weights)
     cdf = running_sums(sums)
@@ -208,7 +209,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return block[:, 0] * BLOCK + _first_above(running_sums(inside), inside, draw - before[:, 0])
 
 
-def _first_above(cdf: torch.Tensor, weights: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+def _first_above(cdf: Tensor, weights: Tensor, draw: Tensor) -> Tensor:
     """int64[A]: the first positive entry whose CDF exceeds the draw, else the last positive entry.
 
     The rounded sums need not increase, so the draw may lie beyond the last.
@@ -219,7 +220,7 @@ def _first_above(cdf: torch.Tensor, weights: torch.Tensor, draw: torch.Tensor) -
     return torch.minimum(_first(positive & (cdf > draw[:, None])), last)
 
 
-def _first(hits: torch.Tensor) -> torch.Tensor:
+def _first(hits: Tensor) -> Tensor:
     """int64[A]: the first true column of bool[A, S]; S if there is none."""
     places = torch.arange(hits.shape[1], device=hits.device)
     return torch.where(hits, places, hits.shape[1]).amin(dim=1)
@@ -253,11 +254,7 @@ def sample_candidates(
 
 
 def judge(
-    target: torch.Tensor,
-    draft: torch.Tensor,
-    children: IntArray,
-    tests: FloatArray,
-    draws: FloatArray,
+    target: Tensor, draft: Tensor, children: IntArray, tests: FloatArray, draws: FloatArray
 ) -> tuple[IntArray, IntArray]:
     """Multi-round rejection sampling at many nodes at once; see ``RejectionVerifier``.
 
@@ -295,6 +292,6 @@ def judge(
     return both[0], both[1]
 
 
-def _total(rows: torch.Tensor) -> torch.Tensor:
+def _total(rows: Tensor) -> Tensor:
     """[A, 1]: the sum of each row."""
     return running_sums(block_sums(rows))[:, -1:]

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from specdec.device import Probs, to_host
 from specdec.parts.fields import Limit, PositiveShare, expects, validated
@@ -98,15 +99,12 @@ class SamplingTransform:
             "top_p": params.top_p,
         }
 
-    def probs(self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
+    def probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
         """Returns the processed distribution, float64[A, V]; one-hot at the argmax if greedy."""
         return self.distribution(logits, histories).probs()
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        uniforms: FloatArray,
-        histories: Sequence[IntArray] | None = None,
+        self, logits: Tensor, uniforms: FloatArray, histories: Sequence[IntArray] | None = None
     ) -> IntArray:
         """Returns the token at ``uniforms``[A] of each row's CDF, int64[A]; argmax if greedy."""
         if not len(logits):
@@ -123,14 +121,12 @@ class SamplingTransform:
         return tokens
 
     def distribution(
-        self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
+        self, logits: Tensor, histories: Sequence[IntArray] | None = None
     ) -> Distribution | Weighted:
         """Returns the processed distribution on its support, for draws and for ``probs()``."""
         return self._weighed(logits, histories, self._filters)
 
-    def proposal_probs(
-        self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
-    ) -> Probs:
+    def proposal_probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
         """Returns the distribution that a draft samples candidates from, float64[W, V].
 
         This is the processed distribution; if greedy, the model's own at temperature 1, because the
@@ -141,7 +137,7 @@ class SamplingTransform:
         return self._weighed(logits, histories, filters).probs()
 
     def top(
-        self, logits: torch.Tensor, k: int, histories: Sequence[IntArray] | None = None
+        self, logits: Tensor, k: int, histories: Sequence[IntArray] | None = None
     ) -> tuple[IntArray, FloatArray]:
         """Returns the most probable draft candidates of each row.
 
@@ -176,7 +172,7 @@ class SamplingTransform:
         return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0)
 
     def _weighed(
-        self, logits: torch.Tensor, histories: Sequence[IntArray] | None, filters: dict[str, Any]
+        self, logits: Tensor, histories: Sequence[IntArray] | None, filters: dict[str, Any]
     ) -> Distribution | Weighted:
         if not len(logits):
             return Distribution(None, np.zeros(logits.shape), logits.shape[1])
@@ -186,9 +182,7 @@ class SamplingTransform:
         weighed = module.one_hot(logits) if greedy else module.weigh(logits, **filters)
         return weighed
 
-    def _processed(
-        self, logits: torch.Tensor, histories: Sequence[IntArray] | None
-    ) -> torch.Tensor:
+    def _processed(self, logits: Tensor, histories: Sequence[IntArray] | None) -> Tensor:
         """Applies processors; returns [A, V] in float32 or float64 without changing the input."""
         logits = logits.detach()
         if not on_accelerator(logits):
@@ -209,12 +203,12 @@ class SamplingTransform:
         return logits
 
 
-def _module(logits: torch.Tensor) -> ModuleType:
+def _module(logits: Tensor) -> ModuleType:
     """The module that samples from these logits."""
     return on_device if on_accelerator(logits) else host
 
 
-def _on_host(indices: torch.Tensor, values: torch.Tensor) -> tuple[IntArray, FloatArray]:
+def _on_host(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
     """Returns int64 and float64 arrays, by one copy, since each copy waits for the device."""
     if not on_accelerator(values):
         return indices.numpy(), values.numpy().astype(np.float64)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Cut:
         """Returns the shape of the share of a weight with shape ``full``."""
         return (*full[: self.dim], self.size, *full[self.dim + 1 :])
 
-    def of(self, full: Any, dtype: torch.dtype) -> torch.Tensor:
+    def of(self, full: Any, dtype: torch.dtype) -> Tensor:
         """Returns the share of a tensor, or of a slice of a safetensors file.
 
         Of a file only the share is read. The result may be a view of ``full``.
@@ -55,7 +56,7 @@ class Cut:
         if len(self.pieces) == 1 and not self.pieces[0].pad:
             return torch.as_tensor(self._read(full, self.pieces[0])).to(dtype)
         share = torch.zeros(self.shape(shape), dtype=dtype)
-        if isinstance(full, torch.Tensor):
+        if isinstance(full, Tensor):
             share = share.to(full.device)
         offset = 0
         for piece in self.pieces:
@@ -65,7 +66,7 @@ class Cut:
             offset += width + piece.pad
         return share
 
-    def _read(self, full: Any, piece: Piece) -> torch.Tensor:
+    def _read(self, full: Any, piece: Piece) -> Tensor:
         entries = slice(piece.start, piece.stop)
         return full[entries] if self.dim == 0 else full[:, entries]
 

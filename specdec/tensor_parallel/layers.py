@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from specdec.tensor_parallel.collective import Collective
@@ -30,8 +30,8 @@ class _Share(nn.Module):
         A weight of shape [I, O] (GPT-2's Conv1D) keeps that order.
         """
         super().__init__()
-        self.weight: torch.Tensor
-        self.bias: torch.Tensor | None
+        self.weight: Tensor
+        self.bias: Tensor | None
         self.transposed = not isinstance(module, nn.Linear)
         for name, whole in (("weight", module.weight), ("bias", module.bias)):
             parameter = whole
@@ -42,7 +42,7 @@ class _Share(nn.Module):
         for name in _HOOKS:
             setattr(self, name, getattr(module, name))
 
-    def _product(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         return linear(hidden, self.weight.T if self.transposed else self.weight, bias)
 
 
@@ -53,7 +53,7 @@ class ColumnLinear(_Share):
     """(group, O) if every rank needs all outputs. Shares are padded at the end of the last ranks,
     so the first O outputs are the layer's."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Returns the share's outputs, or all outputs if gathered."""
         output = self._product(hidden, self.bias)
         if self.gathered is None:
@@ -69,7 +69,7 @@ class RowLinear(_Share):
     split: Piece | None = None
     """The share of the inputs, if every rank receives all inputs; None: they are sharded."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Returns the whole layer's outputs, equal on every rank."""
         if self.split is not None:
             hidden = hidden[..., self.split.start : self.split.stop]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 from itertools import chain
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.tensor_parallel.collective import Collective
@@ -58,7 +57,7 @@ def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
     cuts: dict[str, Cut] = {}
     for path, module, style in list(planned(model)):
         weight = module.weight
-        assert isinstance(weight, torch.Tensor), f"{path} has no weight"
+        assert isinstance(weight, Tensor), f"{path} has no weight"
         transposed = not isinstance(module, nn.Linear)  # GPT-2's Conv1D: [inputs, outputs]
         outputs, inputs = weight.T.shape if transposed else weight.shape
         share: ColumnLinear | RowLinear
