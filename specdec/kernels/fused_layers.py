@@ -66,11 +66,7 @@ def _fuse_layer(layer: Any, kind: str) -> None:
 
 
 def _plain_weight(linear: Any, kind: str) -> Tensor:
-    """Returns the weight of an unquantised linear layer without a bias.
-
-    Raises:
-        UserError: for another layer.
-    """
+    """The weight of an unquantised linear layer without a bias; others are refused."""
     weight: Any = getattr(linear, "weight", None)
     plain = isinstance(linear, nn.Linear) and linear.bias is None and weight is not None
     if not plain or type(weight.data) is not Tensor or not weight.is_contiguous():
@@ -89,11 +85,7 @@ def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:
-    """Returns weight and epsilon of a root-mean-square norm.
-
-    Raises:
-        UserError: if the module computes another function.
-    """
+    """Weight and epsilon of a root-mean-square norm; other functions are refused."""
     weight, eps = module.weight, getattr(module, "variance_epsilon", getattr(module, "eps", None))
     sample = torch.linspace(-2, 2, len(weight), device=weight.device, dtype=weight.dtype)[None]
     if isinstance(eps, float):

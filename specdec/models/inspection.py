@@ -138,11 +138,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
-    """Checks that the model is a decoder-only language model of transformers.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """Checks that the model is a decoder-only language model of transformers."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(
@@ -205,11 +201,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a safetensors file, whose header and size are checked.
-
-    Raises:
-        UserError: if the file is missing, truncated, or not a safetensors file.
-    """
+    """Names of the tensors in a safetensors file, whose header and size are checked."""
     if not path.is_file():
         raise UserError(f"weights file {path} is missing; copy the folder again")
     with path.open("rb") as file:

@@ -7,7 +7,6 @@ the same quantised model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import Any
@@ -64,7 +63,19 @@ def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
             f"{setting} finds no plain linear layers in model type {model.config.model_type!r};"
             " use none, or a family such as llama or qwen3"
         )
-    _apply(model, kind, linears, setting)
+    from torchao.quantization import quantize_
+
+    sizes = {name: _group_size(module.in_features, kind, setting) for name, module in linears}
+    for group_size in dict.fromkeys(sizes.values()):
+        chosen = {name for name, size in sizes.items() if size == group_size}
+        config = _config(kind, group_size, model)
+        try:
+            quantize_(model, config, filter_fn=lambda _, name, chosen=chosen: name in chosen)
+        except (ImportError, AssertionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"{setting} is not supported by torchao on {model.device} in {model.dtype}"
+                f" ({error}); try model.dtype=bfloat16, another kind, or none"
+            ) from error
     return model
 
 
@@ -78,25 +89,6 @@ def _stored_bytes(tensor: Tensor) -> int:
     if parts is None or type(tensor) is Tensor:
         return tensor.numel() * tensor.element_size()
     return sum(_stored_bytes(getattr(tensor, name)) for name in parts()[0])
-
-
-def _apply(
-    model: PreTrainedModel, kind: str, linears: Sequence[tuple[str, nn.Linear]], setting: str
-) -> None:
-    from torchao.quantization import quantize_
-
-    sizes = {name: _group_size(module.in_features, kind, setting) for name, module in linears}
-    for group_size in dict.fromkeys(sizes.values()):
-        chosen = {name for name, size in sizes.items() if size == group_size}
-        config = _config(kind, group_size, model)
-        try:
-            quantize_(model, config, filter_fn=lambda _, name, chosen=chosen: name in chosen)
-        except (ImportError, AssertionError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"{setting} is not supported by torchao on {model.device} in {model.dtype}"
-                f" ({error}); try"
-                " model.dtype=bfloat16, another kind, or none"
-            ) from error
 
 
 def _group_size(inputs: int, kind: str, setting: str) -> int:

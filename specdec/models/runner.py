@@ -213,11 +213,7 @@ class ModelRunner:
         return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
 
     def _static_passes(self, execution: Execution) -> StaticPasses | None:
-        """Returns the captured passes; None if ``execution.graphs`` is off.
-
-        Raises:
-            UserError: if passes cannot be captured.
-        """
+        """The captured passes; None if ``execution.graphs`` is off."""
         graphs = resolve_graphs(execution.graphs, self.device)
         if graphs is Graphs.OFF:
             return None
@@ -291,11 +287,7 @@ class ModelRunner:
         )
 
     def _compare_with(self, model: PreTrainedModel) -> None:
-        """Compares an untested family's logits on a few tokens with transformers' own forward.
-
-        Raises:
-            UserError: if they differ.
-        """
+        """Compares an untested family's logits on a few tokens with transformers' own forward."""
         tokens = np.arange(_SAMPLE) % self.vocab_size
         half = _SAMPLE // 2
         cache = self.new_cache(_SAMPLE)
@@ -324,11 +316,6 @@ class ModelRunner:
 
 
 def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int]) -> None:
-    """Checks that the layers exist.
-
-    Raises:
-        ValueError: if one does not.
-    """
     if not 0 <= first < last <= total:
         raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
     for layer in capture_layers:

@@ -373,14 +373,9 @@ def _above_cut(chosen: Values, ordered: Values, cdf: FloatArray, budget: FloatAr
     """bool[A, S]: the entries that top-p keeps.
 
     As in transformers, entries in ascending order are cut while their cumulative mass is within
-    the budget, and the best is always kept. Of equal logits at the cut, the lower token ids are
-    kept, as in greedy decoding (in transformers this depends on the sort).
-
-    Args:
-        chosen: [A, S], logits in token-id order, -inf in the padding.
-        ordered: [A, S], the same in ascending order.
-        cdf: float64[A, S], cumulative mass of ``ordered``.
-        budget: float64[A, 1], mass that may be cut.
+    the budget [A, 1], and the best is always kept. Of equal logits at the cut, the lower token ids
+    are kept, as in greedy decoding (in transformers this depends on the sort). ``ordered`` is
+    ``chosen`` in ascending order, and ``cdf`` its cumulative mass.
     """
     above = cdf > budget
     cut = np.where(above[:, -1], above.argmax(axis=1), above.shape[1] - 1)
