@@ -77,6 +77,18 @@ def read_text(path: Path) -> str:
         return stream.read()
 
 
+def read_json(path: Path) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        UserError: it cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{str(path)!r} is not JSON ({error})") from error
+
+
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object) of a JSON-lines file, without blank lines.
 

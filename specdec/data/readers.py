@@ -8,14 +8,13 @@ subsets are skipped but counted, so that an index, which keys randomness, does n
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from specdec.data.files import find_file, open_text, read_records, read_text
+from specdec.data.files import find_file, open_text, read_json, read_records, read_text
 from specdec.data.stdlib import function_heads
 from specdec.errors import UserError
 
@@ -47,10 +46,7 @@ def json_lines(path: Path, _subset: str | None) -> Iterator[Record]:
 
 def json_array(path: Path, _subset: str | None) -> Iterator[Record]:
     """A JSON array of objects."""
-    try:
-        loaded = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{str(path)!r} is not JSON ({error})") from error
+    loaded = read_json(path)
     if not isinstance(loaded, list):
         raise UserError(f"{str(path)!r} must be one JSON array, but is a {type(loaded).__name__}")
     for index, fields in enumerate(loaded):

@@ -16,7 +16,7 @@ from specdec.data.prompt import DataReader
 from specdec.data.sets import MIXED, OWN, SETS, STDLIB, Hub, Place, holds, place_of, require_known
 from specdec.errors import UserError
 from specdec.parts.build import build_part, locate
-from specdec.parts.fields import Count, Index, Text, errors_of, names_of, signature_of
+from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,6 @@ class DataOptions:
     truncation: Literal["error", "left"] = "left"
 
 
-_SECTION = signature_of(DataOptions).model
 _OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation")
 
 
@@ -90,12 +89,12 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
         UserError: see ``Request.of``; a key is set that the constructor does not name.
     """
     names = inspect.signature(locate(data["_target_"], "data")).parameters
-    for key in names_of(_SECTION):
+    for key in signature_of(DataOptions).plain:
         if key not in (*_OF_RUN, *names) and data.get(key) not in (None, "local"):
             raise UserError(
                 f"data.{key}={data[key]} is not used by data={data['name']}: leave it out"
             )
-    keys = {k: v for k, v in data.items() if k in names or k not in names_of(_SECTION)}
+    keys = {k: v for k, v in data.items() if k in names or k not in signature_of(DataOptions).plain}
     reader: DataReader = build_part(keys, {}, "data", DataReader)
     return reader
 
@@ -163,7 +162,7 @@ def check_request(request: Request) -> None:
     if request.reader is None:
         require_known(request.name)
     values = {"limit": request.limit, "origin": request.origin}
-    for error in errors_of(_SECTION, values, "data."):
+    for error in errors_of(DataOptions, values, "data."):
         raise UserError(error)
     if request.reader is not None:
         return

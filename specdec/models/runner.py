@@ -7,7 +7,6 @@ H query heads, G key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,6 +15,7 @@ from weakref import proxy
 import numpy as np
 import torch
 from einops import rearrange
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.attention.backends import Attention, attention_kernel
@@ -140,7 +140,7 @@ class ModelRunner:
         self,
         rows: Sequence[Rows],
         *,
-        hidden: torch.Tensor | None = None,
+        hidden: Tensor | None = None,
         logits_rows: IntArray | None = None,
     ) -> RunnerOutput:
         """Runs one packed pass over the rows of one or more requests and fills their caches.
@@ -154,7 +154,7 @@ class ModelRunner:
         wants_logits = self.is_last and (logits_rows is None or len(logits_rows) > 0)
         run = self._run_plain
         if self.static is not None and self.static.serves(rows):
-            run = self._run_static
+            run = self.static.run
         with torch.inference_mode(), self._guard:
             # Times include making masks and cache views: so do the times of the baselines, which
             # run transformers' own forward.
@@ -169,7 +169,7 @@ class ModelRunner:
     def _run_plain(
         self,
         rows: Sequence[Rows],
-        hidden: torch.Tensor | None,
+        hidden: Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
     ) -> RunnerOutput:
@@ -179,7 +179,7 @@ class ModelRunner:
         else:
             tokens = np.concatenate([part.tokens for part in rows])
             positions = np.concatenate([part.positions for part in rows])
-        keep: int | torch.Tensor = 0
+        keep: int | Tensor = 0
         if logits_rows is not None:
             keep = to_device(logits_rows, self.device)
         step = AttentionStep(
@@ -192,31 +192,13 @@ class ModelRunner:
         ids, places = (to_device(array, self.device) for array in (tokens, positions))
         return self._compute(step, ids, places, wants_logits, keep)
 
-    def _run_static(
-        self,
-        rows: Sequence[Rows],
-        hidden: torch.Tensor | None,
-        logits_rows: IntArray | None,
-        wants_logits: bool,
-    ) -> RunnerOutput:
-        """Replays one captured pass per request, which computes the logits of all rows."""
-        assert self.static is not None, "forward checks this"
-        received = None if hidden is None else hidden.to(self.device)
-        output = self.static.run(rows, received, wants_logits)
-        if logits_rows is None or output.logits is None:
-            return output
-        if np.array_equal(logits_rows, np.arange(len(output.logits))):
-            return output
-        index = to_device(logits_rows, self.device)
-        return replace(output, logits=output.logits[index])
-
     def _compute(
         self,
         step: Step,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
+        tokens: Tensor,
+        positions: Tensor,
         wants_logits: bool,
-        keep: int | torch.Tensor = 0,
+        keep: int | Tensor = 0,
     ) -> RunnerOutput:
         """Calls the model's own forward on int64[R] tokens and positions."""
         inputs = self._inputs(tokens, positions, step.cache)
@@ -231,11 +213,7 @@ class ModelRunner:
         return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
 
     def _static_passes(self, execution: Execution) -> StaticPasses | None:
-        """Returns the captured passes; None if ``execution.graphs`` is off.
-
-        Raises:
-            UserError: if passes cannot be captured.
-        """
+        """The captured passes; None if ``execution.graphs`` is off."""
         graphs = resolve_graphs(execution.graphs, self.device)
         if graphs is Graphs.OFF:
             return None
@@ -255,9 +233,7 @@ class ModelRunner:
             reads_lengths=self._attention in (Attention.TRITON, Attention.FLASH),
         )
 
-    def _inputs(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: StepCache
-    ) -> dict[str, Any]:
+    def _inputs(self, tokens: Tensor, positions: Tensor, cache: StepCache) -> dict[str, Any]:
         """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
         plain = self._call in (None, self._model)
         model_cache = cache if plain else OpaqueCache(cache)
@@ -271,8 +247,8 @@ class ModelRunner:
 
     def _probe(self, model_type: str) -> CacheSpec:
         """Runs one token through the slice to determine the shape of its keys and values."""
-        probe = _Probe(model_type=model_type, first_layer=self.first_layer)
-        probe.hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        probe = _Probe(model_type=model_type, first_layer=self.first_layer, hidden=hidden)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             with torch.inference_mode(), attending(probe):
@@ -311,11 +287,7 @@ class ModelRunner:
         )
 
     def _compare_with(self, model: PreTrainedModel) -> None:
-        """Compares an untested family's logits on a few tokens with transformers' own forward.
-
-        Raises:
-            UserError: if they differ.
-        """
+        """Compares an untested family's logits on a few tokens with transformers' own forward."""
         tokens = np.arange(_SAMPLE) % self.vocab_size
         half = _SAMPLE // 2
         cache = self.new_cache(_SAMPLE)
@@ -344,11 +316,6 @@ class ModelRunner:
 
 
 def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int]) -> None:
-    """Checks that the layers exist.
-
-    Raises:
-        ValueError: if one does not.
-    """
     if not 0 <= first < last <= total:
         raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
     for layer in capture_layers:
@@ -356,26 +323,21 @@ def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int
             raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
 
 
-class _Probe:
+class _Probe(Step):
     """A step that records the shapes of keys and rejects unsupported attention arguments.
 
     Attributes:
-        cache, captured, hidden: see ``Step``.
         shapes: layer of the slice -> (G, D).
         windowed: layers of the slice with a sliding window.
     """
 
-    def __init__(self, *, model_type: str, first_layer: int) -> None:
-        self.cache = StepCache(first_layer=first_layer)
-        self.captured: dict[int, torch.Tensor] = {}
-        self.hidden: torch.Tensor | None = None
+    def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor) -> None:
+        super().__init__(first_layer=first_layer, hidden=hidden)
         self.shapes: dict[int, tuple[int, int]] = {}
         self.windowed: set[int] = set()
         self._model_type = model_type
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Returns zeros of the right shape."""
         unknown = [k for k, v in options.others.items() if k not in _IGNORED and v is not None]
         if unknown or key.shape != value.shape:

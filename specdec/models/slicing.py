@@ -7,18 +7,18 @@ specific code. The copy shares all parameters with the given model, which is not
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.attention.tree_attention import IMPLEMENTATION, current_step
 from specdec.errors import UserError
 from specdec.models.shortcuts import shorten
+from specdec.tensor_parallel.sharding import shared_copy
 
 
 class _Layers(nn.ModuleList):
@@ -39,7 +39,7 @@ class _NoEmbedding(nn.Module):
         like = next(layers.parameters())
         self.zero = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.zero
 
 
@@ -57,11 +57,6 @@ def layers_name(model: PreTrainedModel) -> str:
         f"model type {model.config.model_type!r} has no list of {num_layers} decoder layers; "
         "use a decoder-only model with all layers in one list, such as llama, qwen3 or gpt2"
     )
-
-
-def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
-    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
 
 
 def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn.ModuleList:
@@ -98,20 +93,14 @@ def slice_model(
                 own.base_model.set_submodule(path, _NoEmbedding(layers))
         layers[0].register_forward_pre_hook(_put_hidden, with_kwargs=True)
     for index in capture_layers:
-        layers[index - first_layer].register_forward_hook(_Capture(index))
+        layers[index - first_layer].register_forward_hook(partial(_capture, index))
     shorten(own)
     return own
 
 
-class _Capture:
+def _capture(index: int, _: nn.Module, __: Any, output: Any) -> None:
     """Forward hook that stores a layer's output in the current step."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        current_step().captured[self.index] = hidden
+    current_step().captured[index] = output[0] if isinstance(output, tuple) else output
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -90,22 +90,9 @@ class RandomPair(HuggingFacePair):
                 raise UserError(
                     f"model.{key}={value} must be between 1 and model.num_layers={num_layers}"
                 )
-        if hidden_size % num_heads:
-            raise UserError(
-                f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
-            )
-        self._make_model = partial(
-            random_model,
-            family,
-            seed=seed,
-            dtype=self.dtype,
-            device=self.device,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_heads if num_heads % 2 else num_heads // 2,
-            vocab_size=vocab_size,
-            max_positions=max_positions,
-        )
+        sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
+        at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device}
+        self._make_model = partial(random_model, family, **at, **sizes)
         self._layers = {"target": num_layers, "draft": draft_layers}
         if middle_layers is not None:
             self._layers["middle"] = middle_layers
@@ -162,3 +149,18 @@ class RandomPair(HuggingFacePair):
             )
         separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
         return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]
+
+
+def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int) -> dict[str, Any]:
+    """Shapes of target and draft: half as many key/value heads as heads if those are even."""
+    if hidden_size % num_heads:
+        raise UserError(
+            f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
+        )
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
+        "vocab_size": vocab_size,
+        "max_positions": max_positions,
+    }

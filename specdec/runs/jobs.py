@@ -176,13 +176,7 @@ class _Decoding:
 
     def merged(self) -> dict[str, list[Run]]:
         """Strategy -> repeat -> its requests and totals."""
-        return {
-            name: [
-                Run(tuple(r for r, _ in counted), RunTotals.merge([t for _, t in counted]))
-                for counted in runs
-            ]
-            for name, runs in self.runs.items()
-        }
+        return {n: [Run.of(counted) for counted in runs] for n, runs in self.runs.items()}
 
     def _repeat(self, repeat: int, writer: RequestWriter) -> None:
         runners, left = self.runners, {}

@@ -228,7 +228,7 @@ def test_a_profile_in_use_is_held_against_the_simulator(
     assert found["proposal"]["simulated"]["width"] == best["width"]
     assert not (tmp_path / "p" / "measured.yaml").exists(), "nothing was measured"
     assert main(words) == 0
-    assert "not measured again" in capsys.readouterr().out
+    assert "not run again" in capsys.readouterr().out
 
 
 def test_equal_steps_without_refills_are_exactly_eq_2() -> None:
