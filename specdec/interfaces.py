@@ -42,7 +42,7 @@ __all__ = [
     "DataReader",
     "Events",
     "Executor",
-    "ExecutorClass",
+    "PlannedExecutor",
     "Logger",
     "Scheduler",
     "TokenSource",
@@ -264,7 +264,7 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class ExecutorClass(Executor, Protocol):
+class PlannedExecutor(Executor, Protocol):
     """A class that ``executor._target_`` can name: an executor that is made in two phases."""
 
     @classmethod

@@ -23,7 +23,7 @@ PROTOCOLS = {
     "source": "specdec.interfaces.TokenSource",
     "policy": "specdec.interfaces.TreePolicy",
     "verifier": "specdec.interfaces.Verifier",
-    "executor": "specdec.interfaces.Executor",
+    "executor": "specdec.interfaces.PlannedExecutor",
     "serving": "specdec.interfaces.Scheduler",
     "logger": "specdec.interfaces.Logger",
     "clock": "specdec.clocks.Clock",
@@ -79,8 +79,6 @@ _TAKERS: dict[str, str | type] = {
     "model=random": "specdec.pairs.RandomPair",
     "model=synthetic": "specdec.pairs.build_synthetic",
     "model=replay": "specdec.pairs.build_replay",
-    "executor=specdec.executors.LocalExecutor": _keys(),
-    "executor=specdec.executors.EarlyExitExecutor": _keys(stages=Count | None),
     "executor=specdec.executors.PipelineExecutor": "specdec.executors.layout.PipelineOptions",
     "profiling": "specdec.profiling.options.ProfilingOptions",
 }
@@ -127,8 +125,11 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     taker = _resolved(_TAKERS.get(f"{section}={kind}"))
     if "_target_" not in node:
         taker = taker or common
+    elif section == "executor":  # whose keys are arguments of the first phase
+        cls: Any = locate(kind, section, _resolved(PROTOCOLS[section]))
+        taker = taker or cls.plan
     if taker is not None:
-        complete = section != "strategy.options"
+        complete = section not in ("strategy.options", "executor")
         check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
     elif section in PROTOCOLS and ("_target_" in node or section in PARTS):
         keys = signature_of(common).plain if common else ()

@@ -80,7 +80,7 @@ class LocalExecutor:
         draws: KeyedDraws,
         blocks: Blocks,
     ) -> LocalExecutor:
-        """Loads the target; see ``ExecutorClass``."""
+        """Loads the target; see ``PlannedExecutor``."""
         capture = layers_of_needs(needs)
         layers = pair.stage(0, pair.num_layers, meter, capture_layers=capture)
         return cls(

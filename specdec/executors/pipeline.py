@@ -107,7 +107,7 @@ class PipelineExecutor:
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> Executor:
-        """Loads the stages, in this process or on their ranks; see ``ExecutorClass``."""
+        """Loads the stages, in this process or on their ranks; see ``PlannedExecutor``."""
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
         bounds = plan.bounds(pair, exits[0] if exits else None)
         if plan.distributed and over_ranks is not None:

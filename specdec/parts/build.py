@@ -20,8 +20,8 @@ from specdec.parts.suggest import did_you_mean
 _T = TypeVar("_T")
 
 FILLED = {
-    "source": {"vocab_size", "sample"},
-    "policy": {"latency"},
+    "source": {"vocab_size", "sample", "free_rank"},
+    "policy": {"latency", "in_flight"},
     "serving": {"batch_size", "prefill_chunk"},
     "clock": {"rank"},
 }
