@@ -47,8 +47,8 @@ class Background:
     """Makes a source asynchronous: its passes run on a device of their own, one after another.
 
     On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
-    ``free_rank``; on a measured clock it runs in a thread, over a copy of the trees. Commits that arrive
-    during a pass take effect when it has ended. ``expand`` waits for its pass.
+    ``free_rank``; on a measured clock it runs in a thread, over a copy of the trees. Commits that
+    arrive during a pass take effect when it has ended. ``expand`` waits for its pass.
 
     Attributes:
         wakeup: see ``AsynchronousSource``.
