@@ -442,7 +442,7 @@ class TokenTree:
 
         A node may have children before it is expanded; siblings must differ.
         """
-        if int(self.parents.max()) < int(slots.min()):
+        if int(self.parents.max()) < int(slots.min(initial=self._size)):
             return
         is_parent = np.zeros(self._size, np.bool_)
         is_parent[self.parents[1:]] = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from specdec.distributed import executor as over_ranks
 from specdec.distributed import replies
 from specdec.distributed.executor import Ranks
 from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.distributed.messages import Kind
 from specdec.distributed.replies import ReceivedReply, Reply, hidden_reply
 from specdec.executors.layout import StageLayout
 from specdec.executors.row_packing import InFlight
@@ -30,15 +31,16 @@ from specdec.sources import DraftModelSource
 from specdec.state import StopRules
 from specdec.testing import Case, decode_steps
 from specdec.train.model import LanguageModel, save_hf
-from specdec.types import Batch, Needs, Output, PromptHidden
+from specdec.types import Batch, HiddenName, Needs, Output, PromptHidden
 from specdec.verifiers import MatchVerifier
 from tests.distributed.support import PROMPTS, config, pair, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
-LAYERS = (0, 4, 7)  # of 8: the first, one inside, and the last
+NAMES = tuple(HiddenName(layer) for layer in (0, 4, 7))  # of 8: the first, one inside, and the last
 LEVELS = FixedWidth(width=5, children=3)
+States: TypeAlias = Mapping[HiddenName, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def reading(policy: TreePolicy, layout: StageLayout, *, over_ranks: bool) -> Par
     """A draft model source that also requests hidden states."""
     bench = Workbench(pair(), seed=11)
     source = DraftModelSource(runner=bench.draft_runner())
-    source.needs = Needs(hidden_layers=LAYERS)
+    source.needs = Needs(hidden=NAMES)
     model = config("ar", 2)["model"]
     ranks = Ranks(model=model, clock={"kind": "measured"}, threads=1) if over_ranks else None
     return bench.parts(
@@ -64,8 +66,8 @@ def outputs(parts: Parts) -> list[Output]:
     """The executor's output in each step, for three prompts of which two run at a time."""
     found, collect = [], parts.executor.collect
 
-    def noting() -> Output:
-        found.append(collect())
+    def noting(*, wait: bool = True) -> Output:
+        found.append(collect(wait=wait))
         return found[-1]
 
     parts.executor.collect = noting  # type: ignore[method-assign]
@@ -89,7 +91,7 @@ def same_rows(policy: TreePolicy, layout: StageLayout, plant: Any = None) -> int
     if plant is not None:
         plant()
     parts = reading(policy, layout, over_ranks=True)
-    assert parts.executor.hidden_layers == LAYERS
+    assert parts.executor.hidden == NAMES
     steps = outputs(parts)
     compared = 0
     for known, found in zip(expected, steps, strict=True):
@@ -100,8 +102,8 @@ def same_rows(policy: TreePolicy, layout: StageLayout, plant: Any = None) -> int
             _equal(mine.hidden, theirs.hidden)
             compared += len(mine.node_ids)
         for other, chunk in zip(known.prompts, found.prompts, strict=True):
-            _equal(chunk.layers, other.layers)
-    prompt_rows = sum(len(p.layers[LAYERS[0]]) for step in steps for p in step.prompts)
+            _equal(chunk.hidden, other.hidden)
+    prompt_rows = sum(len(p.hidden[NAMES[0]]) for step in steps for p in step.prompts)
     assert prompt_rows == sum(len(prompt.tokens) - 1 for prompt in PROMPTS)
     return compared
 
@@ -110,11 +112,11 @@ def _place(chunk: PromptHidden) -> tuple[int, int]:
     return chunk.request, chunk.start
 
 
-def _equal(mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torch.Tensor]) -> None:
-    assert set(mine) == set(theirs) == set(LAYERS)
-    for layer in LAYERS:
-        assert mine[layer].dtype == torch.float64
-        assert torch.equal(mine[layer], theirs[layer])
+def _equal(mine: States, theirs: States) -> None:
+    assert set(mine) == set(theirs) == set(NAMES)
+    for name in NAMES:
+        assert mine[name].dtype == torch.float64
+        assert torch.equal(mine[name], theirs[name])
 
 
 @pytest.mark.parametrize(
@@ -136,11 +138,11 @@ def test_rows_are_those_of_one_process(layout: StageLayout) -> None:
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = replies.read_hidden
 
-    def shifted(*args: Any) -> dict[int, torch.Tensor]:
-        return {layer: rows.roll(1, 0) for layer, rows in right(*args).items()}
+    def shifted(*args: Any) -> States:
+        return {name: rows.roll(1, 0) for name, rows in right(*args).items()}
 
-    def exchanged(reply: Reply, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
-        return right(reply, batch, layers[::-1])
+    def exchanged(reply: Reply, batch: Batch, names: Sequence[HiddenName]) -> States:
+        return right(reply, batch, names[::-1])
 
     def plant() -> None:
         if bug == "rows not pruned":
@@ -178,7 +180,7 @@ def test_heads_that_sample_count_what_they_do_in_one_process() -> None:
 def test_only_ranks_with_a_layer_send_it(group: ThreadGroup) -> None:
     with runner(config("medusa", 4, distributed=True)):
         sent = [session._plan.hidden for session in group.sessions.values()]
-    assert sent == [(), (), (), (7,)]
+    assert sent == [(), (), (), (HiddenName(7),)]
 
 
 def test_a_cancelled_request_leaves_no_trace() -> None:
@@ -201,7 +203,7 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_rows_keep_their_type_on_the_wire(dtype: str) -> None:
     rows = [torch.randn(3, 5).to(getattr(torch, dtype)) for _ in range(2)]
-    reply = hidden_reply(rows)
+    reply = hidden_reply(Kind.HIDDEN, rows)
     arrived = ReceivedReply.unpack(reply.pack(4, 9), lambda empty: empty.copy_(reply.rows))  # type: ignore
     assert (arrived.session, arrived.tick) == (4, 9)
     assert arrived.reply.rows is not None

@@ -131,10 +131,10 @@ class TableSource:
 class FakeExecutor:
     """A pipeline of ``latency`` steps that answers with ``target_token``."""
 
-    hidden_layers = ()
+    hidden = ()
 
     def __init__(self, state: DecodeState, latency: int) -> None:
-        self.latency = latency
+        self.latency = self.in_flight = latency
         self.batches: list[Batch] = []
         self._state = state
         self._flying: list[dict[int, dict[int, Context]]] = [{} for _ in range(latency - 1)]
@@ -156,7 +156,10 @@ class FakeExecutor:
     def ready(self) -> bool:
         return True
 
-    def collect(self) -> Output:
+    def due_s(self) -> float | None:
+        return None
+
+    def collect(self, *, wait: bool = True) -> Output:
         answers = []
         for request_id, contexts in self._flying[0].items():
             ids = np.array(list(contexts), np.int64)
@@ -181,6 +184,18 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         pass
+
+
+class Until(Events):
+    """Events of a target that is ready when ``ready`` says so; no pass runs free."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self.running = []
+        self.ready = ready  # type: ignore[method-assign]
+
+
+READY = Until(lambda: True)
+BUSY = Until(lambda: False)
 
 
 class PathVerifier:
