@@ -23,6 +23,7 @@ from specdec.types import (
     Candidates,
     Commit,
     Event,
+    ExecutorPlan,
     HiddenName,
     Lossless,
     Needs,
@@ -41,6 +42,7 @@ __all__ = [
     "DataReader",
     "Events",
     "Executor",
+    "ExecutorClass",
     "Logger",
     "Scheduler",
     "TokenSource",
@@ -255,6 +257,34 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Releases processes and memory; called once, also after an error."""
+        ...
+
+
+@runtime_checkable
+class ExecutorClass(Executor, Protocol):
+    """A class that ``executor._target_`` can name: an executor that is made in two phases."""
+
+    @classmethod
+    def plan(cls, models: Any, **keys: Any) -> ExecutorPlan:
+        """First phase, before sources and policies are made, which need the latency.
+
+        Its keyword arguments are the keys of the configuration node.
+
+        Args:
+            models: ``specdec.pairs.ModelPair``; weights must not be loaded here.
+            keys: values of the node.
+        """
+        ...
+
+    @classmethod
+    def build(cls, plan: Any, needs: Needs, **runtime: Any) -> Executor:
+        """Second phase, when the parts are known.
+
+        Args:
+            plan: the result of ``plan``.
+            needs: union of what source and verifier need; what is not delivered is refused.
+            runtime: objects that its signature requests by name, see ``specdec.compose.RUNTIME``.
+        """
         ...
 
 

@@ -9,8 +9,8 @@ commit would compact 1.8 MB); ``ancestor_mask`` builds its rows on demand.
 *Candidates* are children that a source proposed and no policy has turned into nodes yet. They are
 stored with their parent, so taking one later costs no draft forward.
 
-*Answers* of the target stay with their nodes too, whenever they arrive, until a verifier's walk from
-the root reaches them or the node is pruned.
+*Answers* of the target stay with their nodes too, whenever they arrive, until a verifier's walk
+from the root reaches them or the node is pruned.
 
 Shape letters: N nodes, W selected nodes, K candidates per node, C children, D depth.
 """

@@ -11,38 +11,49 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from specdec.clocks import Clock, ClockKind, Timeline, WallClock
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
+from specdec.compose.planned import Planned, planned
 from specdec.compose.refusals import check_choice
 from specdec.compose.workbench import Parts, Workbench
 from specdec.distributed.executor import Ranks
 from specdec.errors import UserError
-from specdec.executors import EarlyExitExecutor, LocalExecutor, PipelineExecutor
-from specdec.executors.layout import PipelineOptions, StageLayout
-from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
+from specdec.executors.layout import FrontPlan
+from specdec.interfaces import ExecutorClass, TokenSource, TreePolicy, Verifier
 from specdec.pairs import ModelPair
 from specdec.parts.build import build_part, locate
 from specdec.serving.rules import ServingRules, outside_scheduler
 from specdec.serving.scheduler import FifoScheduler
 
 RUNTIME = {
-    "pair": "target and draft, a ``specdec.sources.pair.SourcePair``",
-    "runner": "``ModelRunner`` of the draft model",
-    "clock": "``Clock`` that work is charged to",
-    "meter": "``Meter`` that counts model passes",
-    "draws": "``KeyedDraws`` of the run's seed",
-    "vocab_size": "size of the target's vocabulary",
-    "sample": "whether candidates are sampled, for verifiers that need their distribution",
-    "exit_front": "builds the target's first layers with exit heads, given the number of layers"
-    " before each exit; None where the executor returns exits (``ExitFront``)",
-    "latency": "steps from submission to answer",
-    "profile": "``LatencyProfile`` of the clock; None for the wall clock",
+    "latency": "policy: steps from submission to answer; None where answers come when they come",
+    "in_flight": "policy: number of batches that the target works on at the same time",
+    "profile": "policy: ``LatencyProfile`` of the clock; None for the wall clock",
+    "pair": "source, executor: target and draft, a ``specdec.pairs.ModelPair``",
+    "runner": "source: ``ModelRunner`` of the draft model",
+    "clock": "source, executor: ``Clock`` that work is charged to",
+    "meter": "source, executor: ``Meter`` that counts model passes",
+    "draws": "source, executor: ``KeyedDraws`` of the run's seed",
+    "vocab_size": "source: size of the target's vocabulary",
+    "sample": "source: whether candidates are sampled, for verifiers that need their distribution",
+    "exit_front": "source: builds the target's first layers with exit heads, given the number of"
+    " layers before each exit; None where the executor returns exits (``ExitFront``)",
+    "front": "executor: the ``ExitFront`` that the source has built; None without one",
+    "blocks": "executor: number of blocks of each stage's paged cache (None: not paged), and tokens"
+    " per block",
+    "over_ranks": "executor: runs the stages of a pipeline on processes"
+    " (``specdec.executors.models.OverRanks``); None where everything runs in this process",
+    "free_rank": "source: a clock rank that no device of the executor has; another one each time",
 }
-"""Arguments that constructors of sources and policies may request, by name. Policies are built
-first and may request ``latency`` and ``profile``; sources may request all others."""
+"""Objects that parts may request by name: the kinds of part that may, and what the object is.
+
+Constructors of policies and sources request them as arguments, executors as arguments of ``build``.
+The order is: plan of the executor, policy, verifier, source, executor.
+"""
 
 
 def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
@@ -59,49 +70,49 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     meter = Meter()
     timeline = Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
-    bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter)
-    return build_parts(cfg, bench, ranks=_ranks(cfg, clock))
+    ranks = _ranks(cfg, clock)
+    bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter, ranks=ranks)
+    return build_parts(cfg, bench)
 
 
 def build_parts(
-    cfg: Mapping[str, Any],
-    bench: Workbench,
-    *,
-    ranks: Ranks | None = None,
-    verifier: Verifier | None = None,
+    cfg: Mapping[str, Any], bench: Workbench, *, verifier: Verifier | None = None
 ) -> Parts:
     """Builds the strategy of a configuration on a workbench.
 
     Args:
         cfg: the nodes source, policy, verifier and executor, optionally serving.
         bench: models, clock and seed.
-        ranks: processes of the executor; None for this process alone.
         verifier: replaces that of ``cfg``.
 
     Raises:
         UserError: see ``compose``.
     """
-    pair, stages = bench.pair, _stages(cfg["executor"], bench.pair)
+    pair, executor = bench.pair, plan_executor(cfg["executor"], bench.pair)
+    plan = executor.plan
     serving = ServingRules.of(**cfg["serving"]) if "serving" in cfg else None
     known: dict[str, Callable[[], Any]] = {
-        "latency": lambda: 1 if stages is None else stages.stages,
+        "latency": lambda: plan.latency,
+        "in_flight": lambda: plan.in_flight,
         "profile": lambda: getattr(bench.clock, "profile", None),
     }
     policy = build_part(cfg["policy"], known, "policy", TreePolicy)
     judge: Verifier = verifier or build_part(cfg["verifier"], {}, "verifier", Verifier)
     check_choice(policy, judge, bench.clock)  # before a source loads the draft
-    front = stages if stages is not None and stages.after_drafting else None
+    free_ranks = count(plan.num_ranks + 1)
     runtime: dict[str, Callable[[], Any]] = {
-        "pair": lambda: bench.source_pair(ranks),
-        "runner": lambda: bench.draft_runner(stages, ranks),
+        "pair": bench.source_pair,
+        "runner": lambda: bench.draft_runner(plan),
         "clock": lambda: bench.clock,
         "meter": lambda: bench.meter,
         "draws": lambda: bench.draws,
         "vocab_size": lambda: pair.vocab_size,
         "sample": lambda: judge.needs.draft_probs,
-        "exit_front": lambda: None if front is None else partial(bench.exit_front, front),
+        "exit_front": lambda: (
+            partial(bench.exit_front, plan) if isinstance(plan, FrontPlan) else None
+        ),
+        "free_rank": lambda: next(free_ranks),
     }
-    assert RUNTIME.keys() == {*known, *runtime}, "RUNTIME documents every argument"
     fitted = getattr(pair, "fitted_source", None)
     source_node = cfg["source"] if fitted is None else fitted(cfg["source"], cfg["policy"])
     try:
@@ -109,14 +120,24 @@ def build_parts(
             source=build_part(source_node, runtime, "source", TokenSource),
             policy=policy,
             verifier=judge,
-            stages=stages,
-            ranks=ranks,
+            executor=executor,
             serving=serving,
         )
         scheduler = outside_scheduler(cfg.get("serving", {}))
         return replace(parts, scheduler=scheduler or FifoScheduler)
     finally:
         bench.release()
+
+
+def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
+    """The plan of the executor that a configuration node names.
+
+    Raises:
+        UserError: a class that is no executor, or keys that do not fit.
+    """
+    cls = locate(node["_target_"], "executor", ExecutorClass)
+    keys = {key: value for key, value in node.items() if key != "_target_"}
+    return planned(cls, pair, **keys)
 
 
 def _ranks(cfg: Mapping[str, Any], clock: Clock) -> Ranks | None:
@@ -139,26 +160,3 @@ def _ranks(cfg: Mapping[str, Any], clock: Clock) -> Ranks | None:
         threads=cfg.get("threads"),
         trace=bool(cfg.get("trace")),
     )
-
-
-def _stages(node: Mapping[str, Any], pair: ModelPair) -> StageLayout | None:
-    """Stages of a pipeline or of an early exit; None for the local executor.
-
-    ``stages: null`` gives ceil(N / E) stages (PPSD 4.1).
-
-    Raises:
-        UserError: an unknown executor.
-    """
-    cls = locate(node["_target_"], "executor", Executor)
-    if cls is LocalExecutor:
-        return None
-    if cls not in (PipelineExecutor, EarlyExitExecutor):
-        raise UserError(
-            f"executor._target_={node['_target_']} is not an executor this version can build;"
-            " use executor=local, executor=pipeline or executor=early_exit"
-        )
-    options = PipelineOptions(**{key: value for key, value in node.items() if key != "_target_"})
-    stages = options.stages or -(-pair.num_layers // pair.exit_layer)
-    if cls is EarlyExitExecutor:
-        return StageLayout(stages=stages, after_drafting=True)
-    return options.layout(stages)

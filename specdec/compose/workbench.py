@@ -12,34 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import ceil
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
-import numpy as np
 import torch
 
 from specdec.clocks import Clock, MeasuredClock
-from specdec.clocks.build import check_in_process
 from specdec.clocks.meter import Meter
 from specdec.compose import refusals
+from specdec.compose.planned import Planned, planned
 from specdec.distributed.draft_leader import DraftGroup
 from specdec.distributed.executor import DistributedExecutor, Ranks
-from specdec.distributed.plan import DraftPlan, ExitPlan, RankPlan, SessionPlan, plan_ranks
+from specdec.distributed.plan import DraftPlan, ExitPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
-from specdec.executors import (
-    EarlyExitExecutor,
-    ExitFront,
-    ExitReader,
-    LocalExecutor,
-    PipelineExecutor,
-    Stage,
-)
-from specdec.executors.answerer import Answerer
-from specdec.executors.early_exit import Segment
-from specdec.executors.exits import paged
-from specdec.executors.layout import StageLayout
-from specdec.executors.stage import split_layers
+from specdec.executors import ExitFront, LocalExecutor, PipelineExecutor
+from specdec.executors.layout import FrontPlan, PipelinePlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
@@ -49,7 +36,7 @@ from specdec.serving.rules import MakeScheduler, ServingRules
 from specdec.serving.scheduler import FifoScheduler
 from specdec.sources.combined import joined_needs
 from specdec.state import DecodeState, RequestState
-from specdec.types import Commit, Needs
+from specdec.types import Commit, ExecutorPlan, Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +107,7 @@ class Workbench:
 
     Attributes:
         pair, clock, meter, draws: shared by all parts.
+        ranks: how to run processes; None: everything runs in this process.
     """
 
     def __init__(
@@ -129,6 +117,7 @@ class Workbench:
         seed: int = 0,
         clock: Clock | None = None,
         meter: Meter | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Stores the shared objects; models are loaded on first use.
 
@@ -137,58 +126,65 @@ class Workbench:
             seed: of all draws.
             clock: the wall clock if omitted.
             meter: counts model passes and the clock's waits; a new one if omitted.
+            ranks: processes of executors that are planned as distributed.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
         self.clock: Clock = MeasuredClock(meter=self.meter) if clock is None else clock
         self.draws = KeyedDraws(seed=seed)
+        self.ranks = ranks
         self._draft: DraftGroup | None = None
         self._front: ExitFront | None = None
 
-    def draft_runner(
-        self, stages: StageLayout | None = None, ranks: Ranks | None = None
-    ) -> ModelRunner:
+    def draft_runner(self, plan: ExecutorPlan | None = None) -> ModelRunner:
         """Runner of the draft model, for ``DraftModelSource``.
 
         Args:
-            stages: layout; with ``ranks``, ``draft_degree`` ranks share the draft. The executor of
-                ``parts``, which needs the same arguments, shuts them down.
-            ranks: processes of the executor.
+            plan: if it places the draft on several ranks, and these are processes, they share the
+                draft. The executor of ``parts`` for this plan shuts them down.
 
         Raises:
             RankFailure: a rank failed while loading.
         """
-        if stages is None or ranks is None or stages.draft_degree == 1:
+        ranks, place = self.ranks, None if plan is None else plan.placements.get("draft")
+        if plan is None or ranks is None or place is None or place.degree == 1:
             return self.pair.draft_runner(self.meter)
         assert isinstance(self.pair, HuggingFacePair), "only real drafts are run"
         if self._draft is None:
-            first = 1 if stages.shared else stages.num_devices + 1
-            members = range(first, first + stages.draft_degree - 1)
-            plan = DraftPlan(
-                peers=(0, *members),
-                model=ranks.model,
-                clock=ranks.clock,
-                threads=ranks.threads,
+            shared = DraftPlan(
+                peers=place.ranks, model=ranks.model, clock=ranks.clock, threads=ranks.threads
             )
             self._draft = DraftGroup(
-                plan=plan,
+                plan=shared,
                 pair=self.pair,
                 meter=self.meter,
-                num_ranks=_num_ranks(stages, shares_draft=True),
+                num_ranks=plan.num_ranks,
                 timeout_s=ranks.timeout_s,
             )
         return self._draft.runner
 
-    def source_pair(self, ranks: Ranks | None = None) -> ModelPair:
+    def source_pair(self) -> ModelPair:
         """The pair for token sources.
 
-        Args:
-            ranks: processes that run the target. The pair then loads target layers for sources
-                alone, without the rest of the target.
+        Where processes run the target, it loads target layers for sources alone, without the rest
+        of the target.
         """
-        if ranks is None or not hasattr(self.pair, "lone_part"):
+        if self.ranks is None or not hasattr(self.pair, "lone_part"):
             return self.pair
         return cast("ModelPair", PartsOnly(cast("HuggingFacePair", self.pair)))
+
+    def exit_front(self, plan: FrontPlan, layers: Sequence[int]) -> ExitFront:
+        """The layers before the last exit with the exit heads, shared by source and executor.
+
+        Args:
+            plan: of ``EarlyExitExecutor``.
+            layers: number of layers before each exit.
+        """
+        if self._front is None:
+            self._front = ExitFront.of(
+                plan, layers, pair=self.pair, clock=self.clock, meter=self.meter
+            )
+        return self._front
 
     def release(self) -> None:
         """Shuts down ranks that share a draft and belong to no executor."""
@@ -202,37 +198,41 @@ class Workbench:
         source: TokenSource,
         policy: TreePolicy,
         verifier: Verifier,
-        stages: int | StageLayout | None = None,
-        ranks: Ranks | None = None,
+        executor: Planned | None = None,
+        stages: int | None = None,
         serving: ServingRules | None = None,
     ) -> Parts:
         """Checks the parts of a strategy and builds its executor.
 
         Args:
             source, policy, verifier: the strategy.
-            stages: number of stages of a pipeline, one device each, or their layout; None for the
-                local executor.
-            ranks: processes of the stages; None for this process alone.
+            executor: see ``planned``; the local executor where omitted.
+            stages: in place of ``executor``: number of stages of a pipeline, one device each.
             serving: how requests share the target; by default each step feeds all of them.
 
         Raises:
             UserError: parts that do not fit together, or more stages than layers.
             RankFailure: a rank failed while loading.
         """
-        needs = joined_needs((verifier.needs, source.needs))
-        serving = ServingRules() if serving is None else serving
-        layout = StageLayout(stages=stages) if isinstance(stages, int) else stages
+        if executor is None:
+            executor = (
+                planned(LocalExecutor, self.pair)
+                if stages is None
+                else planned(PipelineExecutor, self.pair, stages=stages)
+            )
+        plan, serving = executor.plan, ServingRules() if serving is None else serving
         # Check before the target is loaded and ranks start.
-        serving.budget(policy, 1 if layout is None else layout.stages)
+        serving.budget(policy, plan.in_flight)
         refusals.check_choice(policy, verifier, self.clock)
         refusals.check_source(source, policy, verifier, self.pair.vocab_size)
-        if layout is None or not layout.after_drafting:
-            refusals.check_exits(source, policy, 1 if layout is None else layout.stages)
+        refusals.check_exits(source, policy, plan.latency)
         parts = Parts(
             source=source,
             policy=policy,
             verifier=verifier,
-            executor=self._executor(needs, layout, ranks, serving),
+            executor=executor.build(
+                joined_needs((verifier.needs, source.needs)), self._runtime(serving)
+            ),
             clock=self.clock,
             meter=self.meter,
             draws=self.draws,
@@ -245,116 +245,46 @@ class Workbench:
             raise
         return parts
 
-    def _executor(
+    def _runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
+        """Objects that ``build`` of an executor may request; see ``RUNTIME``."""
+        ranks = self.ranks
+        return {
+            "pair": lambda: self.pair,
+            "clock": lambda: self.clock,
+            "meter": lambda: self.meter,
+            "draws": lambda: self.draws,
+            "blocks": lambda: (serving.num_blocks, serving.block_tokens),
+            "front": lambda: self._front,
+            "over_ranks": lambda: (
+                None if ranks is None else partial(self._over_ranks, ranks, serving)
+            ),
+        }
+
+    def _over_ranks(
         self,
-        needs: Needs,
-        stages: StageLayout | None,
-        ranks: Ranks | None,
-        serving: ServingRules,
-    ) -> Executor:
-        pair = self.pair
-        blocks = serving.num_blocks, serving.block_tokens
-        answerer = pair.answerer(draws=self.draws, needs_probs=needs.target_probs)
-        if stages is not None and stages.after_drafting:
-            return self._early_exit(stages, answerer, serving)
-        hidden, early = needs.hidden, needs.early_hidden
-        capture = tuple(sorted({name.layer for name in hidden + early}))
-        if stages is None:
-            all_layers = pair.stage(0, pair.num_layers, self.meter, capture_layers=capture)
-            return LocalExecutor(
-                stage=paged(all_layers, *blocks),
-                answerer=answerer,
-                clock=self.clock,
-                hidden=hidden,
-            )
-        exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
-        bounds = self._bounds(stages, exits[0] if exits else None)
-        if ranks is not None:
-            parts = plan_ranks(
-                bounds, stages.devices, stages.degree, exits=exits, hidden=hidden, early=early
-            )
-            return self._distributed(needs, stages, ranks, parts, serving)
-        check_in_process(self.clock.kind, tracing=self.clock.timeline is not None)
-        # The devices of a stage are one slice; the clock is charged for each.
-        ends = [0, *np.cumsum(stages.devices).tolist()]
-        slices: list[Stage] = []
-        for first, last in pairwise(ends):
-            layers = (bounds[first][0], bounds[last - 1][1])
-            inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
-            here = tuple(layer for layer in capture if layers[0] <= layer < layers[1])
-            slices.append(
-                paged(
-                    pair.exit_stage(*layers, self.meter, inside)
-                    if inside
-                    else pair.stage(*layers, self.meter, capture_layers=here),
-                    *blocks,
-                )
-            )
-        reader = ExitReader(num_candidates=needs.exits, draws=self.draws, sample=needs.draft_probs)
-        return PipelineExecutor(
-            stages=slices,
-            answerer=answerer,
-            clock=self.clock,
-            exits=reader if exits else None,
-            hidden=hidden,
-            early_hidden=early,
-            devices=stages.devices,
-        )
-
-    def _early_exit(
-        self, stages: StageLayout, answerer: Answerer, serving: ServingRules
-    ) -> EarlyExitExecutor:
-        pair, blocks = self.pair, (serving.num_blocks, serving.block_tokens)
-        if self._front is None:
-            raise UserError(
-                "executor=early_exit verifies drafts of the target's first layers: use it with"
-                " source=early_exit, or choose executor=local or executor=pipeline"
-            )
-        if serving.num_blocks is not None:
-            self._front.page(serving.num_blocks, serving.block_tokens)
-        after = self._front.layers[-1]
-        return EarlyExitExecutor(
-            front=self._front,
-            rest=paged(pair.stage(after, pair.num_layers, self.meter), *blocks),
-            answerer=answerer,
-            clock=self.clock,
-            stages=sum(last > after for _, last in self._bounds(stages, pair.exit_layer)),
-        )
-
-    def exit_front(self, stages: StageLayout, layers: Sequence[int]) -> ExitFront:
-        """The layers before the last exit with the exit heads, shared by source and executor.
-
-        Args:
-            stages: priced by the clock's profile.
-            layers: number of layers before each exit.
-        """
-        if self._front is None:
-            bounds = self._bounds(stages, self.pair.exit_layer)
-            segments = [
-                Segment(
-                    stage=self.pair.exit_stage(start, layer, self.meter, (layer,)),
-                    layer=layer,
-                    stages=sum(first < layer and last > start for first, last in bounds),
-                )
-                for start, layer in pairwise([0, *layers])
-            ]
-            self._front = ExitFront(segments=segments, clock=self.clock)
-        return self._front
-
-    def _distributed(
-        self,
-        needs: Needs,
-        stages: StageLayout,
         ranks: Ranks,
-        parts: tuple[RankPlan, ...],
         serving: ServingRules,
+        plan: PipelinePlan,
+        needs: Needs,
+        *,
+        bounds: Sequence[tuple[int, int]],
+        exits: Sequence[int],
     ) -> DistributedExecutor:
-        exits = ExitPlan(candidates=needs.exits, sample=needs.draft_probs) if needs.exits else None
-        plan = SessionPlan(
-            ranks=parts,
+        """See ``OverRanks``."""
+        layout = plan.layout
+        parts = plan_ranks(
+            bounds,
+            layout.devices,
+            layout.degree,
             exits=exits,
-            degree=stages.degree,
-            num_ranks=_num_ranks(stages, shares_draft=self._draft is not None),
+            hidden=needs.hidden,
+            early=needs.early_hidden,
+        )
+        session = SessionPlan(
+            ranks=parts,
+            exits=ExitPlan(candidates=needs.exits, sample=needs.draft_probs) if exits else None,
+            degree=layout.degree,
+            num_ranks=plan.num_ranks if self._draft is not None else len(parts),
             model=ranks.model,
             clock=ranks.clock,
             seed=self.draws.seed,
@@ -366,31 +296,9 @@ class Workbench:
         )
         draft, self._draft = self._draft, None
         return DistributedExecutor(
-            plan=plan,
+            plan=session,
             clock=self.clock,
             meter=self.meter,
             timeout_s=ranks.timeout_s,
             draft=draft,
         )
-
-    def _bounds(self, stages: StageLayout, exit_layer: int | None) -> list[tuple[int, int]]:
-        """(first, last) layers of each device.
-
-        With an exit and ceil(N / E) stages, each stage has E layers and the last one the rest
-        (PPSD 4.1).
-        """
-        pair, num_devices = self.pair, sum(stages.devices)
-        if exit_layer and num_devices == ceil(pair.num_layers / exit_layer):
-            starts = range(0, pair.num_layers, exit_layer)
-            return [(start, min(start + exit_layer, pair.num_layers)) for start in starts]
-        head = pair.head_cost if stages.balanced else 0.0
-        try:
-            return split_layers(pair.num_layers, num_devices, head_layers=head)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-
-
-def _num_ranks(stages: StageLayout, *, shares_draft: bool) -> int:
-    """Number of ranks besides rank 0: devices of the target, and further ones of the draft."""
-    further = stages.draft_degree - 1 if shares_draft and not stages.shared else 0
-    return stages.num_devices + further

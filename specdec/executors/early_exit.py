@@ -14,22 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import ExitStage
+from specdec.executors.exits import ExitStage, paged
+from specdec.executors.layout import FrontPlan
 from specdec.executors.local import LocalExecutor
+from specdec.executors.models import Blocks, PlannedModels, TargetModels
 from specdec.executors.row_packing import row_items
 from specdec.executors.stage import Stage, StageOutput
 from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Count
 from specdec.state import batch_of
-from specdec.types import Batch, BoolArray, Commit, IntArray, Nodes
+from specdec.types import Batch, BoolArray, Commit, IntArray, Needs, Nodes
 
 if TYPE_CHECKING:
+    from specdec.clocks.meter import Meter
+    from specdec.sampling.keyed_draws import KeyedDraws
     from specdec.state import DecodeState, RequestState
 
 
@@ -92,6 +99,33 @@ class ExitFront:
         self._clock = clock
         self.layers = tuple(segment.layer for segment in self._segments)
         self.counters = SourceCounters()
+
+    @staticmethod
+    def of(
+        plan: FrontPlan,
+        layers: Sequence[int],
+        *,
+        pair: TargetModels,
+        clock: Clock,
+        meter: Meter,
+    ) -> ExitFront:
+        """The layers before the last exit with the exit heads.
+
+        Args:
+            plan: its stages price the layers.
+            layers: number of layers before each exit, increasing.
+            pair, clock, meter: of the run.
+        """
+        bounds = plan.bounds(pair, pair.exit_layer)
+        segments = [
+            Segment(
+                stage=pair.exit_stage(start, layer, meter, (layer,)),
+                layer=layer,
+                stages=sum(first < layer and last > start for first, last in bounds),
+            )
+            for start, layer in pairwise([0, *layers])
+        ]
+        return ExitFront(segments=segments, clock=clock)
 
     def page(self, num_blocks: int, block_tokens: int) -> None:
         """Switches to paged caches of ``num_blocks`` blocks; call it before the first request."""
@@ -252,6 +286,54 @@ class _WholeTarget:
 
 class EarlyExitExecutor(LocalExecutor):
     """Verifies the front's drafts with the layers after the last exit; latency 1."""
+
+    @classmethod
+    def plan(cls, models: PlannedModels, *, stages: Count | None = None) -> FrontPlan:
+        """All layers on the controller's device, priced as stages.
+
+        Args:
+            models: sizes of the target.
+            stages: number of stages that a latency profile prices. Default: ceil(layers / exit
+                layer).
+        """
+        stages = stages or -(-models.num_layers // models.exit_layer)
+        return FrontPlan.of_stages(models, stages)
+
+    @classmethod
+    def build(
+        cls,
+        plan: Any,
+        needs: Needs,
+        *,
+        pair: TargetModels,
+        clock: Clock,
+        meter: Meter,
+        draws: KeyedDraws,
+        blocks: Blocks,
+        front: ExitFront | None = None,
+    ) -> EarlyExitExecutor:
+        """Loads the layers behind the front, which the source has made; see ``ExecutorClass``.
+
+        Raises:
+            UserError: the source has made no front.
+        """
+        if front is None:
+            raise UserError(
+                "executor=early_exit verifies drafts of the target's first layers: use it with"
+                " source=early_exit, or choose executor=local or executor=pipeline"
+            )
+        num_blocks, block_tokens = blocks
+        if num_blocks is not None:
+            front.page(num_blocks, block_tokens)
+        after = front.layers[-1]
+        bounds = plan.bounds(pair, pair.exit_layer)
+        return cls(
+            front=front,
+            rest=paged(pair.stage(after, pair.num_layers, meter), *blocks),
+            answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
+            clock=clock,
+            stages=sum(last > after for _, last in bounds),
+        )
 
     def __init__(
         self, *, front: ExitFront, rest: Stage, answerer: Answerer, clock: Clock, stages: int

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from specdec.clocks import CONTROLLER
 from specdec.errors import UserError
+from specdec.executors.models import PlannedModels
+from specdec.executors.stage import split_layers
 from specdec.parts.fields import Count, validated
+from specdec.types import ExecutorPlan, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +28,6 @@ class StageLayout:
         degree: tensor-parallel degree of every stage.
         draft_degree: tensor-parallel degree of the draft; the controller is its first device.
         shared: the draft uses the target's devices, in turns.
-        after_drafting: the stages before an early exit draft first, then the others verify (EESD),
-            instead of both in parallel.
     """
 
     stages: int
@@ -33,7 +36,6 @@ class StageLayout:
     degree: int = 1
     draft_degree: int = 1
     shared: bool = False
-    after_drafting: bool = False
 
     def __post_init__(self) -> None:
         """Raises ``UserError`` for values that do not fit together."""
@@ -103,3 +105,98 @@ class PipelineOptions:
             draft_degree=self.draft_degree or 1,
             shared=self.shared,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan(ExecutorPlan):
+    """A pipeline before it is built.
+
+    Attributes:
+        layout: placement of the layers.
+        distributed: whether every device is a process of its own.
+    """
+
+    layout: StageLayout
+    distributed: bool = False
+
+    @staticmethod
+    def of(
+        models: PlannedModels, layout: StageLayout, *, distributed: bool = False
+    ) -> PipelinePlan:
+        """The plan of a layout.
+
+        Raises:
+            UserError: more devices than layers.
+        """
+        target_bytes, draft_bytes = models.weight_bytes
+        bounds = layer_bounds(models, layout)
+        layers = models.num_layers + models.head_cost
+        shares = [last - first for first, last in bounds]
+        sizes: list[float] = [*shares[:-1], shares[-1] + models.head_cost]
+        per_rank = [round(target_bytes * size / layers / layout.degree) for size in sizes]
+        target = Placement(
+            ranks=tuple(range(1, layout.num_devices + 1)),
+            weight_bytes=tuple(size for size in per_rank for _ in range(layout.degree)),
+            stages=layout.stages,
+            degree=layout.degree,
+        )
+        first = 1 if layout.shared else layout.num_devices + 1
+        draft = Placement(
+            ranks=(CONTROLLER, *range(first, first + layout.draft_degree - 1)),
+            weight_bytes=(round(draft_bytes / layout.draft_degree),) * layout.draft_degree,
+            degree=layout.draft_degree,
+        )
+        return PipelinePlan(
+            latency=layout.stages,
+            in_flight=layout.stages,
+            placements={"target": target, "draft": draft},
+            layout=layout,
+            distributed=distributed,
+        )
+
+    def bounds(self, models: PlannedModels, exit_layer: int | None) -> list[tuple[int, int]]:
+        """(first, last) layers of each device; see ``layer_bounds``."""
+        return layer_bounds(models, self.layout, exit_layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontPlan(PipelinePlan):
+    """A plan whose first layers draft before the others verify: latency 1, one device.
+
+    Stages are those that a latency profile prices.
+    """
+
+    @staticmethod
+    def of_stages(models: PlannedModels, stages: int) -> FrontPlan:
+        """The plan with ``stages`` priced stages."""
+        layout = StageLayout(stages=stages)
+        layer_bounds(models, layout)  # refuses more stages than layers
+        target = Placement(ranks=(CONTROLLER,), weight_bytes=models.weight_bytes[:1])
+        return FrontPlan(latency=1, in_flight=1, placements={"target": target}, layout=layout)
+
+
+def layer_bounds(
+    models: PlannedModels, layout: StageLayout, exit_layer: int | None = None
+) -> list[tuple[int, int]]:
+    """(first, last) layers of each device.
+
+    With an exit and ceil(N / E) stages, each stage has E layers and the last one the rest
+    (PPSD 4.1).
+
+    Args:
+        models: the target's sizes.
+        layout: the devices.
+        exit_layer: number of layers before the first exit; None without exits.
+
+    Raises:
+        UserError: more devices than layers.
+    """
+    num_layers, num_devices = models.num_layers, sum(layout.devices)
+    if exit_layer and num_devices == ceil(num_layers / exit_layer):
+        starts = range(0, num_layers, exit_layer)
+        return [(start, min(start + exit_layer, num_layers)) for start in starts]
+    head = models.head_cost if layout.balanced else 0.0
+    try:
+        return split_layers(num_layers, num_devices, head_layers=head)
+    except ValueError as error:
+        raise UserError(str(error)) from error

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answerer import Answerer
-from specdec.executors.row_packing import with_hidden
+from specdec.executors.exits import paged
+from specdec.executors.models import Blocks, PlannedModels, TargetModels, layers_of_needs
+from specdec.executors.row_packing import with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.metrics.counters import ExecutorCounters
-from specdec.types import Batch, Commit, HiddenName, Output
+from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output, Placement
 
 if TYPE_CHECKING:
+    from specdec.clocks.meter import Meter
+    from specdec.sampling.keyed_draws import KeyedDraws
     from specdec.state import RequestState
 
 
@@ -21,7 +25,7 @@ class LocalExecutor:
 
     Attributes:
         counters: passes and rows so far (an empty batch has none).
-        hidden: hidden states that the outputs contain.
+        hidden, early_hidden: hidden states that the outputs contain, both with the answers.
     """
 
     latency: int | None = 1
@@ -35,6 +39,7 @@ class LocalExecutor:
         clock: Clock,
         stages: int = 1,
         hidden: tuple[HiddenName, ...] = (),
+        early_hidden: tuple[HiddenName, ...] = (),
     ) -> None:
         """Composes the executor.
 
@@ -43,15 +48,48 @@ class LocalExecutor:
             answerer: turns its logits into answers.
             clock: charged per pass, for stages and one output head.
             stages: number of profile stages that the layers are charged as. Default: 1.
-            hidden: hidden states that ``stage`` captures. Default: none.
+            hidden, early_hidden: hidden states that ``stage`` captures. Default: none.
         """
         self.hidden = hidden
+        self.early_hidden = early_hidden
         self._stage = stage
         self._answerer = answerer
         self._clock = clock
         self._num_stages = stages
         self._batch: Batch | None = None
         self.counters = ExecutorCounters()
+
+    @classmethod
+    def plan(cls, models: PlannedModels) -> ExecutorPlan:
+        """Target and draft on the controller's device."""
+        sizes = zip(("target", "draft"), models.weight_bytes, strict=True)
+        placements = {
+            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,)) for name, size in sizes
+        }
+        return ExecutorPlan(latency=1, in_flight=1, placements=placements)
+
+    @classmethod
+    def build(
+        cls,
+        plan: ExecutorPlan,  # noqa: ARG003 - it has nothing to read from it
+        needs: Needs,
+        *,
+        pair: TargetModels,
+        clock: Clock,
+        meter: Meter,
+        draws: KeyedDraws,
+        blocks: Blocks,
+    ) -> LocalExecutor:
+        """Loads the target; see ``ExecutorClass``."""
+        capture = layers_of_needs(needs)
+        layers = pair.stage(0, pair.num_layers, meter, capture_layers=capture)
+        return cls(
+            stage=paged(layers, *blocks),
+            answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
+            clock=clock,
+            hidden=needs.hidden,
+            early_hidden=needs.early_hidden,
+        )
 
     def open(self, request: RequestState) -> None:
         """Allocates the request's cache."""
@@ -85,7 +123,10 @@ class LocalExecutor:
         answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
         self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
         output = Output(step=batch.step, answers=answers)
-        return with_hidden(output, batch, out.captured) if self.hidden else output
+        for names, add in ((self.hidden, with_hidden), (self.early_hidden, with_early)):
+            if names:
+                output = add(output, batch, {name: out.captured[name] for name in names})
+        return output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Prunes the cache."""

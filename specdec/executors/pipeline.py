@@ -10,18 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from specdec.clocks import Clock
+import numpy as np
+
+from specdec.clocks import Clock, ClockKind
+from specdec.clocks.build import check_in_process
+from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import ExitReader, ExitStage
+from specdec.executors.exits import ExitReader, ExitStage, paged
+from specdec.executors.layout import PipelineOptions, PipelinePlan
+from specdec.executors.models import Blocks, OverRanks, PlannedModels, TargetModels, layers_of_needs
 from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.executors.step_charges import StepCharges
 from specdec.metrics.counters import ExecutorCounters
-from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Output
+from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output
 
 if TYPE_CHECKING:
+    from specdec.clocks.meter import Meter
+    from specdec.interfaces import Executor
+    from specdec.sampling.keyed_draws import KeyedDraws
     from specdec.state import RequestState
 
 
@@ -74,6 +84,65 @@ class PipelineExecutor:
         self.latency: int | None = self.in_flight
         self.counters = ExecutorCounters()
         self.stage_rows = [0] * len(self._stages)
+
+    @classmethod
+    def plan(cls, models: PlannedModels, **options: Any) -> PipelinePlan:
+        """Layers, devices and sizes; keys are those of ``PipelineOptions``."""
+        keys = PipelineOptions(**options)
+        stages = keys.stages or -(-models.num_layers // models.exit_layer)
+        return PipelinePlan.of(
+            models, keys.layout(stages), distributed=keys.transport == "distributed"
+        )
+
+    @classmethod
+    def build(
+        cls,
+        plan: PipelinePlan,
+        needs: Needs,
+        *,
+        pair: TargetModels,
+        clock: Clock,
+        meter: Meter,
+        draws: KeyedDraws,
+        blocks: Blocks,
+        over_ranks: OverRanks | None,
+    ) -> Executor:
+        """Loads the stages, in this process or on their ranks; see ``ExecutorClass``."""
+        exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
+        bounds = plan.bounds(pair, exits[0] if exits else None)
+        if plan.distributed and over_ranks is not None:
+            ranks: Executor = over_ranks(plan, needs, bounds=bounds, exits=exits)
+            return ranks
+        if plan.distributed and clock.kind is not ClockKind.SIMULATED:
+            raise UserError(
+                "executor.transport=distributed needs to know how to run its ranks: give the"
+                " workbench ranks=Ranks(model=..., clock=...), or use transport=in_process"
+            )
+        check_in_process(clock.kind, tracing=clock.timeline is not None)
+        capture = layers_of_needs(needs)
+        # The devices of a stage are one slice; the clock is charged for each.
+        ends = [0, *np.cumsum(plan.layout.devices).tolist()]
+        stages: list[Stage] = []
+        for first, last in pairwise(ends):
+            layers = (bounds[first][0], bounds[last - 1][1])
+            inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
+            here = tuple(layer for layer in capture if layers[0] <= layer < layers[1])
+            stage = (
+                pair.exit_stage(*layers, meter, inside)
+                if inside
+                else pair.stage(*layers, meter, capture_layers=here)
+            )
+            stages.append(paged(stage, *blocks))
+        reader = ExitReader(num_candidates=needs.exits, draws=draws, sample=needs.draft_probs)
+        return cls(
+            stages=stages,
+            answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
+            clock=clock,
+            exits=reader if exits else None,
+            hidden=needs.hidden,
+            early_hidden=needs.early_hidden,
+            devices=plan.layout.devices,
+        )
 
     def open(self, request: RequestState) -> None:
         """Allocates the request's cache on every stage."""

@@ -16,8 +16,8 @@ class Feeding(StrEnum):
     """Which requests a step may feed; the others are fed in later steps.
 
     ``DYNAMIC``: all requests, as one ragged batch (SpecPipe-DB's dynamic batching).
-    ``MICRO_BATCHES``: the open requests in min(requests, batches in flight) groups, one group per step, so
-    that plain decoding keeps all stages of a pipeline busy (PP-vLLM's mini-batches).
+    ``MICRO_BATCHES``: the open requests in as many groups as batches can be in flight, one group
+    per step, so that plain decoding keeps all stages of a pipeline busy (PP-vLLM's mini-batches).
     ``ITERATION``: one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
     """
 

@@ -5,8 +5,8 @@
 keeps one of them, that of the last committed token before the root, at position t. The target
 itself has drawn the root, token t + 1, from it; head k guesses token t + 1 + k. So a node at
 position q gets its candidates from head q - t, whatever its parent: all nodes of a depth have the
-same ones (the Cartesian product of section 2.1.2). A commit moves t to the last retired node; nodes that were expanded before keep the
-candidates of the older hidden state.
+same ones (the Cartesian product of section 2.1.2). A commit moves t to the last retired node; nodes
+that were expanded before keep the candidates of the older hidden state.
 
 In a pipeline a prompt's hidden state leaves the last stage after the first root was submitted,
 which is therefore submitted alone. With sampled candidates (rejection) this holds on every

@@ -1,0 +1,103 @@
+"""The part of a model pair's interface that executors use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+from specdec.clocks.meter import Meter
+from specdec.executors.answerer import Answerer
+from specdec.executors.exits import ExitStage
+from specdec.executors.stage import Stage
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.types import Needs
+
+Blocks: TypeAlias = tuple[int | None, int]
+"""Blocks of each stage's paged cache (None: caches are not paged), and tokens per block."""
+
+
+class OverRanks(Protocol):
+    """Runs the stages of a pipeline on processes; the runtime object ``over_ranks``."""
+
+    def __call__(
+        self, plan: Any, needs: Needs, *, bounds: Sequence[tuple[int, int]], exits: Sequence[int]
+    ) -> Any:
+        """Starts or joins the ranks.
+
+        Args:
+            plan: a ``PipelinePlan``.
+            needs: of the parts.
+            bounds: half-open layer ranges of the devices.
+            exits: number of layers before each early exit.
+
+        Returns:
+            An ``Executor``.
+        """
+        ...
+
+
+class PlannedModels(Protocol):
+    """The models as ``plan`` of an executor sees them: sizes, no weights."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the target."""
+        ...
+
+    @property
+    def head_cost(self) -> float:
+        """Cost of the output head in layers."""
+        ...
+
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the target's and of the draft's weights."""
+        ...
+
+    @property
+    def exit_layer(self) -> int:
+        """Number of layers before the early exit.
+
+        Raises:
+            UserError: the pair has no early exit.
+        """
+        ...
+
+
+class TargetModels(PlannedModels, Protocol):
+    """The target as ``build`` of an executor sees it."""
+
+    def stage(
+        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+    ) -> Stage:
+        """Target layers ``first`` .. ``last`` (exclusive).
+
+        Args:
+            first, last: layers of the slice.
+            meter: counts the passes.
+            capture_layers: layers whose hidden states every pass returns.
+        """
+        ...
+
+    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
+        """Target layers ``first`` .. ``last`` with exit heads.
+
+        Args:
+            first, last, meter: as for ``stage``.
+            exits: number of layers before each exit.
+        """
+        ...
+
+    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
+        """Turns the target's logits into answers.
+
+        Args:
+            draws: of the run.
+            needs_probs: whether answers carry the whole target distribution.
+        """
+        ...
+
+
+def layers_of_needs(needs: Needs) -> tuple[int, ...]:
+    """Layers whose output the target must keep."""
+    return tuple(sorted({name.layer for name in needs.hidden + needs.early_hidden}))
