@@ -230,7 +230,9 @@ class Executor(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Whether ``collect`` would return without waiting for the target."""
+        """Whether ``collect`` has its results: the step's work is done or, without a latency,
+        answers have arrived.
+        """
         ...
 
     def due_s(self) -> float | None:
@@ -244,8 +246,9 @@ class Executor(Protocol):
         """Ends the step.
 
         With a latency: waits for the step's work, and returns the answers to the batch submitted
-        ``latency`` - 1 steps ago. Without: returns the answers that have arrived. It waits for the
-        first one if ``wait`` and batches are in flight, and also if all replicas are busy.
+        ``latency`` - 1 steps ago. Without: returns the answers that have arrived, perhaps none. If
+        ``wait``, and ``in_flight`` batches are being worked on or the step's batch was empty, it
+        waits for the first of them. A batch that is submitted beyond ``in_flight`` is queued.
         """
         ...
 
