@@ -65,7 +65,7 @@ _SECTIONS: dict[tuple[str, str], str | dict[str, Any]] = {
     ("strategy.options", ""): "specdec.runs.hf_generate.HFOptions",
     ("sampling", ""): "specdec.sampling.transform.SamplingParams",
     ("serving", ""): "specdec.serving.rules.ServingRules.of",
-    ("data", ""): "specdec.data.request.Request.of",
+    ("data", ""): "specdec.data.request.DataOptions",
     ("clock", "measured"): {},
     ("clock", "simulated"): _PROFILED,
     ("clock", "paced"): _PROFILED,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from specdec.metrics.counters import RequestCounters, SourceCounters
+from specdec.metrics.counters import RequestCounters
 from specdec.metrics.speedup import SpeedupLaw
 
 if TYPE_CHECKING:
@@ -142,13 +142,6 @@ class RunTotals:
     kv_token_steps: int = 0
     kv_peak_tokens: int = 0
     kv_budget_tokens: int | None = None
-
-    def add_source(self, counters: SourceCounters) -> None:
-        """Adds a source's counts."""
-        self.draft_passes += counters.passes
-        self.draft_rows += counters.rows
-        self.draft_catch_up_rows += counters.catch_up_rows
-        _add_into(self.draft_passes_by_level, counters.by_level)
 
     def add_meter(self, meter: Meter) -> None:
         """Adds a meter's sums."""

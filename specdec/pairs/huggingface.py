@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -21,6 +21,7 @@ from specdec.executors.stage import ModelStage
 from specdec.kernels.graphs import Graphs
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, final_norm, head_model
+from specdec.models.inspection import ModelInfo
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.parts.fields import Count, expects
@@ -101,29 +102,44 @@ class HuggingFacePair:
         """The draft model."""
         raise NotImplementedError
 
+    @cached_property
+    def info(self) -> ModelInfo:
+        """Sizes of the target; by default from its config."""
+        config = self.target.config.get_text_config()
+        return ModelInfo(
+            path=Path(),
+            model_type=config.model_type,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_positions=getattr(config, "max_position_embeddings", None) or 0,
+            tied=config.tie_word_embeddings,
+            tensors={},
+        )
+
     @property
     def vocab_size(self) -> int:
         """Size of the target's vocabulary."""
-        return int(self.target.config.get_text_config().vocab_size)
+        return self.info.vocab_size
 
     @property
     def num_layers(self) -> int:
         """Number of layers of the target."""
-        return int(self.target.config.get_text_config().num_hidden_layers)
+        return self.info.num_layers
 
     @property
     def head_cost(self) -> float:
         """Weights of the output head over those of a layer; a pass reads each once."""
-        config = self.target.config.get_text_config()
-        matrix = int(config.vocab_size) * int(config.hidden_size)
-        total = sum(p.numel() for p in self.target.parameters())
-        return head_cost(matrix, total, tied=config.tie_word_embeddings, layers=self.num_layers)
+        info = self.info
+        matrix = info.vocab_size * info.hidden_size
+        total = self.weight_bytes[0] // getattr(torch, self.dtype).itemsize
+        layers = total - (1 if info.tied else 2) * matrix  # without head and embeddings
+        return matrix * info.num_layers / max(1, layers)
 
     @property
     def max_positions(self) -> int | None:
         """Positions of the target; a draft with fewer proposes nothing beyond them."""
-        value = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
-        return None if value is None else int(value)
+        return self.info.max_positions or None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -158,19 +174,40 @@ class HuggingFacePair:
         Raises:
             UserError: a ``group`` with quantised weights.
         """
-        self._check_shares(group)
+        runner = self._runner(
+            "target",
+            meter,
+            lambda: self.part(first, last) if group is None else self.share(first, last, group),
+            group,
+            first_layer=first,
+            last_layer=last,
+            capture_layers=capture_layers,
+        )
+        return ModelStage(runner=runner)
+
+    def _runner(
+        self,
+        name: str,
+        meter: Meter,
+        load: Callable[[], PreTrainedModel],
+        group: Collective | None = None,
+        **layers: Any,
+    ) -> ModelRunner:
+        """Runner of the loaded model, or of this rank's share of it in a ``group``."""
+        if group is not None and self._quantization != Quantization.NONE:
+            raise UserError(
+                f"model.quantization={self._quantization} cannot be cut into shares: use"
+                " executor.target_degree and draft_degree of 1 (null), or plain weights"
+            )
         with nullcontext() if group is None else group.paused():
-            runner = ModelRunner(
-                model=self.part(first, last) if group is None else self.share(first, last, group),
-                name="target",
+            return ModelRunner(
+                model=load(),
+                name=name,
                 meter=meter,
-                first_layer=first,
-                last_layer=last,
-                capture_layers=capture_layers,
                 attention=self._attention,
                 execution=self._execution if group is None else PLAIN,
+                **layers,
             )
-        return ModelStage(runner=runner)
 
     @property
     def exit_layer(self) -> int:
@@ -224,15 +261,8 @@ class HuggingFacePair:
         if weights.kind == "norm":
             output = model.get_output_embeddings()
             return NormHead(norm=final_norm(model), output=output, meter=meter)
-        runner = ModelRunner(
-            model=model,
-            name="exit",
-            meter=meter,
-            first_layer=weights.layer,
-            last_layer=weights.layer + 1,
-            attention=self._attention,
-            execution=self._execution,
-        )
+        first = weights.layer
+        runner = self._runner("exit", meter, lambda: model, first_layer=first, last_layer=first + 1)
         return TransformerHead(stage=ModelStage(runner=runner))
 
     def artefact(self, kind: type[A], **options: Any) -> A:
@@ -271,22 +301,9 @@ class HuggingFacePair:
         Raises:
             UserError: a ``group`` with quantised weights.
         """
-        self._check_shares(group)
-        with nullcontext() if group is None else group.paused():
-            return ModelRunner(
-                model=self.draft if group is None else self.draft_share(group),
-                name="draft",
-                meter=meter,
-                attention=self._attention,
-                execution=self._execution if group is None else PLAIN,
-            )
-
-    def _check_shares(self, group: Collective | None) -> None:
-        if group is not None and self._quantization != Quantization.NONE:
-            raise UserError(
-                f"model.quantization={self._quantization} cannot be cut into shares: use"
-                " executor.target_degree and draft_degree of 1 (null), or plain weights"
-            )
+        if group is None:
+            return self._runner("draft", meter, lambda: self.draft)
+        return self._runner("draft", meter, lambda: self.draft_share(group), group)
 
 
 class PartsOnly:
@@ -309,15 +326,3 @@ class PartsOnly:
     def artefact(self, kind: type[A], **options: Any) -> A:
         """The artefact, loaded from this view."""
         return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
-
-
-def head_cost(matrix: int, total: int, *, tied: bool, layers: int) -> float:
-    """Number of weights of the output head over that of one layer.
-
-    Args:
-        matrix: weights of the head, equal to those of the embeddings.
-        total: weights of the model.
-        tied: whether head and embeddings share one matrix.
-        layers: number of layers.
-    """
-    return matrix * layers / max(1, total - (1 if tied else 2) * matrix)

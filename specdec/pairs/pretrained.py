@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache, cached_property
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +23,6 @@ from specdec.pairs.huggingface import (
     HuggingFacePair,
     KernelsName,
     QuantizationName,
-    head_cost,
 )
 from specdec.parts.fields import Count, Text, validated
 from specdec.tensor_parallel import Collective
@@ -93,19 +91,19 @@ class PretrainedPair(HuggingFacePair):
                     f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
                     " or use untrained heads with model.exit_heads=null"
                 )
-        self._target_info = inspect_model(family_path(target))
+        self.info = inspect_model(family_path(target))
         self._draft_info = None if draft is None else inspect_model(family_path(draft))
         self._ngram = None if ngram is None else Path(family_path(ngram))
         if self._ngram is not None and not self._ngram.is_file():
             raise UserError(
                 f"model.ngram={ngram}: no such file; give a safetensors file of samples"
             )
-        check_vocabularies(self._target_info, self._draft_info)
+        check_vocabularies(self.info, self._draft_info)
 
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        loaded = load_model(self._target_info, dtype=self.dtype, device=self.device)
+        loaded = load_model(self.info, dtype=self.dtype, device=self.device)
         return quantize(loaded, self._quantization)
 
     @cached_property
@@ -127,14 +125,13 @@ class PretrainedPair(HuggingFacePair):
 
     def lone_part(self, first: int, last: int) -> PreTrainedModel:
         """Target layers ``first`` .. ``last`` alone."""
-        info = self._target_info
-        loaded = load_stage(info, first, last, dtype=self.dtype, device=self.device)
+        loaded = load_stage(self.info, first, last, dtype=self.dtype, device=self.device)
         return quantize(loaded, self._quantization)
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of target layers; nothing else is read."""
-        info = self._target_info
-        return load_stage(info, first, last, dtype=self.dtype, device=self.device, group=group)
+        at = {"dtype": self.dtype, "device": self.device}
+        return load_stage(self.info, first, last, **at, group=group)
 
     def draft_share(self, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of the draft; nothing else is read."""
@@ -145,38 +142,15 @@ class PretrainedPair(HuggingFacePair):
             info, 0, info.num_layers, dtype=self.dtype, device=self.device, group=group
         )
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the target, from its config."""
-        return self._target_info.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the target's vocabulary, from its config."""
-        return self._target_info.vocab_size
-
-    @property
-    def head_cost(self) -> float:
-        """Weights of the output head over those of a layer, from the config."""
-        info = self._target_info
-        total = self.weight_bytes[0] // getattr(torch, self.dtype).itemsize
-        matrix = info.vocab_size * info.hidden_size
-        return head_cost(matrix, total, tied=info.tied, layers=info.num_layers)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Positions of the target, from its config; None if it states none."""
-        return self._target_info.max_positions or None
-
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """End-of-sequence tokens, without loading the model."""
-        return end_tokens(self._target_info)
+        return end_tokens(self.info)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The target's tokenizer."""
-        return load_tokenizer(self._target_info.path)
+        return load_tokenizer(self.info.path)
 
     @cached_property
     def weight_bytes(self) -> tuple[int, int]:
@@ -185,7 +159,7 @@ class PretrainedPair(HuggingFacePair):
         if self._quantization != Quantization.NONE:
             return num_bytes(self.target), 0 if draft is None else num_bytes(self.draft)
         return (
-            weight_bytes(self._target_info, self.dtype),
+            weight_bytes(self.info, self.dtype),
             0 if draft is None else weight_bytes(draft, self.dtype),
         )
 

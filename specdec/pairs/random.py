@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import torch
@@ -68,7 +68,7 @@ class RandomPair(HuggingFacePair):
                 exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
-            UserError: a draft deeper than the target, or an unknown family.
+            UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
         """
         super().__init__(
             dtype=dtype,
@@ -86,10 +86,23 @@ class RandomPair(HuggingFacePair):
                 f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
                 f"{num_layers}"
             )
-        self._sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
-        self._family = family
+        if hidden_size % num_heads:
+            raise UserError(
+                f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
+            )
+        self._make_model = partial(
+            random_model,
+            family,
+            seed=seed,
+            dtype=self.dtype,
+            device=self.device,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_heads if num_heads % 2 else num_heads // 2,
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+        )
         self._layers = (num_layers, draft_layers)
-        self._seed = seed
         self._logits = (logit_scale, logit_step)
 
     @cached_property
@@ -111,16 +124,14 @@ class RandomPair(HuggingFacePair):
         return self._samples
 
     def _make(self, num_layers: int) -> PreTrainedModel:
-        model = random_model(
-            self._family,
-            seed=self._seed,
-            dtype=self.dtype,
-            device=self.device,
-            num_layers=num_layers,
-            **self._sizes,
-        )
+        model = self._make_model(num_layers=num_layers)
+        scale, step = self._logits
         if self._logits != (1.0, 0.0):
-            model.get_output_embeddings().register_forward_hook(_RescaleLogits(*self._logits))
+
+            def rescale(_: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
+                return torch.round(logits * scale / step) * step if step else logits * scale
+
+            model.get_output_embeddings().register_forward_hook(rescale)
         return model
 
     @cached_property
@@ -132,30 +143,3 @@ class RandomPair(HuggingFacePair):
             )
         separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
         return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]
-
-
-def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int) -> dict[str, Any]:
-    """Shapes of target and draft: half as many key/value heads as heads if those are even."""
-    if hidden_size % num_heads:
-        raise UserError(
-            f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
-        )
-    return {
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
-        "vocab_size": vocab_size,
-        "max_positions": max_positions,
-    }
-
-
-class _RescaleLogits:
-    """Forward hook of the output head that scales, then rounds, the logits."""
-
-    def __init__(self, scale: float, step: float) -> None:
-        self.scale = scale
-        self.step = step
-
-    def __call__(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output * self.scale
-        return torch.round(output / self.step) * self.step if self.step else output

@@ -57,6 +57,7 @@ class HiddenModels:
         pair: HiddenPair,
         num_layers: int = 80,
         weight_bytes: tuple[int, int] = (0, 0),
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         """Wraps hidden sequences.
 
@@ -64,7 +65,9 @@ class HiddenModels:
             pair: the sequences and the draft's law.
             num_layers: of the target; the largest possible number of stages.
             weight_bytes: of target and draft.
+            about: origin of a record: models, data, sampling; None for none.
         """
+        self.about = dict(about or {})
         self.hidden = pair
         self.num_layers = num_layers
         self.weight_bytes = weight_bytes

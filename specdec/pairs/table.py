@@ -80,13 +80,8 @@ class TablePair:
         self, first: int, last: int, meter: Meter, capture_layers: Sequence[int] = ()
     ) -> ModelStage:
         """A slice of the target; all but the last pass tokens on as hidden states."""
-        runner = TableRunner(
-            table=self.target_table,
-            name="target",
-            first=first,
-            is_last=last == self.num_layers,
-            captured=capture_layers,
-        )
+        is_last = last == self.num_layers
+        runner = TableRunner(self.target_table, "target", first, is_last, capture_layers)
         return ModelStage(runner=cast("ModelRunner", runner))
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
@@ -94,7 +89,7 @@ class TablePair:
         heads = {}
         for layer in exits:
             table = self.draft_table.lerp(self.target_table, 1 - self.exit_layer / layer)
-            runner = TableRunner(table=table, name="exit", first=layer)
+            runner = TableRunner(table, "exit", layer)
             heads[layer] = TransformerHead(stage=ModelStage(runner=cast("ModelRunner", runner)))
         captured = [layer - 1 for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
@@ -109,8 +104,8 @@ class TablePair:
             return cast("A", HeadWeights("table", options["layer"], {}))
         if issubclass(kind, MedusaHeads):
             size = options["num_heads"]
-            heads = TableHeads(table=self.draft_table, num_heads=size, layer=self.num_layers - 1)
-            return cast("A", heads)
+            layer = self.num_layers - 1
+            return cast("A", TableHeads(table=self.draft_table, num_heads=size, layer=layer))
         if issubclass(kind, KatzModel):
             return cast("A", kind.from_pair(self, **options))
         raise UserError(f"model.kind=table has no {kind.__name__}; use model=tiny or model=random")
@@ -121,7 +116,7 @@ class TablePair:
 
     def draft_runner(self, meter: Meter) -> ModelRunner:
         """The draft's table as a model."""
-        return cast("ModelRunner", TableRunner(table=self.draft_table, name="draft"))
+        return cast("ModelRunner", TableRunner(self.draft_table, "draft"))
 
     def token_samples(self) -> IntArray:
         """Samples of the draft, documents separated by token 0."""
@@ -157,7 +152,6 @@ class TableRunner:
 
     def __init__(
         self,
-        *,
         table: torch.Tensor,
         name: str,
         first: int = 0,

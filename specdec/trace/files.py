@@ -18,6 +18,7 @@ TREES_FILE = "trees.json"
 PHASES: Mapping[str, str] = {
     Work.STAGE: "compute",
     Work.DRAFT: "compute",
+    Work.MIDDLE: "compute",
     Work.HEAD: "compute",
     Work.EXIT: "compute",
     Work.PRUNE: "prune",

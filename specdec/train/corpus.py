@@ -151,7 +151,7 @@ def evaluation_grams(data: Path | None) -> dict[str, set[int]]:
     """Word n-grams of each set of EVALUATED whose file is in the data folder, gzipped or plain."""
     grams = {}
     for name, (file, keys, joint) in EVALUATED.items():
-        path = None if data is None else find_file(data, (file,))
+        path = None if data is None else find_file(data, file)
         if path is not None:
             texts = (joint.join(str(row[key]) for key in keys) for _, row in read_records(path))
             grams[name] = set[int]().union(*map(word_grams, texts))
@@ -247,7 +247,7 @@ def _add_files(
 
 
 def _add_gsm8k(corpus: Corpus, data: Path | None, grams: set[int], max_bytes: int) -> None:
-    path = find_file(data, ("gsm8k/train.jsonl",)) if data else None
+    path = find_file(data, "gsm8k/train.jsonl") if data else None
     if path is None:
         return
     corpus.licences["gsm8k"] = "MIT"

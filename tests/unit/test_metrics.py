@@ -23,7 +23,7 @@ from specdec.metrics import (
     speed_ratio_interval,
     summarise,
 )
-from specdec.metrics.counters import RequestCounters, SourceCounters
+from specdec.metrics.counters import RequestCounters
 from specdec.metrics.loops import repeated_ngrams
 from specdec.metrics.times import decode_phase
 
@@ -369,18 +369,14 @@ def test_totals_merge_into_sums_and_refuse_other_runs() -> None:
         RunTotals.merge([])
 
 
-def test_totals_take_over_meters_and_sources() -> None:
+def test_totals_take_over_meters() -> None:
     meter = Meter()
     meter.add("target", 1.5)
     meter.add("target", 0.5)
     totals = RunTotals()
     totals.add_meter(meter)
-    totals.add_source(SourceCounters(passes=3, rows=7, catch_up_rows=2, by_level={"draft": 3}))
-    totals.add_source(SourceCounters(passes=1, rows=1, by_level={"draft": 1}))
     assert totals.total_model_s == 2.0
     assert totals.model_calls == {"target": 2}
-    assert (totals.draft_passes, totals.draft_rows, totals.draft_catch_up_rows) == (4, 8, 2)
-    assert totals.draft_passes_by_level == {"draft": 4}
 
 
 def test_results_and_totals_survive_json() -> None:

@@ -186,10 +186,12 @@ class Pair:
             origins=self.rng.integers(0, 3, shape) if self.rng.random() < 0.3 else None,
         )
         self.tree.set_candidates(slots, candidates, slice(before, shape[0]))
+        if drops := bool(self.rng.integers(2)):
+            self.tree.drop_known_children(slots)
         for row, slot in enumerate(slots, start=before):
             node, count = self.ref.nodes[slot], int(candidates.counts[row])
             node.expanded = count > 0
-            known = {n.token for n in self.ref.nodes if n.parent is node}
+            known = {n.token for n in self.ref.nodes if n.parent is node and drops}
             node.candidates = {
                 c: (
                     int(candidates.tokens[row, c]),

@@ -1,0 +1,115 @@
+"""Every preset decodes as it did when it was recorded: tokens, counts and simulated times.
+
+Changes of structure must pass this test without new records. Where a figure is meant to change,
+record again, and say in the commit which figure and why:
+
+    python -m tests.matrix.record_presets [PRESET ...]
+
+What is run is in ``record_presets.py``; what the records hold, per preset, two prompts
+one after the other, greedily and sampled, and five prompts sampled, four of them at a time:
+
+- of each request: tokens, their sources, when each was emitted, why it ended, all counters;
+- of the run: the clock, busy time by rank, drafting time and how much of it is hidden, steps, load,
+  the counters of executor and source, rows per stage, model passes.
+
+``test_the_records_prove_something`` holds what happens in them. In every case every preset but ar
+has right drafts, accepted or hit (of the emitted tokens 24 % to all greedily, 20 % to 97 % sampled,
+13 % to 96 % in batches), and sampled all have misses too. Decided tokens are cut at the end of
+requests, which end by length and by an end token, and pipelines fill, flush, refill and prune.
+
+Not in them: verifiers, sources, policies and serving options that no preset names, and ranks that
+are processes. The other tests of this folder hold the tokens of these, not their times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from tests.matrix.record_presets import (
+    CASES,
+    COMMAND,
+    FILE,
+    Record,
+    differences,
+    presets,
+    read,
+    record,
+)
+
+MAX_BYTES = 110_000  # of the file: a diff of it has to be readable
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("preset", presets())
+def test_preset_decodes_as_recorded(preset: str, case: str) -> None:
+    recorded = read().get(preset, {}).get(case)
+    assert recorded, (
+        f"preset {preset} has no record of case {case} in {FILE.name}: look at its results, then"
+        f" run `{COMMAND} {preset}` and commit the file"
+    )
+    found = differences(recorded, record(preset, case))
+    if found:
+        head = f"{preset}, {case}: {len(found) // 3} figures differ from the record"
+        pytest.fail("\n".join([head, *found]), pytrace=False)
+
+
+def test_every_record_is_of_a_preset() -> None:
+    gone = sorted(read().keys() - {*presets()})
+    assert not gone, f"records of presets that are gone: run `{COMMAND} ar`, which drops {gone}"
+    assert FILE.stat().st_size < MAX_BYTES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_records_prove_something(case: str) -> None:
+    """A pair that never agrees, or always does, would hide most changes."""
+    found = {preset: totals(records[case]) for preset, records in read().items()}
+    drafting = {preset: total for preset, total in found.items() if preset != "ar"}
+    for preset, total in drafting.items():
+        drafted = total["accepted"] + total["hits"]
+        assert total["proposed"] > 0, preset
+        assert drafted >= 0.1 * total["tokens"], f"{preset}: hardly a draft is right"
+        assert total["misses"] or case == "greedy", f"{preset}: every draft is right"
+    everything = sum(found.values(), Counter[str]())
+    for name in ("cut_tokens", "fill_steps", "flush_steps", "refill_steps", "length", "eos"):
+        assert everything[name] > 0, name
+
+
+def totals(recorded: Record) -> Counter[str]:
+    """Sums of the counters, number of tokens and reasons of ending over a record's requests."""
+    total = Counter[str]()
+    for name, text in recorded.items():
+        if name.endswith(" counters"):
+            for counter, number in re.findall(r"(\w+)=(\d+)(?!\S)", text):
+                total[counter] += int(number)
+        elif name.endswith(" tokens"):
+            *tokens, reason = text.split()
+            total["tokens"] += len(tokens)
+            total[reason] += 1
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("7 tokens", "13 53 24 length"),
+        ("7 tokens", "13 53 eos"),
+        ("times_us", "10700*2 100.5"),
+        ("times_us", "10700*3 100.50001"),
+        ("executor", "rows=3"),
+        ("executor", ""),
+        ("stage_rows", "1 2"),
+    ],
+)
+def test_a_difference_is_told(name: str, changed: str) -> None:
+    kept = {"7 tokens": "13 53 24 eos", "times_us": "10700*3 100.5", "executor": "passes=1 rows=3"}
+    lines = differences(kept, {**kept, name: changed})
+    assert len(lines) == 3
+    assert lines[0].startswith(f"{name}: ")
+    assert lines[2].split("now")[1].strip() == changed
+
+
+def test_rounding_is_no_difference() -> None:
+    assert not differences({"times_us": "10700*3 100.5"}, {"times_us": "10700*3 100.50000001"})
