@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from specdec.clocks.meter import Meter
+from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.distributed import executor as over_ranks
 from specdec.distributed import replies
@@ -20,7 +21,7 @@ from specdec.distributed.executor import Ranks
 from specdec.distributed.in_flight_rows import InFlightRows
 from specdec.distributed.messages import Kind
 from specdec.distributed.replies import ReceivedReply, Reply, hidden_reply
-from specdec.executors.layout import StageLayout
+from specdec.executors import PipelineExecutor
 from specdec.executors.row_packing import InFlight
 from specdec.interfaces import TreePolicy
 from specdec.models.medusa import MedusaHeads
@@ -40,6 +41,8 @@ from tests.shapes import small_llama
 
 NAMES = tuple(HiddenName(layer) for layer in (0, 4, 7))  # of 8: the first, one inside, and the last
 LEVELS = FixedWidth(width=5, children=3)
+WITH_ANSWERS = Needs(hidden=NAMES)
+Layout: TypeAlias = dict[str, Any]  # keys of the executor
 States: TypeAlias = Mapping[HiddenName, torch.Tensor]
 
 
@@ -50,16 +53,21 @@ def group() -> Iterator[ThreadGroup]:
         yield made
 
 
-def reading(policy: TreePolicy, layout: StageLayout, *, over_ranks: bool) -> Parts:
+def reading(
+    policy: TreePolicy, layout: Layout, *, over_ranks: bool, needs: Needs = WITH_ANSWERS
+) -> Parts:
     """A draft model source that also requests hidden states."""
-    bench = Workbench(pair(), seed=11)
+    ranks = Ranks(model=config("ar", 2)["model"], clock={"kind": "measured"}, threads=1)
+    bench = Workbench(pair(), seed=11, ranks=ranks if over_ranks else None)
     source = DraftModelSource(runner=bench.draft_runner())
-    source.needs = Needs(hidden=NAMES)
-    model = config("ar", 2)["model"]
-    ranks = Ranks(model=model, clock={"kind": "measured"}, threads=1) if over_ranks else None
-    return bench.parts(
-        source=source, policy=policy, verifier=MatchVerifier(), stages=layout, ranks=ranks
+    source.needs = needs
+    executor = planned(
+        PipelineExecutor,
+        bench.pair,
+        transport="distributed" if over_ranks else "in_process",
+        **layout,
     )
+    return bench.parts(source=source, policy=policy, verifier=MatchVerifier(), executor=executor)
 
 
 def outputs(parts: Parts) -> list[Output]:
@@ -85,7 +93,7 @@ def outputs(parts: Parts) -> list[Output]:
     return found
 
 
-def same_rows(policy: TreePolicy, layout: StageLayout, plant: Any = None) -> int:
+def same_rows(policy: TreePolicy, layout: Layout, plant: Any = None) -> int:
     """Compares transports step by step; returns the number of tree rows compared."""
     expected = outputs(reading(policy, layout, over_ranks=False))
     if plant is not None:
@@ -122,15 +130,15 @@ def _equal(mine: States, theirs: States) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        StageLayout(stages=1),  # latency 1
-        StageLayout(stages=3),
-        StageLayout(stages=8),
-        StageLayout(stages=2, groups=(2, 1)),  # two ranks of one stage have layers that are needed
+        {"stages": 1},  # latency 1
+        {"stages": 3},
+        {"stages": 8},
+        {"stages": 2, "groups": [2, 1]},  # two ranks of one stage have layers that are needed
     ],
 )
-def test_rows_are_those_of_one_process(layout: StageLayout) -> None:
+def test_rows_are_those_of_one_process(layout: Layout) -> None:
     """Rows in flight are pruned on the ranks and in rank 0's records."""
-    policy = LEVELS if layout.stages > 1 else Static(branching=[3, 2])
+    policy = LEVELS if layout["stages"] > 1 else Static(branching=[3, 2])
     assert same_rows(policy, layout) >= 24
 
 
@@ -158,7 +166,7 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(over_ranks, "read_hidden", wrong)
 
     with pytest.raises((AssertionError, KeyError)):
-        same_rows(LEVELS, StageLayout(stages=2), plant)
+        same_rows(LEVELS, {"stages": 2}, plant)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from specdec.runs.runners import sampling_params
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
-from specdec.types import Lossless, Nodes, Output, Verdict
+from specdec.types import Answers, Lossless, Nodes, Output, Verdict
 
 # Of these the accepted path depends on the target's path only: what is off it is never preferred.
 EXACT = {
