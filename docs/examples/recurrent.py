@@ -47,10 +47,10 @@ class RecurrentPair:
             self._cell = torch.nn.GRUCell(width, width, dtype=torch.float64)
 
     @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the target's and of the draft's weights."""
+    def weight_bytes(self) -> dict[str, int]:
+        """Name of each model -> bytes of its weights."""
         tensors = [*self._embedding.parameters(), *self._cell.parameters()]
-        return sum(t.numel() * t.element_size() for t in tensors), 0
+        return {"target": sum(t.numel() * t.element_size() for t in tensors)}
 
     def stage(
         self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
@@ -62,9 +62,9 @@ class RecurrentPair:
         """Draws the target's tokens from the logits of the last stage."""
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
-        """Refused: there is no draft."""
-        raise UserError("model=recurrent has no draft model; use source=prompt_lookup")
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
+        """Refused: there is no model besides the target."""
+        raise UserError(f"model=recurrent has no {name} model; use source=prompt_lookup")
 
     def artefact(self, kind: type, **options: Any) -> Any:
         """Refused: there are no heads and no n-grams (``kind``) beside the target."""

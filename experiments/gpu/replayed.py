@@ -58,7 +58,7 @@ class ReplayedShapes:
         self.num_layers = int(target.config.num_hidden_layers)
         self.max_positions: int | None = int(target.config.max_position_embeddings)
         self.eos_ids = record.eos_ids
-        self.weight_bytes = (num_bytes(target), num_bytes(draft))
+        self.weight_bytes = {"target": num_bytes(target), "draft": num_bytes(draft)}
         self._attention, self._execution = attention, execution
         self.meter = Meter()
 
@@ -77,9 +77,10 @@ class ReplayedShapes:
         replayed = self.record.answerer(draws=draws, needs_probs=needs_probs)
         return _Answerer(real, replayed, self)
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
         """The whole draft."""
-        return self._runner(self.draft, "draft", meter)
+        assert name == "draft", name
+        return self._runner(self.draft, name, meter)
 
     def _runner(self, model: PreTrainedModel, name: str, meter: Meter) -> ModelRunner:
         return ModelRunner(

@@ -110,7 +110,7 @@ def _run(subject: Subject, seen: Observation) -> None:
     with subject.composed(pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
-        fresh = {"target": Fresh(pair.target), "draft": Fresh(pair.draft)}
+        fresh = {name: Fresh(pair.model(name)) for name in pair.names}
         steps = decode_steps(
             parts, cases, outputs, batch_size=_BATCH, prefill_chunk=_SMALL_CHUNK, state=state
         )

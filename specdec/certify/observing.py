@@ -209,9 +209,9 @@ class ObservedPair(RandomPair):
         self._watch.model(stage.runner)
         return stage
 
-    def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """The observed draft."""
-        runner = super().draft_runner(meter, group)
+    def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
+        """An observed draft or middle model."""
+        runner = super().runner(name, meter, group)
         self._watch.model(runner, None if group is None else _heads(runner, self.draft, group))
         return runner
 

@@ -15,7 +15,7 @@ from specdec.config.options import options
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
-_KINDS = ("stage", "draft", "head", "prune", "transfer", "exit")
+_KINDS = ("stage", "draft", "middle", "head", "prune", "transfer", "exit")
 _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
 
 

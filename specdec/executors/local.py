@@ -68,9 +68,9 @@ class LocalExecutor:
     @classmethod
     def plan(cls, models: PlannedModels) -> ExecutorPlan:
         """Target and draft on the controller's device."""
-        sizes = zip(("target", "draft"), models.weight_bytes, strict=True)
         placements = {
-            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,)) for name, size in sizes
+            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,))
+            for name, size in models.weight_bytes.items()
         }
         return ExecutorPlan(latency=1, in_flight=1, placements=placements)
 

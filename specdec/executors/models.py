@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
@@ -51,8 +51,8 @@ class PlannedModels(Protocol):
         ...
 
     @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the target's and of the draft's weights."""
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Name of each model ("target", "draft", ...) -> bytes of its weights."""
         ...
 
     @property

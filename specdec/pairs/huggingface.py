@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -102,6 +102,23 @@ class HuggingFacePair:
         """The draft model."""
         raise NotImplementedError
 
+    @property
+    def middle(self) -> PreTrainedModel:
+        """The middle model, between draft and target in size.
+
+        Raises:
+            UserError: there is none.
+        """
+        raise UserError(
+            "this strategy needs a middle model: give model.middle=PATH (model=random:"
+            " model.middle_layers=LAYERS), or use the draft"
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the models that there are."""
+        return ("target", "draft")
+
     @cached_property
     def info(self) -> ModelInfo:
         """Sizes of the target; by default from its config."""
@@ -132,7 +149,7 @@ class HuggingFacePair:
         """Weights of the output head over those of a layer; a pass reads each once."""
         info = self.info
         matrix = info.vocab_size * info.hidden_size
-        total = self.weight_bytes[0] // getattr(torch, self.dtype).itemsize
+        total = self.weight_bytes["target"] // getattr(torch, self.dtype).itemsize
         layers = total - (1 if info.tied else 2) * matrix  # without head and embeddings
         return matrix * info.num_layers / max(1, layers)
 
@@ -152,9 +169,14 @@ class HuggingFacePair:
         return None
 
     @cached_property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the target's and of the draft's weights in memory."""
-        return num_bytes(self.target), num_bytes(self.draft)
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Name of each model -> bytes of its weights in memory."""
+        return {name: num_bytes(self.model(name)) for name in self.names}
+
+    def model(self, name: str) -> PreTrainedModel:
+        """The model of that name: target, draft or middle."""
+        model: PreTrainedModel = getattr(self, name)
+        return model
 
     def stage(
         self,
@@ -285,9 +307,9 @@ class HuggingFacePair:
         """One rank's tensor-parallel share of target layers ``first`` .. ``last``."""
         return sharded(self.target, group)
 
-    def draft_share(self, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of the draft."""
-        return sharded(self.draft, group)
+    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
+        """One rank's tensor-parallel share of the draft or of the middle model."""
+        return sharded(self.model(name), group)
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's logits."""
@@ -295,15 +317,15 @@ class HuggingFacePair:
         static = None if graphs == Graphs.OFF else StaticDraws(graphs=graphs)
         return ModelAnswerer(draws=draws, needs_probs=needs_probs, static=static)
 
-    def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """Runner of the whole draft, or of this rank's share in a tensor-parallel ``group``.
+    def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
+        """Runner of a whole model, or of this rank's share in a tensor-parallel ``group``.
 
         Raises:
-            UserError: a ``group`` with quantised weights.
+            UserError: no such model, or a ``group`` with quantised weights.
         """
         if group is None:
-            return self._runner("draft", meter, lambda: self.draft)
-        return self._runner("draft", meter, lambda: self.draft_share(group), group)
+            return self._runner(name, meter, lambda: self.model(name))
+        return self._runner(name, meter, lambda: self.model_share(name, group), group)
 
 
 class PartsOnly:

@@ -70,6 +70,14 @@ class ModelPair(SourcePair, Protocol):
         """
         ...
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
-        """Runner of the whole draft model; ``meter`` counts its passes."""
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
+        """Runner of a whole model besides the target.
+
+        Args:
+            name: "draft", "middle".
+            meter: counts its passes.
+
+        Raises:
+            UserError: there is no such model.
+        """
         ...

@@ -37,6 +37,7 @@ class RandomPair(HuggingFacePair):
         family: Text = "llama",
         num_layers: Count = 4,
         draft_layers: Count = 1,
+        middle_layers: Count | None = None,
         hidden_size: Annotated[int, Field(ge=8)] = 32,
         num_heads: Count = 4,
         vocab_size: Annotated[int, Field(ge=2)] = 64,
@@ -58,7 +59,9 @@ class RandomPair(HuggingFacePair):
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers, draft_layers: of the target and of the draft, the target's first layers.
+            num_layers: of the target.
+            draft_layers, middle_layers: of the draft and of the middle model, which are the
+                target's first layers; None: no middle model.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
@@ -81,11 +84,12 @@ class RandomPair(HuggingFacePair):
             exit_layer=exit_layer,
             exit_head=exit_head,
         )
-        if not 1 <= draft_layers <= num_layers:
-            raise UserError(
-                f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
-                f"{num_layers}"
-            )
+        layers = {"draft_layers": draft_layers, "middle_layers": middle_layers}
+        for key, value in layers.items():
+            if value is not None and not 1 <= value <= num_layers:
+                raise UserError(
+                    f"model.{key}={value} must be between 1 and model.num_layers={num_layers}"
+                )
         if hidden_size % num_heads:
             raise UserError(
                 f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
@@ -102,22 +106,37 @@ class RandomPair(HuggingFacePair):
             vocab_size=vocab_size,
             max_positions=max_positions,
         )
-        self._layers = (num_layers, draft_layers)
+        self._layers = {"target": num_layers, "draft": draft_layers}
+        if middle_layers is not None:
+            self._layers["middle"] = middle_layers
         self._logits = (logit_scale, logit_step)
 
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        return quantize(self._make(self._layers[0]), self._quantization)
+        return quantize(self._make(self._layers["target"]), self._quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The target's first layers: often right, often not."""
-        draft = self._make(self._layers[1])
+        return self._first_layers("draft")
+
+    @cached_property
+    def middle(self) -> PreTrainedModel:
+        """The target's first layers, another number of them."""
+        return self._first_layers("middle") if "middle" in self.names else super().middle
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the models that are configured."""
+        return tuple(self._layers)
+
+    def _first_layers(self, name: str) -> PreTrainedModel:
+        model = self._make(self._layers[name])
         exact = self._quantization == Quantization.NONE
-        whole = self.target if exact else self._make(self._layers[0])
-        draft.load_state_dict(whole.state_dict(), strict=False)
-        return quantize(draft, self._quantization)
+        whole = self.target if exact else self._make(self._layers["target"])
+        model.load_state_dict(whole.state_dict(), strict=False)
+        return quantize(model, self._quantization)
 
     def token_samples(self) -> IntArray:
         """Greedy continuations of the draft."""

@@ -90,7 +90,7 @@ def record_run(
         about: origin of the run; ``loop_share`` is added, since replayed tokens are made up.
         on_request: called with the id of every recorded request.
     """
-    runner = pair.draft_runner(Meter())
+    runner = pair.runner("draft", Meter())
     recorded, outputs = [], []
     for result in results:
         if result.output:
@@ -101,7 +101,7 @@ def record_run(
     return Record(
         requests=tuple(recorded),
         vocab_size=pair.vocab_size,
-        weight_bytes=pair.weight_bytes,
+        weight_bytes=(pair.weight_bytes["target"], pair.weight_bytes.get("draft", 0)),
         about={**about, "loop_share": loop_share(outputs)},
     )
 

@@ -70,7 +70,7 @@ class HiddenModels:
         self.about = dict(about or {})
         self.hidden = pair
         self.num_layers = num_layers
-        self.weight_bytes = weight_bytes
+        self.weight_bytes = dict(zip(("target", "draft"), weight_bytes, strict=True))
 
     @property
     def vocab_size(self) -> int:
@@ -115,9 +115,9 @@ class HiddenModels:
             f" {_REAL}, or source=draft_model"
         )
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
         """Raises ``UserError``: ``fitted_source`` replaces the draft model."""
-        raise UserError(f"model={self.option} has no draft model; choose source=synthetic")
+        raise UserError(f"model={self.option} has no {name} model; choose source=synthetic")
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
         """The source node with the pair's own draft in place of draft models.

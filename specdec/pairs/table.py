@@ -8,7 +8,8 @@ Shape letters: V vocabulary, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -49,7 +50,7 @@ class TablePair:
     head_cost = 0.0
     eos_ids: frozenset[int] = frozenset()
     tokenizer = None
-    weight_bytes = (0, 0)
+    weight_bytes: Mapping[str, int] = MappingProxyType({"target": 0, "draft": 0})
 
     def __init__(
         self, *, target: Sequence[Sequence[float]], draft: Sequence[Sequence[float]]
@@ -114,8 +115,10 @@ class TablePair:
         """Samples from the target's table."""
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
         """The draft's table as a model."""
+        if name != "draft":
+            raise UserError(f"model.kind=table has no {name} model; use model=tiny or model=random")
         return cast("ModelRunner", TableRunner(self.draft_table, "draft"))
 
     def token_samples(self) -> IntArray:

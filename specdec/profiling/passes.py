@@ -58,7 +58,7 @@ def measure_model(
         _Bench(pair.stage(*bound, meter).runner, context, max(tokens))
         for bound in (longest, bounds[-1])
     )
-    draft = _Bench(pair.draft_runner(meter), context, max(tokens))
+    draft = _Bench(pair.runner("draft", meter), context, max(tokens))
     kinds = {
         Work.STAGE: stage.layers,
         Work.PRUNE: stage.prune,

@@ -196,7 +196,7 @@ class HFBaseline:
             seed=int(cfg["seed"]),
             tokenizer=pair.tokenizer,
             options=HFOptions(**cfg["strategy"]["options"]),
-            weight_bytes=pair.weight_bytes,
+            weight_bytes=(pair.weight_bytes["target"], pair.weight_bytes.get("draft", 0)),
         )
 
     def run(

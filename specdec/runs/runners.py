@@ -152,7 +152,9 @@ class PartsRunner:
             kv_budget_tokens=self.parts.serving.kv_tokens,
         )
         source = self.parts.source
-        totals.target_bytes, draft_bytes = self._pair.weight_bytes
+        sizes = self._pair.weight_bytes
+        draft_bytes = sizes.get(getattr(source, "model", "draft"), 0)
+        totals.target_bytes = sizes["target"]
         totals.draft_bytes = getattr(source, "pass_bytes", draft_bytes)
         law = getattr(source, "speedup_law", None)
         if law is not None and latency is not None:

@@ -166,7 +166,7 @@ def test_a_pipeline_in_one_process_is_told(words: list[str], told: bool) -> None
 
 def test_a_bench_measures_on_a_cache_that_stays_as_it_was() -> None:
     pair = RandomPair(num_layers=4, hidden_size=32)
-    runner = pair.draft_runner(Meter())
+    runner = pair.runner("draft", Meter())
     bench = _Bench(runner, context=9, max_tokens=6)
     before = bench._cache.storage[:, :, :, :9].clone()
     for work in (bench.layers, bench.head, bench.proposals, bench.prune):

@@ -72,7 +72,7 @@ def test_an_entry_is_what_expand_would_answer(sampling: str) -> None:
         sampling=sampling_params(cfg["sampling"]),
     )
     state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
-    source = DraftModelSource(runner=pair().draft_runner(Meter()))
+    source = DraftModelSource(runner=pair().runner("draft", Meter()))
     state.requests[request.id] = request
     source.open(request)
     for i, token in enumerate(results[0].output):
@@ -94,7 +94,7 @@ def test_an_entry_is_what_expand_would_answer(sampling: str) -> None:
 
 
 def test_a_draft_with_fewer_positions_is_recorded_as_silent_beyond_them() -> None:
-    runner = pair().draft_runner(Meter())
+    runner = pair().runner("draft", Meter())
     runner.max_positions = 10
     params = sampling_params(composed(())["sampling"])
     text = {"prompt": np.arange(1, 6), "output": np.arange(1, 21)}
@@ -107,7 +107,7 @@ def test_a_draft_with_fewer_positions_is_recorded_as_silent_beyond_them() -> Non
 def test_long_requests_are_recorded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     params = sampling_params(composed(())["sampling"])
     tokens = np.random.default_rng(0).integers(1, 64, 40)
-    runner = pair().draft_runner(Meter())
+    runner = pair().runner("draft", Meter())
     text = {"prompt": tokens[:20], "output": tokens[20:]}
     whole = record_request(runner, params, request_id=1, **text)
     monkeypatch.setattr("specdec.pairs.recorder._CHUNK", 7)
@@ -239,7 +239,7 @@ def test_the_shipped_record_plays() -> None:
     prompts = models.prompts()
     assert len(prompts) >= 8
     assert models.conditions()["data"] == "humaneval"
-    assert all(models.weight_bytes)
+    assert all(models.weight_bytes.values())
     results, _ = run(models, ("strategy=speculative",), num_tokens=16)
     assert len(results) == len(prompts)
 
