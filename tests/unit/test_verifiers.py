@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
+from specdec.device import DeviceProbs, select_rows
 from specdec.interfaces import Verifier
 from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -113,8 +117,8 @@ def test_match_equals_a_walk_by_hand():
 @pytest.mark.parametrize("verifier", [MatchVerifier(), RelaxedVerifier(), StrictVerifier(),
                                       TypicalVerifier(), TypicalVerifier(epsilon=0.9, delta=2.0)],
                          ids=lambda v: type(v).__name__)  # fmt: skip
-def test_a_new_root_still_waits_for_its_answer(verifier):
-    """A root that was answered before it became the root would never be answered again."""
+def test_a_walk_ends_where_no_answer_is(verifier):
+    """The new root still waits for its answer: no verifier stops above an answered node."""
     kinds = set()
     for _, state, request, _, answers in cases(60):
         verdicts = verdicts_of(verifier, state, answers)
@@ -153,6 +157,71 @@ def test_answers_without_a_live_root_give_no_verdict(cls):
     assert verdicts_of(cls(), state, *outputs) == []
     assert request.tree.answered.tolist() == [False, True]
     assert verdicts_of(cls(), state) == []
+
+
+def pieces_of(answers: Answers, rng: np.random.Generator) -> list[Answers]:
+    """The same answers in up to four parts, in any order, so that deep nodes may come first."""
+    order = rng.permutation(len(answers.node_ids))
+    parts = [part for part in np.array_split(order, int(rng.integers(1, 5))) if len(part)]
+    assert answers.probs is not None
+    return [
+        Answers(
+            request=answers.request,
+            node_ids=answers.node_ids[part],
+            tokens=answers.tokens[part],
+            probs=select_rows(answers.probs, part),
+        )
+        for part in parts
+    ]
+
+
+def sampled_tree(tree: TokenTree, rng: np.random.Generator) -> None:
+    """Three levels of children taken in sampling order from random draft distributions."""
+    for _ in range(3):
+        for slot in np.flatnonzero(~tree.expanded).tolist():
+            draft = rng.dirichlet(np.ones(VOCAB))
+            order = rng.choice(VOCAB, 2, replace=False, p=draft)
+            candidates = Candidates(
+                tokens=order[None], logprobs=np.log(draft[order])[None], counts=np.array([2]),
+                probs=draft[None],
+            )  # fmt: skip
+            tree.set_candidates(np.array([slot]), candidates, slice(0, 1))
+            num = int(rng.integers(0, 3))
+            tree.take(np.full(num, slot), np.arange(num))
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("cls", ALL)
+def test_answers_may_arrive_in_any_order(cls, device):
+    """Nothing happens before the root's; then the verdict is that of all answers at once."""
+    lengths, waited = set(), 0
+    for seed in range(60):
+        verdicts = []
+        for in_pieces in (False, True):
+            rng = np.random.default_rng(seed)
+            state, request = new_state(temperature=1.0)
+            sampled_tree(request.tree, rng)
+            slots = answered_set(request.tree, rng)
+            answers = answers_for(request.tree, slots, rng)
+            if device:
+                rows = torch.from_numpy(answers.probs)
+                answers = replace(answers, probs=DeviceProbs(rows, torch.zeros(len(rows))))
+            parts = pieces_of(answers, rng) if in_pieces else [answers]
+            root_at = next(i for i, part in enumerate(parts) if 0 in part.node_ids)
+            for part in parts[:root_at]:
+                assert verdicts_of(cls(), state, part) == []
+            waited += root_at
+            for part in parts[root_at + 1 :]:  # the same step
+                request.tree.set_answers(part)
+            (verdict,) = verdicts_of(cls(), state, parts[root_at])
+            assert np.flatnonzero(request.tree.answered).tolist() == slots.tolist()
+            verdicts.append(
+                (verdict.accepted_ids.tolist(), verdict.next_token, verdict.num_verified)
+            )
+        assert verdicts[0] == verdicts[1]
+        lengths.add(len(verdicts[0][0]))
+    assert waited > 20
+    assert len(lengths) > 2
 
 
 # ---------------------------------------------------------------------- rejection
