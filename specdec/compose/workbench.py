@@ -227,7 +227,8 @@ class Workbench:
         Args:
             source, policy, verifier: the strategy.
             executor: see ``planned``; the local executor where omitted.
-            stages: in place of ``executor``: number of stages of a pipeline, one device each.
+            stages: in place of ``executor``: number of stages of a pipeline, one device each; every
+                device is a process if the workbench has ``ranks``.
             serving: how requests share the target; by default each step feeds all of them.
 
         Raises:
@@ -235,10 +236,11 @@ class Workbench:
             RankFailure: a rank failed while loading.
         """
         if executor is None:
+            transport = "in_process" if self.ranks is None else "distributed"
             executor = (
                 planned(LocalExecutor, self.pair)
                 if stages is None
-                else planned(PipelineExecutor, self.pair, stages=stages)
+                else planned(PipelineExecutor, self.pair, stages=stages, transport=transport)
             )
         plan, serving = executor.plan, ServingRules() if serving is None else serving
         # Check before the target is loaded and ranks start.
