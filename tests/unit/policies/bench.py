@@ -186,18 +186,6 @@ class FakeExecutor:
         pass
 
 
-class Until(Events):
-    """Events of a target that is ready when ``ready`` says so; no pass runs free."""
-
-    def __init__(self, ready: Callable[[], bool]) -> None:
-        self.running = []
-        self.ready = ready  # type: ignore[method-assign]
-
-
-READY = Until(lambda: True)
-BUSY = Until(lambda: False)
-
-
 class PathVerifier:
     """Follows the children that carry the target's tokens; the rule of ``match``."""
 

@@ -12,7 +12,8 @@ from strategies.specpipe_bf import PipelineBestFirst
 from strategies.staged import StagedTree
 from strategies.staged.policy import cheap_source
 
-from .bench import READY, TableSource, autoregressive, children_of, new_request, new_state, run
+from .bench import TableSource, autoregressive, children_of, new_request, new_state, run
+from .readiness import READY
 
 POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "root": RootOnly,

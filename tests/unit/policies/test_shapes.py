@@ -13,12 +13,9 @@ from specdec.types import Candidates, Nodes
 from strategies.staged import StagedTree
 
 from .bench import (
-    BUSY,
-    READY,
     Context,
     Selection,
     TableSource,
-    Until,
     beam,
     best_first,
     children_of,
@@ -27,6 +24,7 @@ from .bench import (
     run,
     score,
 )
+from .readiness import BUSY, READY, Until
 
 ROOT = (1, 2, 3)
 NUM_TOKENS = 50
