@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import paged
-from specdec.executors.models import Blocks, PlannedModels, TargetModels, layers_of_needs
+from specdec.executors.models import (
+    Blocks,
+    PlannedModels,
+    TargetModels,
+    deliverable,
+    layers_of_needs,
+)
 from specdec.executors.row_packing import with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.metrics.counters import ExecutorCounters
@@ -81,6 +87,7 @@ class LocalExecutor:
         blocks: Blocks,
     ) -> LocalExecutor:
         """Loads the target; see ``PlannedExecutor``."""
+        needs = deliverable(needs, pair.num_layers)
         capture = layers_of_needs(needs)
         layers = pair.stage(0, pair.num_layers, meter, capture_layers=capture)
         return cls(

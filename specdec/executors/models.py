@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 from specdec.clocks.meter import Meter
@@ -10,7 +11,7 @@ from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import Stage
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.types import Needs
+from specdec.types import HiddenName, Needs
 
 Blocks: TypeAlias = tuple[int | None, int]
 """Blocks of each stage's paged cache (None: caches are not paged), and tokens per block."""
@@ -96,6 +97,20 @@ class TargetModels(PlannedModels, Protocol):
             needs_probs: whether answers carry the whole target distribution.
         """
         ...
+
+
+def deliverable(needs: Needs, num_layers: int, *, exits: bool = False) -> Needs:
+    """``needs`` without hidden states that the target's stages do not give.
+
+    They give the residual stream of their layers, and beside exit heads none.
+    """
+
+    def given(names: Sequence[HiddenName]) -> tuple[HiddenName, ...]:
+        return tuple(
+            name for name in names if not (exits or name.normed) and 0 <= name.layer < num_layers
+        )
+
+    return replace(needs, hidden=given(needs.hidden), early_hidden=given(needs.early_hidden))
 
 
 def layers_of_needs(needs: Needs) -> tuple[int, ...]:

@@ -21,7 +21,14 @@ from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, ExitStage, paged
 from specdec.executors.layout import PipelineOptions, PipelinePlan
-from specdec.executors.models import Blocks, OverRanks, PlannedModels, TargetModels, layers_of_needs
+from specdec.executors.models import (
+    Blocks,
+    OverRanks,
+    PlannedModels,
+    TargetModels,
+    deliverable,
+    layers_of_needs,
+)
 from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.executors.step_charges import StepCharges
@@ -109,6 +116,7 @@ class PipelineExecutor:
     ) -> Executor:
         """Loads the stages, in this process or on their ranks; see ``PlannedExecutor``."""
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
+        needs = deliverable(needs, pair.num_layers, exits=bool(exits))
         bounds = plan.bounds(pair, exits[0] if exits else None)
         if plan.distributed and over_ranks is not None:
             ranks: Executor = over_ranks(plan, needs, bounds=bounds, exits=exits)

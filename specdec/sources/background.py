@@ -96,7 +96,9 @@ class Background:
             ticket, view = Ticket(nodes=nodes), state.copy(nodes)
             self._thread_clock = self._thread_clock or MeasuredClock(rank=self._rank)
             view.clock = self._thread_clock
-            result = self._thread.submit(self._pass, view, nodes, k)
+            calls, self._deferred = self._deferred, []
+            result = self._thread.submit(self._pass, calls, view, nodes, k)
+            result.add_done_callback(self._wake)
         else:
             result = Future()
             with state.clock.on(self._rank):
@@ -123,14 +125,18 @@ class Background:
         """Closes a request, after the running pass."""
         self._after_pass(partial(self._source.close, request_id))
 
-    def _pass(self, view: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Thread: one pass over a copy of the trees."""
-        try:
-            with torch.inference_mode():
-                return self._source.expand(view, nodes, k)
-        finally:
-            if self.wakeup is not None:
-                self.wakeup.set()
+    def _pass(
+        self, calls: Sequence[Callable[[], None]], view: DecodeState, nodes: Nodes, k: int
+    ) -> Candidates:
+        """Thread: deferred calls that came before the pass, then the pass over a copy of trees."""
+        for call in calls:
+            call()
+        with torch.inference_mode():
+            return self._source.expand(view, nodes, k)
+
+    def _wake(self, _result: Future[Candidates]) -> None:
+        if self.wakeup is not None:
+            self.wakeup.set()
 
     def _after_pass(self, call: Callable[[], None]) -> None:
         self._deferred.append(call)

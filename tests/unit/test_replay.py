@@ -32,7 +32,7 @@ from specdec.runs.runners import sampling_params
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
-from specdec.types import Lossless, Nodes, Output, Verdict
+from specdec.types import Answers, Lossless, Nodes, Output, Verdict
 
 # Of these the accepted path depends on the target's path only: what is off it is never preferred.
 EXACT = {
@@ -85,6 +85,10 @@ def test_an_entry_is_what_expand_would_answer(sampling: str) -> None:
         found = np.flatnonzero(got.tokens[0, :count] == token)
         assert entry.ranks[i] == found[0] if len(found) else entry.ranks[i] >= count
         none = np.zeros(0, np.int64)
+        answers = Answers(
+            request=request.id, node_ids=request.tree.ids[:1].copy(), tokens=np.array([token])
+        )
+        state.receive(Output(step=i, answers=(answers,)))
         verdict = Verdict(request=request.id, accepted_ids=none, next_token=token)
         source.commit(state.commit([verdict]), Output(step=i))
 

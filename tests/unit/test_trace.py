@@ -139,8 +139,8 @@ def test_a_recorder_that_forgets_nodes_is_caught(monkeypatch: pytest.MonkeyPatch
 
     real = recorder.ObservedExecutor.collect
 
-    def late(self, *args):  # type: ignore[no-untyped-def]
-        output = real(self, *args)
+    def late(self, **kwargs):  # type: ignore[no-untyped-def]
+        output = real(self, **kwargs)
         for request in self._trace.trees.requests:
             if request["steps"]:
                 last = request["steps"][-1]
