@@ -16,7 +16,7 @@ from specdec.executors.exits import ExitStage
 from specdec.executors.stage import StageOutput
 from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.types import NO_NODE, Batch, Commit
+from specdec.types import NO_NODE, Batch, Commit, HiddenName
 
 Width = Annotated[int, Field(ge=1)]  # an alias of the author's own
 
@@ -53,7 +53,7 @@ class RecurrentPair:
         return {"target": sum(t.numel() * t.element_size() for t in tensors)}
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> RecurrentStage:
         """The layers ``first`` to ``last`` of the target: here all of it."""
         return RecurrentStage(self._embedding, self._cell, meter)

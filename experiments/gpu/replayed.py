@@ -24,7 +24,7 @@ from specdec.pairs.replay import ReplayModels
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource, SyntheticSource
-from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output
+from specdec.types import Answers, Batch, Candidates, Commit, HiddenName, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -63,7 +63,7 @@ class ReplayedShapes:
         self.meter = Meter()
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
         """The whole target."""
         assert (first, last) == (0, self.num_layers), "on one device"

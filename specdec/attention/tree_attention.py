@@ -34,6 +34,7 @@ from specdec.attention.backends import (
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import Pair
 from specdec.device import to_device
+from specdec.types import HiddenName
 
 IMPLEMENTATION = "specdec"
 """Name under which the attention function is registered with transformers."""
@@ -66,13 +67,13 @@ class Step:
 
     Attributes:
         cache: passed to the model as its cache.
-        captured: global layer index -> hidden states [1, sum R, E], filled by the runner's hooks.
+        captured: name -> hidden states [1, sum R, E], filled by the runner's hooks.
         hidden: [1, sum R, E], input of the first layer of a slice that is not the first; else None.
     """
 
     def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
         self.cache = StepCache(first_layer=first_layer)
-        self.captured: dict[int, Tensor] = {}
+        self.captured: dict[HiddenName, Tensor] = {}
         self.hidden = hidden
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:

@@ -23,7 +23,7 @@ from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.types import NO_NODE, Candidates, Commit, IntArray, Nodes
+from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes
 
 
 @dataclass(slots=True)
@@ -202,10 +202,10 @@ class ObservedPair(RandomPair):
         last: int,
         meter: Meter,
         group: Collective | None = None,
-        capture_layers: Sequence[int] = (),
+        capture: Sequence[HiddenName] = (),
     ) -> ModelStage:
         """An observed slice of the target."""
-        stage = super().stage(first, last, meter, group, capture_layers)
+        stage = super().stage(first, last, meter, group, capture)
         self._watch.model(stage.runner)
         return stage
 

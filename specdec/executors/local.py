@@ -13,7 +13,6 @@ from specdec.executors.models import (
     PlannedModels,
     TargetModels,
     deliverable,
-    layers_of_needs,
 )
 from specdec.executors.row_packing import with_early, with_hidden
 from specdec.executors.stage import Stage
@@ -88,8 +87,7 @@ class LocalExecutor:
     ) -> LocalExecutor:
         """Loads the target; see ``PlannedExecutor``."""
         needs = deliverable(needs, pair.num_layers)
-        capture = layers_of_needs(needs)
-        layers = pair.stage(0, pair.num_layers, meter, capture_layers=capture)
+        layers = pair.stage(0, pair.num_layers, meter, capture=needs.hidden + needs.early_hidden)
         return cls(
             stage=paged(layers, *blocks),
             answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),

@@ -69,14 +69,14 @@ class TargetModels(PlannedModels, Protocol):
     """The target as ``build`` of an executor sees it."""
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
         """Target layers ``first`` .. ``last`` (exclusive).
 
         Args:
             first, last: layers of the slice.
             meter: counts the passes.
-            capture_layers: layers whose hidden states every pass returns.
+            capture: hidden states, of layers of the slice, that every pass returns.
         """
         ...
 
@@ -102,17 +102,13 @@ class TargetModels(PlannedModels, Protocol):
 def deliverable(needs: Needs, num_layers: int, *, exits: bool = False) -> Needs:
     """``needs`` without hidden states that the target's stages do not give.
 
-    They give the residual stream of their layers, and beside exit heads none.
+    They give the residual stream of their layers and the last one's state after the final norm;
+    stages with exit heads give none.
     """
 
     def given(names: Sequence[HiddenName]) -> tuple[HiddenName, ...]:
-        return tuple(
-            name for name in names if not (exits or name.normed) and 0 <= name.layer < num_layers
-        )
+        last = num_layers - 1
+        inside = (n for n in names if n.layer == last or (0 <= n.layer < last and not n.normed))
+        return () if exits else tuple(inside)
 
     return replace(needs, hidden=given(needs.hidden), early_hidden=given(needs.early_hidden))
-
-
-def layers_of_needs(needs: Needs) -> tuple[int, ...]:
-    """Layers whose output the target must keep."""
-    return tuple(sorted({name.layer for name in needs.hidden + needs.early_hidden}))

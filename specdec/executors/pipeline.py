@@ -27,7 +27,6 @@ from specdec.executors.models import (
     PlannedModels,
     TargetModels,
     deliverable,
-    layers_of_needs,
 )
 from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.stage import Stage
@@ -127,18 +126,18 @@ class PipelineExecutor:
                 " workbench ranks=Ranks(model=..., clock=...), or use transport=in_process"
             )
         check_in_process(clock.kind, tracing=clock.timeline is not None)
-        capture = layers_of_needs(needs)
+        capture = needs.hidden + needs.early_hidden
         # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(plan.layout.devices).tolist()]
         stages: list[Stage] = []
         for first, last in pairwise(ends):
             layers = (bounds[first][0], bounds[last - 1][1])
             inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
-            here = tuple(layer for layer in capture if layers[0] <= layer < layers[1])
+            here = tuple(name for name in capture if layers[0] <= name.layer < layers[1])
             stage = (
                 pair.exit_stage(*layers, meter, inside)
                 if inside
-                else pair.stage(*layers, meter, capture_layers=here)
+                else pair.stage(*layers, meter, capture=here)
             )
             stages.append(paged(stage, *blocks))
         reader = ExitReader(num_candidates=needs.exits, draws=draws, sample=needs.draft_probs)

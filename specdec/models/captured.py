@@ -29,7 +29,7 @@ from specdec.attention.tree_attention import ScoreOptions, Step
 from specdec.device import to_device
 from specdec.kernels.graphs import ROW_COUNTS, Graphs, capture, round_up
 from specdec.models.captured_buffers import LEAST_CONTEXT, Arena, Arenas, Inputs
-from specdec.types import IntArray
+from specdec.types import HiddenName, IntArray
 
 COLUMN_COUNTS = (64, 256, 1024)
 """Mask widths: tree entries that rows may see; a pass with more runs uncaptured."""
@@ -46,12 +46,12 @@ class RunnerOutput:
             stage's input.
         logits: [A, V], one row per requested row; None if none were requested, or if the slice is
             not the last.
-        captured: global layer index (from 0) -> [sum R, E] after that layer.
+        captured: name -> [sum R, E], the states that the runner captures.
     """
 
     hidden: Tensor
     logits: Tensor | None = None
-    captured: Mapping[int, Tensor] = field(default_factory=dict)
+    captured: Mapping[HiddenName, Tensor] = field(default_factory=dict)
 
 
 class StaticStep(Step):

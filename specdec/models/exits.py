@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.slicing import keep_layers, layers_name
+from specdec.models.slicing import final_norm, keep_layers, layers_name
 from specdec.tensor_parallel.sharding import shared_copy
 
 
@@ -124,22 +124,6 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
         module = own.get_output_embeddings() if part == "output" else parts[part]
         _put(module, path, tensor, f"{head.kind}-{head.layer}: {key}")
     return own
-
-
-def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Returns the norm between the last layer and the output head.
-
-    Raises:
-        UserError: for a family without one.
-    """
-    parent = model.get_submodule(layers_name(model).rpartition(".")[0])
-    norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
-    if not norms:
-        raise UserError(
-            f"model type {model.config.model_type!r} has no norm after its layers, which an exit"
-            " head needs; use another family"
-        )
-    return norms[-1]
 
 
 def _put(module: nn.Module, path: str, tensor: Tensor, label: str) -> None:

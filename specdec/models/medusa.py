@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models.exits import final_norm, read_tensors
+from specdec.models.exits import read_tensors
+from specdec.models.slicing import final_norm
 
 Weights = Mapping[str, Tensor]
 """A head's weights by name; all optional: norm.weight and output.weight (default: the target's) and

@@ -36,7 +36,7 @@ from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, slice_model
-from specdec.types import IntArray
+from specdec.types import HiddenName, IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 """``logits_rows`` of a pass without logits, such as prefill."""
@@ -71,7 +71,7 @@ class ModelRunner:
         meter: Meter,
         first_layer: int = 0,
         last_layer: int | None = None,
-        capture_layers: Sequence[int] = (),
+        capture: Sequence[HiddenName] = (),
         attention: str = Attention.DENSE,
         execution: Execution = PLAIN,
     ) -> None:
@@ -82,7 +82,7 @@ class ModelRunner:
             name: "target", "draft", ...
             meter: records the time of every pass.
             first_layer, last_layer: the slice; None: to the last layer.
-            capture_layers: layers (global, from 0) whose outputs every pass returns.
+            capture: hidden states, of layers of the slice, that every pass returns.
             attention: a value of ``Attention``.
             execution: graphs, fused modules, compilation.
 
@@ -92,7 +92,7 @@ class ModelRunner:
         """
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
-        _check_slice(first_layer, last_layer, total, capture_layers)
+        _check_slice(first_layer, last_layer, total, capture)
         config = model.config.get_text_config()
         self.name = name
         self.first_layer, self.last_layer = first_layer, last_layer
@@ -103,12 +103,13 @@ class ModelRunner:
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
         self.static: StaticPasses | None = None
-        self._capture_layers = tuple(capture_layers)
+        self._capture = tuple(capture)
+        self._output = HiddenName(last_layer - 1)
         self._model = slice_model(
             model,
             first_layer=first_layer,
             last_layer=last_layer,
-            capture_layers={*capture_layers, last_layer - 1},
+            capture={*capture, self._output},
         )
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
@@ -208,8 +209,8 @@ class ModelRunner:
             else:
                 self._model.base_model(**inputs)
                 logits = None
-        captured = {layer: step.captured[layer][0] for layer in self._capture_layers}
-        hidden = step.captured[self.last_layer - 1][0]
+        captured = {name: step.captured[name][0] for name in self._capture}
+        hidden = step.captured[self._output][0]
         return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
 
     def _static_passes(self, execution: Execution) -> StaticPasses | None:
@@ -315,12 +316,14 @@ class ModelRunner:
             )
 
 
-def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int]) -> None:
+def _check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
     if not 0 <= first < last <= total:
         raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
-    for layer in capture_layers:
+    for layer, normed in capture:
         if not first <= layer < last:
             raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
+        if normed and layer != total - 1:
+            raise ValueError(f"layer {layer} has no final norm: layer {total - 1} has it")
 
 
 class _Probe(Step):

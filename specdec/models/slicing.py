@@ -19,6 +19,7 @@ from specdec.attention.tree_attention import IMPLEMENTATION, current_step
 from specdec.errors import UserError
 from specdec.models.shortcuts import shorten
 from specdec.tensor_parallel.sharding import shared_copy
+from specdec.types import HiddenName
 
 
 class _Layers(nn.ModuleList):
@@ -70,8 +71,24 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
     return layers
 
 
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """Returns the norm between the last layer and the output head.
+
+    Raises:
+        UserError: for a family without one.
+    """
+    parent = model.get_submodule(layers_name(model).rpartition(".")[0])
+    norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
+    if not norms:
+        raise UserError(
+            f"model type {model.config.model_type!r} has no norm after its layers, which an exit"
+            " head needs; use another family"
+        )
+    return norms[-1]
+
+
 def slice_model(
-    model: PreTrainedModel, *, first_layer: int, last_layer: int, capture_layers: Iterable[int]
+    model: PreTrainedModel, *, first_layer: int, last_layer: int, capture: Iterable[HiddenName]
 ) -> PreTrainedModel:
     """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
 
@@ -81,7 +98,7 @@ def slice_model(
     Args:
         model: whole, or loaded by ``load_stage``.
         first_layer, last_layer: the slice.
-        capture_layers: global indices of layers in the slice.
+        capture: hidden states to store, of layers in the slice.
     """
     own = shared_copy(model).eval()
     own.set_attn_implementation(IMPLEMENTATION)
@@ -92,15 +109,16 @@ def slice_model(
             if isinstance(module, nn.Embedding) and not path.startswith(name):
                 own.base_model.set_submodule(path, _NoEmbedding(layers))
         layers[0].register_forward_pre_hook(_put_hidden, with_kwargs=True)
-    for index in capture_layers:
-        layers[index - first_layer].register_forward_hook(partial(_capture, index))
+    for state in capture:
+        module = final_norm(own) if state.normed else layers[state.layer - first_layer]
+        module.register_forward_hook(partial(_capture, state))
     shorten(own)
     return own
 
 
-def _capture(index: int, _: nn.Module, __: Any, output: Any) -> None:
-    """Forward hook that stores a layer's output in the current step."""
-    current_step().captured[index] = output[0] if isinstance(output, tuple) else output
+def _capture(name: HiddenName, _: nn.Module, __: Any, output: Any) -> None:
+    """Forward hook that stores a module's output in the current step."""
+    current_step().captured[name] = output[0] if isinstance(output, tuple) else output
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,16 +20,17 @@ from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHe
 from specdec.executors.stage import ModelStage
 from specdec.kernels.graphs import Graphs
 from specdec.models.execution import PLAIN, Execution
-from specdec.models.exits import HeadWeights, final_norm, head_model
+from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.models.runner import ModelRunner
+from specdec.models.slicing import final_norm
 from specdec.parts.fields import Count, expects
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
 from specdec.tensor_parallel import Collective, sharded
-from specdec.types import IntArray
+from specdec.types import HiddenName, IntArray
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Device = Annotated[
@@ -184,12 +185,12 @@ class HuggingFacePair:
         last: int,
         meter: Meter,
         group: Collective | None = None,
-        capture_layers: Sequence[int] = (),
+        capture: Sequence[HiddenName] = (),
     ) -> ModelStage:
         """Target layers ``first`` .. ``last``, or this rank's share of them.
 
         Args:
-            first, last, meter, capture_layers: see ``ModelPair.stage``.
+            first, last, meter, capture: see ``ModelPair.stage``.
             group: tensor-parallel ranks that share the layers; all of them must run the same
                 batches in the same order.
 
@@ -203,7 +204,7 @@ class HuggingFacePair:
             group,
             first_layer=first,
             last_layer=last,
-            capture_layers=capture_layers,
+            capture=capture,
         )
         return ModelStage(runner=runner)
 
@@ -265,7 +266,7 @@ class HuggingFacePair:
         """
         outside = [layer for layer in exits if not first < layer <= last]
         assert not outside, f"exits {outside} are not in {first} .. {last}"
-        body = self.stage(first, last, meter, group, [layer - 1 for layer in exits])
+        body = self.stage(first, last, meter, group, [HiddenName(layer - 1) for layer in exits])
         heads = {}
         for layer in exits:
             template = self.part(layer - 1, layer)  # one layer: a rank loads no more than this

@@ -27,7 +27,7 @@ from specdec.sources.synthetic import (
     SyntheticPair,
     VocabSize,
 )
-from specdec.types import Answers, Batch, Commit
+from specdec.types import Answers, Batch, Commit, HiddenName
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
@@ -78,7 +78,7 @@ class HiddenModels:
         return self.hidden.vocab_size
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
         """A stage that computes nothing."""
         return NullStage()

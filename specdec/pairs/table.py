@@ -28,7 +28,7 @@ from specdec.models.runner import ModelRunner, RunnerOutput
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.katz import KatzModel
 from specdec.sources.pair import A
-from specdec.types import IntArray
+from specdec.types import HiddenName, IntArray
 
 _NUM_LAYERS = 64  # the largest number of stages
 _NUM_SAMPLES = 64
@@ -78,11 +78,11 @@ class TablePair:
         return len(self.target_table)
 
     def stage(
-        self, first: int, last: int, meter: Meter, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, capture: Sequence[HiddenName] = ()
     ) -> ModelStage:
         """A slice of the target; all but the last pass tokens on as hidden states."""
         is_last = last == self.num_layers
-        runner = TableRunner(self.target_table, "target", first, is_last, capture_layers)
+        runner = TableRunner(self.target_table, "target", first, is_last, capture)
         return ModelStage(runner=cast("ModelRunner", runner))
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
@@ -92,7 +92,7 @@ class TablePair:
             table = self.draft_table.lerp(self.target_table, 1 - self.exit_layer / layer)
             runner = TableRunner(table, "exit", layer)
             heads[layer] = TransformerHead(stage=ModelStage(runner=cast("ModelRunner", runner)))
-        captured = [layer - 1 for layer in exits]
+        captured = [HiddenName(layer - 1) for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 
     def artefact(self, kind: type[A], **options: Any) -> A:
@@ -159,7 +159,7 @@ class TableRunner:
         name: str,
         first: int = 0,
         is_last: bool = True,
-        captured: Sequence[int] = (),
+        captured: Sequence[HiddenName] = (),
     ) -> None:
         """Serves a table.
 
@@ -168,7 +168,7 @@ class TableRunner:
             name: "target" or "draft".
             first: 0 to take token ids, else hidden states.
             is_last: whether it returns logits.
-            captured: layers whose hidden states every pass returns.
+            captured: hidden states that every pass returns.
         """
         self._captured = tuple(captured)
         self.name = name

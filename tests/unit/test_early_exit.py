@@ -24,12 +24,12 @@ from specdec.executors.layout import FrontPlan
 from specdec.metrics.speedup import expected_accepted
 from specdec.models.exits import (
     HeadWeights,
-    final_norm,
     head_model,
     read_head,
     untrained_head,
 )
 from specdec.models.random import random_model
+from specdec.models.slicing import final_norm
 from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import EarlyExitSource
