@@ -247,7 +247,8 @@ class Workbench:
         serving.budget(policy, plan.in_flight)
         refusals.check_choice(policy, verifier, self.clock)
         refusals.check_source(source, policy, verifier, self.pair.vocab_size)
-        refusals.check_exits(source, policy, plan.latency)
+        if not isinstance(plan, FrontPlan):  # whose executor says itself what it lacks
+            refusals.check_exits(source, policy, plan.latency)
         parts = Parts(
             source=source,
             policy=policy,
