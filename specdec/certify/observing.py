@@ -23,7 +23,7 @@ from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes
+from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes, Ticket
 
 
 @dataclass(slots=True)
@@ -139,6 +139,14 @@ class Watch:
                 self.snapshots[request.id] = snapshot(request)
             submit(batch)
 
+        if (start := getattr(parts.source, "start", None)) is not None:
+
+            def observed_start(state: DecodeState, nodes: Nodes, k: int) -> Ticket:
+                self._record_expansion(state, nodes)
+                ticket: Ticket = start(state, nodes, k)
+                return ticket
+
+            _replace(parts.source, "start", observed_start)
         _replace(parts.executor, "submit", observed_submit)
         self.records_expansions = _replace(parts.source, "expand", observed_expand)
 

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from specdec.interfaces import Executor, TokenSource, TreePolicy
 from specdec.serving.feeding import Turns
 from specdec.serving.rules import ServingRules
@@ -71,6 +73,9 @@ class FifoScheduler:
         self._state: DecodeState | None = None
         self._turns = Turns(feeding=rules.feeding, in_flight=executor.in_flight, policy=policy)
         self.budget = rules.budget(policy, executor.in_flight)
+        # Answers in any order: nodes stay cached until those above are answered too.
+        bounded = self.budget is not None and executor.latency is None
+        self._max_batches = executor.in_flight if bounded else None
         self.num_steps = 0
         self.num_batch_tokens = 0
         if self.budget is not None:
@@ -126,7 +131,17 @@ class FifoScheduler:
             r.prefill_sent < r.num_prefill for r in state.requests.values()
         ):
             return frozenset()
-        return self._turns.take(state)
+        turn = self._turns.take(state)
+        if self._max_batches is None:
+            return turn
+        ids = state.requests.keys() if turn is None else turn
+        return frozenset(i for i in ids if self._batches(state.requests[i]) < self._max_batches)
+
+    @staticmethod
+    def _batches(request: RequestState) -> int:
+        """Number of batches that the live nodes of the request were submitted in."""
+        submitted_at = request.tree.submitted_at
+        return len(np.unique(submitted_at[submitted_at >= 0]))
 
     def _prefill(self, state: DecodeState) -> tuple[PrefillChunk, ...]:
         """Up to ``prefill_chunk`` prompt tokens, of the oldest requests first."""

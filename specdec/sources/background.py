@@ -128,10 +128,10 @@ class Background:
     def _pass(
         self, calls: Sequence[Callable[[], None]], view: DecodeState, nodes: Nodes, k: int
     ) -> Candidates:
-        """Thread: deferred calls that came before the pass, then the pass over a copy of trees."""
-        for call in calls:
-            call()
+        """Thread: the calls deferred before the start, then one pass over a copy of the trees."""
         with torch.inference_mode():
+            for call in calls:
+                call()
             return self._source.expand(view, nodes, k)
 
     def _wake(self, _result: Future[Candidates]) -> None:
