@@ -154,7 +154,7 @@ def simulated(
 ) -> tuple[DecodeState, Source, LoopEvents]:
     """State, source and events on a simulated clock; the draft has a device where ``beside``."""
     state, source = new_state(SimulatedClock(PROFILE)), Source()
-    drafting = Background(source=source, rank=DRAFT_RANK) if beside else source
+    drafting = Background(source=source, free_rank=DRAFT_RANK) if beside else source
     return state, source, LoopEvents(state, drafting, Target(state.clock, at, early))  # type: ignore
 
 

@@ -31,14 +31,14 @@ from specdec.types import Candidates, Commit, CommitKind, Event, Output
 class TestBackgroundOnPlannedTime:
     def test_it_is_an_asynchronous_source(self) -> None:
         source = Source()
-        made = Background(source=source, rank=DRAFT_RANK)
+        made = Background(source=source, free_rank=DRAFT_RANK)
         assert isinstance(made, AsynchronousSource)
         assert made.needs is source.needs
         assert not hasattr(made, "gives_probs"), "optional members are those of the source"
 
     def test_passes_follow_each_other_and_never_begin_before_they_are_started(self) -> None:
         state = new_state(SimulatedClock(PROFILE))
-        source = Background(source=Source(), rank=DRAFT_RANK)
+        source = Background(source=Source(), free_rank=DRAFT_RANK)
         due = [source.start(state, nodes(i), 1).due_s for i in (1, 2)]
         assert due == pytest.approx([0.003, 0.006])
         state.clock.wait_until(0.004)
@@ -48,7 +48,7 @@ class TestBackgroundOnPlannedTime:
 
     def test_a_result_is_there_when_the_pass_has_ended_and_not_before(self) -> None:
         state = new_state(SimulatedClock(PROFILE))
-        source = Background(source=Source(), rank=DRAFT_RANK)
+        source = Background(source=Source(), free_rank=DRAFT_RANK)
         ticket = source.start(state, nodes(1), 2)
         state.clock.wait_until(0.0029)
         assert source.poll(ticket) is None
@@ -61,7 +61,7 @@ class TestBackgroundOnPlannedTime:
 
     def test_expand_waits_for_the_passes_before_it_and_for_its_own(self) -> None:
         state = new_state(SimulatedClock(PROFILE))
-        source = Background(source=Source(), rank=DRAFT_RANK)
+        source = Background(source=Source(), free_rank=DRAFT_RANK)
         ticket = source.start(state, nodes(1), 2)
         assert source.expand(state, nodes(2), 2).tokens.tolist() == [[10, 11]]
         assert state.clock.now() == pytest.approx(2 * PASS_S)
@@ -69,7 +69,7 @@ class TestBackgroundOnPlannedTime:
 
     def test_the_draft_has_its_own_rank_on_the_clock(self) -> None:
         clock = SimulatedClock(PROFILE)
-        state, source = new_state(clock), Background(source=Source(), rank=DRAFT_RANK)
+        state, source = new_state(clock), Background(source=Source(), free_rank=DRAFT_RANK)
         source.start(state, nodes(1), 2)
         clock.charge(CONTROLLER, Work.DRAFT, 1)  # the controller's own work goes on
         assert dict(clock.busy_s) == pytest.approx({DRAFT_RANK: PASS_S, CONTROLLER: PASS_S})
@@ -77,7 +77,7 @@ class TestBackgroundOnPlannedTime:
 
     def test_paced_passes_end_at_their_planned_times(self) -> None:
         state, source = new_state(PacedClock(PROFILE)), Source()
-        events = LoopEvents(state, Background(source=source, rank=DRAFT_RANK), Silent())  # type: ignore
+        events = LoopEvents(state, Background(source=source, free_rank=DRAFT_RANK), Silent())  # type: ignore
         began = state.clock.now()
         first, second = events.start(nodes(1), 2), events.start(nodes(2), 2)
         assert first.due_s is not None
@@ -115,7 +115,7 @@ class TestBackgroundInAThread:
 
     def test_a_pass_runs_beside_the_caller_over_the_trees_as_they_were(self, held: Held) -> None:
         state = new_state(MeasuredClock())
-        source = Background(source=held, rank=DRAFT_RANK)
+        source = Background(source=held, free_rank=DRAFT_RANK)
         ticket = source.start(state, nodes(2), 2)
         assert ticket.due_s is None
         assert held.began.acquire(timeout=TIMEOUT_S)
@@ -131,7 +131,7 @@ class TestBackgroundInAThread:
 
     def test_what_is_said_during_a_pass_is_heard_after_it(self, held: Held) -> None:
         state = new_state(MeasuredClock(), num_requests=2)
-        source = Background(source=held, rank=DRAFT_RANK)
+        source = Background(source=held, free_rank=DRAFT_RANK)
         source.open(state.requests[7])
         assert held.log == ["open 7"], "at once while nothing runs"
         ticket = source.start(state, nodes(1), 2)
@@ -150,7 +150,7 @@ class TestBackgroundInAThread:
     def test_a_later_pass_knows_of_commits_during_an_earlier_one(self, held: Held) -> None:
         """A draft that never pauses: its cache once fell behind the trees that it was given."""
         state = new_state(MeasuredClock())
-        source = Background(source=held, rank=DRAFT_RANK)
+        source = Background(source=held, free_rank=DRAFT_RANK)
         first = source.start(state, nodes(1), 2)
         assert held.began.acquire(timeout=TIMEOUT_S)
         second = source.start(state, nodes(2), 2)
@@ -168,7 +168,7 @@ class TestBackgroundInAThread:
 
         inner = Source()
         inner.expand = fails  # type: ignore[method-assign]
-        state, source = new_state(MeasuredClock()), Background(source=inner, rank=DRAFT_RANK)
+        state, source = new_state(MeasuredClock()), Background(source=inner, free_rank=DRAFT_RANK)
         with pytest.raises(ArithmeticError, match="in the thread"):
             source.expand(state, nodes(1), 2)
         events = LoopEvents(state, source, Silent())  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ class TestBackgroundInAThread:
 
     def test_events_wait_for_whichever_comes_first(self, held: Held) -> None:
         state, target = new_state(MeasuredClock()), Silent()
-        events = LoopEvents(state, Background(source=held, rank=DRAFT_RANK), target)  # type: ignore
+        events = LoopEvents(state, Background(source=held, free_rank=DRAFT_RANK), target)  # type: ignore
         ticket = events.start(nodes(1), 2)
         assert held.began.acquire(timeout=TIMEOUT_S)
         target.is_ready = True
@@ -194,7 +194,7 @@ class TestBackgroundInAThread:
 
     def test_a_finished_pass_wakes_a_wait_at_once(self, held: Held) -> None:
         """The wakeup must not come before the result, or the wait goes on to its next look."""
-        source = Background(source=held, rank=DRAFT_RANK)
+        source = Background(source=held, free_rank=DRAFT_RANK)
         results: list[bool] = []
 
         class Wakeup(threading.Event):
