@@ -42,8 +42,8 @@ __all__ = [
     "DataReader",
     "Events",
     "Executor",
-    "ExecutorClass",
     "Logger",
+    "PlannedExecutor",
     "Scheduler",
     "TokenSource",
     "TreePolicy",
@@ -264,7 +264,7 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class ExecutorClass(Executor, Protocol):
+class PlannedExecutor(Executor, Protocol):
     """A class that ``executor._target_`` can name: an executor that is made in two phases."""
 
     @classmethod

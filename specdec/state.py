@@ -273,11 +273,11 @@ class DecodeState:
                 continue
             slots = request.tree.slots(ids)
             live = slots >= 0
-            if live.all():
-                request.tree.set_candidates(slots, candidates, rows)
-            elif live.any():
-                part = candidates.take(rows.start + np.flatnonzero(live))
-                request.tree.set_candidates(slots[live], part, slice(None))
+            if not live.any():
+                continue
+            part = candidates.take(rows.start + np.flatnonzero(live))
+            request.tree.set_candidates(slots[live], part, slice(None))
+            request.tree.drop_known_children(slots[live])
 
     def receive(self, output: Output) -> list[RequestState]:
         """Stores answers and early hidden states in the trees.
@@ -334,7 +334,7 @@ class DecodeState:
         )
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
         hidden = tree.hidden_rows(retired_ids)
-        _count_answer(request, verdict, hit=child != NO_NODE)
+        count_answer(request, verdict, hit=child != NO_NODE)
 
         tokens = [*tree.tokens[path].tolist(), verdict.next_token]
         next_origin = TARGET_ORIGIN if child == NO_NODE else int(tree.origins[child])
@@ -368,7 +368,8 @@ class DecodeState:
         )
 
 
-def _count_answer(request: RequestState, verdict: Verdict, *, hit: bool) -> None:
+def count_answer(request: RequestState, verdict: Verdict, *, hit: bool) -> None:
+    """Counts an answer; ``hit``: whether its next token was in the tree."""
     counters = request.counters
     depth = len(verdict.accepted_ids)
     counters.answers += 1

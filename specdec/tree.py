@@ -237,7 +237,19 @@ class TokenTree:
             probs = candidates.probs[rows]
             for node_id, row in zip(self._ints[0, slots].tolist(), probs, strict=True):
                 self.draft_probs[node_id] = row
-        self._drop_known_children(slots)
+
+    def drop_known_children(self, slots: IntArray) -> None:
+        """Marks candidates as taken if a child of the node already has their token.
+
+        A node may have children before it is expanded; siblings must differ.
+        """
+        if int(self.parents.max()) < int(slots.min()):
+            return
+        is_parent = np.zeros(self._size, np.bool_)
+        is_parent[self.parents[1:]] = True
+        for slot in slots[is_parent.take(slots)].tolist():
+            known = np.isin(self.candidate_tokens[slot], self.tokens[self.children(slot)])
+            self.candidate_logprobs[slot, known] = -np.inf
 
     def set_answers(self, answers: Answers) -> None:
         """Stores the target's answers with their nodes; those of pruned nodes are dropped."""
@@ -436,19 +448,6 @@ class TokenTree:
         tree.draft_probs, tree.target_probs = dict(self.draft_probs), dict(self.target_probs)
         tree.hidden = {node_id: dict(states) for node_id, states in self.hidden.items()}
         return tree
-
-    def _drop_known_children(self, slots: IntArray) -> None:
-        """Marks candidates as taken if a child of the node already has their token.
-
-        A node may have children before it is expanded; siblings must differ.
-        """
-        if int(self.parents.max()) < int(slots.min()):
-            return
-        is_parent = np.zeros(self._size, np.bool_)
-        is_parent[self.parents[1:]] = True
-        for slot in slots[is_parent.take(slots)].tolist():
-            known = np.isin(self.candidate_tokens[slot], self.tokens[self.children(slot)])
-            self.candidate_logprobs[slot, known] = -np.inf
 
     def _claim(self, num: int) -> None:
         """Adds ``num`` uninitialised nodes, growing the arrays if needed."""

@@ -18,7 +18,7 @@ from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY
 from specdec.certify.oracle import Oracle
 from specdec.clocks import Clock, CostCurve, LatencyProfile, SimulatedClock
 from specdec.metrics.counters import SourceCounters
-from specdec.models.exits import final_norm
+from specdec.models.slicing import final_norm
 from specdec.pairs import RandomPair
 from specdec.policies.tree_growth import (
     append_best,

@@ -16,7 +16,7 @@ from specdec.executors.exits import ExitStage
 from specdec.executors.stage import StageOutput
 from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.types import NO_NODE, Batch, Commit
+from specdec.types import NO_NODE, Batch, Commit, HiddenName
 
 Width = Annotated[int, Field(ge=1)]  # an alias of the author's own
 
@@ -47,13 +47,13 @@ class RecurrentPair:
             self._cell = torch.nn.GRUCell(width, width, dtype=torch.float64)
 
     @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the target's and of the draft's weights."""
+    def weight_bytes(self) -> dict[str, int]:
+        """Name of each model -> bytes of its weights."""
         tensors = [*self._embedding.parameters(), *self._cell.parameters()]
-        return sum(t.numel() * t.element_size() for t in tensors), 0
+        return {"target": sum(t.numel() * t.element_size() for t in tensors)}
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> RecurrentStage:
         """The layers ``first`` to ``last`` of the target: here all of it."""
         return RecurrentStage(self._embedding, self._cell, meter)
@@ -62,9 +62,9 @@ class RecurrentPair:
         """Draws the target's tokens from the logits of the last stage."""
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
-        """Refused: there is no draft."""
-        raise UserError("model=recurrent has no draft model; use source=prompt_lookup")
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
+        """Refused: there is no model besides the target."""
+        raise UserError(f"model=recurrent has no {name} model; use source=prompt_lookup")
 
     def artefact(self, kind: type, **options: Any) -> Any:
         """Refused: there are no heads and no n-grams (``kind``) beside the target."""

@@ -74,17 +74,15 @@ class Replicas:
             replicas: number of copies.
             delay_ms: mean of a random delay of each answer, as on a network.
         """
-        target, draft = models.weight_bytes
+        placements = {
+            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,))
+            for name, size in models.weight_bytes.items()
+        }
+        size = models.weight_bytes["target"]
         ranks = tuple(range(1, replicas + 1))
-        copies = Placement(ranks=ranks, weight_bytes=(target,) * replicas)
+        placements["target"] = Placement(ranks=ranks, weight_bytes=(size,) * replicas)
         return ReplicasPlan(
-            latency=None,
-            in_flight=replicas,
-            placements={
-                "target": copies,
-                "draft": Placement(ranks=(CONTROLLER,), weight_bytes=(draft,)),
-            },
-            delay_ms=delay_ms,
+            latency=None, in_flight=replicas, placements=placements, delay_ms=delay_ms
         )
 
     @classmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 from pydantic import Field
@@ -40,6 +41,7 @@ class Roofline:
         self._gb = {Work.STAGE: stage_gb, Work.DRAFT: draft_gb}  # other work costs nothing
         self._bandwidth, self._tflops = bandwidth_gb_s, tflops
         self._time: defaultdict[int, float] = defaultdict(float)  # rank -> seconds
+        self._acting = CONTROLLER  # rank that the controller's charges go to
 
     def seconds(self, kind: Work, num_tokens: int) -> float:
         """Duration of one pass; 2 operations per 2-byte weight and row."""
@@ -52,6 +54,7 @@ class Roofline:
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
         """Advances the rank's time."""
         cost = self.seconds(kind, num_tokens) if num_tokens else 0.0
+        rank = self._acting if rank == CONTROLLER else rank
         if cost and self.timeline is not None:
             self.timeline.add(rank, kind.value, self._time[rank], cost, num_tokens)
         self._time[rank] += cost
@@ -72,6 +75,20 @@ class Roofline:
     def busy(self, rank: int) -> bool:
         """Whether the rank's work ends after the controller's time."""
         return self._time[rank] > self._time[CONTROLLER]
+
+    def ends_s(self, rank: int) -> float | None:
+        """The rank's time."""
+        return self._time[rank]
+
+    @contextmanager
+    def on(self, rank: int) -> Iterator[None]:
+        """Charges of the controller go to ``rank``: a draft with a device of its own."""
+        self.align(rank, CONTROLLER)
+        self._acting = rank
+        try:
+            yield
+        finally:
+            self._acting = CONTROLLER
 
     def now(self) -> float:
         """The controller's time."""

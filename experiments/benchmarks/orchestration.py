@@ -63,13 +63,13 @@ def build(stages: int, width: int, sleep_ms: float) -> Parts:
         "costs": {"stage": {"tokens": [1], "ms": [sleep_ms]}},
     }
     pair, meter = build_pair(MODEL), Meter()
-    bench = Workbench(pair, clock=build_clock(clock, meter), meter=meter)
+    ranks = Ranks(model=MODEL, clock=clock, threads=1)
+    bench = Workbench(pair, clock=build_clock(clock, meter), meter=meter, ranks=ranks)
     return bench.parts(
         source=SyntheticSource(pair=pair),
         policy=FixedWidth(width=width, children=16, levels_per_step=1),
         verifier=MatchVerifier(),
         stages=stages,
-        ranks=Ranks(model=MODEL, clock=clock, threads=1),
     )
 
 

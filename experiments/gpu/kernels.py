@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from experiments.gpu.shapes import Shape
 from experiments.gpu.timing import Bench, timed
-from specdec.attention.backends import Visibility, attention_kernel
-from specdec.kernels import reference, support
+from specdec.attention.backends import Visibility, attention_kernel, capped_attention
+from specdec.kernels import support
 
 _EPS = 1e-5
 Call = Callable[[int], Any]
@@ -50,9 +50,7 @@ def attention_rows(bench: Bench, shape: Shape, *, context: int, nodes: int) -> l
 
     def unfused(i: int) -> torch.Tensor:
         key, value = stored[i]
-        return reference.tree_attention(
-            query, key, value, first=context, end=slots, visible=visible
-        )
+        return capped_attention(query, key, value, mask, None, None)
 
     def kernel(kind: str) -> Callable[[], Call]:
         def make() -> Call:
@@ -86,6 +84,9 @@ def swiglu_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any
         gate, up = (hidden @ weights[i].T).chunk(2, -1)
         return silu(gate) * up
 
+    def separate(hidden: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return silu(hidden @ gate.T) * (hidden @ up.T)
+
     def ours() -> Call:
         _require_triton(bench)
         from specdec.kernels.swiglu import swiglu
@@ -93,13 +94,13 @@ def swiglu_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any
         return lambda i: swiglu(hidden, *halves(i))
 
     def compiled() -> Call:
-        run = torch.compile(reference.swiglu, dynamic=False)
+        run = torch.compile(separate, dynamic=False)
         return lambda i: run(hidden, *halves(i))
 
     sides = {
         "triton (ours)": ours,
         "torch, one product": lambda: merged,
-        "torch, two products": lambda: lambda i: reference.swiglu(hidden, *halves(i)),
+        "torch, two products": lambda: lambda i: separate(hidden, *halves(i)),
         **({"torch.compile": compiled} if bench.captured else {}),
     }
     about = {"kernel": "swiglu", "shape": shape.name, "context": None, "nodes": nodes}
@@ -120,6 +121,10 @@ def projection_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str,
     def merged(i: int) -> torch.Tensor:
         return torch.rms_norm(hidden, norm.shape, norm, _EPS) @ weights[i].T
 
+    def separate(i: int) -> torch.Tensor:
+        normed = torch.rms_norm(hidden, norm.shape, norm, _EPS)
+        return torch.cat([normed @ matrix.T for matrix in parts(i)], -1)
+
     def ours() -> Call:
         _require_triton(bench)
         from specdec.kernels.swiglu import norm_projection
@@ -129,9 +134,7 @@ def projection_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str,
     sides = {
         "triton (ours)": ours,
         "torch, one product": lambda: merged,
-        "torch, three products": lambda: (
-            lambda i: reference.norm_projection(hidden, norm, parts(i), _EPS)
-        ),
+        "torch, three products": lambda: separate,
     }
     about = {"kernel": "norm + projections", "shape": shape.name, "context": None, "nodes": nodes}
     return _compared(bench, about, sides, copies, weight_bytes)

@@ -24,7 +24,7 @@ from specdec.pairs.replay import ReplayModels
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource, SyntheticSource
-from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output
+from specdec.types import Answers, Batch, Candidates, Commit, HiddenName, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -58,12 +58,12 @@ class ReplayedShapes:
         self.num_layers = int(target.config.num_hidden_layers)
         self.max_positions: int | None = int(target.config.max_position_embeddings)
         self.eos_ids = record.eos_ids
-        self.weight_bytes = (num_bytes(target), num_bytes(draft))
+        self.weight_bytes = {"target": num_bytes(target), "draft": num_bytes(draft)}
         self._attention, self._execution = attention, execution
         self.meter = Meter()
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
         """The whole target."""
         assert (first, last) == (0, self.num_layers), "on one device"
@@ -77,9 +77,10 @@ class ReplayedShapes:
         replayed = self.record.answerer(draws=draws, needs_probs=needs_probs)
         return _Answerer(real, replayed, self)
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
         """The whole draft."""
-        return self._runner(self.draft, "draft", meter)
+        assert name == "draft", name
+        return self._runner(self.draft, name, meter)
 
     def _runner(self, model: PreTrainedModel, name: str, meter: Meter) -> ModelRunner:
         return ModelRunner(

@@ -48,8 +48,7 @@ def training(item: Item, lab: Lab) -> Findings:
 
     Claims: KIND_VALUE of Table 4 (``norm_batch``). Keys: ``absent``.
     """
-    from specdec.train.exit_recipe import STATED
-    from specdec.train.exits import HeadKind
+    from specdec.train.exits import STATED, HeadKind
 
     findings = Findings()
     where = "default of `specdec train exit_head`"

@@ -1,5 +1,8 @@
 """Attention of one request's rows over its cached keys and values: one function per implementation.
 
+In every function, queries and outputs are [1, H, R, D], keys and values [1, G, C, D], and
+``scaling`` multiplies the scores; None means 1 / sqrt(D).
+
 Shape letters: H query heads, G key/value heads, P = H / G, D head size, R rows of the pass, C cache
 slots, M columns of the tree mask.
 """
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 from einops import rearrange, repeat
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -51,12 +55,12 @@ class Visibility:
     def __init__(
         self,
         *,
-        lengths: torch.Tensor,
-        visible: torch.Tensor,
+        lengths: Tensor,
+        visible: Tensor,
         num_slots: int,
         dtype: torch.dtype,
-        positions: torch.Tensor | None = None,
-        column_positions: torch.Tensor | None = None,
+        positions: Tensor | None = None,
+        column_positions: Tensor | None = None,
     ) -> None:
         """Stores the inputs; ``mask`` builds and caches masks on first use.
 
@@ -75,9 +79,9 @@ class Visibility:
         self._dtype = dtype
         self._positions = positions
         self._column_positions = column_positions
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
-    def mask(self, window: int | None = None) -> torch.Tensor:
+    def mask(self, window: int | None = None) -> Tensor:
         """The additive mask [R, C]: 0 where a row sees a slot, else the dtype's lowest number.
 
         Args:
@@ -98,13 +102,8 @@ class Visibility:
         return self._masks[window]
 
 
-Kernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Visibility, float | None], torch.Tensor
-]
-"""(query [1, H, R, D], key [1, G, C, D], value [1, G, C, D], visibility, scaling) -> [1, H, R, D].
-
-``scaling`` multiplies the scores; None means 1 / sqrt(D).
-"""
+Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
+"""(query, key, value, visibility, scaling) -> output."""
 
 
 def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel | None:
@@ -118,29 +117,26 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
         raise UserError(f"{setting} is unknown; choose {', '.join(Attention)}")
     if kind == Attention.TRITON:
         support.require(support.triton_problem(device, dtype), setting)
-        return _triton_kernel()
+        from specdec.attention.triton_kernel import TreeAttention
+
+        launch = TreeAttention()
+        return lambda query, key, value, seen, scaling: launch(
+            query, key, value, lengths=seen.lengths, visible=seen.visible, scaling=scaling
+        )
     if kind == Attention.FLASH:
         support.require(support.flash_problem(device, dtype), setting)
         return flash_attention
     return _flex_kernel(device.type) if kind == Attention.FLEX else None
 
 
-def _triton_kernel() -> Kernel:
-    from specdec.attention.triton_kernel import TreeAttention
-
-    launch = TreeAttention()
-    return lambda query, key, value, seen, scaling: launch(
-        query, key, value, lengths=seen.lengths, visible=seen.visible, scaling=scaling
-    )
-
-
 def dense_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
-) -> torch.Tensor:
+    softcap: float | None = None,
+) -> Tensor:
     """torch's ``scaled_dot_product_attention`` with one mask over all slots.
 
     On CUDA, only cuDNN supports a mask together with grouped query heads, and cuDNN makes a new
@@ -148,14 +144,12 @@ def dense_attention(
     query heads of each key/value head are folded into rows of one head, and cuDNN is excluded.
 
     Args:
-        query: [1, H, R, D].
-        key, value: [1, G, C, D].
+        query, key, value, scaling: see the module.
         mask: [R, C], added to the scores; None: every row sees every slot.
-        scaling: factor of the scores; 1 / sqrt(D) where None.
-
-    Returns:
-        [1, H, R, D].
+        softcap: see ``capped_attention``, which computes capped scores.
     """
+    if softcap is not None:
+        return capped_attention(query, key, value, mask, scaling, softcap)
     if query.device.type != "cuda":
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
     with sdpa_kernel(_ANY_LENGTH):
@@ -175,21 +169,17 @@ def dense_attention(
 
 
 def capped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention in elementary operations, for soft-capped scores, which no kernel here supports.
 
-    Args:
-        query, key, value, mask, scaling: as in ``dense_attention``.
-        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2); None: no cap.
-
-    Returns:
-        [1, H, R, D].
+    Scores s become softcap * tanh(s / softcap) (Gemma 2), unless ``softcap`` is None; other
+    arguments are as in ``dense_attention``.
     """
     scores = _scores(query, key, scaling)
     if softcap is not None:
@@ -201,25 +191,17 @@ def capped_attention(
 
 
 def two_level_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    split: int,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, split: int
+) -> Tensor:
     """Attention over the prefix and over the tree, merged (PipeDec Alg. 1).
 
     Alg. 1 concatenates the scores of both parts and takes one softmax. Merging the two normalised
     parts by their log-sum-exp is the same function and needs no mask for the long prefix.
 
     Args:
-        query, key, value, scaling: as in ``dense_attention``.
+        query, key, value, scaling: see the module.
         mask: [R, C]; 0 in the columns before ``split``.
         split: number of leading slots that every row sees.
-
-    Returns:
-        [1, H, R, D].
     """
     prefix = query, key[:, :, :split], value[:, :, :split]
     tree = query, key[:, :, split:], value[:, :, split:]
@@ -230,12 +212,8 @@ def two_level_attention(
 
 
 def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visibility: Visibility,
-    scaling: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
+) -> Tensor:
     """Two-level attention (PipeDec Alg. 1): flash-attn over the prefix, torch over the tree.
 
     flash-attn supports no masks, so it computes the prefix only; it splits the context by itself.
@@ -279,21 +257,15 @@ def _flex_kernel(device_type: str) -> Kernel:
         limits.recompile_limit = max(limits.recompile_limit, _FLEX_SHAPES)
 
     def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        visibility: Visibility,
-        scaling: float | None,
-    ) -> torch.Tensor:
+        query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
+    ) -> Tensor:
         mask = visibility.mask()
 
         def masked(score: Any, batch: Any, head: Any, row: Any, slot: Any) -> Any:  # noqa: ARG001
             return score + mask[row, slot]
 
         grouped = query.shape[1] != key.shape[1]
-        output: torch.Tensor = run(
-            query, key, value, score_mod=masked, scale=scaling, enable_gqa=grouped
-        )
+        output: Tensor = run(query, key, value, score_mod=masked, scale=scaling, enable_gqa=grouped)
         return output
 
     return attend
@@ -303,17 +275,11 @@ def _flex_kernel(device_type: str) -> Kernel:
 
 
 def masked_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor | None,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised attention [1, H, R, D] and its log-sum-exp [1, H, R], on any device.
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """Normalised attention and its log-sum-exp [1, H, R], on any device.
 
-    Args:
-        query, key, value, scaling: as in ``dense_attention``.
-        visible: bool[R, C]; None: every row sees every slot.
+    ``visible``: bool[R, C]; None: every row sees every slot.
     """
     scores = _scores(query, key, scaling).to(_accumulator(query.dtype))
     if visible is not None:
@@ -324,12 +290,8 @@ def masked_lse(
 
 
 def _attention_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
     """As ``masked_lse``, with an additive mask; by torch's fused kernel on the CPU."""
     if query.device.type != "cpu":
         return masked_lse(query, key, value, None if mask is None else mask == 0, scaling)
@@ -345,14 +307,14 @@ def _attention_lse(
     return rearrange(output, "g p r d -> 1 (g p) r d"), rearrange(lse, "g p r -> 1 (g p) r")
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _scores(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
     """Scaled scores [1, G, P, R, C]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = rearrange(query, "b (g p) r d -> b g p r d", g=key.shape[1])
     return grouped @ rearrange(key, "b g c d -> b g 1 d c") * scale
 
 
-def _weighted_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _weighted_values(weights: Tensor, value: Tensor) -> Tensor:
     """[1, H, R, D]: the values [1, G, C, D], weighted by [1, G, P, R, C]."""
     output = weights @ rearrange(value, "b g c d -> b g 1 c d")
     return rearrange(output, "b g p r d -> b (g p) r d")

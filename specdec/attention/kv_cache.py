@@ -19,17 +19,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy import count_nonzero
+from torch import Tensor
 
-from specdec.attention.kv_storage import CacheSpec, Contiguous, PassView, Storage
+from specdec.attention.kv_storage import CacheSpec, Contiguous, Storage, Store
 from specdec.types import BoolArray, Commit, IntArray
 
 EMPTY: IntArray = np.zeros(0, np.int64)
 """An empty array of tokens or nodes."""
 
-_ABSENT = -1
-_FEW = 8  # for at most this many nodes, Python numbers are faster than arrays
 _FRESH_ENTRIES = 128  # size of a new cache's index arrays, which grow as needed
 
 
@@ -97,9 +94,7 @@ class TreeCache:
         self._ids = np.zeros(_FRESH_ENTRIES, np.int64)
         self._positions = np.zeros(_FRESH_ENTRIES, np.int64)
         self._ancestors = np.zeros((_FRESH_ENTRIES, _FRESH_ENTRIES), np.bool_)
-        # Coordinate of id i at [i - base]; both ends stay absent, for clipped ids out of range.
-        self._table = np.full(_FRESH_ENTRIES, _ABSENT, np.int64)
-        self._base = 0
+        self._index: dict[int, int] = {}  # node id -> coordinate
         self._step = -1
 
     # ------------------------------------------------------------------ state
@@ -110,13 +105,13 @@ class TreeCache:
         return self._kv.capacity
 
     @property
-    def storage(self) -> torch.Tensor:
+    def storage(self) -> Tensor:
         """[L, 2, G, C, D], keys and values of all slots; a copy if storage is paged."""
-        return self._kv.contents(self.capacity)
+        return self._kv.contents()
 
-    def view(self, rows: Rows) -> PassView:
+    def writer(self, rows: Rows) -> Store:
         """Write and read access for the pass over ``rows``."""
-        return self._kv.view(rows.start, rows.end)
+        return self._kv.writer(rows.start, rows.end)
 
     @property
     def num_nodes(self) -> int:
@@ -135,7 +130,7 @@ class TreeCache:
 
     def has(self, node_ids: IntArray) -> BoolArray:
         """bool[W]: which of ``node_ids``[W] have entries in the tree region."""
-        return self._find(node_ids) != _ABSENT
+        return np.array([node in self._index for node in node_ids.tolist()], np.bool_)
 
     def key_positions(self, end: int) -> IntArray:
         """int64[end]: absolute positions of the entries in the first ``end`` slots."""
@@ -170,99 +165,49 @@ class TreeCache:
         start = self.cached_len + self.num_nodes
         num_prefix, num_rows = len(prefix_tokens), len(prefix_tokens) + len(node_ids)
         self._kv.reserve(start + num_rows, start)
-        if not num_prefix:
-            return Rows(
-                cache=self,
-                tokens=node_tokens,
-                positions=node_positions,
-                node_ids=node_ids,
-                num_prefix=0,
-                start=start,
-                first_masked=self.cached_len,
-                visible=self._append(node_ids, parent_ids, node_positions),
-            )
-        assert not self.num_nodes, "committed tokens are missing below entries of the tree"
-        self.cached_len += num_prefix
-        self._origin = self.cached_len
-        visible = np.tri(num_rows, dtype=np.bool_)
-        if len(node_ids):
-            block = self._append(node_ids, parent_ids, node_positions)
+        if num_prefix:
+            assert not self.num_nodes, "committed tokens are missing below entries of the tree"
+            self.cached_len += num_prefix
+            self._origin = self.cached_len
+        tokens, positions, first_masked = node_tokens, node_positions, self.cached_len
+        visible = self._append(node_ids, parent_ids, node_positions)
+        if num_prefix:
+            tokens = np.concatenate([prefix_tokens, node_tokens])
+            positions = np.concatenate([np.arange(start, start + num_prefix), node_positions])
+            first_masked, block = start, visible
+            visible = np.tri(num_rows, dtype=np.bool_)
             visible[num_prefix:, num_prefix:] = block
-        prefix_positions = np.arange(start, start + num_prefix)
         return Rows(
             cache=self,
-            tokens=np.concatenate([prefix_tokens, node_tokens]),
-            positions=np.concatenate([prefix_positions, node_positions]),
+            tokens=tokens,
+            positions=positions,
             node_ids=node_ids,
             num_prefix=num_prefix,
             start=start,
-            first_masked=start,
+            first_masked=first_masked,
             visible=visible,
         )
 
     def _append(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
         """Adds entries for W nodes; returns bool[W, T + W], which entries each node sees."""
-        num = len(ids)
-        if num <= _FEW:
-            return self._append_few(ids, parent_ids, positions)
-        self._make_room(ids)
-        lo, hi = self._lo, self._hi
-        new_hi = hi + num
-        coordinates = np.arange(hi, new_hi)
-        rank = ids - self._base
-        assert count_nonzero(self._table[rank] == _ABSENT) == num, (
-            f"some of the nodes {ids} have entries already"
-        )
-        self._table[rank] = coordinates
-        self._ids[hi:new_hi] = ids
-        self._positions[hi:new_hi] = positions
-        self._hi = new_hi
-        parents = self._find(parent_ids)
-        orphans = parents == _ABSENT
-        above = np.where(orphans, self.cached_len - 1, self._positions[parents])
-        assert count_nonzero(positions == above + 1) == num, (
-            f"nodes {ids} at positions {positions} do not continue their parents {parent_ids} "
-            f"at {above} (prefix of {self.cached_len} tokens)"
-        )
-        assert count_nonzero(parents < coordinates) == num, (
-            f"nodes {ids} come before their parents {parent_ids}"
-        )
-        ancestors = self._ancestors
-        ancestors[lo:hi, hi:new_hi] = False
-        block = ancestors[hi:new_hi, lo:new_hi]
-        block[:] = ancestors[parents, lo:new_hi]
-        block[orphans] = False
-        ancestors[coordinates, coordinates] = True
-        for row in np.flatnonzero(parents >= hi).tolist():  # parents among the new nodes
-            block[row] = block[parents[row] - hi]
-            block[row, hi - lo + row] = True
-        return block
-
-    def _append_few(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
-        """``_append`` for few nodes with Python numbers, which are faster than 20 array calls."""
-        if len(ids):
-            self._make_room(ids)
-        lo, hi, new_hi = self._lo, self._hi, self._hi + len(ids)
-        table, base, last = self._table, self._base, len(self._table) - 1
-        ancestors = self._ancestors
-        ancestors[lo:new_hi, hi:new_hi] = ancestors[hi:new_hi, lo:new_hi] = False
-        block = ancestors[hi:new_hi, lo:new_hi]
+        lo, hi = self._make_room(len(ids))
+        self._ids[self._hi : hi], self._positions[self._hi : hi] = ids, positions
+        index, ancestors = self._index, self._ancestors
+        ancestors[lo:hi, self._hi : hi] = ancestors[self._hi : hi, lo:hi] = False
+        block = ancestors[self._hi : hi, lo:hi]
+        # A loop over Python numbers: twenty array calls would cost more for most passes.
         for row, (node, above, position) in enumerate(
             zip(ids.tolist(), parent_ids.tolist(), positions.tolist(), strict=True)
         ):
-            at = above - base
-            parent = int(table[at]) if 0 < at < last else _ABSENT
-            level = self.cached_len - 1 if parent == _ABSENT else int(self._positions[parent])
-            assert table[node - base] == _ABSENT, f"node {node} has an entry already"
+            parent = index.get(above)
+            level = self.cached_len - 1 if parent is None else int(self._positions[parent])
+            assert node not in index, f"node {node} has an entry already"
             assert position == level + 1, f"node {node} does not continue its parent {above}"
-            coordinate = hi + row
-            table[node - base] = coordinate
-            self._ids[coordinate] = node
-            self._positions[coordinate] = position
-            if parent != _ABSENT:
-                block[row] = ancestors[parent, lo:new_hi]
-            block[row, coordinate - lo] = True
-        self._hi = new_hi
+            index[node] = self._hi + row
+            if parent is not None:
+                block[row] = ancestors[parent, lo:hi]
+            block[row, self._hi + row - lo] = True
+        self._hi = hi
         return block
 
     # ------------------------------------------------------------------ shrinking
@@ -294,15 +239,10 @@ class TreeCache:
         sources = np.concatenate([adopted, outside])
         targets = np.concatenate([np.arange(self._lo, lo), lo + np.flatnonzero(free)])
         moved = sources != targets
-        self._table[self.node_ids - self._base] = _ABSENT
         if moved.any():
             self._move(sources[moved], targets[moved], lo, hi)
         self.cached_len += len(adopted)
-        self._lo, self._hi = lo, hi
-        if len(kept):
-            self._table[self.node_ids - self._base] = np.arange(lo, hi)
-        else:
-            self._clear()
+        self._set_region(lo, hi)
         self._kv.trim(self.cached_len + self.num_nodes)
 
     def close(self) -> None:
@@ -311,18 +251,17 @@ class TreeCache:
 
     def truncate(self, length: int) -> None:
         """Drops the tree region and the prefix beyond ``length`` tokens."""
-        self._table[self.node_ids - self._base] = _ABSENT
         self.cached_len = min(self.cached_len, length)
-        self._clear()
+        self._set_region(self._lo, self._lo)
         self._kv.trim(self.cached_len)
 
     def _adoptable(self, commit: Commit) -> IntArray:
         """int64[M], coordinates of the retired nodes that extend the prefix."""
         adopted: list[int] = []
         position = commit.prefix_len - len(commit.retired_ids)
-        for coordinate in self._find(commit.retired_ids).tolist():
+        for coordinate in map(self._index.get, commit.retired_ids.tolist()):
             if position >= self.cached_len:
-                if coordinate == _ABSENT or position != self.cached_len + len(adopted):
+                if coordinate is None or position != self.cached_len + len(adopted):
                     break
                 adopted.append(coordinate)
             position += 1
@@ -343,40 +282,27 @@ class TreeCache:
         """Copies keys and values between slots; tests replace it to plant faults."""
         self._kv.copy(sources, targets)
 
-    def _clear(self) -> None:
-        self._origin = self.cached_len
-        self._lo = self._hi = 0
-
     # ------------------------------------------------------------------ index
 
-    def _find(self, ids: IntArray) -> IntArray:
-        """int64[W], coordinates of ``ids``; ``_ABSENT`` for nodes without an entry."""
-        return self._table.take(ids - self._base, mode="clip")
+    def _set_region(self, lo: int, hi: int) -> None:
+        """Makes lo .. hi - 1 the tree region's coordinates, or 0 .. -1 if it is empty."""
+        if lo == hi:
+            self._origin = self.cached_len
+            lo = hi = 0
+        self._lo, self._hi = lo, hi
+        self._index = dict(zip(self.node_ids.tolist(), range(lo, hi), strict=True))
 
-    def _make_room(self, ids: IntArray) -> None:
-        """Grows the index arrays for new entries with these ids."""
-        need, size = self._hi + len(ids), len(self._ids)
-        if need > size:
-            self._rebase(size if 2 * (need - self._lo) <= size else 2 * need)
-        low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-        if low > self._base and high - self._base < len(self._table) - 1:
-            return
-        live = self.node_ids
-        if len(live):
-            low, high = min(low, int(live.min())), max(high, int(live.max()))
-        self._base = low - 1
-        self._table = np.full(max(2 * (high - low + 3), len(self._table)), _ABSENT, np.int64)
-        self._table[live - self._base] = np.arange(self._lo, self._hi)
-
-    def _rebase(self, size: int) -> None:
-        """Moves the tree region to coordinate 0, in index arrays of ``size`` entries."""
-        lo, num = self._lo, self.num_nodes
-        ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        ancestors = np.zeros((size, size), np.bool_)
-        ids[:num] = self.node_ids
-        positions[:num] = self.node_positions
-        ancestors[:num, :num] = self._ancestors[lo : self._hi, lo : self._hi]
-        self._table[self.node_ids - self._base] -= lo
-        self._ids, self._positions, self._ancestors = ids, positions, ancestors
-        self._origin += lo
-        self._lo, self._hi = 0, num
+    def _make_room(self, num: int) -> tuple[int, int]:
+        """Grows the index arrays for new entries; returns the coordinates lo, hi afterwards."""
+        need, size, used = self._hi + num, len(self._ids), self.num_nodes
+        if need > size:  # moves the region to coordinate 0, in larger arrays if it needs them
+            size = size if 2 * (need - self._lo) <= size else 2 * need
+            ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
+            ancestors = np.zeros((size, size), np.bool_)
+            region = slice(self._lo, self._hi)
+            ids[:used], positions[:used] = self._ids[region], self._positions[region]
+            ancestors[:used, :used] = self._ancestors[region, region]
+            self._ids, self._positions, self._ancestors = ids, positions, ancestors
+            self._origin += self._lo
+            self._set_region(0, used)
+        return self._lo, self._hi + num

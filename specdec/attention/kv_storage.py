@@ -14,18 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from einops import rearrange
+from torch import Tensor
 
 from specdec.device import to_device
 from specdec.types import IntArray
 
 _FIRST_BLOCKS = 64  # that a new pool allocates
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 """Keys and values."""
 
 
@@ -46,82 +47,63 @@ class CacheSpec:
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self, num_slots: int) -> torch.Tensor:
+    def empty(self, num_slots: int) -> Tensor:
         """An uninitialised tensor [L, 2, G, num_slots, D]."""
         shape = (self.num_layers, 2, self.num_kv_heads, num_slots, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
-class PassView(Protocol):
-    """Write and read access to the slots of one pass."""
-
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """Writes the rows' keys and values [1, G, R, D]; returns all slots' [1, G, n, D]."""
-        ...
-
-
-class Storage(Protocol):
-    """Key/value memory of one request."""
-
-    @property
-    def capacity(self) -> int:
-        """Slots allocated."""
-        ...
-
-    def reserve(self, end: int, used: int) -> None:
-        """Allocates room for ``end`` slots and keeps the contents of the first ``used``."""
-        ...
-
-    def view(self, start: int, end: int) -> PassView:
-        """Access for a pass whose rows are the slots ``start`` .. ``end`` - 1."""
-        ...
-
-    def contents(self, num_slots: int) -> torch.Tensor:
-        """The first slots, [L, 2, G, n, D]; read-only, because it may be a copy."""
-        ...
-
-    def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies slots, over all layers; every source is read before any target is written."""
-        ...
-
-    def trim(self, used: int) -> None:
-        """Frees the memory beyond the first ``used`` slots where other requests can use it."""
-        ...
+Store = Callable[[int, Tensor, Tensor], Pair]
+"""(layer, key, value), the pass's rows [1, G, R, D] each: writes them; returns all slots' [1, G, n,
+D]."""
 
 
 class Contiguous:
-    """One tensor per request.
+    """One tensor per request, read and written in place.
 
     Attributes:
         tensor: [L, 2, G, C, D], keys and values.
+        layers: the same memory as ``layer_views``.
     """
 
-    def __init__(self, *, make: Callable[[int], torch.Tensor], capacity: int) -> None:
+    def __init__(self, *, make: Callable[[int], Tensor], capacity: int) -> None:
         """Allocates ``capacity`` slots by ``make``: number of slots -> [L, 2, G, slots, D]."""
         self._make = make
         self._allocate(capacity)
 
     @property
     def capacity(self) -> int:
+        """C, slots allocated."""
         return self.tensor.shape[3]
 
     def reserve(self, end: int, used: int) -> None:
-        """Reallocates, at least doubling the capacity, if ``end`` exceeds it."""
+        """Allocates room for ``end`` slots, at least doubling; keeps the first ``used``."""
         if end > self.capacity:
             old = self.tensor
             self._allocate(max(end, 2 * self.capacity))
             self.tensor[:, :, :, :used] = old[:, :, :, :used]
 
-    def view(self, start: int, end: int) -> PassView:
-        """Reads and writes in place."""
-        return _InPlace(self._flat, start, end)
+    def writer(self, start: int, end: int) -> Store:
+        """Access for a pass whose rows are the slots ``start`` .. ``end`` - 1."""
+        written = self.layers.narrow(3, start, end - start).unbind(0)
+        read = self.layers.narrow(3, 0, end).unbind(0)
 
-    def contents(self, num_slots: int) -> torch.Tensor:
-        """A view, [L, 2, G, n, D]."""
-        return self.tensor[:, :, :, :num_slots]
+        def store(layer: int, key: Tensor, value: Tensor) -> Pair:
+            written[2 * layer].copy_(key)
+            written[2 * layer + 1].copy_(value)
+            return read[2 * layer], read[2 * layer + 1]
+
+        return store
+
+    def contents(self) -> Tensor:
+        """All slots, [L, 2, G, C, D]; read-only, because paged storage returns a copy."""
+        return self.tensor
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """One gather over all layers, then one write per range of adjacent targets."""
+        """Copies slots: one gather over all layers, then one write per range of adjacent targets.
+
+        Every source is read before any target is written.
+        """
         index = to_device(sources, self.tensor.device)
         gathered = self.tensor.index_select(3, index)
         cuts = np.flatnonzero(np.diff(targets) != 1) + 1
@@ -131,29 +113,16 @@ class Contiguous:
             run.copy_(gathered.narrow(3, start, stop - start))
 
     def trim(self, used: int) -> None:
-        """Does nothing: no other request can use the memory."""
+        """Frees the memory beyond the first ``used`` slots if other requests can use it: never."""
 
     def _allocate(self, capacity: int) -> None:
         self.tensor = self._make(capacity)
-        self._flat = layer_views(self.tensor)
+        self.layers = layer_views(self.tensor)
 
 
-def layer_views(tensor: torch.Tensor) -> torch.Tensor:
+def layer_views(tensor: Tensor) -> Tensor:
     """[2 L, 1, G, C, D] from [L, 2, G, C, D]: per layer its keys, then its values; a view."""
     return rearrange(tensor, "l kv g c d -> (l kv) 1 g c d")
-
-
-class _InPlace:
-    """Reads and writes views of the request's tensor."""
-
-    def __init__(self, flat: torch.Tensor, start: int, end: int) -> None:
-        self._written = flat.narrow(3, start, end - start).unbind(0)
-        self._read = flat.narrow(3, 0, end).unbind(0)
-
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        self._written[2 * layer].copy_(key)
-        self._written[2 * layer + 1].copy_(value)
-        return self._read[2 * layer], self._read[2 * layer + 1]
 
 
 class BlockPool:
@@ -162,7 +131,6 @@ class BlockPool:
     Attributes:
         num_blocks: maximum number of blocks.
         block_tokens: slots per block.
-        rows: [2 L, 1, G, allocated blocks * block_tokens, D]; doubles as needed, up to the maximum.
         peak: largest number of blocks in use at the same time so far.
     """
 
@@ -171,9 +139,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.peak = 0
-        self._spec = spec
         self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: low numbers first
-        self.rows = self._new_rows(min(num_blocks, _FIRST_BLOCKS))
+        most = num_blocks * block_tokens
+        self._memory = Contiguous(
+            make=lambda slots: spec.empty(min(slots, most)), capacity=_FIRST_BLOCKS * block_tokens
+        )
+
+    @property
+    def rows(self) -> Tensor:
+        """[2 L, 1, G, allocated slots, D]; doubles as needed, up to the maximum."""
+        return self._memory.layers
 
     @property
     def num_used(self) -> int:
@@ -193,7 +168,8 @@ class BlockPool:
             )
         blocks = [self._free.pop() for _ in range(num)]
         self.peak = max(self.peak, self.num_used)
-        self._grow(max(blocks, default=-1) + 1)
+        end = (max(blocks, default=-1) + 1) * self.block_tokens
+        self._memory.reserve(end, self._memory.capacity)
         return blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -203,20 +179,9 @@ class BlockPool:
         assert not set(blocks) & set(self._free), f"blocks {blocks} are freed twice"
         self._free.extend(blocks)
 
-    def _grow(self, num: int) -> None:
-        """Allocates memory for the first ``num`` blocks."""
-        allocated = self.rows.shape[3] // self.block_tokens
-        if num > allocated:
-            old = self.rows
-            self.rows = self._new_rows(min(self.num_blocks, max(num, 2 * allocated)))
-            self.rows[:, :, :, : old.shape[3]] = old
-
-    def _new_rows(self, num: int) -> torch.Tensor:
-        return layer_views(self._spec.empty(num * self.block_tokens))
-
 
 class Paged:
-    """Blocks of a pool, allocated as needed and addressed through the request's block table."""
+    """Blocks of a pool, addressed through the request's block table; methods as ``Contiguous``."""
 
     def __init__(self, *, pool: BlockPool) -> None:
         """Allocates no blocks yet."""
@@ -233,14 +198,22 @@ class Paged:
         if missing > 0:
             self._table += self._pool.take(missing)
 
-    def view(self, start: int, end: int) -> PassView:
+    def writer(self, start: int, end: int) -> Store:
         """Gathers the slots that the pass reads, once for all layers."""
-        return _Gathered(self._pool.rows, self._index(np.arange(end)), start)
+        index = self._index(np.arange(end))
+        new, written = index[start:], self._pool.rows.unbind(0)
+        read = self._pool.rows.index_select(3, index).unbind(0)
 
-    def contents(self, num_slots: int) -> torch.Tensor:
-        """A copy, [L, 2, G, n, D]."""
-        index = self._index(np.arange(num_slots))
-        rows = self._pool.rows.index_select(3, index)
+        def store(layer: int, key: Tensor, value: Tensor) -> Pair:
+            for at, rows in ((2 * layer, key), (2 * layer + 1, value)):
+                written[at].index_copy_(2, new, rows)
+                read[at][:, :, start:] = rows
+            return read[2 * layer], read[2 * layer + 1]
+
+        return store
+
+    def contents(self) -> Tensor:
+        rows = self._pool.rows.index_select(3, self._index(np.arange(self.capacity)))
         return rearrange(rows, "(l kv) 1 g n d -> l kv g n d", kv=2)
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
@@ -254,24 +227,12 @@ class Paged:
         self._pool.give_back(self._table[kept:])
         del self._table[kept:]
 
-    def _index(self, slots: IntArray) -> torch.Tensor:
+    def _index(self, slots: IntArray) -> Tensor:
         """int64[n]: rows of the pool that hold ``slots``."""
         block, offset = np.divmod(slots, self._pool.block_tokens)
         rows = np.array(self._table, np.int64)[block] * self._pool.block_tokens + offset
         return to_device(rows, self._pool.rows.device)
 
 
-class _Gathered:
-    """Writes new rows to the pool and to a gathered copy of the slots; reads the copy."""
-
-    def __init__(self, rows: torch.Tensor, index: torch.Tensor, start: int) -> None:
-        self._rows = rows.unbind(0)
-        self._new = index[start:]
-        self._start = start
-        self._read = rows.index_select(3, index).unbind(0)
-
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        for at, new in ((2 * layer, key), (2 * layer + 1, value)):
-            self._rows[at].index_copy_(2, self._new, new)
-            self._read[at][:, :, self._start :] = new
-        return self._read[2 * layer], self._read[2 * layer + 1]
+Storage: TypeAlias = Contiguous | Paged
+"""Key/value memory of one request."""

@@ -16,24 +16,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy import count_nonzero
+from torch import Tensor
 from transformers import AttentionInterface
 
 from specdec.attention.backends import (
     Attention,
     Kernel,
     Visibility,
-    capped_attention,
     dense_attention,
     two_level_attention,
 )
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import Pair
 from specdec.device import to_device
+from specdec.types import HiddenName
 
 IMPLEMENTATION = "specdec"
 """Name under which the attention function is registered with transformers."""
@@ -61,24 +62,23 @@ class ScoreOptions:
     others: dict[str, Any] = field(default_factory=dict)
 
 
-class Step(Protocol):
+class Step:
     """The plan of one pass, as the attention function and the runner's hooks use it.
 
     Attributes:
         cache: passed to the model as its cache.
-        captured: global layer index -> hidden states [1, sum R, E], filled by the runner's hooks.
+        captured: name -> hidden states [1, sum R, E], filled by the runner's hooks.
         hidden: [1, sum R, E], input of the first layer of a slice that is not the first; else None.
     """
 
-    cache: StepCache
-    captured: dict[int, torch.Tensor]
-    hidden: torch.Tensor | None
+    def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
+        self.cache = StepCache(first_layer=first_layer)
+        self.captured: dict[HiddenName, Tensor] = {}
+        self.hidden = hidden
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Stores the rows' keys and values, then attends; shapes as in ``tree_attention``."""
-        ...
+        raise NotImplementedError
 
 
 _STEP: ContextVar[Step] = ContextVar("specdec_attention_step")
@@ -101,16 +101,16 @@ def attending(step: Step) -> Iterator[None]:
 
 def tree_attention(
     module: torch.nn.Module,  # noqa: ARG001 - transformers defines the signature
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,  # noqa: ARG001
     scaling: float | None = None,
     dropout: float = 0.0,  # noqa: ARG001
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of one layer, with the signature that transformers calls.
 
     Args:
@@ -146,9 +146,7 @@ class StepCache:
         self.first_layer = first_layer
         self.layer = -1
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
         """Records which layer of the slice runs."""
         self.layer = layer_idx - self.first_layer
         return key, value
@@ -159,59 +157,55 @@ class StepCache:
 
 
 class _RequestPart:
-    """One request's share of a pass."""
+    """One request's share of a pass; the masks are for tensors of its cache's type and device."""
 
     def __init__(self, rows: Rows, offset: int) -> None:
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self.store = rows.cache.view(rows).store
-        self._masks: dict[int | None, torch.Tensor | None] = {}
-        self._visibility: Visibility | None = None
+        self.store = rows.cache.writer(rows)
+        self._masks: dict[int | None, Tensor | None] = {}
+        self._bits: Visibility | None = None
 
-    def mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
-        """The additive mask [R, n] in the type and on the device of ``like``; None: sees all."""
+    def mask(self, window: int | None) -> Tensor | None:
+        """The additive mask [R, n]; None: every row sees every slot."""
         rows = self.rows
         if window in self._masks:
             return self._masks[window]
-        visible = rows.visible
+        visible, spec = rows.visible, rows.cache.spec
         if window is not None and self.within(window):
-            mask = self.mask(None, like)
+            mask = self.mask(None)
         elif window is None and count_nonzero(visible) == visible.size:
             mask = None
         else:
-            lowest = torch.finfo(like.dtype).min
-            dense = np.zeros((len(rows), rows.end), _NUMPY.get(like.dtype, np.float32))
+            lowest = torch.finfo(spec.dtype).min
+            dense = np.zeros((len(rows), rows.end), _NUMPY.get(spec.dtype, np.float32))
             dense[:, rows.first_masked :][~visible] = lowest
             if window is not None:
                 keys = rows.cache.key_positions(rows.end)
                 dense[keys <= rows.positions[:, None] - window] = lowest
-            mask = torch.from_numpy(dense).to(device=like.device, dtype=like.dtype)
+            mask = torch.from_numpy(dense).to(device=spec.device, dtype=spec.dtype)
         self._masks[window] = mask
         return mask
 
-    def visibility(self, like: torch.Tensor) -> Visibility:
-        """The same for kernels, as bits."""
-        if self._visibility is None:
-            rows, device = self.rows, like.device
-            self._visibility = Visibility(
-                lengths=to_device(np.array([rows.first_masked, rows.end]), device),
-                visible=to_device(np.ascontiguousarray(rows.visible, np.uint8), device),
+    def bits(self) -> Visibility:
+        """The same for kernels."""
+        if self._bits is None:
+            rows, spec = self.rows, self.rows.cache.spec
+            self._bits = Visibility(
+                lengths=to_device(np.array([rows.first_masked, rows.end]), spec.device),
+                visible=to_device(np.ascontiguousarray(rows.visible, np.uint8), spec.device),
                 num_slots=rows.end,
-                dtype=like.dtype,
+                dtype=spec.dtype,
             )
-        return self._visibility
+        return self._bits
 
     def within(self, window: int | None) -> bool:
         """Whether all positions lie within a window of this size, so that it masks nothing."""
         return window is None or int(self.rows.positions.max()) < window
 
 
-class AttentionStep:
-    """The plan of one uncaptured pass: each request's rows, cache and masks.
-
-    Attributes:
-        cache, captured, hidden: see ``Step``.
-    """
+class AttentionStep(Step):
+    """The plan of one uncaptured pass: each request's rows, cache and masks."""
 
     def __init__(
         self,
@@ -219,13 +213,11 @@ class AttentionStep:
         rows: Sequence[Rows],
         first_layer: int,
         attention: Attention = Attention.DENSE,
-        hidden: torch.Tensor | None = None,
+        hidden: Tensor | None = None,
         kernel: Kernel | None = None,
     ) -> None:
+        super().__init__(first_layer=first_layer, hidden=hidden)
         self._kernel = kernel
-        self.cache = StepCache(first_layer=first_layer)
-        self.captured: dict[int, torch.Tensor] = {}
-        self.hidden = hidden
         self._two_level = attention is Attention.TWO_LEVEL
         self._parts = []
         offset = 0
@@ -234,10 +226,7 @@ class AttentionStep:
                 self._parts.append(_RequestPart(part, offset))
                 offset += len(part)
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
-        """See ``Step``."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         # Plain views here: this runs once per layer and token, where einops costs microseconds.
         layer = self.cache.layer
         if len(self._parts) == 1:
@@ -252,16 +241,14 @@ class AttentionStep:
         return torch.cat(outputs, 2).transpose(1, 2)
 
     def _attend_one(
-        self, part: _RequestPart, query: torch.Tensor, stored: Pair, options: ScoreOptions
-    ) -> torch.Tensor:
+        self, part: _RequestPart, query: Tensor, stored: Pair, options: ScoreOptions
+    ) -> Tensor:
         """[1, H, R, D]: one request's rows over its cache, ``stored`` [1, G, n, D] each."""
         scaling, window, softcap = options.scaling, options.window, options.softcap
-        if self._kernel is not None and softcap is None and part.within(window):
-            return self._kernel(query, *stored, part.visibility(query), scaling)
-        mask = part.mask(window, query)
-        if softcap is not None:
-            return capped_attention(query, *stored, mask, scaling, softcap)
-        split = part.rows.first_masked
-        if self._two_level and split and mask is not None and part.mask(None, query) is mask:
+        if softcap is None and self._kernel is not None and part.within(window):
+            return self._kernel(query, *stored, part.bits(), scaling)
+        mask, split = part.mask(window), part.rows.first_masked
+        plain = self._two_level and split and softcap is None and mask is part.mask(None)
+        if plain and mask is not None:
             return two_level_attention(query, *stored, mask, scaling, split)
-        return dense_attention(query, *stored, mask, scaling)
+        return dense_attention(query, *stored, mask, scaling, softcap)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from einops import rearrange
+from torch import Tensor
 
 _KEY_BYTES = 16384  # per block of keys; values need as much, and pipelining a few times both
 _QUERY_BYTES = 8192  # per block of rows; with the keys this stays below 99 KiB
@@ -159,29 +160,30 @@ class TreeAttention:
         """
         self._splits = splits
         self._scratch: dict[
-            tuple[object, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+            tuple[object, ...], tuple[Tensor, Tensor, Tensor]
         ] = {}
 
     def __call__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         *,
-        lengths: torch.Tensor,
-        visible: torch.Tensor,
-        scaling: float | None = None,
-    ) -> torch.Tensor:
-        """Computes ``specdec.kernels.reference.tree_attention``.
+        lengths: Tensor,
+        visible: Tensor,
+        scaling: float | None = None
+    ) -> Tensor:
+        """Attention to the slots before ``first`` and, where visible, to those up to ``end``.
 
-        Tensors are float32, float16 or bfloat16; the last dimension of each must be contiguous.
+        A row that sees no slot gets zeros. Tensors are float32, float16 or bfloat16; the last
+        dimension of each must be contiguous.
 
         Args:
             query: [1, H, R, D].
             key, value: [1, G, C, D].
             lengths: integer [2] on the device, (first, end); read by the kernel, so that a captured
                 launch works for every length.
-            visible: uint8[R, M].
+            visible: uint8[R, M >= end - first], which slots from ``first`` on a row sees.
             scaling: factor of the scores; 1 / sqrt(D) where None.
 
         Returns:
@@ -224,7 +226,7 @@ class TreeAttention:
 
     def _parts(
         self, device: torch.device, items: int, splits: int, rows: int, dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Scratch memory per size: partial sums, their maxima and totals, and counters at 0."""
         shape = (device, items, splits, rows, dim)
         if shape not in self._scratch:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from specdec.models.exits import final_norm
-from specdec.models.slicing import layers_name
+from specdec.models.slicing import final_norm, layers_name
 from specdec.state import RequestState
 from specdec.types import Commit, HiddenName, IntArray
 

@@ -119,8 +119,8 @@ def _run(subject: Subject, seen: Observation) -> None:
     with subject.composed(pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
-        fresh = {"target": Fresh(pair.target), "draft": Fresh(pair.draft)}
-        states = FreshStates(pair.target)
+        fresh = {name: Fresh(pair.model(name)) for name in pair.names}
+        states = FreshStates(pair.model("target"))
         steps = decode_steps(
             parts, cases, outputs, batch_size=_BATCH, prefill_chunk=_SMALL_CHUNK, state=state
         )

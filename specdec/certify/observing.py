@@ -24,7 +24,7 @@ from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.types import NO_NODE, Candidates, Commit, IntArray, Nodes, Ticket
+from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes, Ticket
 
 
 @dataclass(slots=True)
@@ -245,16 +245,16 @@ class ObservedPair(RandomPair):
         last: int,
         meter: Meter,
         group: Collective | None = None,
-        capture_layers: Sequence[int] = (),
+        capture: Sequence[HiddenName] = (),
     ) -> ModelStage:
         """An observed slice of the target."""
-        stage = super().stage(first, last, meter, group, capture_layers)
+        stage = super().stage(first, last, meter, group, capture)
         self._watch.model(stage.runner)
         return stage
 
-    def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """The observed draft."""
-        runner = super().draft_runner(meter, group)
+    def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
+        """An observed draft or middle model."""
+        runner = super().runner(name, meter, group)
         self._watch.model(runner, None if group is None else _heads(runner, self.draft, group))
         return runner
 

@@ -104,6 +104,9 @@ class Subject:
         layers = int(self.small["model"]["num_layers"])
         section = dict(self.small["model"])
         section["draft_layers"] = layers if kind == "perfect" else layers - 1
+        if self.cfg["model"].get("middle") or self.cfg["model"].get("middle_layers"):
+            section["middle_layers"] = section["draft_layers"]
+            section["draft_layers"] -= 1
         section["logit_scale"] = _PERFECT_SCALE if kind == "perfect" else _MIXED_SCALE
         if kind == "ties":
             section["logit_step"] = _LOGIT_STEP

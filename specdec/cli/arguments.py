@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,12 +73,11 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
         UserError: an unknown flag, a flag of Hydra's that does not apply, or a missing folder.
     """
     known = ("--help", "--config-dir", *flags)
-    overrides, flags_set, folders = [], set(), []
-    chosen = dict.fromkeys(_CHOICES, "")
+    overrides, flags_set, folders, chosen = [], set(), [], {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        name, equals, value = _SHORT.get(word, word).partition("=")
+        name, equals, value = word.partition("=")
         name = _SHORT.get(name, name)
         if not word.startswith("-"):
             overrides.append(word)
@@ -89,20 +89,43 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
                 value = rest.pop(0) if rest and rest[0] in options else options[0]
             if value not in options:
                 raise UserError(f"{word}: {name} takes {', '.join(options)}; {options[0]} if none")
-            chosen[name] = value
+            chosen[name.strip("-")] = value
         elif name in known and not equals:
             flags_set.add(name)
         elif name in _NOT_HERE:
             raise UserError(f"{name} does not apply here: {_NOT_HERE[name]}")
         else:
             raise UserError(f"{word} is not a flag of this command: {did_you_mean(name, known)}")
-    return Arguments(
-        tuple(overrides),
-        frozenset(flags_set),
-        tuple(folders),
-        cfg=chosen["--cfg"],
-        info=chosen["--info"],
-    )
+    return Arguments(tuple(overrides), frozenset(flags_set), tuple(folders), **chosen)
+
+
+def read_folder(
+    words: Sequence[str], command: str, options: Mapping[str, tuple[str, str]]
+) -> tuple[Path, dict[str, re.Match[str]]]:
+    """The folder after a command, and the matches of its options of the form key=value.
+
+    Args:
+        options: key -> (pattern of its value, remedy for a value that does not match).
+
+    Raises:
+        UserError: another number of folders, or a value that does not match.
+    """
+    folders, values = [], {}
+    for word in read_arguments(words, flags=()).overrides:
+        key, equals, value = word.partition("=")
+        if not equals or key not in options:
+            folders.append(word)
+            continue
+        pattern, remedy = options[key]
+        match = re.fullmatch(pattern, value)
+        if match is None:
+            raise UserError(f"{word} cannot be read: {remedy}")
+        values[key] = match
+    if len(folders) != 1:
+        raise UserError(
+            f"specdec {command} takes one folder, not {len(folders)}: `specdec {command} --help`"
+        )
+    return Path(folders[0]).expanduser(), values
 
 
 def _tree(name: str) -> Path:

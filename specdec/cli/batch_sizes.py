@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.folders import as_yaml, claim, default_folder, working_in
-from specdec.cli.progress import reporting
+from specdec.cli.execute import print_notices, run_in
+from specdec.cli.folders import as_yaml, claim, output_folder
+from specdec.config.checks import COMPARE
 from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison
 from specdec.config.hydra import compose_config, parse
 from specdec.config.job import Job, run_job_of
 from specdec.config.options import PARTS
 
+TABLE = "comparison.md"
 _RECORDER = ("strategy=speculative", "record=true", "executor=local", "clock=measured")
-_NOT_RECORDED = frozenset(
-    [
-        *(*PARTS, "clock", "serving", "strategies", "repeats", "output_dir", "logger", "trace"),
-        *("curve_profile", "cross_profile", "curve_replay", "record", "prefill_chunk"),
-    ]
-)
+_OTHERS = ("clock", "serving", "output_dir", "logger", "trace", "record", "prefill_chunk")
+_NOT_RECORDED = frozenset([*PARTS, *COMPARE, *_OTHERS])
 """Overrides that do not change the record, which has the target's tokens and the draft's."""
 
 
@@ -54,25 +52,22 @@ class Curves:
     def rows(self, size: int) -> list[dict[str, Any]]:
         """One configuration per row, at one batch size."""
         jobs = [*self.comparison.jobs, *([] if self.cross is None else [self.cross])]
-        configs = [deepcopy(job.config) for job in jobs]
-        for config in configs:
-            config["batch_size"] = size
-        return configs
+        return [{**deepcopy(job.config), "batch_size": size} for job in jobs]
 
 
 def curves(
     sizes: Sequence[int], overrides: Sequence[str], extra: Sequence[Path], *, only_show: bool
 ) -> int:
     """Runs the command for a list of batch sizes; returns the exit status."""
-    named = [o for o in parse(overrides) if o.key_or_group == "output_dir"]
-    folder = Path(str(named[-1].value())) if named else default_folder("compare")
+    named = [str(o.value()) for o in parse(overrides) if o.key_or_group == "output_dir"]
+    folder = output_folder(named[-1] if named else None, "compare")
     composed = compose_curves(sizes, overrides, folder, extra)
-    for notice in composed.comparison.notices:
-        print(f"note: {notice}", file=sys.stderr)
+    print_notices(composed.comparison.notices)
     if only_show:
         print(as_yaml(composed.config), end="")
-    else:
-        _execute(composed, folder)
+    elif run_in(folder, composed.config, RESULT_FILE, partial(_run, composed, folder), table=TABLE):
+        print((folder / TABLE).read_text(encoding="utf-8"))
+        print(f"results in {folder}")
     return 0
 
 
@@ -85,9 +80,9 @@ def compose_curves(
         UserError: an error in a row.
     """
     keys = {str(o.key_or_group): o.value() for o in parse(overrides)}
-    own = [w for w in overrides if w.split("=")[0] in ("curve_profile", "cross_profile", "clock")]
-    own += [w for w in overrides if w.split("=")[0] in ("curve_replay", "model")]
-    base = compose_config(own, name="compare", extra=extra).values
+    own = ("curve_profile", "cross_profile", "curve_replay", "clock", "model")
+    words = [w for w in overrides if w.partition("=")[0] in own]
+    base = compose_config(words, name="compare", extra=extra).values
     simulated = base["clock"]["kind"] == "simulated"
     rest, notices = [*overrides, f"batch_size={max(sizes)}"], []
     profile = keys.get("clock.profile", base["curve_profile"])
@@ -96,8 +91,8 @@ def compose_curves(
         notices.append(f"curves over batch sizes are on clock.profile={profile} (curve_profile)")
     record = None
     if simulated and base["curve_replay"] and base["model"]["kind"] in ("pretrained", "random"):
-        record = _recorded(overrides, extra)
-        rest = [w for w in rest if w.split("=")[0].split(".")[0] != "model"]
+        record = run_job_of([*_RECORDER, *_without(overrides, _NOT_RECORDED)], extra)
+        rest = _without(rest, ("model",))
         rest += ["model=replay", f"model.record={folder / 'record' / 'record.npz'}"]
         notices.append("prompts are recorded once (folder record) and replayed by every row")
     comparison = compose_comparison(rest, extra)
@@ -109,50 +104,40 @@ def compose_curves(
     return Curves(tuple(sorted(sizes)), comparison, cross, record)
 
 
-def _recorded(overrides: Sequence[str], extra: Sequence[Path]) -> Job:
-    words = [w for w in overrides if w.split("=")[0].split(".")[0] not in _NOT_RECORDED]
-    return run_job_of([*_RECORDER, *words], extra)
+def _without(words: Sequence[str], groups: Collection[str]) -> list[str]:
+    """The overrides but those of the keys and sections ``groups``."""
+    return [w for w in words if w.partition("=")[0].partition(".")[0] not in groups]
 
 
 def _cross(overrides: Sequence[str], profile: str, extra: Sequence[Path]) -> Job:
     """Plain decoding on another profile: a row, but not the baseline of speed-ups."""
-    left = [w for w in overrides if w.split("=")[0].split(".")[0] not in (*PARTS[:3], "strategies")]
-    left = [w for w in left if not w.startswith("clock.profile=")]
-    words = ["strategies=[ar]", *left, f"clock.profile={profile}"]
-    job = compose_comparison(words, extra).jobs[0]
+    words = [*_without(overrides, (*PARTS[:3], "strategies")), f"clock.profile={profile}"]
+    job = compose_comparison(["strategies=[ar]", *words], extra).jobs[0]
     config = deepcopy(job.config)
     config["strategy"]["name"] = f"ar on {profile}"
     return Job(config["strategy"]["name"], config, None)
 
 
-def _execute(composed: Curves, folder: Path) -> None:
-    if claim(folder, composed.config, RESULT_FILE):
-        print((folder / "comparison.md").read_text(encoding="utf-8"))
-        print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
-        return
-    with working_in(folder):
-        # Imported here: torch and transformers take seconds to import.
-        from specdec.runs.batch_sizes import curve_jobs
-        from specdec.runs.jobs import run_job
+def _run(composed: Curves, folder: Path, progress: Any) -> bool:
+    # Imported here: torch and transformers take seconds to import.
+    from specdec.runs.batch_sizes import curve_jobs
+    from specdec.runs.jobs import run_job
 
-        with reporting() as progress:
-            if composed.record is not None:
-                place = folder / "record"
-                if not claim(place, composed.record.config, "summary.json"):
-                    run_job(composed.record.config, place, progress)
-            rows = {size: composed.rows(size) for size in composed.sizes}
-            cross = None if composed.cross is None else composed.cross.name
-            repeats, remarks = composed.comparison.repeats, _paper_remarks()
-            curve_jobs(rows, folder, repeats, progress, cross=cross, remarks=remarks)
-        print((folder / "comparison.md").read_text(encoding="utf-8"))
-    print(f"results in {folder}")
+    if composed.record is not None:
+        place = folder / "record"
+        if not claim(place, composed.record.config, "summary.json"):
+            run_job(composed.record.config, place, progress)
+    rows = {size: composed.rows(size) for size in composed.sizes}
+    cross = None if composed.cross is None else composed.cross.name
+    repeats, remarks = composed.comparison.repeats, _paper_remarks()
+    curve_jobs(rows, folder, repeats, progress, cross=cross, remarks=remarks)
+    return True
 
 
 def _paper_remarks() -> Callable[..., list[str]] | None:
     """The paper's own ratios, which the package ``experiments`` has; None if not installed."""
     try:
-        module = importlib.import_module("experiments.pipelines.batch_ratios")
+        remarks = importlib.import_module("experiments.pipelines.batch_ratios").remarks
     except ModuleNotFoundError:
         return None
-    remarks: Callable[..., list[str]] = module.remarks
-    return remarks
+    return remarks  # type: ignore[no-any-return]

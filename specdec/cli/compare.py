@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import claim, default_folder, working_in
+from specdec.cli.execute import print_notices, run_in
+from specdec.cli.folders import output_folder
 from specdec.cli.loggers import log_results
-from specdec.cli.progress import reporting
 from specdec.cli.show import show_config
 from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison, text_of
 from specdec.config.hydra import parse
@@ -53,10 +53,8 @@ def main(words: Sequence[str]) -> int:
             arguments, lambda *words: compose_comparison(*words).config, name="compare"
         )
     comparison = compose_comparison(arguments.overrides, arguments.config_dirs)
-    for notice in comparison.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    folder = comparison.output_dir
-    execute(comparison, Path(folder) if folder else default_folder("compare"))
+    print_notices(comparison.notices)
+    execute(comparison, output_folder(comparison.output_dir, "compare"))
     return 0
 
 
@@ -91,19 +89,12 @@ def execute(comparison: Comparison, folder: Path) -> None:
     Raises:
         UserError: the folder belongs to another configuration, or the engine refuses a row.
     """
-    if claim(folder, comparison.config, RESULT_FILE):
-        table = folder / "comparison.md"
-        if table.is_file():
-            print(table.read_text(encoding="utf-8"))
-        print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
-        return
-    with working_in(folder):
-        # Imported here: torch and transformers take seconds to import.
-        from specdec.runs.jobs import compare_jobs
+    from specdec.runs.jobs import compare_jobs  # torch takes seconds to import
 
-        configs = [job.config for job in comparison.jobs]
-        with reporting() as progress:
-            results = compare_jobs(configs, folder, comparison.repeats, progress)
-    if "rows" in results:
-        log_results(configs, results["rows"], folder)
-    print(f"results in {folder}")
+    configs = [job.config for job in comparison.jobs]
+    work = partial(compare_jobs, configs, folder, comparison.repeats)
+    results = run_in(folder, comparison.config, RESULT_FILE, work, table="comparison.md")
+    if results is not None:
+        if "rows" in results:
+            log_results(configs, results["rows"], folder)
+        print(f"results in {folder}")

@@ -1,15 +1,19 @@
-"""Runs a job in its folder."""
+"""Runs the work of a configuration in its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec.cli.folders import claim, working_in
 from specdec.cli.loggers import log_results
 from specdec.cli.progress import reporting
 from specdec.config.job import Job
+
+_T = TypeVar("_T")
 
 RESULT_FILE = "summary.json"
 """Written last in a run folder; where it exists the run is complete."""
@@ -24,16 +28,43 @@ def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
     Raises:
         UserError: the folder belongs to another configuration, or the engine refuses the job.
     """
-    if claim(folder, job.config, RESULT_FILE):
+    from specdec.runs.jobs import run_job  # torch and transformers take seconds to import
+
+    summary = run_in(folder, job.config, RESULT_FILE, partial(run_job, job.config, folder))
+    if summary is not None:
+        log_results([job.config], [summary], folder)
+        print(f"results in {folder}")
+    return summary
+
+
+def run_in(
+    folder: Path,
+    config: Mapping[str, Any],
+    result: str,
+    work: Callable[[Any], _T],
+    *,
+    table: str = "",
+) -> _T | None:
+    """Does the work of a configuration in its folder; returns None if it was complete already.
+
+    Args:
+        work: called with the ``specdec.runs.jobs.Progress`` to report to.
+        result: file that the work writes last; "" for work that is always repeated.
+        table: file that is printed in place of complete work.
+
+    Raises:
+        UserError: the folder belongs to another configuration, or another process uses it.
+    """
+    if claim(folder, config, result):
+        if table and (folder / table).is_file():
+            print((folder / table).read_text(encoding="utf-8"))
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
         return None
-    with working_in(folder):
-        # Imported here: torch and transformers take seconds to import.
-        from specdec.runs.jobs import run_job
+    with working_in(folder), reporting() as progress:
+        return work(progress)
 
-        with reporting() as progress:
-            summary = run_job(job.config, folder, progress)
-        assert (folder / RESULT_FILE).is_file(), "a run ends with its summary"
-    log_results([job.config], [summary], folder)
-    print(f"results in {folder}")
-    return summary
+
+def print_notices(notices: Iterable[str]) -> None:
+    """Prints warnings to standard error, each once."""
+    for notice in dict.fromkeys(notices):
+        print(f"note: {notice}", file=sys.stderr)

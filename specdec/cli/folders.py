@@ -16,10 +16,8 @@ from typing import Any
 from uuid import uuid4
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from specdec.config.options import flatten
+from specdec.config.options import flatten, read_yaml
 from specdec.errors import UserError
 from specdec.files import write_text
 
@@ -34,8 +32,10 @@ _LONGEST_NAME = 120
 _MAX_SHOWN = 3
 
 
-def default_folder(command: str, name: str = "") -> Path:
-    """``outputs/<command>/<name>/<time>-<unique>``; unique to a run."""
+def output_folder(chosen: str | None, command: str, name: str = "") -> Path:
+    """The folder ``chosen``; for None ``outputs/<command>/<name>/<time>-<unique>``."""
+    if chosen:
+        return Path(chosen)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     parent = Path("outputs") / command
     return (parent / safe_name(name) if name else parent) / f"{stamp}-{uuid4().hex[:6]}"
@@ -67,13 +67,8 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
         raise UserError(f"output_dir={folder} is a file: name a folder")
     stored = folder / CONFIG_FILE
     if stored.is_file():
-        try:
-            loaded = OmegaConf.to_container(OmegaConf.load(stored), resolve=False)
-        except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-            raise UserError(
-                f"output_dir={folder} has a {CONFIG_FILE} that cannot be read"
-                f" ({str(error).splitlines()[0]}): name another folder or delete that one"
-            ) from error
+        refusal = f"output_dir={folder} has a {CONFIG_FILE} that cannot be read"
+        loaded = read_yaml(stored, refusal, "name another folder or delete that one")
         previous = loaded if isinstance(loaded, dict) else {}
         there, here = previous.get("command", "run"), config.get("command", "run")
         if there != here:

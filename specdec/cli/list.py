@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
-
-from omegaconf import OmegaConf
 
 from specdec.cli.arguments import read_arguments
 from specdec.config.options import PARTS, first_comment, flatten, options, own_values
@@ -19,7 +18,26 @@ Lists the available options, one line each: strategies, sources, policies, verif
 executors, models, datasets, samplings, servings, clocks, profiles, loggers. Without WHAT all.
 """
 
-Row = tuple[str, str]
+SECTIONS = {
+    "strategies": "strategy",
+    "sources": "source",
+    "policies": "policy",
+    "verifiers": "verifier",
+    "executors": "executor",
+    "models": "model",
+    "datasets": "data",
+    "samplings": "sampling",
+    "servings": "serving",
+    "clocks": "clock",
+    "profiles": "profile",
+    "loggers": "logger",
+}
+"""Title -> folder of the options in a configuration tree."""
+
+_USES = {
+    "strategy": "strategy=NAME, or 'strategies=[NAME,...]' with compare",
+    "profile": "clock.profile=NAME with clock=simulated or clock=paced",
+}
 
 
 def main(words: Sequence[str]) -> int:
@@ -29,58 +47,24 @@ def main(words: Sequence[str]) -> int:
         if word not in SECTIONS:
             raise UserError(f"specdec list {word}: {did_you_mean(word, SECTIONS)}")
     for title in arguments.overrides or SECTIONS:
-        how, rows = SECTIONS[title](arguments.config_dirs)
-        print(f"{title}  ({how})")
-        width = max((len(name) for name, _ in rows), default=0)
-        for name, about in rows:
-            print(f"  {name:<{width}}  {about}".rstrip())
+        group = SECTIONS[title]
+        print(f"{title}  ({_USES.get(group, f'{group}=NAME')})")
+        paths = options(group, arguments.config_dirs)
+        width = max(map(len, paths), default=0)
+        for name, path in paths.items():
+            print(f"  {name:<{width}}  {_about(group, path)}".rstrip())
         print()
     return 0
 
 
-def _presets(extra: Sequence[Path]) -> tuple[str, list[Row]]:
-    presets = options("strategy", extra).items()
-    rows = [(n, str(own_values(p).get("strategy", {}).get("title", ""))) for n, p in presets]
-    return "strategy=NAME, or 'strategies=[NAME,...]' with compare", rows
-
-
-def _group(group: str) -> Callable[[Sequence[Path]], tuple[str, list[Row]]]:
-    def rows(extra: Sequence[Path]) -> tuple[str, list[Row]]:
-        paths = options(group, extra).items()
-        return f"{group}=NAME", [(n, first_comment(p) + _keys(group, p)) for n, p in paths]
-
-    return rows
-
-
-def _keys(group: str, path: Path) -> str:
-    """A part's keys with their values."""
-    if group not in PARTS:
-        return ""
-    flat = flatten(OmegaConf.to_container(OmegaConf.create(own_values(path))))
-    shown = [f"{k}={'null' if v is None else v}" for k, v in flat.items() if "_target_" not in k]
-    shown = [word for word in shown if not word.startswith("sources=")]
-    return (
-        f" [{' '.join(shown)}]".replace("True", "true").replace("False", "false") if shown else ""
-    )
-
-
-def _profiles(extra: Sequence[Path]) -> tuple[str, list[Row]]:
-    rows = [(n, first_comment(p)) for n, p in options("profile", extra).items()]
-    return "clock.profile=NAME with clock=simulated or clock=paced", rows
-
-
-SECTIONS: dict[str, Callable[[Sequence[Path]], tuple[str, list[Row]]]] = {
-    "strategies": _presets,
-    "sources": _group("source"),
-    "policies": _group("policy"),
-    "verifiers": _group("verifier"),
-    "executors": _group("executor"),
-    "models": _group("model"),
-    "datasets": _group("data"),
-    "samplings": _group("sampling"),
-    "servings": _group("serving"),
-    "clocks": _group("clock"),
-    "profiles": _profiles,
-    "loggers": _group("logger"),
-}
-"""Title -> (further trees) -> (how an option is chosen, (name, description) of each)."""
+def _about(group: str, path: Path) -> str:
+    """An option's description; a part's keys with their values."""
+    values = own_values(path)
+    if group == "strategy":
+        return str(values.get("strategy", {}).get("title", ""))
+    keys = [
+        f"{key}={json.dumps(value) if value is None or value in (True, False) else value}"
+        for key, value in flatten(values).items()
+        if group in PARTS and "_target_" not in key and key != "sources"
+    ]
+    return first_comment(path) + (f" [{' '.join(keys)}]" if keys else "")

@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from specdec.parts.build import build_part
 from specdec.parts.fields import Text, validated
-
-if TYPE_CHECKING:
-    from specdec.interfaces import Logger
 
 _PICTURES = ("run.png", "comparison.png")
 _HISTOGRAMS = {
@@ -22,36 +19,30 @@ _HISTOGRAMS = {
 """Metric -> the axis of its curve, which its keys count."""
 
 
-def build_logger(node: Mapping[str, Any]) -> Logger | None:
-    """Builds the logger of the section ``logger``; None for ``logger=none``.
-
-    Raises:
-        UserError: a class that cannot be imported or refuses its arguments.
-    """
-    if "_target_" in node:
-        from specdec.interfaces import Logger  # torch comes with it
-
-        logger: Logger = build_part(node, {}, "logger", Logger)
-        return logger
-    if node["kind"] == "none":
-        return None
-    return WandbLogger(project=node["project"], mode=node["mode"])
-
-
 def log_results(
     configs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
-    """Sends finished results to the logger of the first configuration.
+    """Sends finished results to the logger of the first configuration (``logger=none``: to none).
 
     Args:
         configs: one resolved configuration per row.
         rows: metrics by name, one mapping per strategy.
         folder: the run folder.
+
+    Raises:
+        UserError: a class that cannot be imported or refuses its arguments.
     """
-    logger = build_logger(configs[0]["logger"])
-    if logger is not None:
-        for config, row in zip(configs, rows, strict=True):
-            logger.log(config, row, folder)
+    node = configs[0]["logger"]
+    if "_target_" in node:
+        from specdec.interfaces import Logger  # torch comes with it
+
+        logger: Logger = build_part(node, {}, "logger", Logger)
+    elif node["kind"] == "none":
+        return
+    else:
+        logger = WandbLogger(project=node["project"], mode=node["mode"])
+    for config, row in zip(configs, rows, strict=True):
+        logger.log(config, row, folder)
 
 
 class WandbLogger:
@@ -93,11 +84,11 @@ class WandbLogger:
         for name in _PICTURES:
             if (folder / name).is_file():
                 run.log({name.removesuffix(".png"): wandb.Image(str(folder / name))})
-        run.summary.update(numbers(row))
+        run.summary.update(_numbers(row))
         run.finish()
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """The numeric metrics of a row; ``lossless`` as 0 or 1."""
     return {k: v for k, v in row.items() if isinstance(v, int | float)}
 
@@ -109,11 +100,10 @@ def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dic
 
     done = 0
     for record in read_requests(folder / "requests.jsonl"):
-        if record.strategy != strategy:
-            continue
-        done += 1
-        metrics = numbers(prompt_metrics(record.result))
-        yield {"prompts_done": done, **{f"prompt/{k}": v for k, v in metrics.items()}}
+        if record.strategy == strategy:
+            done += 1
+            metrics = _numbers(prompt_metrics(record.result))
+            yield {"prompts_done": done, **{f"prompt/{k}": v for k, v in metrics.items()}}
     for name, axis in _HISTOGRAMS.items():
         for key, value in (row.get(name) or {}).items():
             if value is not None:

@@ -18,23 +18,18 @@ _FAILED = 1
 _INTERRUPTED = 130
 _RANK_FAILED = 3
 _COMMANDS = {
-    "run": ("specdec.cli.run", "one strategy on one workload; -m sweeps"),
-    "compare": ("specdec.cli.compare", "several strategies on the same prompts: table and plot"),
-    "verify": ("specdec.cli.verify", "certify that a configuration is lossless"),
-    "train": ("specdec.cli.train", "train the models that ship with the package"),
-    "profile": (
-        "specdec.cli.profile",
-        "latency profile of this hardware, and trees that suit it",
-    ),
-    "trace": ("specdec.cli.trace", "timeline of all ranks and the tree's growth, of a traced run"),
-    "report": ("specdec.cli.report", "one HTML page and pictures of a run, comparison or sweep"),
-    "reproduce": (
-        "specdec.cli.reproduce",
-        "a paper's table or figure, beside its own values",
-    ),
-    "worker": ("specdec.cli.worker", "one rank of a job that torchrun or Slurm starts"),
-    "list": ("specdec.cli.list", "strategies, their parts, datasets, profiles"),
+    "run": "one strategy on one workload; -m sweeps",
+    "compare": "several strategies on the same prompts: table and plot",
+    "verify": "certify that a configuration is lossless",
+    "train": "train the models that ship with the package",
+    "profile": "latency profile of this hardware, and trees that suit it",
+    "trace": "timeline of all ranks and the tree's growth, of a traced run",
+    "report": "one HTML page and pictures of a run, comparison or sweep",
+    "reproduce": "a paper's table or figure, beside its own values",
+    "worker": "one rank of a job that torchrun or Slurm starts",
+    "list": "strategies, their parts, datasets, profiles",
 }
+"""Command, and module of this package -> what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,11 +69,15 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, RankFailure):
         return text, _RANK_FAILED
     if isinstance(error, MemoryError):
-        remedy = "choose smaller trees (keys of policy), a smaller batch_size, shorter prompts or a"
-        return f"memory is used up ({text}): {remedy} smaller model", _FAILED
+        return (
+            f"memory is used up ({text}): choose smaller trees (keys of policy), a smaller"
+            " batch_size, shorter prompts or a smaller model"
+        ), _FAILED
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "make room, then start the same command again; it continues after the prompts"
-        return f"{error.strerror}: {remedy} that are on disk", _FAILED
+        return (
+            f"{error.strerror}: make room, then start the same command again; it continues after"
+            " the prompts that are on disk"
+        ), _FAILED
     return "", _FAILED
 
 
@@ -94,7 +93,7 @@ def _dispatch(words: Sequence[str]) -> int:
     command, *rest = words
     if command not in _COMMANDS:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
-    module = importlib.import_module(_COMMANDS[command][0])
+    module = importlib.import_module(f"specdec.cli.{command}")
     if hasattr(module, "HELP") and {"-h", "--help"} & {*rest}:
         print(module.HELP, end="")
         return 0
@@ -103,18 +102,15 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  specdec {name:<9} {about}" for name, (_, about) in _COMMANDS.items()]
-    return "\n".join(
-        [
-            "specdec: composable speculative decoding",
-            "",
-            *lines,
-            "",
-            "`specdec COMMAND --help` explains a command. SPECDEC_DATA names the folder of the",
-            "data sets; SPECDEC_TRACEBACK=1 shows where an error was raised.",
-            "",
-        ]
-    )
+    lines = "\n".join(f"  specdec {name:<9} {about}" for name, about in _COMMANDS.items())
+    return f"""\
+specdec: composable speculative decoding
+
+{lines}
+
+`specdec COMMAND --help` explains a command. SPECDEC_DATA names the folder of the
+data sets; SPECDEC_TRACEBACK=1 shows where an error was raised.
+"""
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import claim, default_folder, working_in
-from specdec.cli.progress import reporting
+from specdec.cli.execute import run_in
+from specdec.cli.folders import output_folder
 from specdec.cli.show import show_config
 from specdec.config.checks import check_section
 from specdec.config.hydra import compose_config
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     if arguments.cfg:
         return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")
     config, output_dir = profile_config(arguments.overrides, arguments.config_dirs)
-    execute(config, Path(output_dir) if output_dir else default_folder("profile"))
+    execute(config, output_folder(output_dir, "profile"))
     return 0
 
 
@@ -92,11 +92,10 @@ def execute(config: dict[str, Any], folder: Path) -> None:
     from specdec.profiling.job import print_profile, profile_job
 
     splits = config["profiling"]["devices"] is not None
-    if claim(folder, config, RESULT_FILE):
-        print(f"{folder}: complete already, not measured again (delete the folder to repeat it)")
+    job = allocation_job if splits else profile_job
+    result = run_in(folder, config, RESULT_FILE, lambda progress: job(config, folder, progress))
+    if result is None:
         return
-    with working_in(folder), reporting() as progress:
-        result = (allocation_job if splits else profile_job)(config, folder, progress)
     (print_splits if splits else print_profile)(result)
     if splits:
         print(f"best: specdec run --config-dir {folder} strategy=swiftspec_best")

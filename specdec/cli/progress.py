@@ -72,15 +72,11 @@ class _Lines:
 
     def _write(self, detail: str) -> None:
         of = "" if self._total is None else f" {self._done}/{self._total}"
-        left = self._left()
+        left = ""
+        if self._total and 0 < self._done < self._total:
+            seconds = (monotonic() - self._began) / self._done * (self._total - self._done)
+            left = f", about {duration(seconds)} left"
         print(f"{self._label}{of} {detail}".rstrip() + left, file=sys.stderr, flush=True)
-
-    def _left(self) -> str:
-        """The remaining time at the rate so far; "" before the first unit."""
-        if not self._total or not 0 < self._done < self._total:
-            return ""
-        seconds = (monotonic() - self._began) / self._done * (self._total - self._done)
-        return f", about {duration(seconds)} left"
 
 
 def duration(seconds: float) -> str:

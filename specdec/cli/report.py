@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from specdec.cli.arguments import read_arguments
-from specdec.errors import UserError
+from specdec.cli.arguments import read_folder
 
 HELP = """\
 specdec report FOLDER [texts=N] [text=ID]
@@ -30,13 +27,12 @@ Examples
   specdec report outputs/c text=0
 """
 
-_OPTION = re.compile(r"(texts?)=(\d+)")
+_NUMBER = (r"\d+", "texts=N is a number, text=ID a prompt's id")
 
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    arguments = read_arguments(words, flags=())
-    folder, options = _read_words(arguments.overrides)
+    folder, options = read_folder(words, "report", {"texts": _NUMBER, "text": _NUMBER})
     # Imported here: matplotlib takes a second to import.
     from specdec.report.page import load_report, text_of, write_report
 
@@ -47,30 +43,14 @@ def main(words: Sequence[str]) -> int:
         from specdec.report.origins import origin_names, terminal_style, terminal_text
 
         console = Console(highlight=False, soft_wrap=True)
-        for result, output, ends in text_of(report, options["text"]):
+        for result, output, ends in text_of(report, int(options["text"][0])):
             console.print(f"{result.name}, prompt {output.id}: ", end="", style="bold")
             for origin, name in origin_names(result.config).items():
                 console.print(f" {name} ", style=terminal_style(origin), end=" ")
             console.print()
             console.print(terminal_text(output, ends))
             console.print()
-    for path in write_report(report, num_texts=options.get("texts", 4)):
+    num_texts = int(options["texts"][0]) if "texts" in options else 4
+    for path in write_report(report, num_texts=num_texts):
         print(path)
     return 0
-
-
-def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, int]]:
-    folders, options = [], {}
-    for word in words:
-        match = _OPTION.fullmatch(word)
-        if match:
-            options[match[1]] = int(match[2])
-        elif re.match(r"texts?=", word):
-            raise UserError(f"{word} cannot be read: texts=N is a number, text=ID a prompt's id")
-        else:
-            folders.append(word)
-    if len(folders) != 1:
-        raise UserError(
-            f"specdec report takes one folder, not {len(folders)}: `specdec report --help`"
-        )
-    return Path(folders[0]).expanduser(), options

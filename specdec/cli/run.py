@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.execute import execute
-from specdec.cli.folders import default_folder
+from specdec.cli.execute import execute, print_notices
+from specdec.cli.folders import output_folder
 from specdec.cli.show import show_config, show_info
 from specdec.cli.sweep import experiment_sweeps, sweep, with_params
 from specdec.config.hydra import combinations
@@ -56,7 +54,6 @@ def main(words: Sequence[str]) -> int:
     if is_sweep:
         return sweep(overrides, extra)
     job = run_job_of(overrides, extra)
-    for notice in job.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    execute(job, Path(job.output_dir) if job.output_dir else default_folder("run", job.name))
+    print_notices(job.notices)
+    execute(job, output_folder(job.output_dir, "run", job.name))
     return 0

@@ -23,19 +23,15 @@ Make = Callable[[Sequence[str], Sequence[Path]], Mapping[str, Any]]
 def show_config(
     arguments: Arguments, make: Make, jobs: Sequence[Sequence[str]] | None = None, *, name: str
 ) -> int:
-    """Prints the configuration of every job as YAML; a document each where there are several.
+    """Prints the configuration of every job as YAML, a document each; returns exit status 0.
 
     ``--cfg job`` prints what would be run; where values are invalid, the composed configuration,
     with the error on standard error. ``--cfg hydra`` and ``--cfg all`` print Hydra's node and all.
 
     Args:
-        arguments: with ``cfg``.
         make: (overrides, trees) -> the checked configuration; may raise ``UserError``.
         jobs: overrides of each job of a sweep; None for a single one.
         name: root of the tree.
-
-    Returns:
-        Exit status 0.
 
     Raises:
         UserError: the configuration cannot be composed.

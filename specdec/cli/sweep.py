@@ -14,10 +14,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from traceback import format_exc, print_exc
 from typing import Any
-from uuid import uuid4
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -27,9 +28,8 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specdec.cli.execute import RESULT_FILE, execute
-from specdec.cli.folders import alone_in, default_folder, make_folder, safe_name
-from specdec.cli.launchers import SIDE_BY_SIDE, check_launcher
+from specdec.cli.execute import RESULT_FILE, execute, print_notices
+from specdec.cli.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.cli.progress import duration
 from specdec.cli.show import command_line, run_hydra, without_hydra
 from specdec.config.hydra import combinations, compose_raw, parse, plain
@@ -39,6 +39,10 @@ from specdec.files import write_text
 from specdec.parts.build import locate
 
 _MAX_CHECKED = 64
+_LAUNCHERS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
+"""Launcher -> the extra of this package that installs its plugin."""
+
+_SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers whose jobs share this machine
 SWEEP_FILE = "sweep.json"
 _NOTES = ".jobs-"
 
@@ -69,9 +73,9 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         UserError: bad overrides; raised before the first job starts.
     """
     parsed = parse(overrides)
-    check_launcher(parsed)
     _check_hydra(parsed)
-    folder = _sweep_folder(parsed)
+    named = [str(o.value()) for o in parsed if o.key_or_group == "output_dir"]
+    folder = output_folder(named[-1] if named else None, "sweep")
     overrides = [str(o.input_line) for o in parsed if o.key_or_group != "output_dir"]
     axes = with_params(overrides, extra)
     jobs = combinations(axes, extra)
@@ -83,25 +87,24 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         )
     # All combinations are checked before the first one runs, which may take hours.
     checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
-    for notice in dict.fromkeys(text for job in checked for text in job.notices):
-        print(f"note: {notice}", file=sys.stderr)
+    print_notices(text for job in checked for text in job.notices)
     _warn_of_shared_cores(parsed, checked)
     expected = [_job_name(job, varying) for job in jobs]
     make_folder(folder)
     with alone_in(folder):
-        notes, unrecorded = _notes_folder(folder), _LOST
-        try:
-            place = _Place(
-                folder.resolve(), notes.resolve(), tuple(varying), len(expected), time.time()
-            )
-            _launch(overrides, extra, place)
-        except KeyboardInterrupt:
-            unrecorded = _INTERRUPTED
-            raise
-        finally:
-            records = _collect(notes, expected, unrecorded)
-            write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
-            shutil.rmtree(notes, ignore_errors=True)
+        for old in folder.glob(f"{_NOTES}*"):  # of a killed sweep
+            shutil.rmtree(old, ignore_errors=True)
+        with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
+            notes, unrecorded = Path(name).resolve(), _LOST
+            place = _Place(folder.resolve(), notes, tuple(varying), len(jobs), time.time())
+            try:
+                _launch(overrides, extra, place)
+            except KeyboardInterrupt:
+                unrecorded = _INTERRUPTED
+                raise
+            finally:
+                records = _collect(notes, expected, unrecorded)
+                write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
     return _report(folder, records)
 
 
@@ -112,8 +115,7 @@ def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Ov
         UserError: the first job cannot be composed, or a ``_target_`` of Hydra's node is of another
             kind.
     """
-    first = combinations(parse(overrides), extra)[0]
-    raw = compose_raw(first, extra=extra)
+    raw = _first_job(overrides, extra)
     for name, kind in (("launcher", Launcher), ("sweeper", Sweeper)):
         locate(raw.hydra[name]._target_, f"hydra.{name}", kind)
     for name, node in (raw.hydra.callbacks or {}).items():
@@ -126,8 +128,11 @@ def experiment_sweeps(overrides: Sequence[str], extra: Sequence[Path] = ()) -> b
     """Whether ``+experiment=`` chooses a YAML with ``hydra.mode: MULTIRUN``."""
     if not any(o.startswith("+experiment=") for o in overrides):
         return False
-    first = combinations(parse(overrides), extra)[0]
-    return OmegaConf.select(compose_raw(first, extra=extra), "hydra.mode") is RunMode.MULTIRUN
+    return OmegaConf.select(_first_job(overrides, extra), "hydra.mode") is RunMode.MULTIRUN
+
+
+def _first_job(overrides: Sequence[str], extra: Sequence[Path]) -> DictConfig:
+    return compose_raw(combinations(parse(overrides), extra)[0], extra=extra)
 
 
 def _check_hydra(parsed: Sequence[Override]) -> None:
@@ -143,35 +148,36 @@ def _check_hydra(parsed: Sequence[Override]) -> None:
                 f"{override.input_line} does not apply here: output_dir=DIR names the folder of a"
                 " sweep, and its jobs are named by the values that vary"
             )
+        extra = _LAUNCHERS.get(str(override.value())) if key == "hydra/launcher" else None
+        if extra and not _has_plugin(f"hydra_{extra}_launcher"):
+            raise UserError(
+                f"{override.input_line} needs the package hydra-{extra}-launcher, which is not"
+                f" installed: run pip install 'specdec-lab[{extra}]', or leave it out to run the"
+                " jobs one after the other"
+            )
+
+
+def _has_plugin(name: str) -> bool:
+    # The package of all plugins is missing where there is none.
+    return bool(find_spec("hydra_plugins") and find_spec(f"hydra_plugins.{name}"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A sweep, as its jobs see it; pickled into other processes.
-
-    Attributes:
-        folder: of the sweep.
-        notes: folder of the jobs' records.
-        varying: keys that name a job's folder.
-        total: number of jobs.
-        began_s: start of the sweep, seconds since 1970.
-    """
+    """A sweep, as its jobs see it; pickled into other processes."""
 
     folder: Path
-    notes: Path
-    varying: tuple[str, ...]
-    total: int
-    began_s: float
+    notes: Path  # folder of the jobs' records
+    varying: tuple[str, ...]  # keys that name a job's folder
+    total: int  # number of jobs
+    began_s: float  # seconds since 1970
 
 
 def _launch(overrides: Sequence[str], extra: Sequence[Path], place: _Place) -> None:
-    def job(config: DictConfig) -> None:
-        run_one(config, place)
-
-    where = f"hydra.sweep.dir={_quoted(place.folder)}"
+    where = f"hydra.sweep.dir={json.dumps(place.folder.as_posix(), ensure_ascii=False)}"
     with command_line("specdec run", "--multirun", *overrides, where):
         try:
-            run_hydra(job, extra)
+            run_hydra(lambda config: run_one(config, place), extra)
         except Exception as error:  # a launcher's: a worker was killed, a queue refused
             print_exc()
             text = f"the launcher failed: {type(error).__name__}: {error}"
@@ -228,33 +234,18 @@ def _collect(notes: Path, expected: Sequence[str], unrecorded: Record) -> list[R
     return [records.get(n, {"job": n, **unrecorded, "seconds": 0}) for n in names]
 
 
-def _notes_folder(folder: Path) -> Path:
-    """A new folder for the records of this sweep; removes those of a killed one."""
-    for old in folder.glob(f"{_NOTES}*"):
-        shutil.rmtree(old, ignore_errors=True)
-    notes = folder / f"{_NOTES}{uuid4().hex[:8]}"
-    make_folder(notes)
-    return notes
-
-
 def _warn_of_shared_cores(parsed: Sequence[Override], jobs: Sequence[Job]) -> None:
     """Jobs side by side on one machine share its cores, which spoils wall-clock times."""
-    launcher = [str(o.value()) for o in parsed if str(o.key_or_group) == "hydra/launcher"]
-    wall = [job.name for job in jobs if job.config["clock"].get("kind") != "simulated"]
-    if launcher and launcher[-1] in SIDE_BY_SIDE and wall:
-        print(
-            f"note: hydra/launcher={launcher[-1]} runs jobs side by side on this machine, which"
-            " slows them: measured and paced times of this sweep do not count (tokens and"
-            " simulated times do)",
-            file=sys.stderr,
+    launcher = [str(o.value()) for o in parsed if o.key_or_group == "hydra/launcher"][-1:]
+    wall = any(job.config["clock"].get("kind") != "simulated" for job in jobs)
+    if wall and set(launcher) & set(_SIDE_BY_SIDE):
+        print_notices(
+            [
+                f"hydra/launcher={launcher[0]} runs jobs side by side on this machine, which slows"
+                " them: measured and paced times of this sweep do not count (tokens and simulated"
+                " times do)"
+            ]
         )
-
-
-def _sweep_folder(parsed: Sequence[Override]) -> Path:
-    for override in reversed(parsed):
-        if override.key_or_group == "output_dir":
-            return Path(str(override.value()))
-    return default_folder("sweep")
 
 
 def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:
@@ -266,20 +257,13 @@ def _key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _quoted(path: Path) -> str:
-    text = path.as_posix()
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 def _report(folder: Path, records: Sequence[Record]) -> int:
     bad = [r for r in records if r["status"] not in ("ok", "skipped")]
-    counts = {s: sum(r["status"] == s for r in records) for s in ("ok", "skipped")}
+    run, skipped = (sum(r["status"] == status for r in records) for status in ("ok", "skipped"))
     print(
-        f"sweep: {counts['ok']} run, {counts['skipped']} complete before, {len(bad)} failed;"
+        f"sweep: {run} run, {skipped} complete before, {len(bad)} failed;"
         f" results in {folder}/*/{RESULT_FILE}"
     )
     for record in bad:
         print(f"  {record['job']}: {record['error'].splitlines()[0]}", file=sys.stderr)
-    if not bad:
-        return 0
-    return 2 if all(r["status"] == "refused" for r in bad) else 1
+    return 0 if not bad else 2 if all(r["status"] == "refused" for r in bad) else 1

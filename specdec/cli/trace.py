@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.arguments import read_arguments
+from specdec.cli.arguments import read_folder
 from specdec.cli.folders import CONFIG_FILE
 from specdec.errors import UserError
 
@@ -29,14 +28,18 @@ Example
   specdec trace outputs/t steps=40-70
 """
 
-_STEPS = re.compile(r"steps=(\d+)-(\d+)")
+_STEPS = (r"(\d+)-(\d+)", "write steps=FROM-TO, as in steps=40-70")
 
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    arguments = read_arguments(words, flags=())
-    folder, steps = _read_words(arguments.overrides)
-    for path in draw(folder, steps):
+    folder, options = read_folder(words, "trace", {"steps": _STEPS})
+    steps = options.get("steps")
+    if steps and int(steps[1]) > int(steps[2]):
+        raise UserError(f"steps={steps[0]} cannot be read: {_STEPS[1]}")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
+    for path in draw(folder, (int(steps[1]), int(steps[2])) if steps else None):
         print(path)
     return 0
 
@@ -71,32 +74,13 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     ]
 
 
-def _read_words(words: Sequence[str]) -> tuple[Path, tuple[int, int] | None]:
-    folders = [word for word in words if not word.startswith("steps=")]
-    if len(folders) != 1:
-        raise UserError(
-            f"specdec trace takes one run folder, not {len(folders)}: `specdec trace --help`"
-        )
-    steps = None
-    for word in words:
-        if word.startswith("steps="):
-            match = _STEPS.fullmatch(word)
-            if not match or int(match[1]) > int(match[2]):
-                raise UserError(f"{word} cannot be read: write steps=FROM-TO, as in steps=40-70")
-            steps = (int(match[1]), int(match[2]))
-    folder = Path(folders[0]).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
-    return folder, steps
-
-
 def _load(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(
-            f"{path.parent} has no {path.name}: run with trace=true, which writes it at the end"
-        )
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path.parent} has no {path.name}: run with trace=true, which writes it at the end"
+        ) from error
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): run again with trace=true") from error
     if not isinstance(trace, dict):
@@ -109,9 +93,7 @@ def _title(folder: Path) -> str:
     from omegaconf import OmegaConf
 
     path = folder / CONFIG_FILE
-    if not path.is_file():
-        return folder.name
-    config = OmegaConf.to_container(OmegaConf.load(path))
+    config = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
     if not isinstance(config, dict):
         return folder.name
     choices, clock = config.get("choices") or {}, config.get("clock") or {}

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from specdec.cli.arguments import read_arguments
 from specdec.cli.folders import as_yaml
 from specdec.config.hydra import parse
-from specdec.config.options import first_comment, flatten, options
+from specdec.config.options import first_comment, flatten, has_key, options
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
@@ -52,10 +52,11 @@ def main(words: Sequence[str]) -> int:
 
 def _with_overrides(what: str, overrides: Sequence[str]) -> dict[str, object]:
     config = OmegaConf.load(options("train")[what])
-    keys = flatten(OmegaConf.to_container(config, resolve=False))
+    defaults = OmegaConf.to_container(config, resolve=False)
+    keys = flatten(defaults)
     for override in parse(overrides):
         key = str(override.key_or_group)
-        if key not in keys and not any(k.startswith(f"{key}.") for k in keys):
+        if not has_key(defaults, key):
             raise UserError(f"train {what} has no key {key}: {did_you_mean(key, keys)}")
         value, default = override.value(), keys.get(key)
         if not _alike(value, default):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import claim, default_folder, working_in
-from specdec.cli.progress import reporting
+from specdec.cli.execute import run_in
+from specdec.cli.folders import output_folder
 from specdec.cli.show import show_config
-from specdec.config.job import Job, run_job_of
+from specdec.config.job import run_job_of
 
 HELP = """\
 specdec verify [--cfg] [--config-dir DIR] [group=option] [key=value] ...
@@ -42,31 +42,21 @@ def main(words: Sequence[str]) -> int:
     arguments = read_arguments(words, flags=("--cfg",))
     if arguments.cfg:
         return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
-    job = run_job_of(arguments.overrides, arguments.config_dirs)
-    return execute(job, Path(job.output_dir) if job.output_dir else None)
-
-
-def execute(job: Job, folder: Path | None) -> int:
-    """Certifies a job; returns the exit status.
-
-    Args:
-        job: a checked configuration.
-        folder: for ``verify.json``; the default one where None.
-
-    Raises:
-        UserError: the folder belongs to another configuration, or ``certify`` refuses the job.
-    """
     # Imported here: torch and transformers take seconds to import.
-    from specdec.certify import CHECKS, certify, print_report, refuse, write_report
+    from specdec.certify import CHECKS, Report, certify, print_report, refuse, write_report
 
+    job = run_job_of(arguments.overrides, arguments.config_dirs)
     refuse(job.config)
-    folder = folder or default_folder("verify", job.name)
-    claim(folder, {"command": "verify", **job.config}, "verify.json")
-    with working_in(folder):
-        with reporting() as progress:
-            progress.phase(f"{job.name}: checking", len(CHECKS))
-            report = certify(job.config, on_check=lambda c: progress.advance(detail=c.name))
+    folder = output_folder(job.output_dir, "verify", job.name)
+
+    def verify(progress: Any) -> Report:
+        progress.phase(f"{job.name}: checking", len(CHECKS))
+        report = certify(job.config, on_check=lambda c: progress.advance(detail=c.name))
         write_report(folder, report)
+        return report
+
+    report = run_in(folder, {"command": "verify", **job.config}, "", verify)
+    assert report is not None, "verification is always repeated"
     print_report(report, job.config["choices"])
     print(f"results in {folder}")
     return 0 if report.lossless else 1

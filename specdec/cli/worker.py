@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from specdec.cli.execute import execute
 from specdec.config.checks import check_targets
 from specdec.config.job import Job
+from specdec.config.options import read_yaml
 from specdec.errors import UserError
 
 HELP = """\
@@ -44,10 +43,7 @@ def main(words: Sequence[str]) -> int:
 def _read(path: Path) -> dict[str, Any]:
     """A resolved configuration for ranks."""
     remedy = "give what `specdec run --cfg` prints, or the config.yaml of a run folder"
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception as error:  # of YAML, OmegaConf or the file system
-        raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
+    loaded = read_yaml(path, f"{path} cannot be read", remedy)
     if not isinstance(loaded, dict) or not {"strategy", "choices"} <= loaded.keys():
         raise UserError(f"{path} is not a resolved configuration: {remedy}")
     config = {str(key): value for key, value in loaded.items()}

@@ -18,10 +18,15 @@ CONTROLLER = 0
 
 
 class Work(StrEnum):
-    """Kinds of work that a latency profile prices; ``EXIT``: an exit head and its output layer."""
+    """Kinds of work that a latency profile prices.
+
+    ``DRAFT``, ``MIDDLE``: a pass of the model of that name. ``EXIT``: an exit head and its output
+    layer.
+    """
 
     STAGE = "stage"
     DRAFT = "draft"
+    MIDDLE = "middle"
     HEAD = "head"
     PRUNE = "prune"
     TRANSFER = "transfer"

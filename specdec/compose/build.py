@@ -23,7 +23,7 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.distributed.executor import Ranks
 from specdec.errors import UserError
 from specdec.executors.layout import FrontPlan
-from specdec.interfaces import ExecutorClass, TokenSource, TreePolicy, Verifier
+from specdec.interfaces import PlannedExecutor, TokenSource, TreePolicy, Verifier
 from specdec.pairs import ModelPair
 from specdec.parts.build import build_part, locate
 from specdec.serving.rules import ServingRules, outside_scheduler
@@ -34,7 +34,7 @@ RUNTIME = {
     "in_flight": "policy: number of batches that the target works on at the same time",
     "profile": "policy: ``LatencyProfile`` of the clock; None for the wall clock",
     "pair": "source, executor: target and draft, a ``specdec.pairs.ModelPair``",
-    "runner": "source: ``ModelRunner`` of the draft model",
+    "runner": "source: name of a model (draft, middle) -> its ``ModelRunner``",
     "clock": "source, executor: ``Clock`` that work is charged to",
     "meter": "source, executor: ``Meter`` that counts model passes",
     "draws": "source, executor: ``KeyedDraws`` of the run's seed",
@@ -102,7 +102,7 @@ def build_parts(
     free_ranks = count(plan.num_ranks + 1)
     runtime: dict[str, Callable[[], Any]] = {
         "pair": bench.source_pair,
-        "runner": lambda: bench.draft_runner(plan),
+        "runner": lambda: partial(bench.runner, plan=plan),
         "clock": lambda: bench.clock,
         "meter": lambda: bench.meter,
         "draws": lambda: bench.draws,
@@ -135,7 +135,7 @@ def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
     Raises:
         UserError: a class that is no executor, or keys that do not fit.
     """
-    cls = locate(node["_target_"], "executor", ExecutorClass)
+    cls = locate(node["_target_"], "executor", PlannedExecutor)
     keys = {key: value for key, value in node.items() if key != "_target_"}
     return planned(cls, pair, **keys)
 

@@ -20,7 +20,7 @@ class Planned:
     """An executor class with its plan.
 
     Attributes:
-        cls: the class, an ``ExecutorClass``.
+        cls: the class, an ``PlannedExecutor``.
         plan: the result of its ``plan``.
     """
 
@@ -59,7 +59,7 @@ def planned(cls: type[Any], pair: ModelPair, **keys: Any) -> Planned:
         executor = planned(PipelineExecutor, pair, stages=8)
 
     Args:
-        cls: the executor's class, an ``ExecutorClass``.
+        cls: the executor's class, an ``PlannedExecutor``.
         pair: target and draft.
         keys: configuration keys of the executor.
 

@@ -1,12 +1,8 @@
-"""Refuses parts that cannot work together, by ``UserError`` with the reason and the remedy.
-
-Called during composition, as early as possible: policy and verifier are checked before the draft is
-loaded, the source before the target is, and the executor last.
-"""
+"""Refuses parts that cannot work together, by ``UserError`` with the reason and the remedy."""
 
 from __future__ import annotations
 
-from specdec.clocks import Clock, ClockKind, SimulatedClock
+from specdec.clocks import Clock, SimulatedClock
 from specdec.errors import UserError
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.policies import Static
@@ -58,20 +54,15 @@ def check_source(
 
 
 def check_exits(source: TokenSource, policy: TreePolicy, latency: int | None) -> None:
-    """Refuses a source that needs early exits where the executor or the policy has none.
-
-    ``latency`` is that of the executor, in steps.
-    """
-    if not source.needs.exits:
-        return
-    if latency == 1:
+    """Refuses a source of early exits where the policy or the executor (its steps) has none."""
+    if source.needs.exits and latency == 1:
         raise UserError(
             f"{type(source).__name__} needs exits of the target before its answers, and on one"
             " stage (executor=local) both come at once: use executor=early_exit, which drafts with"
             " the layers before the exit and then verifies, or executor=pipeline with at least 2"
             " stages and policy=ppsd or policy=ppsd_tree, which verifies while drafting"
         )
-    if not getattr(policy, "follows_exits", False):
+    if source.needs.exits and not getattr(policy, "follows_exits", False):
         raise UserError(
             f"{type(policy).__name__} drafts before it submits, but in a pipeline a token's exit"
             " comes after it was submitted: use policy=ppsd or policy=ppsd_tree, or draft first"
@@ -89,22 +80,4 @@ def check_executor(source: TokenSource, policy: TreePolicy, executor: Executor) 
         raise UserError(
             f"{type(source).__name__} needs hidden states of target layers {layers}, which"
             f" {type(executor).__name__} does not deliver; choose another source or executor"
-        )
-
-
-def check_in_process(clock: Clock) -> None:
-    """Refuses clocks that need a process per rank for a pipeline in one process.
-
-    Raises:
-        UserError: with the remedy.
-    """
-    if clock.kind is ClockKind.PACED:
-        raise UserError(
-            "clock=paced needs a process per rank: add executor.transport=distributed, or use"
-            " executor=local (one stage) or clock=simulated"
-        )
-    if clock.kind is ClockKind.MEASURED and clock.timeline is not None:
-        raise UserError(
-            "trace=true needs a process per rank: add executor.transport=distributed, or use"
-            " clock=simulated or executor=local"
         )

@@ -136,8 +136,28 @@ class Workbench:
         self._draft: DraftGroup | None = None
         self._front: ExitFront | None = None
 
+    def runner(self, name: str, plan: ExecutorPlan | None = None) -> ModelRunner:
+        """Runner of the model of that name, for ``DraftModelSource``.
+
+        Args:
+            name: "draft" or "middle".
+            plan: see ``draft_runner``.
+
+        Raises:
+            UserError: there is no such model, or the clock's profile has no price for it.
+        """
+        profile = getattr(self.clock, "profile", None)
+        if name == "draft":
+            return self.draft_runner(plan)
+        if profile is not None and name not in profile.costs:
+            raise UserError(
+                f"clock.profile={profile.name} has no cost curve {name!r}, so passes of that model"
+                f" would be free: add it to the profile's costs, or use clock=measured"
+            )
+        return self.pair.runner(name, self.meter)
+
     def draft_runner(self, plan: ExecutorPlan | None = None) -> ModelRunner:
-        """Runner of the draft model, for ``DraftModelSource``.
+        """Runner of the draft model.
 
         Args:
             plan: if it places the draft on several ranks, and these are processes, they share the
@@ -148,7 +168,7 @@ class Workbench:
         """
         ranks, place = self.ranks, None if plan is None else plan.placements.get("draft")
         if plan is None or ranks is None or place is None or place.degree == 1:
-            return self.pair.draft_runner(self.meter)
+            return self.pair.runner("draft", self.meter)
         assert isinstance(self.pair, HuggingFacePair), "only real drafts are run"
         if self._draft is None:
             shared = DraftPlan(
@@ -207,7 +227,8 @@ class Workbench:
         Args:
             source, policy, verifier: the strategy.
             executor: see ``planned``; the local executor where omitted.
-            stages: in place of ``executor``: number of stages of a pipeline, one device each.
+            stages: in place of ``executor``: number of stages of a pipeline, one device each; every
+                device is a process if the workbench has ``ranks``.
             serving: how requests share the target; by default each step feeds all of them.
 
         Raises:
@@ -215,17 +236,19 @@ class Workbench:
             RankFailure: a rank failed while loading.
         """
         if executor is None:
+            transport = "in_process" if self.ranks is None else "distributed"
             executor = (
                 planned(LocalExecutor, self.pair)
                 if stages is None
-                else planned(PipelineExecutor, self.pair, stages=stages)
+                else planned(PipelineExecutor, self.pair, stages=stages, transport=transport)
             )
         plan, serving = executor.plan, ServingRules() if serving is None else serving
         # Check before the target is loaded and ranks start.
         serving.budget(policy, plan.in_flight)
         refusals.check_choice(policy, verifier, self.clock)
         refusals.check_source(source, policy, verifier, self.pair.vocab_size)
-        refusals.check_exits(source, policy, plan.latency)
+        if not isinstance(plan, FrontPlan):  # whose executor says itself what it lacks
+            refusals.check_exits(source, policy, plan.latency)
         parts = Parts(
             source=source,
             policy=policy,

@@ -1,19 +1,90 @@
-"""Checks of a composed configuration, before any model is loaded."""
+"""The keys of every section of the configuration, checked before any model is loaded.
+
+Types and bounds are the annotations of what takes a section: a class or function, or the class that
+its ``_target_`` names. Only what no single constructor takes has its types here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import make_dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from specdec.clocks.build import check_in_process, clock_kind
-from specdec.config.schema import PROGRAM_ONLY, PROTOCOLS, kinds_of, model_for
+from specdec.config.options import GROUPS, PARTS
 from specdec.errors import UserError
-from specdec.parts.build import check_keys, check_part, locate
-from specdec.parts.fields import names_of
+from specdec.parts.build import build_part, check_values, locate
+from specdec.parts.fields import Count, Index, Positive, Text, signature_of
 
-_PARTS = ("executor", "source", "policy", "verifier")
-_SECTIONS = ("strategy", "model", "data", "sampling", "serving", "clock", "logger")
+PROTOCOLS = {
+    "source": "specdec.interfaces.TokenSource",
+    "policy": "specdec.interfaces.TreePolicy",
+    "verifier": "specdec.interfaces.Verifier",
+    "executor": "specdec.interfaces.PlannedExecutor",
+    "serving": "specdec.interfaces.Scheduler",
+    "logger": "specdec.interfaces.Logger",
+    "clock": "specdec.clocks.Clock",
+    "model": "specdec.pairs.ModelPair",
+    "data": "specdec.data.DataReader",
+}
+"""Section -> Protocol that the class of its ``_target_`` must implement."""
+
+
+_RUN: dict[str, Any] = {
+    "max_new_tokens": Count,
+    "stop_strings": list[Annotated[str, Field(min_length=1, max_length=200)]],
+    "ignore_eos": bool,
+    "seed": Index,
+    "batch_size": Count,
+    "prefill_chunk": Count,
+    "trace": bool,
+    "threads": Count | None,
+    "record": bool,
+    "output_dir": Text | None,
+}
+COMPARE: dict[str, Any] = {
+    "strategies": list[str],
+    "repeats": Count,
+    "curve_profile": Text,
+    "cross_profile": Text | None,
+    "curve_replay": bool,
+}
+"""Top-level keys of ``specdec compare`` alone."""
+
+
+def _keys(**hints: Any) -> type:
+    return make_dataclass("Keys", hints.items())
+
+
+_PRESET = {"name": Text, "title": Text, "baseline": bool}
+_HF_METHOD = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
+_PROFILED = _keys(profile=Text, scale=Positive)
+
+_TAKERS: dict[str, str | type] = {
+    "strategy=parts": _keys(**_PRESET),
+    "strategy=hf": _keys(**_PRESET, method=_HF_METHOD, options=dict[str, Any]),
+    "strategy.options": "specdec.runs.hf_generate.HFOptions",
+    "sampling": "specdec.sampling.transform.SamplingParams",
+    "serving": "specdec.serving.rules.ServingRules.of",
+    "data": "specdec.data.request.DataOptions",
+    "clock=measured": _keys(),
+    "clock=simulated": _PROFILED,
+    "clock=paced": _PROFILED,
+    "logger=none": _keys(),
+    "logger=wandb": "specdec.cli.loggers.WandbLogger",
+    "model=pretrained": "specdec.pairs.PretrainedPair",
+    "model=random": "specdec.pairs.RandomPair",
+    "model=synthetic": "specdec.pairs.build_synthetic",
+    "model=replay": "specdec.pairs.build_replay",
+    "executor=specdec.executors.PipelineExecutor": "specdec.executors.layout.PipelineOptions",
+    "profiling": "specdec.profiling.options.ProfilingOptions",
+}
+"""Section, with its ``kind`` or ``_target_`` if there are several -> what takes its keys."""
+
+_CERTIFICATION_ONLY = {"logit_scale", "logit_step"}  # of RandomPair; no configuration states them
 
 
 def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -22,70 +93,61 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     Raises:
         UserError: naming the first key that cannot be used, its value and the remedy.
     """
-    sections = (*_SECTIONS, *_PARTS)
-    top = {key: value for key, value in config.items() if key not in sections}
-    model = model_for("", "compare" if "strategies" in top else "")
-    assert model is not None
-    keys = names_of(model)
-    check_keys(model, top, "", "the configuration", names=(*keys, *sections), required=keys)
-    for section in _SECTIONS:
-        if section not in config:
-            raise UserError(f"{section} was removed, but every run needs it: leave out ~{section}")
-        check_section(section, config[section], choices)
-    if config["strategy"].get("kind") == "hf":
+    top = {key: value for key, value in config.items() if key not in GROUPS}
+    keys = {**_RUN, **COMPARE} if "strategies" in top else _RUN
+    check_values(_keys(**keys), top, also=GROUPS)
+    check_section("strategy", config.get("strategy"), choices)
+    has_parts = config["strategy"]["kind"] == "parts"
+    for section in GROUPS[1:]:
+        if has_parts or section not in PARTS:
+            check_section(section, config.get(section), choices)
+    if not has_parts:
         check_section("strategy.options", config["strategy"]["options"], choices)
-        return
-    for part in _PARTS:
-        check_section(part, config.get(part), choices)
-    executor = dict(config["executor"])
-    if str(executor.pop("_target_")).endswith(".PipelineExecutor"):
+    elif config["executor"]["_target_"].endswith(".PipelineExecutor"):
         from specdec.executors.layout import PipelineOptions  # torch comes with its package
 
-        if executor["transport"] == "in_process":
+        options = PipelineOptions(
+            **{k: v for k, v in config["executor"].items() if k != "_target_"}
+        )
+        if options.transport == "in_process":
             check_in_process(clock_kind(config["clock"]), tracing=config["trace"])
-        PipelineOptions(**executor).layout(default_stages=1)
+        options.layout(default_stages=1)
 
 
 def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
-    """Checks a section against the model of its kind or the signature of its ``_target_``.
-
-    Raises:
-        UserError: a class that does not fit; an unknown, missing or mistyped key.
-    """
+    """Checks a section; raises ``UserError`` for its class, or a key as ``check_values`` does."""
     label = f"{section}={choices[section]}" if section in choices else section
     if not isinstance(node, dict):
-        raise UserError(f"{label} is not a section: give it the keys of one of its options")
+        raise UserError(f"{label} is not a section: give it an option's keys, or drop ~{section}")
     values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
-    common = model_for(section)
-    kind = str(node.get("_target_", "" if common else node.get("kind")))
-    if model := model_for(section, kind):
-        names = [name for name in names_of(model) if name not in PROGRAM_ONLY]
-        required = () if section == "strategy.options" else names
-        check_keys(model, values, f"{section}.", label, names=names, required=required)
-    elif section in PROTOCOLS and ("_target_" in node or section in _PARTS):
-        standard = () if common is None else names_of(common)
-        check_part(node, section, label, protocol_of(section), standard)
+    common = _resolved(_TAKERS.get(section))
+    kind = node.get("_target_", node.get("kind"))
+    taker = _resolved(_TAKERS.get(f"{section}={kind}"))
+    if "_target_" not in node:
+        taker = taker or common
+    elif section == "executor":  # whose keys are arguments of the first phase
+        cls: Any = locate(kind, section, _resolved(PROTOCOLS[section]))
+        taker = taker or cls.plan
+    if taker is not None:
+        complete = section not in ("strategy.options", "executor")
+        check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
+    elif section in PROTOCOLS and ("_target_" in node or section in PARTS):
+        keys = signature_of(common).plain if common else ()
+        build_part(node, None, section, _resolved(PROTOCOLS[section]), label=label, known=keys)
         if common:
-            known = {key: value for key, value in values.items() if key in standard}
-            check_keys(common, known, f"{section}.", label, names=standard)
+            stated = {key: value for key, value in values.items() if key in keys}
+            check_values(common, stated, section, label, also=keys)
     else:
-        known_kinds = ", ".join(kinds_of(section))
-        raise UserError(f"{label} has kind {kind!r}, which is unknown: use one of {known_kinds}")
-
-
-def protocol_of(section: str) -> type | None:
-    """The Protocol that the class of a section's ``_target_`` must implement."""
-    path = PROTOCOLS.get(section)
-    protocol: type | None = resolve_name(path) if path else None
-    return protocol
+        known = ", ".join(k.partition("=")[2] for k in _TAKERS if k.startswith(f"{section}="))
+        raise UserError(f"{label} has kind {str(kind)!r}, which is unknown: use one of {known}")
 
 
 def check_targets(config: Mapping[str, Any]) -> None:
-    """Checks the class of every ``_target_`` of a resolved configuration, before one is called.
-
-    Raises:
-        UserError: a class that lacks methods of its Protocol.
-    """
+    """Checks the class of every ``_target_`` of a resolved configuration, before one is called."""
     for section, node in config.items():
         if isinstance(node, dict) and "_target_" in node:
-            locate(node["_target_"], section, protocol_of(section))
+            locate(node["_target_"], section, _resolved(PROTOCOLS.get(section)))
+
+
+def _resolved(path: str | type | None) -> Any:
+    return resolve_name(path) if isinstance(path, str) else path

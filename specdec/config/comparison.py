@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.job import Job, checked_job
-from specdec.config.options import PARTS, flatten, options
+from specdec.config.options import PARTS, flatten, has_key, options
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
@@ -59,22 +59,21 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
         )
     # Only overrides of parts depend on the row; the others are composed and checked once.
     of_parts = [o for o in parsed if _part_of(o)]
-    common = [o for o in parsed if not _part_of(o)]
-    base = compose_config([text_of(o) for o in common], name="compare", extra=extra)
+    common = [text_of(o) for o in parsed if not _part_of(o)]
+    base = compose_config(common, name="compare", extra=extra)
     names = _row_names(base.values["strategies"], extra)
     check_config(base.values, base.choices)
     if base.values["trace"]:
         raise UserError("trace=true is for one strategy at a time: use it with `specdec run`")
-    used: set[str] = set()
+    unused = {text_of(o): o for o in of_parts}
     jobs, notices = [], []
     for name in names:
-        composed, left_out = _compose_row(name, parsed, extra)
-        used |= {text_of(o) for o in of_parts} - set(left_out)
+        composed, left_out = _compose_row([f"strategy={name}", *common], of_parts, extra)
+        unused = {text: o for text, o in unused.items() if text in left_out}
         notices += [f"{text} does not apply to {name}" for text in left_out]
         jobs.append(checked_job(composed))
-    for override in of_parts:
-        if text_of(override) not in used:
-            raise UserError(_no_row(override, jobs))
+    for override in unused.values():
+        raise UserError(_no_row(override, jobs))
     return Comparison(
         tuple(jobs),
         base.values["repeats"],
@@ -84,34 +83,28 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
 
 
 def _compose_row(
-    name: str, parsed: Sequence[Override], extra: Sequence[Path]
+    common: Sequence[str], of_parts: Sequence[Override], extra: Sequence[Path]
 ) -> tuple[Composed, list[str]]:
     """One row, composed with the overrides that apply to it, and the overrides that do not.
 
     Composing takes a tenth of a second, so it is repeated only for overrides of parts.
     """
-    common = [f"strategy={name}", *(text_of(o) for o in parsed if not _part_of(o))]
     row = compose_config(common, name="compare", extra=extra)
-    is_yardstick = bool(row.values["strategy"].get("baseline"))
-    applicable, left_out = [], []
-    for override in parsed:
-        if is_yardstick and _part_of(override) in _YARDSTICK_PARTS:
-            left_out.append(text_of(override))
-        elif _part_of(override):
-            applicable.append(override)
-    chosen = [text_of(o) for o in applicable if o.key_or_group in PARTS]
-    stages = any(o.key_or_group == "executor.stages" for o in applicable)
-    executor_given = any(o.key_or_group == "executor" for o in applicable)
-    if stages and not executor_given and "stages" not in row.values["executor"]:
+    fixed = _YARDSTICK_PARTS if row.values["strategy"].get("baseline") else ()
+    left_out = [text_of(o) for o in of_parts if _part_of(o) in fixed]
+    rest = [o for o in of_parts if _part_of(o) not in fixed]
+    chosen = [text_of(o) for o in rest if o.key_or_group in PARTS]
+    keys = {o.key_or_group for o in rest}
+    has_stages = "executor" in keys or "stages" in row.values["executor"]
+    if "executor.stages" in keys and not has_stages:
         chosen.append("executor=pipeline")
     if chosen:
         row = compose_config([*common, *chosen], name="compare", extra=extra)
-    keys = flatten(row.values)
     values: list[str] = []
-    for override in applicable:
+    for override in rest:
         key = str(override.key_or_group)
         if key not in PARTS:
-            fits = override.is_add() or any(k == key or k.startswith(f"{key}.") for k in keys)
+            fits = override.is_add() or has_key(row.values, key)
             (values if fits else left_out).append(text_of(override))
     if values:
         row = compose_config([*common, *chosen, *values], name="compare", extra=extra)

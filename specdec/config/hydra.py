@@ -15,9 +15,12 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from specdec.config.options import GROUPS, config_dir, flatten, options, own_values
+from specdec.config.options import GROUPS, config_dir, flatten, has_key, options, own_values
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
+
+_FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
+"""Hydra's errors of bad overrides; the last two for a group set to null or to numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def compose_raw(
             _check_experiment(override, extra)
     try:
         raw = _hydra_compose(overrides, name, extra)
-    except (HydraException, OmegaConfBaseException) as error:
+    except _FAULTS as error:
         raise _explain(error, overrides, name, extra) from error
     for group, choice in raw.hydra.runtime.choices.items():
         path = PurePosixPath(str(choice))
@@ -187,22 +190,17 @@ def _explain(
     for override in parsed:
         group = override.key_or_group
         if group in GROUPS and not isinstance(override.value(), dict | list):
-            known = options(group, extra)
-            if str(override.value()) not in known:
-                return UserError(
-                    f"{group}={override.value()} is unknown: "
-                    f"{did_you_mean(str(override.value()), known)}"
-                )
+            value, known = str(override.value()), options(group, extra)
+            if value not in known:
+                return UserError(f"{group}={value} is unknown: {did_you_mean(value, known)}")
     groups = [o.input_line or "" for o in parsed if o.key_or_group in GROUPS]
     try:
         base = plain(_hydra_compose(groups, name, extra))
-    except (HydraException, OmegaConfBaseException, UserError):
+    except _FAULTS:
         return UserError(f"the configuration cannot be composed: {_first_line(error)}")
-    known_keys = flatten(base.values)
     for override in parsed:
         key = override.key_or_group
-        is_node = any(k == key or k.startswith(f"{key}.") for k in known_keys)
-        if key not in GROUPS and not override.is_add() and not is_node:
+        if not (key in GROUPS or override.is_add() or has_key(base.values, key)):
             return UserError(_unknown_key(key, base, extra))
     return UserError(f"the configuration cannot be composed: {_first_line(error)}")
 

@@ -10,21 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from specdec.clocks.build import clock_kind
-from specdec.config.checks import check_config
+from specdec.config.checks import COMPARE, check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.lengths import check_prompts
 from specdec.config.options import PARTS
 from specdec.config.profile_costs import fit, with_caveat
 from specdec.config.profiles import load_profile
-from specdec.config.schema import COMPARE
 from specdec.data import Request, check_data
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
 
-_NOT_FOR_ENGINE = (
-    *("output_dir", "strategies", "repeats"),
-    *("curve_profile", "cross_profile", "curve_replay"),
-)
+_NOT_FOR_ENGINE = ("output_dir", *COMPARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +61,18 @@ def checked_job(composed: Composed) -> Job:
     """
     values, choices = composed.values, dict(composed.choices)
     check_config(values, choices)
-    _check_logger(values["logger"])
+    if values["logger"].get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise UserError(  # before a long run, whose end logs
+            "logger=wandb needs the package wandb, which is not installed: run"
+            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
+        )
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
     for section, kind in (("clock", clock_kind), ("model", itemgetter("_target_"))):
         if "_target_" in config[section]:  # built-in kinds are in the section already
             config[section] = {"kind": str(kind(config[section])), **config[section]}
     if "profile" in config["clock"] and "_target_" not in config["clock"]:
-        config["clock"] = {
-            **config["clock"],
-            **load_profile(config["clock"]["profile"], composed.trees),
-        }
+        config["clock"] = config["clock"] | load_profile(config["clock"]["profile"], composed.trees)
     config = fit(config)
     if config["strategy"]["kind"] == "hf":
         _check_hf(name, config)
@@ -201,12 +198,3 @@ def _targets(node: object) -> Iterator[str]:
         yield str(node.get("_target_", ""))
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         yield from _targets(item)
-
-
-def _check_logger(logger: Mapping[str, Any]) -> None:
-    """Checks that the results of a long run can be logged at its end."""
-    if logger.get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "logger=wandb needs the package wandb, which is not installed: run"
-            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
-        )

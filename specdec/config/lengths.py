@@ -53,9 +53,7 @@ def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: 
 
 
 def _has_chat_template(model_folder: Path) -> bool:
-    if (model_folder / "chat_template.jinja").is_file():
-        return True
     file = model_folder / "tokenizer_config.json"
-    if not file.is_file():
-        return False
-    return bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
+    return (model_folder / "chat_template.jinja").is_file() or (
+        file.is_file() and bool(json.loads(file.read_text("utf-8")).get("chat_template"))
+    )

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from specdec.errors import UserError
 
 PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
@@ -35,6 +39,19 @@ def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
     return dict(sorted(paths.items()))
 
 
+def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = False) -> Any:
+    """The plain content of a YAML.
+
+    Raises:
+        UserError: ``refusal (reason): remedy``, for a file that cannot be read.
+    """
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{refusal} ({reason}){remedy and f': {remedy}'}") from error
+
+
 def first_comment(path: Path) -> str:
     """The first comment line that is not Hydra's package header: the file's description."""
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -58,3 +75,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         flat.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
     return flat
+
+
+def has_key(config: Any, key: str) -> bool:
+    """Whether a plain nested dict has a value or a section at a dotted key."""
+    return any(f"{known}.".startswith(f"{key}.") for known in flatten(config))

@@ -8,14 +8,12 @@ from typing import Any
 from specdec.clocks.profile import CostCurve, curve_at
 from specdec.errors import UserError
 
-RATIOS = ("ratio", "ratio_plus_one")
-"""Values of ``policy.d`` that are replaced by a number from the profile."""
-
+_RATIOS = ("ratio", "ratio_plus_one")  # values of policy.d
 _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """Replaces ``clock.costs`` by those of the degrees, and ``policy.d`` by a number.
+    """Replaces ``clock.costs`` by those of the degrees, and a ratio in ``policy.d`` by a number.
 
     Args:
         config: checked, with the profile's content under ``clock``.
@@ -24,14 +22,12 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
         UserError: a degree outside the profile's, or a ratio without a profile.
     """
     clock = dict(config["clock"])
-    degrees = clock.pop("degrees", None)
-    if degrees:
-        clock = with_degrees(clock, degrees, config["executor"])
-    policy = config.get("policy")
-    if isinstance(policy, dict) and policy.get("d") in RATIOS:
-        policy = {**policy, "d": _expansions(policy, clock)}
-        return {**config, "clock": clock, "policy": policy}
-    return {**config, "clock": clock}
+    if degrees := clock.pop("degrees", None):
+        clock = _with_degrees(clock, degrees, config["executor"])
+    config, policy = {**config, "clock": clock}, config.get("policy")
+    if isinstance(policy, dict) and policy.get("d") in _RATIOS:
+        config["policy"] = {**policy, "d": _expansions(policy, clock)}
+    return config
 
 
 def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -70,15 +66,12 @@ def _take_turns(executor: Mapping[str, Any]) -> bool:
     return executor.get("transport") == "in_process" and max(several) > 1
 
 
-def with_degrees(
+def _with_degrees(
     clock: Mapping[str, Any], degrees: Mapping[str, Any], executor: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The clock's section with the costs of the executor's degrees; null leaves a kind alone.
 
     Other degrees than the profile's are interpolated, which is added to its note.
-
-    Raises:
-        UserError: a degree outside the range of the profile.
     """
     costs, note = dict(clock["costs"]), str(clock.get("note", ""))
     for kind, curves in degrees.items():

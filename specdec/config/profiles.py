@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from specdec.clocks.profile import CostCurve
-from specdec.config.options import options
+from specdec.config.options import options, read_yaml
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
-_KINDS = ("stage", "draft", "head", "prune", "transfer", "exit")
+_KINDS = ("stage", "draft", "middle", "head", "prune", "transfer", "exit")
 _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
 
 
@@ -42,11 +38,7 @@ def load_profile(
         raise UserError(
             f"{key}={name} is neither a profile nor a YAML file: {did_you_mean(name, known)}"
         )
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{key}={name} is not readable YAML: {reason}") from error
+    loaded = read_yaml(path, f"{key}={name} is not readable YAML", resolve=True)
     values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
     costs = values.get("costs")
     if not isinstance(costs, dict) or not costs:

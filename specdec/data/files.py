@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,60 +32,49 @@ def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
         UserError: SPECDEC_DATA is not set, or the folder does not exist.
     """
     value = str(data_dir) if data_dir is not None else os.environ.get(DATA_VARIABLE, "")
-    if not value:
-        raise UserError(
-            f"data={name} needs a folder of data sets and none is named: set {DATA_VARIABLE} to a"
-            f" folder that holds {places}, or use data=stdlib, which needs no files"
-        )
     folder = Path(value).expanduser()
-    if not folder.is_dir():
-        raise UserError(
-            f"data={name}: the folder {value!r} does not exist; set {DATA_VARIABLE} to a folder"
-            f" that holds {places}, or use data=stdlib, which needs no files"
-        )
-    return folder
+    if value and folder.is_dir():
+        return folder
+    problem = f"the folder {value!r} does not exist" if value else "no folder of data sets is named"
+    raise UserError(
+        f"data={name}: {problem}; set {DATA_VARIABLE} to a folder that holds {places}, or use"
+        " data=stdlib, which needs no files"
+    )
 
 
-def find_file(folder: Path, candidates: tuple[str, ...]) -> Path | None:
-    """The first existing path of ``candidates``, or None.
+def find_file(folder: Path, name: str) -> Path | None:
+    """The path of a file, with or without .gz on disk, or of a folder, which ends in "/"."""
+    if name.endswith("/"):
+        return folder / name if (folder / name).is_dir() else None
+    return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
 
-    Args:
-        folder: base of relative paths.
-        candidates: files, with or without .gz on disk, or folders, which end in "/".
+
+@contextmanager
+def open_text(path: Path, form: str = "text") -> Iterator[IO[str]]:
+    """Opens UTF-8 text, gzip or plain as its first bytes show.
+
+    Raises:
+        UserError: it cannot be read or is not UTF-8; ``form`` names what it must be.
     """
-    for candidate in candidates:
-        if candidate.endswith("/"):
-            if (folder / candidate).is_dir():
-                return folder / candidate
-            continue
-        for path in (folder / candidate, folder / (candidate + ".gz")):
-            if path.is_file():
-                return path
-    return None
-
-
-def open_text(path: Path) -> IO[str]:
-    """Opens UTF-8 text, gzip or plain as its first bytes show."""
-    with path.open("rb") as stream:
-        compressed = stream.read(2) == b"\x1f\x8b"
-    if compressed:
-        return gzip.open(path, "rt", encoding="utf-8-sig")
-    return path.open(encoding="utf-8-sig")
+    try:
+        with path.open("rb") as stream:
+            compressed = stream.read(2) == b"\x1f\x8b"
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig")
+            if compressed
+            else path.open(encoding="utf-8-sig") as text
+        ):
+            yield text
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{str(path)!r} cannot be read ({error}); it must be UTF-8 {form}, gzip or plain"
+        ) from error
 
 
 def read_text(path: Path) -> str:
-    """The whole file.
-
-    Raises:
-        UserError: it cannot be read or is not UTF-8 text.
-    """
-    try:
-        with open_text(path) as stream:
-            return stream.read()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{str(path)!r} cannot be read ({error}); it must be UTF-8 text, gzip or plain"
-        ) from error
+    """The whole file; errors as ``open_text``."""
+    with open_text(path) as stream:
+        return stream.read()
 
 
 def read_json(path: Path) -> Any:
@@ -105,30 +95,23 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         UserError: a line is not a JSON object, or the file cannot be read.
     """
-    try:
-        with open_text(path) as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield number, _parse(line, path, number)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{str(path)!r} cannot be read ({error}); it must be UTF-8 JSON lines, gzip or plain"
-        ) from error
-
-
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{str(path)!r} line {number} is not JSON ({error.msg}); each line must be one object"
-        ) from error
-    if not isinstance(record, dict):
-        raise UserError(
-            f"{str(path)!r} line {number} is a {type(record).__name__}; each line must be one"
-            ' object, such as {"prompt": "..."}'
-        )
-    return record
+    with open_text(path, "JSON lines") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            where = f"{str(path)!r} line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{where} is not JSON ({error.msg}); each line must be one object"
+                ) from error
+            if not isinstance(record, dict):
+                raise UserError(
+                    f"{where} is a {type(record).__name__}; each line must be one object, such as"
+                    ' {"prompt": "..."}'
+                )
+            yield number, record
 
 
 def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:

@@ -1,10 +1,21 @@
-"""A prompt, and the Protocol of classes that read prompts."""
+"""A prompt, its tokens, and the Protocol of classes that read prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHAT_DATE = "01 Jan 2025"
+"""Date for chat templates that contain one, so that prompts are the same every day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +57,77 @@ class DataReader(Protocol):
         ``UserError`` for a missing file or an unreadable record.
         """
         ...
+
+
+def prompt_tokens(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat: str = "auto"
+) -> npt.NDArray[np.int64]:
+    """A prompt's tokens.
+
+    Args:
+        prompt: the prompt.
+        tokenizer: the target's.
+        chat: "auto" applies the tokenizer's chat template to the message where it has one, "never"
+            uses the text, "always" refuses a tokenizer without a template.
+
+    Returns:
+        int64[T].
+
+    Raises:
+        UserError: "always" without a template, or a template that raises.
+    """
+    if chat == "never" or (chat == "auto" and not tokenizer.chat_template):
+        return np.asarray(tokenizer(prompt.text)["input_ids"], np.int64)
+    if not tokenizer.chat_template:
+        raise UserError("data.chat=always, but this model has no chat template: use data.chat=auto")
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.message or prompt.text}],
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=CHAT_DATE,
+        )
+    except Exception as error:  # the template's code may raise anything
+        raise UserError(
+            f"the model's chat template cannot be applied to {prompt.name} ({error});"
+            " data.chat=never uses the plain text"
+        ) from error
+    # The template includes the special tokens.
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+
+
+def fit_prompt(
+    tokens: npt.ArrayLike, *, max_len: int, truncation: str = "left", label: str = "prompt"
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Truncates a tokenized prompt.
+
+    Args:
+        tokens: int[T].
+        max_len: largest number of tokens: the model's positions minus ``max_new_tokens``.
+        truncation: "left" drops the first tokens, "error" refuses.
+        label: name of the prompt, for messages.
+
+    Returns:
+        int64[min(T, max_len)] and the number of tokens dropped.
+
+    Raises:
+        UserError: the prompt is too long under "error" or has no tokens, or ``max_len`` is below 1.
+        ValueError: unknown ``truncation``.
+    """
+    if truncation not in ("left", "error"):
+        raise ValueError(f"truncation={truncation!r} is unknown: use 'left' or 'error'")
+    row = np.asarray(tokens, np.int64)
+    if row.ndim != 1 or not len(row):
+        raise UserError(f"{label} has no tokens; give at least one (such as the BOS token)")
+    if max_len < 1:
+        raise UserError(
+            f"max_new_tokens leaves no room for {label}: {max_len} positions remain of the model's"
+            " context; lower max_new_tokens"
+        )
+    cut = max(0, len(row) - max_len)
+    if cut and truncation == "error":
+        raise UserError(
+            f"{label} has {len(row)} tokens but only {max_len} fit beside max_new_tokens; shorten"
+            " it, lower max_new_tokens, or use data.truncation=left to drop its oldest tokens"
+        )
+    return row[cut:].copy(), cut

@@ -2,7 +2,7 @@
 
 A reader takes a path and a subset and yields ``Record``s in the order of the set. Records of other
 subsets are skipped but counted, so that an index, which keys randomness, does not depend on
-``data.subset``.
+``data.subset``. Functions without subsets ignore it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from specdec.data.files import find_file, open_text, read_json, read_records, read_text
+from specdec.data.stdlib import function_heads
 from specdec.errors import UserError
 
 
@@ -37,7 +39,7 @@ Reader = Callable[[Path, str | None], Iterator[Record]]
 
 
 def json_lines(path: Path, _subset: str | None) -> Iterator[Record]:
-    """One JSON object per line; without subsets."""
+    """One JSON object per line."""
     for index, (number, fields) in enumerate(read_records(path)):
         yield Record(index, f"{path.name} line {number}", fields)
 
@@ -58,6 +60,22 @@ def text_lines(path: Path, _subset: str | None) -> Iterator[Record]:
     """One text per line, in the field ``text``."""
     for index, line in enumerate(read_text(path).splitlines()):
         yield Record(index, f"{path.name} line {index + 1}", {"text": line})
+
+
+def paragraphs(path: Path, _subset: str | None) -> Iterator[Record]:
+    """Paragraphs, separated by blank lines, in the field ``text``."""
+    numbered = enumerate(read_text(path).splitlines(), start=1)
+    blocks = groupby(numbered, lambda line: bool(line[1].strip()))
+    texts = (list(lines) for is_text, lines in blocks if is_text)
+    for index, lines in enumerate(texts):
+        text = "\n".join(line for _, line in lines)
+        yield Record(index, f"{path.name} line {lines[0][0]}", {"text": text})
+
+
+def standard_library(_path: Path, _subset: str | None) -> Iterator[Record]:
+    """Function heads of the running Python's standard library, in the field ``text``."""
+    for index, head in enumerate(function_heads()):
+        yield Record(index, head.place, {"text": head.text})
 
 
 def instructions(path: Path, _subset: str | None) -> Iterator[Record]:
@@ -122,7 +140,7 @@ def books(titles: dict[str, str]) -> Reader:
         for index, (name, title) in enumerate(titles.items()):
             if subset not in (None, name):
                 continue
-            path = find_file(folder, (f"{name}.txt",))
+            path = find_file(folder, f"{name}.txt")
             if path is None:
                 raise UserError(
                     f"{str(folder)!r} has no {name}.txt[.gz] ({title}): put the book there, or"

@@ -1,26 +1,27 @@
-"""The prompts of a run: the keys of ``data=``, checked without reading a file."""
+"""The prompts of a run: the keys of ``data=``, checked without reading a file; provenance."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specdec.data.datasets import OWN, data_provenance, require_known
-from specdec.data.files import data_folder
-from specdec.data.hub import require_datasets
+from specdec.data.files import data_folder, sha256_of
 from specdec.data.prompt import DataReader
-from specdec.data.sets import MIXED, SETS
+from specdec.data.sets import MIXED, OWN, SETS, STDLIB, Hub, Place, holds, place_of, require_known
 from specdec.errors import UserError
 from specdec.parts.build import build_part, locate
-from specdec.parts.fields import Count, Index, Text, errors_of, names_of, signature_of
+from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The keys of ``data=`` that choose prompts.
+class DataOptions:
+    """The section ``data`` of a configuration.
 
     Attributes:
         name: one of ``DATASETS``.
@@ -34,61 +35,51 @@ class Request:
         origin: "local", or "hub" for the copy on the Hugging Face hub.
         sample_seed: shuffles the data set before the limit applies (in ``mixed`` each set by
             itself); None keeps its order. Ids do not change. Independent of the seed of decoding.
+        chat: see ``prompt_tokens``.
+        max_prompt_tokens: largest number of tokens of a prompt; None for what the model takes.
+        truncation: see ``fit_prompt``.
+    """
+
+    name: Text
+    limit: Count | None = None
+    path: Text | None = None
+    field: Text | None = None
+    template: Text | None = None
+    subset: Text | None = None
+    sets: Sequence[str] | None = None
+    origin: Literal["local", "hub"] = "local"
+    sample_seed: Index | None = None
+    chat: Literal["auto", "never", "always"] = "auto"
+    max_prompt_tokens: Count | None = None
+    truncation: Literal["error", "left"] = "left"
+
+
+_OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(DataOptions):
+    """The prompts to load.
+
+    Attributes:
         data_dir: folder of data sets; None for SPECDEC_DATA.
         reader: a class outside this library that reads the prompts; None for a built-in set.
     """
 
-    name: str
-    limit: int | None = None
-    path: str | Path | None = None
-    field: str | None = None
-    template: str | None = None
-    subset: str | None = None
-    sets: Sequence[str] | None = None
-    origin: str = "local"
-    sample_seed: int | None = None
     data_dir: str | Path | None = None
     reader: DataReader | None = None
 
     @staticmethod
-    def of(
-        *,
-        name: Text,
-        limit: Count | None = None,
-        path: Text | None = None,
-        field: Text | None = None,
-        template: Text | None = None,
-        subset: Text | None = None,
-        sets: Sequence[str] | None = None,
-        origin: Literal["local", "hub"] = "local",
-        sample_seed: Index | None = None,
-        chat: Literal["auto", "never", "always"] = "auto",
-        max_prompt_tokens: Count | None = None,
-        truncation: Literal["error", "left"] = "left",
-        **reader: Any,
-    ) -> Request:
+    def of(**section: Any) -> Request:
         """The request that a configuration's section ``data`` describes.
-
-        Args:
-            name, limit, path, field, template, subset, sets, origin, sample_seed: see the class.
-            chat: when prompts use the model's chat template; ignored here.
-            max_prompt_tokens, truncation: see ``fit_prompt``; ignored here.
-            reader: ``_target_`` and further keys of a reader outside this library.
 
         Raises:
             UserError: a reader's class cannot be imported or refuses its arguments.
         """
-        prompts = {"name": name, "limit": limit, "sample_seed": sample_seed}
-        files = {"path": path, "field": field, "template": template, "subset": subset}
-        chosen: dict[str, Any] = {**prompts, **files, "sets": sets, "origin": origin}
-        if not reader:
-            return Request(**chosen)
-        lengths = {"max_prompt_tokens": max_prompt_tokens, "truncation": truncation}
-        section = {**chosen, **lengths, "chat": chat, **reader}
-        return Request(**prompts, reader=_build_reader(section))  # type: ignore[arg-type]
-
-
-_SECTION = signature_of(Request.of).model
+        if "_target_" not in section:
+            return Request(**section)
+        kept = {key: section[key] for key in _OF_RUN if key in section}
+        return Request(**kept, reader=_build_reader(section))
 
 
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
@@ -98,12 +89,12 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
         UserError: see ``Request.of``; a key is set that the constructor does not name.
     """
     names = inspect.signature(locate(data["_target_"], "data")).parameters
-    for key in ("path", "field", "template", "subset", "sets", "origin"):
-        if key not in names and data.get(key) not in (None, "local"):
+    for key in signature_of(DataOptions).plain:
+        if key not in (*_OF_RUN, *names) and data.get(key) not in (None, "local"):
             raise UserError(
                 f"data.{key}={data[key]} is not used by data={data['name']}: leave it out"
             )
-    keys = {k: v for k, v in data.items() if k in names or k not in names_of(_SECTION)}
+    keys = {k: v for k, v in data.items() if k in names or k not in signature_of(DataOptions).plain}
     reader: DataReader = build_part(keys, {}, "data", DataReader)
     return reader
 
@@ -117,6 +108,51 @@ def section_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
     return data_provenance(data["name"], origin=data.get("origin", "local"), **chosen)
 
 
+def data_provenance(
+    name: str,
+    *,
+    sets: Sequence[str] | None = None,
+    subset: str | None = None,
+    origin: str = "local",
+    data_dir: str | Path | None = None,
+) -> dict[str, object]:
+    """Facts needed to build the same prompts again.
+
+    Args:
+        name, sets, subset, origin, data_dir: see ``Request``.
+
+    Returns:
+        ``data``, ``templates`` (set -> place -> text), ``templates_sha256``, ``files`` (set -> file
+        and its SHA-256, of files in the folder), and for prompts from the standard library
+        ``python`` (prompts differ between versions).
+    """
+    require_known(name)
+    names = [name] if name != "mixed" else list(sets or ("stdlib", *MIXED))
+    templates = {each: _templates_of(each) for each in names}
+    digest = hashlib.sha256(repr(sorted(templates.items())).encode()).hexdigest()
+    files = {}
+    for each in names:
+        if each in SETS and origin == "local" and holds(each, data_dir):
+            place, path = place_of(each, subset=subset, data_dir=data_dir)
+            files[each] = {"file": place.file, "sha256": sha256_of(path)}
+    facts: dict[str, object] = {"data": name, "templates": templates, "templates_sha256": digest}
+    facts["files"] = files
+    if "stdlib" in names:
+        facts["python"] = ".".join(map(str, sys.version_info[:3]))
+    return facts
+
+
+def _templates_of(name: str) -> dict[str, dict[str, str]]:
+    """Templates of a data set by place: for base models and for chat models."""
+    if name in OWN:
+        return {"": {"template": "{text}", "message": "{text}"}}
+    entry = STDLIB if name == "stdlib" else SETS[name]
+    texts: dict[str, Place | Hub] = {place.file: place for place in entry.places}
+    if entry.hub is not None:
+        texts["hub"] = entry.hub
+    return {at: {"template": t.template, "message": t.message} for at, t in texts.items()}
+
+
 def check_request(request: Request) -> None:
     """Checks the keys and their values.
 
@@ -126,69 +162,49 @@ def check_request(request: Request) -> None:
     if request.reader is None:
         require_known(request.name)
     values = {"limit": request.limit, "origin": request.origin}
-    for error in errors_of(_SECTION, values, "data."):
+    for error in errors_of(DataOptions, values, "data."):
         raise UserError(error)
     if request.reader is not None:
         return
-    _check_own_file(request)
-    _check_sets(request)
-    _check_subset(request)
-    _check_origin(request)
-
-
-def _check_own_file(request: Request) -> None:
-    name, path, field = request.name, request.path, request.field
-    if name in OWN:
-        if not path:
-            raise UserError(f"data={name} needs data.path=FILE, the file of the prompts")
-        if not Path(path).expanduser().is_file():
-            raise UserError(f"data.path={str(path)!r} is not a file; name an existing one")
-    elif path:
-        raise UserError(
-            f"data.path={str(path)!r} is not used by data={name}; use data=jsonl or data=text to"
-            " read a file"
-        )
-    if field is not None and name != "jsonl":
-        raise UserError(f"data.field={field!r} is not used by data={name}, only by data=jsonl")
-    if request.template is None:
-        return
-    if name not in OWN:
-        raise UserError(
-            f"data.template is not used by data={name}, whose template is fixed; use data=jsonl or"
-            " data=text to read a file"
-        )
-    if field is not None:
+    name, path, subset = request.name, request.path, request.subset
+    if name in OWN and not path:
+        raise UserError(f"data={name} needs data.path=FILE, the file of the prompts")
+    for key, users in _USERS.items():
+        value = getattr(request, key)
+        if value is not None and name not in users:
+            raise UserError(
+                f"data.{key}={str(value)!r} is not used by data={name}, only by"
+                f" {', '.join(f'data={user}' for user in users)}: leave it out"
+            )
+    if path is not None and not Path(path).expanduser().is_file():
+        raise UserError(f"data.path={str(path)!r} is not a file; name an existing one")
+    if request.template is not None and request.field is not None:
         raise UserError("data.template has field names: leave out data.field")
-
-
-def _check_sets(request: Request) -> None:
-    if request.sets is None:
-        if request.name == "mixed" and request.data_dir is not None:
-            data_folder(request.data_dir, name="mixed", places="any of " + ", ".join(MIXED))
-        return
-    if request.name != "mixed":
-        raise UserError(f"data.sets is not used by data={request.name}, only by data=mixed")
-    unknown = [name for name in request.sets if name not in ("stdlib", *SETS)]
-    if unknown or len(set(request.sets)) != len(request.sets) or not request.sets:
-        raise UserError(
-            f"data.sets={list(request.sets)} must name different sets of stdlib, {', '.join(SETS)}"
-        )
-
-
-def _check_subset(request: Request) -> None:
-    name, subset = request.name, request.subset
-    if subset is None:
-        return
-    known = SETS[name].subsets if name in SETS else None
-    if known is None:
-        having = ", ".join(each for each, entry in SETS.items() if entry.subsets is not None)
-        raise UserError(
-            f"data.subset={subset!r} is not used by data={name}; sets with subsets are {having}"
-        )
+    if request.sets is not None:
+        unknown = [each for each in request.sets if each not in ("stdlib", *SETS)]
+        if unknown or len(set(request.sets)) != len(request.sets) or not request.sets:
+            raise UserError(
+                f"data.sets={list(request.sets)} must name different sets of stdlib,"
+                f" {', '.join(SETS)}"
+            )
+    elif name == "mixed" and request.data_dir is not None:
+        data_folder(request.data_dir, name="mixed", places="any of " + ", ".join(MIXED))
+    known = SETS[name].subsets if subset is not None else None
     if known and subset not in known:
         raise UserError(
             f"data.subset={subset!r} is not one of data={name}: choose one of {', '.join(known)}"
         )
+    _check_origin(request)
+
+
+_USERS = {
+    "path": OWN,
+    "field": ("jsonl",),
+    "template": OWN,
+    "sets": ("mixed",),
+    "subset": tuple(name for name, entry in SETS.items() if entry.subsets is not None),
+}
+"""Key of ``data=`` -> data sets that use it."""
 
 
 def _check_origin(request: Request) -> None:
@@ -201,7 +217,11 @@ def _check_origin(request: Request) -> None:
         if name not in SETS or SETS[name].hub is None:
             having = ", ".join(each for each, entry in SETS.items() if entry.hub is not None)
             raise UserError(f"data={name} is not read from the hub; data.origin=hub has {having}")
-        require_datasets(name)
+        if importlib.util.find_spec("datasets") is None:
+            raise UserError(
+                f"data={name} data.origin=hub needs the library `datasets`: pip install"
+                " 'specdec-lab[hub]', or put the files into the folder that SPECDEC_DATA names"
+            )
     if request.subset is not None:
         raise UserError(
             f"data.subset={request.subset!r} is read from local files only; leave out data.origin"

@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TypedDict
 
+from specdec.data.files import data_folder, find_file
 from specdec.data.readers import (
     Reader,
     books,
@@ -17,8 +21,10 @@ from specdec.data.readers import (
     json_array,
     json_lines,
     multiple_choice,
+    standard_library,
     text_lines,
 )
+from specdec.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +43,6 @@ class Place:
     template: str
     message: str
     read: Reader = json_lines
-
-    @property
-    def shown(self) -> str:
-        """The path in error messages."""
-        return self.file if self.file.endswith("/") else f"{self.file}[.gz]"
-
-
-Places = tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +66,20 @@ class DataSet:
     """A data set.
 
     Attributes:
-        places: in the order of preference.
+        places: copies in the data folder, in the order of preference.
         hub: copy on the hub that loads without remote code, if there is one.
         subsets: values of ``data.subset``; None without subsets, () where the files name them.
     """
 
-    places: Places
+    places: tuple[Place, ...]
     hub: Hub | None = None
     subsets: tuple[str, ...] | None = None
 
     @property
-    def shown(self) -> str:
-        """The paths in error messages."""
-        return " or ".join(place.shown for place in self.places)
+    def first_subset(self) -> str:
+        """The default subset of a set with one file per subset; "" for other sets."""
+        by_file = any("{subset}" in place.file for place in self.places)
+        return self.subsets[0] if by_file and self.subsets else ""
 
 
 class Texts(TypedDict):
@@ -97,27 +96,23 @@ def _places(
     return tuple(Place(file=f, template=template, message=message, read=read) for f in files)
 
 
-def _open_question(field: str) -> Texts:
-    """An open question: unchanged for a chat model, in Vicuna's format for a base model."""
-    return {"template": f"USER: {{{field}}}\nASSISTANT:", "message": f"{{{field}}}"}
+def _texts(template: str, message: str) -> Callable[[str], Texts]:
+    """Templates with FIELD in place of the record's field."""
+    return lambda field: {
+        "template": template.replace("FIELD", field),
+        "message": message.replace("FIELD", field),
+    }
 
 
-def _question(field: str) -> Texts:
-    return {"template": f"Question: {{{field}}}\nAnswer:", "message": f"{{{field}}}"}
+# Open questions: unchanged for a chat model, in Vicuna's format for a base model.
+_open_question = _texts("USER: {FIELD}\nASSISTANT:", "{FIELD}")
+_question = _texts("Question: {FIELD}\nAnswer:", "{FIELD}")
+_translation = _texts("German: {FIELD}\nEnglish:", "Translate German to English: {FIELD}")
 
 
 def _code(field: str, language: str) -> Texts:
-    return {
-        "template": f"{{{field}}}",
-        "message": f"Complete this {language} function. Answer with the code alone.\n\n{{{field}}}",
-    }
-
-
-def _translation(field: str) -> Texts:
-    return {
-        "template": f"German: {{{field}}}\nEnglish:",
-        "message": f"Translate German to English: {{{field}}}",
-    }
+    message = f"Complete this {language} function. Answer with the code alone.\n\n{{FIELD}}"
+    return _texts("{FIELD}", message)(field)
 
 
 def _choices(a: str, b: str, c: str, d: str) -> Texts:
@@ -125,11 +120,11 @@ def _choices(a: str, b: str, c: str, d: str) -> Texts:
     return {"template": text, "message": text}
 
 
-_SUMMARY = "Article: {%s}\n\nSummary of the article in one sentence:"
-_XSUM: Texts = {
-    "template": _SUMMARY % "document",
-    "message": "Summarize this article in one sentence.\n\n{document}",
-}
+_XSUM = _texts(
+    "Article: {FIELD}\n\nSummary of the article in one sentence:",
+    "Summarize this article in one sentence.\n\n{FIELD}",
+)("document")
+_NEWS = _texts("USER: Summarize: {FIELD}\nASSISTANT:", "Summarize: {FIELD}")("article")
 _DROP = "Passage: {passage}\nQuestion: {question}\nAnswer:"
 _BOOK = (
     "{text}\n\nThe text above is {title}.\n1. Give a short synopsis of the whole text.\n2. Choose"
@@ -163,6 +158,9 @@ TASKS = {
     "rag": ("rag",),
 }
 """Spec-Bench's six tasks and the categories in its file."""
+
+STDLIB = DataSet(places=_places("", read=standard_library, **_code("text", "Python")))
+"""Function heads to complete, from the standard library; needs no file."""
 
 SETS = {
     # 164 Python functions to complete (Chen et al. 2021)
@@ -209,12 +207,7 @@ SETS = {
             *("cnn_dailymail/CNNDM.jsonl", "eagle/sum/question.jsonl"),
             **_open_question("turns.0"),
         ),
-        hub=Hub(
-            repo="abisee/cnn_dailymail",
-            config="3.0.0",
-            template="USER: Summarize: {article}\nASSISTANT:",
-            message="Summarize: {article}",
-        ),
+        hub=Hub(repo="abisee/cnn_dailymail", config="3.0.0", **_NEWS),
     ),
     # 3,610 open questions without passages, NQ-open dev (Lee et al. 2019)
     "natural_questions": DataSet(
@@ -276,3 +269,58 @@ The order determines ids in ``data=mixed``: add new sets at the end.
 
 MIXED = tuple(name for name in SETS if name not in ("spec_bench", "gutenberg"))
 """Sets of ``data=mixed`` by default: without overlap and without book-length prompts."""
+
+OWN = ("jsonl", "text")
+"""Data sets that read the user's file ``data.path``."""
+
+DATASETS: tuple[str, ...] = ("stdlib", *SETS, "mixed", *OWN)
+"""Values of ``data=``."""
+
+
+def require_known(name: str) -> None:
+    """Checks a data set's name.
+
+    Raises:
+        UserError: unknown; the message suggests the nearest name.
+    """
+    if name not in DATASETS:
+        near = get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"data={name!r} is unknown: {hint}choose one of {', '.join(DATASETS)}")
+
+
+def place_of(
+    name: str, *, subset: str | None = None, data_dir: str | Path | None = None
+) -> tuple[Place, Path]:
+    """The place of one of ``SETS``, and its path on this machine.
+
+    Args:
+        name: of the set.
+        subset: the requested subset; None for none (the first, where each subset is a file).
+        data_dir: folder of data sets; None for SPECDEC_DATA.
+
+    Raises:
+        UserError: there is no data folder, or it lacks the set's files.
+    """
+    entry = SETS[name]
+    files = [p.file.replace("{subset}", subset or entry.first_subset) for p in entry.places]
+    shown = " or ".join(file if file.endswith("/") else f"{file}[.gz]" for file in files)
+    folder = data_folder(data_dir, name=name, places=shown)
+    for place, file in zip(entry.places, files, strict=True):
+        path = find_file(folder, file)
+        if path is not None:
+            return place, path
+    hub = ", or fetch it with data.origin=hub" if entry.hub is not None else ""
+    raise UserError(
+        f"data={name}: {str(folder)!r} holds no {shown}; put the file there, or set"
+        f" SPECDEC_DATA to the folder that has it{hub} (data=stdlib needs no files)"
+    )
+
+
+def holds(name: str, data_dir: str | Path | None) -> bool:
+    """Whether the data folder has one of ``SETS``."""
+    try:
+        place_of(name, data_dir=data_dir)
+    except UserError:
+        return False
+    return True

@@ -63,19 +63,16 @@ def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
         return
     lines = text.split("\n")
     for node in module.body:
-        if isinstance(node, ast.FunctionDef):
-            yield from _head(module, lines, node, owner=None, relative=relative)
-        elif isinstance(node, ast.ClassDef):
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef):
-                    yield from _head(module, lines, inner, owner=node, relative=relative)
+        owner = node if isinstance(node, ast.ClassDef) else None
+        for function in [node] if owner is None else owner.body:
+            if isinstance(function, ast.FunctionDef):
+                yield from _head(module, lines, function, owner, relative)
 
 
 def _head(
     module: ast.Module,
     lines: list[str],
     function: ast.FunctionDef,
-    *,
     owner: ast.ClassDef | None,
     relative: str,
 ) -> Iterator[FunctionHead]:
@@ -86,19 +83,14 @@ def _head(
     first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
     parts = lines[first - 1 : function.body[0].end_lineno]
     if owner is not None:
-        parts = [*lines[owner.lineno - 1 : _class_line_end(owner)], *parts]
+        ends = [base.end_lineno or 0 for base in owner.bases]
+        ends += [keyword.end_lineno or 0 for keyword in owner.keywords]
+        parts = [*lines[owner.lineno - 1 : max(owner.lineno, *ends, 0)], *parts]
     imports = imports_used(module, function)
     text = "\n".join([*imports, "", "", *parts] if imports else parts) + "\n"
     if MIN_CHARS <= len(text) <= MAX_CHARS and text.isascii():
         name = function.name if owner is None else f"{owner.name}.{function.name}"
         yield FunctionHead(place=f"{relative}:{name}", text=text)
-
-
-def _class_line_end(owner: ast.ClassDef) -> int:
-    ends = [owner.lineno]
-    ends += [base.end_lineno or 0 for base in owner.bases]
-    ends += [keyword.end_lineno or 0 for keyword in owner.keywords]
-    return max(ends)
 
 
 def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
@@ -119,28 +111,10 @@ HELD_OUT_MODULUS = 20
 
 SKIPPED_FOLDERS = frozenset(
     [
-        "__pycache__",
-        "_pyinstaller",
-        "_vendor",
-        "_vendored_packages",
-        "benchmarks",
-        "conftest",
-        "encodings",
-        "ensurepip",
-        "extern",
-        "idlelib",
-        "lib-dynload",
-        "lib2to3",
-        "locale",
-        "locales",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "testing",
-        "tests",
-        "turtledemo",
-        "vendor",
-        "vendored",
+        *("__pycache__", "_pyinstaller", "_vendor", "_vendored_packages", "benchmarks", "conftest"),
+        *("encodings", "ensurepip", "extern", "idlelib", "lib-dynload", "lib2to3", "locale"),
+        *("locales", "pydoc_data", "site-packages", "test", "testing", "tests", "turtledemo"),
+        *("vendor", "vendored"),
     ]
 )
 

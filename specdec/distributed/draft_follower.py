@@ -133,7 +133,7 @@ class DraftSession:
         assert isinstance(clock, WallClock), "other clocks start no ranks"
         self._rank = rank
         self._clock = clock
-        self._runner = pair.draft_runner(meter, join(plan.peers))
+        self._runner = pair.runner("draft", meter, join(plan.peers))
         self._caches: dict[int, TreeCache] = {}
         self.rows = 0
         self.doing = "waiting for rank 0"

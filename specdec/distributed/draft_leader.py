@@ -60,7 +60,7 @@ class DraftGroup:
             self._session = self._group.announce(plan)
             timeout = timedelta(seconds=timeout_s)
             shared = self._group.connections.join(plan.peers, torch.device(pair.device), timeout)
-            runner = pair.draft_runner(meter, shared)
+            runner = pair.runner("draft", meter, shared)
             self._group.await_ready(self._session, plan.members)
         except BaseException:
             self._handle.release(broken=True)

@@ -39,9 +39,9 @@ class RankPlan:
         return bool(self.exits or self.hidden or self.early)
 
     @property
-    def captured(self) -> tuple[int, ...]:
-        """Layers whose output it must keep."""
-        return tuple(sorted({name.layer for name in self.hidden + self.early}))
+    def captured(self) -> tuple[HiddenName, ...]:
+        """Hidden states that its layers return."""
+        return self.hidden + self.early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,4 +277,4 @@ def _load_stage(
         return pair.stage(*part.layers, meter, group, part.captured)
     if part.exits:
         return pair.exit_stage(*part.layers, meter, part.exits)
-    return pair.stage(*part.layers, meter, capture_layers=part.captured)
+    return pair.stage(*part.layers, meter, capture=part.captured)

@@ -312,7 +312,7 @@ class EarlyExitExecutor(LocalExecutor):
         blocks: Blocks,
         front: ExitFront | None = None,
     ) -> EarlyExitExecutor:
-        """Loads the layers behind the front, which the source has made; see ``ExecutorClass``.
+        """Loads the layers behind the front, which the source has made; see ``PlannedExecutor``.
 
         Raises:
             UserError: the source has made no front.

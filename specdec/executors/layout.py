@@ -128,7 +128,9 @@ class PipelinePlan(ExecutorPlan):
         Raises:
             UserError: more devices than layers.
         """
-        target_bytes, draft_bytes = models.weight_bytes
+        others = dict(models.weight_bytes)
+        target_bytes = others.pop("target")
+        draft_bytes = others.pop("draft", 0)
         bounds = layer_bounds(models, layout)
         layers = models.num_layers + models.head_cost
         shares = [last - first for first, last in bounds]
@@ -149,7 +151,11 @@ class PipelinePlan(ExecutorPlan):
         return PipelinePlan(
             latency=layout.stages,
             in_flight=layout.stages,
-            placements={"target": target, "draft": draft},
+            placements={
+                "target": target,
+                "draft": draft,
+                **{n: Placement(ranks=(CONTROLLER,), weight_bytes=(b,)) for n, b in others.items()},
+            },
             layout=layout,
             distributed=distributed,
         )
@@ -171,7 +177,7 @@ class FrontPlan(PipelinePlan):
         """The plan with ``stages`` priced stages."""
         layout = StageLayout(stages=stages)
         layer_bounds(models, layout)  # refuses more stages than layers
-        target = Placement(ranks=(CONTROLLER,), weight_bytes=models.weight_bytes[:1])
+        target = Placement(ranks=(CONTROLLER,), weight_bytes=(models.weight_bytes["target"],))
         return FrontPlan(latency=1, in_flight=1, placements={"target": target}, layout=layout)
 
 

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import paged
-from specdec.executors.models import Blocks, PlannedModels, TargetModels, layers_of_needs
+from specdec.executors.models import (
+    Blocks,
+    PlannedModels,
+    TargetModels,
+    deliverable,
+)
 from specdec.executors.row_packing import with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.metrics.counters import ExecutorCounters
@@ -62,9 +67,9 @@ class LocalExecutor:
     @classmethod
     def plan(cls, models: PlannedModels) -> ExecutorPlan:
         """Target and draft on the controller's device."""
-        sizes = zip(("target", "draft"), models.weight_bytes, strict=True)
         placements = {
-            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,)) for name, size in sizes
+            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,))
+            for name, size in models.weight_bytes.items()
         }
         return ExecutorPlan(latency=1, in_flight=1, placements=placements)
 
@@ -80,9 +85,9 @@ class LocalExecutor:
         draws: KeyedDraws,
         blocks: Blocks,
     ) -> LocalExecutor:
-        """Loads the target; see ``ExecutorClass``."""
-        capture = layers_of_needs(needs)
-        layers = pair.stage(0, pair.num_layers, meter, capture_layers=capture)
+        """Loads the target; see ``PlannedExecutor``."""
+        needs = deliverable(needs, pair.num_layers)
+        layers = pair.stage(0, pair.num_layers, meter, capture=needs.hidden + needs.early_hidden)
         return cls(
             stage=paged(layers, *blocks),
             answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 from specdec.clocks.meter import Meter
@@ -10,7 +11,7 @@ from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import Stage
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.types import Needs
+from specdec.types import HiddenName, Needs
 
 Blocks: TypeAlias = tuple[int | None, int]
 """Blocks of each stage's paged cache (None: caches are not paged), and tokens per block."""
@@ -50,8 +51,8 @@ class PlannedModels(Protocol):
         ...
 
     @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the target's and of the draft's weights."""
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Name of each model ("target", "draft", ...) -> bytes of its weights."""
         ...
 
     @property
@@ -68,14 +69,14 @@ class TargetModels(PlannedModels, Protocol):
     """The target as ``build`` of an executor sees it."""
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
         """Target layers ``first`` .. ``last`` (exclusive).
 
         Args:
             first, last: layers of the slice.
             meter: counts the passes.
-            capture_layers: layers whose hidden states every pass returns.
+            capture: hidden states, of layers of the slice, that every pass returns.
         """
         ...
 
@@ -98,6 +99,16 @@ class TargetModels(PlannedModels, Protocol):
         ...
 
 
-def layers_of_needs(needs: Needs) -> tuple[int, ...]:
-    """Layers whose output the target must keep."""
-    return tuple(sorted({name.layer for name in needs.hidden + needs.early_hidden}))
+def deliverable(needs: Needs, num_layers: int, *, exits: bool = False) -> Needs:
+    """``needs`` without hidden states that the target's stages do not give.
+
+    They give the residual stream of their layers and the last one's state after the final norm;
+    stages with exit heads give none.
+    """
+
+    def given(names: Sequence[HiddenName]) -> tuple[HiddenName, ...]:
+        last = num_layers - 1
+        inside = (n for n in names if n.layer == last or (0 <= n.layer < last and not n.normed))
+        return () if exits else tuple(inside)
+
+    return replace(needs, hidden=given(needs.hidden), early_hidden=given(needs.early_hidden))

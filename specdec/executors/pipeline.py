@@ -21,7 +21,13 @@ from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, ExitStage, paged
 from specdec.executors.layout import PipelineOptions, PipelinePlan
-from specdec.executors.models import Blocks, OverRanks, PlannedModels, TargetModels, layers_of_needs
+from specdec.executors.models import (
+    Blocks,
+    OverRanks,
+    PlannedModels,
+    TargetModels,
+    deliverable,
+)
 from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.executors.step_charges import StepCharges
@@ -107,8 +113,9 @@ class PipelineExecutor:
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> Executor:
-        """Loads the stages, in this process or on their ranks; see ``ExecutorClass``."""
+        """Loads the stages, in this process or on their ranks; see ``PlannedExecutor``."""
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
+        needs = deliverable(needs, pair.num_layers, exits=bool(exits))
         bounds = plan.bounds(pair, exits[0] if exits else None)
         if plan.distributed and over_ranks is not None:
             ranks: Executor = over_ranks(plan, needs, bounds=bounds, exits=exits)
@@ -119,18 +126,18 @@ class PipelineExecutor:
                 " workbench ranks=Ranks(model=..., clock=...), or use transport=in_process"
             )
         check_in_process(clock.kind, tracing=clock.timeline is not None)
-        capture = layers_of_needs(needs)
+        capture = needs.hidden + needs.early_hidden
         # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(plan.layout.devices).tolist()]
         stages: list[Stage] = []
         for first, last in pairwise(ends):
             layers = (bounds[first][0], bounds[last - 1][1])
             inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
-            here = tuple(layer for layer in capture if layers[0] <= layer < layers[1])
+            here = tuple(name for name in capture if layers[0] <= name.layer < layers[1])
             stage = (
                 pair.exit_stage(*layers, meter, inside)
                 if inside
-                else pair.stage(*layers, meter, capture_layers=here)
+                else pair.stage(*layers, meter, capture=here)
             )
             stages.append(paged(stage, *blocks))
         reader = ExitReader(num_candidates=needs.exits, draws=draws, sample=needs.draft_probs)

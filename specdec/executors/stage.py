@@ -83,8 +83,7 @@ class ModelStage:
         rows = [self._rows(item) for item in items]
         logits_rows = tree_row_index(items) if self.runner.is_last and wants_logits else _NONE
         out = self.runner.forward(rows, hidden=hidden, logits_rows=logits_rows)
-        captured = {HiddenName(layer): rows for layer, rows in out.captured.items()}
-        return StageOutput(hidden=out.hidden, logits=out.logits, captured=captured)
+        return StageOutput(hidden=out.hidden, logits=out.logits, captured=out.captured)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Applies commits to the caches."""

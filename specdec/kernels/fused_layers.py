@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
@@ -65,20 +65,16 @@ def _fuse_layer(layer: Any, kind: str) -> None:
         _put(layer, name, nn.Identity())
 
 
-def _plain_weight(linear: Any, kind: str) -> torch.Tensor:
-    """Returns the weight of an unquantised linear layer without a bias.
-
-    Raises:
-        UserError: for another layer.
-    """
+def _plain_weight(linear: Any, kind: str) -> Tensor:
+    """The weight of an unquantised linear layer without a bias; others are refused."""
     weight: Any = getattr(linear, "weight", None)
     plain = isinstance(linear, nn.Linear) and linear.bias is None and weight is not None
-    if not plain or type(weight.data) is not torch.Tensor or not weight.is_contiguous():
+    if not plain or type(weight.data) is not Tensor or not weight.is_contiguous():
         raise UserError(
             f"model.kernels=triton needs plain weights without biases, but this {kind} model has"
             " biased, quantised or transposed ones; use model.kernels=torch"
         )
-    checked: torch.Tensor = weight
+    checked: Tensor = weight
     return checked
 
 
@@ -88,12 +84,8 @@ def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
     parent.__dict__[name] = child
 
 
-def _norm(module: Any) -> tuple[torch.Tensor, float]:
-    """Returns weight and epsilon of a root-mean-square norm.
-
-    Raises:
-        UserError: if the module computes another function.
-    """
+def _norm(module: Any) -> tuple[Tensor, float]:
+    """Weight and epsilon of a root-mean-square norm; other functions are refused."""
     weight, eps = module.weight, getattr(module, "variance_epsilon", getattr(module, "eps", None))
     sample = torch.linspace(-2, 2, len(weight), device=weight.device, dtype=weight.dtype)[None]
     if isinstance(eps, float):
@@ -109,14 +101,14 @@ def _norm(module: Any) -> tuple[torch.Tensor, float]:
 class _Projections:
     """Norm and q/k/v projections of a layer in one launch, which the call for q triggers."""
 
-    def __init__(self, norm: nn.Module, matrices: list[torch.Tensor]) -> None:
+    def __init__(self, norm: nn.Module, matrices: list[Tensor]) -> None:
         self.weight, self.eps = _norm(norm)
         self.matrices = matrices
         self.sizes = [len(matrix) for matrix in matrices]
-        self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
 
-    def output(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
+    def output(self, hidden: Tensor, index: int) -> Tensor:
         """Projection ``index`` of the norm of ``hidden``, [..., E]."""
         if self._input is not hidden:
             flat = norm_projection(
@@ -137,24 +129,22 @@ class _Projection(nn.Module):
         self._shared = shared
         self._index = index
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         return self._shared.output(hidden, self._index)
 
 
 class _GatedUnit(nn.Module):
     """Norm, gate and up projections and their product in one launch, then the down projection."""
 
-    def __init__(
-        self, norm: nn.Module, gate: torch.Tensor, up: torch.Tensor, down: nn.Module
-    ) -> None:
+    def __init__(self, norm: nn.Module, gate: Tensor, up: Tensor, down: nn.Module) -> None:
         super().__init__()
         self._norm_weight, self._eps = _norm(norm)
         self._gate, self._up = gate, up
         self.down_proj = down
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         inner = swiglu(
             hidden.flatten(0, -2), self._gate, self._up, norm=self._norm_weight, eps=self._eps
         )
-        output: torch.Tensor = self.down_proj(inner.unflatten(0, hidden.shape[:-1]))
+        output: Tensor = self.down_proj(inner.unflatten(0, hidden.shape[:-1]))
         return output

@@ -63,15 +63,7 @@ def compile_problem(device: torch.device | str) -> str | None:
 
 
 def require(problem: str | None, setting: str) -> None:
-    """Raises an error if there is a problem.
-
-    Args:
-        problem: returned by one of the functions above.
-        setting: the configuration key and value that cause it.
-
-    Raises:
-        UserError: unless ``problem`` is None.
-    """
+    """Raises a ``UserError`` unless ``problem``, which ``setting`` (key=value) causes, is None."""
     if problem is not None:
         raise UserError(f"{setting} cannot run here: {problem}")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _MIN_DOT = 16
 _MAX_BLOCK_ROWS = 64
@@ -129,14 +130,14 @@ def _normed(  # type: ignore[no-untyped-def]
 
 
 def swiglu(
-    hidden: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
+    hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
     *,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """Computes ``specdec.kernels.reference.swiglu`` in float32, float16 or bfloat16.
+    norm: Tensor | None = None,
+    eps: float = 0.0
+) -> Tensor:
+    """silu(hidden gate^T) * (hidden up^T) in float32, float16 or bfloat16 (SwiftSpec 3.3).
 
     Args:
         hidden: [R, E], last dimension contiguous.
@@ -171,9 +172,17 @@ def swiglu(
 
 
 def norm_projection(
-    hidden: torch.Tensor, weight: torch.Tensor, matrices: list[torch.Tensor], eps: float
-) -> torch.Tensor:
-    """Computes ``specdec.kernels.reference.norm_projection``; the matrices must be contiguous.
+    hidden: Tensor, weight: Tensor, matrices: list[Tensor], eps: float
+) -> Tensor:
+    """Root-mean-square norm, then one or more projections, concatenated.
+
+    Args:
+        hidden: [R, E], last dimension contiguous.
+        weight, eps: weight [E] and epsilon of the norm.
+        matrices: [N_i, E] each, contiguous.
+
+    Returns:
+        [R, sum N_i].
 
     Raises:
         ValueError: unless there are one to three matrices.

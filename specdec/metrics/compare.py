@@ -29,14 +29,10 @@ def comparison_row(
     """One row of ``comparison.json``.
 
     Contains every metric of ``summarise`` (medians over the repeats), ``<name>_range`` = [minimum,
-    maximum] of the main times, ``repeats``, and against the ``ar`` row of the same run:
-    ``lossless``, ``num_differing``, ``differing``, ``ties``, ``speedup_wall`` (median over repeats
-    of the ratio of tokens_per_s), ``speedup_wall_range``, ``speedup_wall_interval`` (95 % bootstrap
-    over prompts) and ``speedup_theoretical``.
+    maximum] of the main times, ``repeats``, and what docs/metrics.md names against plain decoding.
 
     Args:
-        strategy: its name.
-        runs: one per repeat.
+        strategy, runs: its name, and one run per repeat.
         ar_runs: plain decoding's runs of the same prompts, by repeat; None if there are none.
         claims: what the verifier promises (``types.Lossless``); tokens are compared only under
             "token".
@@ -52,46 +48,34 @@ def comparison_row(
     for name in _RANGES:
         values = [s[name] for s in summaries if s[name] is not None]
         row[f"{name}_range"] = [min(values), max(values)] if values else None
-    parity = lossless_against(
-        pooled(runs), pooled(ar_runs or ()), claims_tokens=str(claims) == "token"
-    )
+    plain = pooled(ar_runs or ())
+    parity = lossless_against(pooled(runs), plain, claims_tokens=str(claims) == "token")
     row["lossless"] = parity.lossless
     row["num_compared"] = parity.num_compared
     row["num_differing"] = len({d.id for d in parity.differing})
-    row["differing"] = [asdict(d) for d in parity.differing]
-    row["ties"] = [asdict(d) for d in parity.ties]
+    row["differing"] = [asdict(d) | {"distance": None} for d in parity.differing]
+    row["ties"] = []  # it and ``distance`` stay in the files: only ``certify`` measures distances
     row.update(_speedups(runs, ar_runs))
     return row
 
 
-def theoretical_speedup(
-    totals: RunTotals, new_tokens: int, ar: RunTotals, ar_speed: float | None, ar_new_tokens: int
-) -> float | None:
-    """Speed-up predicted by the run's own counts, for all clocks and executors.
+def theoretical_speedup(run: Run, ar: Run) -> float | None:
+    """Speed-up over plain decoding predicted by the run's own counts, on any clock and executor.
 
-    With t the seconds per token of ``ar`` on the run's clock, a pass through the target costs t for
-    any number of rows, so a turn of an executor of latency L costs t / L:
-
-        seconds = turns t / L + drafting,
-
-    where drafting is the seconds on that clock in which sources computed, less those during target
-    work if the clock knows them. The turns of ``ar``, which shares them among the requests of a
-    batch, are counted alike. Wider passes and overhead explain the difference to the measured
-    speed-up. None if ``ar`` has no speed,
+    With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns t / L +
+    drafting seconds; docs/metrics.md explains this law. None if ``ar`` has no speed,
     or an executor no latency.
-
-    Args:
-        totals, new_tokens: of the strategy's run.
-        ar, ar_speed, ar_new_tokens: plain decoding's totals, speed in tokens/s, and tokens.
     """
-    turns, ar_turns = _turns(totals), _turns(ar)
-    if not (totals.latency and ar.latency):
+    ar_speed, totals = decode_speed(ar.results), run.totals
+    if not (totals.latency and ar.totals.latency):
         return None
-    if not ar_speed or not turns or not ar_turns or not new_tokens or not ar_new_tokens:
+    turns, ar_turns = _turns(totals), _turns(ar.totals)
+    tokens, ar_tokens = (sum(len(result.output) for result in r.results) for r in (run, ar))
+    if not ar_speed or not turns or not ar_turns or not tokens or not ar_tokens:
         return None
     drafting_s = totals.draft_total_s - (totals.draft_hidden_s or 0.0)
     seconds = turns / totals.latency / ar_speed + drafting_s
-    return ar_turns / ar.latency / ar_speed / ar_new_tokens * new_tokens / seconds
+    return ar_turns / ar.totals.latency / ar_speed / ar_tokens * tokens / seconds
 
 
 def _turns(totals: RunTotals) -> int:
@@ -111,23 +95,13 @@ def speed_ratio_interval(
     """95 % bootstrap interval of the ratio of decode speeds; prompts are resampled in pairs.
 
     Repeats of a prompt are pooled first. None with fewer than two common prompts or no times.
-
-    Args:
-        results, ar_results: both sides; prompts that only one side has are ignored.
-        num_resamples: bootstrap samples.
-        seed: of the resampling.
+    Prompts that only one side has are ignored.
     """
-    ours, plain = decoded_by_prompt(results), decoded_by_prompt(ar_results)
-    common = sorted(ours.keys() & plain.keys())
-    if len(common) < 2:
+    table = _paired(results, ar_results)
+    if len(table) < 2 or not (table.sum(0) > 0).all():
         return None
-    table = np.array([[*ours[i], *plain[i]] for i in common])  # [P, 4] tokens, seconds, twice
-    if not (table.sum(0) > 0).all():
-        return None
-    picks = np.random.default_rng(seed).integers(0, len(common), (num_resamples, len(common)))
-    sums = table[picks].sum(1)  # [num_resamples, 4]
-    sums = sums[(sums > 0).all(1)]
-    ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
+    picks = np.random.default_rng(seed).integers(0, len(table), (num_resamples, len(table)))
+    ratios = _ratios(table[picks].sum(1))
     low, high = np.quantile(ratios, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return float(low), float(high)
 
@@ -139,9 +113,22 @@ def pooled(runs: Sequence[Run]) -> list[RequestResult]:
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
     """float64[P]: ratio of decode speeds per prompt, repeats pooled."""
-    ours, plain = decoded_by_prompt(pooled(runs)), decoded_by_prompt(pooled(ar_runs))
-    common = [i for i in sorted(ours.keys() & plain.keys()) if min(*ours[i], *plain[i]) > 0]
-    return np.array([(ours[i][0] / ours[i][1]) / (plain[i][0] / plain[i][1]) for i in common])
+    return _ratios(_paired(pooled(runs), pooled(ar_runs)))
+
+
+def _paired(
+    results: Sequence[RequestResult], ar_results: Sequence[RequestResult]
+) -> npt.NDArray[np.float64]:
+    """float64[P, 4]: tokens and seconds of both sides, of the prompts that both have."""
+    ours, plain = decoded_by_prompt(results), decoded_by_prompt(ar_results)
+    common = sorted(ours.keys() & plain.keys())
+    return np.array([(*ours[i], *plain[i]) for i in common], np.float64).reshape(-1, 4)
+
+
+def _ratios(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Ratios of the speeds in the rows [*, 4] of ``_paired`` that have tokens and seconds."""
+    table = table[(table > 0).all(1)]
+    return (table[:, 0] / table[:, 1]) / (table[:, 2] / table[:, 3])
 
 
 def decoded_by_prompt(results: Sequence[RequestResult]) -> dict[int, tuple[float, float]]:
@@ -164,25 +151,18 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, A
             f"{len(runs)} repeats cannot be paired with {len(ar_runs)} repeats of ar; give every"
             " strategy the same number of repeats"
         )
-    if any(run.totals.clock != ar.totals.clock for run, ar in zip(runs, ar_runs, strict=True)):
+    pairs = list(zip(runs, ar_runs, strict=True))
+    if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
         return speedups  # times of different clocks have no ratio
-    ratios, theories = [], []
-    for run, ar in zip(runs, ar_runs, strict=True):
-        speed, ar_speed = decode_speed(run.results), decode_speed(ar.results)
-        if speed is not None and ar_speed:
-            ratios.append(speed / ar_speed)
-        tokens = sum(len(result.output) for result in run.results)
-        ar_tokens = sum(len(result.output) for result in ar.results)
-        theory = theoretical_speedup(run.totals, tokens, ar.totals, ar_speed, ar_tokens)
-        if theory is not None:
-            theories.append(theory)
+    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
+    ratios = [speed / plain for speed, plain in speeds if speed is not None and plain]
     if ratios:
-        speedups["speedup_wall"] = median(ratios)
-        speedups["speedup_wall_range"] = [min(ratios), max(ratios)]
         interval = speed_ratio_interval(pooled(runs), pooled(ar_runs))
-        speedups["speedup_wall_interval"] = list(interval) if interval else None
-    if theories:
-        speedups["speedup_theoretical"] = median(theories)
+        values = (median(ratios), [min(ratios), max(ratios)], list(interval) if interval else None)
+        speedups |= dict(zip(names, values, strict=False))
+    theories = [theoretical_speedup(run, ar) for run, ar in pairs]
+    known = [theory for theory in theories if theory is not None]
+    speedups["speedup_theoretical"] = median(known) if known else None
     return speedups
 
 

@@ -24,15 +24,6 @@ class SourceCounters:
     catch_up_rows: int = 0
     by_level: dict[str, int] = field(default_factory=dict)
 
-    def since(self, before: SourceCounters) -> SourceCounters:
-        """The counts since ``before``, an earlier copy."""
-        return SourceCounters(
-            passes=self.passes - before.passes,
-            rows=self.rows - before.rows,
-            catch_up_rows=self.catch_up_rows - before.catch_up_rows,
-            by_level={k: n - before.by_level.get(k, 0) for k, n in self.by_level.items()},
-        )
-
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorCounters:

@@ -14,8 +14,7 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
     """Marks tokens that end an n-gram generated before (overlaps count).
 
     Args:
-        tokens: int[T], generated tokens, without the prompt.
-        n: length of the n-gram.
+        tokens, n: int[T], generated tokens without the prompt, and length of the n-gram.
 
     Returns:
         bool[T]; the first n - 1 are False, and an n-gram's first occurrence is not a repetition.
@@ -32,17 +31,7 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
 
 
 def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None:
-    """Share of generated tokens that end an n-gram already generated in the same output.
-
-    Args:
-        outputs: the generated tokens of each request.
-        n: length of the n-gram.
-
-    Returns:
-        Repeated tokens over all tokens, pooled over requests; None without tokens.
-    """
-    repeated = total = 0
-    for output in outputs:
-        repeated += int(repeated_ngrams(output, n).sum())
-        total += len(output)
-    return repeated / total if total else None
+    """Share of ``repeated_ngrams`` among the tokens of all outputs; None without tokens."""
+    repeated = [repeated_ngrams(output, n) for output in outputs]
+    total = sum(len(of) for of in repeated)
+    return int(sum(of.sum() for of in repeated)) / total if total else None

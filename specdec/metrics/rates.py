@@ -24,14 +24,9 @@ MAX_OVERRUN_SHARE = 0.02
 
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
-    """All metrics of one run (one strategy, one repeat) by name.
+    """All metrics of one run (one strategy, one repeat) by name, as JSON values.
 
-    Args:
-        results: finished requests.
-        totals: raw totals.
-
-    Returns:
-        JSON-ready values; docs/metrics.md has the definitions.
+    docs/metrics.md has the definitions.
 
     Raises:
         AssertionError: the counts are inconsistent.
@@ -39,21 +34,35 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
     for result in results:
         check_invariants(result, level_per_step=totals.level_per_step)
     new_tokens = sum(len(result.output) for result in results)
+    read = totals.target_passes * totals.target_bytes + totals.draft_passes * totals.draft_bytes
+    paced = totals.paced_pieces is not None and totals.overruns is not None
+    overruns = _ratio(totals.overruns, totals.paced_pieces)
     return {
         "num_prompts": len(results),
         "new_tokens": new_tokens,
         "prompt_tokens": sum(result.num_prompt for result in results),
         "finish_reasons": dict(Counter(result.finish_reason for result in results)),
-        **_pass_metrics(new_tokens, totals),
+        "steps": totals.steps,
+        "steps_per_token": _ratio(totals.steps, new_tokens),
+        "target_passes": totals.target_passes,
+        "prefill_passes": totals.prefill_passes,
+        "target_rows": totals.target_rows,
+        "rows_per_target_pass": _ratio(totals.target_rows, totals.target_passes),
+        "draft_passes": totals.draft_passes,
+        "draft_rows": totals.draft_rows,
+        "draft_catch_up_rows": totals.draft_catch_up_rows,
+        "draft_passes_by_level": dict(totals.draft_passes_by_level),
+        "draft_passes_per_token": _ratio(totals.draft_passes, new_tokens),
         **time_metrics(results, clock_s=totals.clock_s),
         **(acceptance := _acceptance_metrics(results, totals)),
         "speedup_law": None if totals.law is None else totals.law.of(acceptance),
         **_histograms(results, level_per_step=totals.level_per_step),
         **_cost_metrics(totals),
-        "relative_memory_traffic": relative_memory_traffic(new_tokens, totals),
+        "relative_memory_traffic": _ratio(read, new_tokens * totals.target_bytes),
         "loop_share": loop_share(result.output for result in results),
         "clock": totals.clock,
-        **_pace_metrics(totals),
+        "overrun_share": overruns,
+        "paced_counts": (overruns or 0.0) <= MAX_OVERRUN_SHARE if paced else None,
     }
 
 
@@ -81,57 +90,21 @@ def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
     assert not late, f"{name}: more accepted than judged at depths {late}"
 
 
-def relative_memory_traffic(new_tokens: int, totals: RunTotals) -> float | None:
-    """Bytes of weights read, relative to one target pass per token.
-
-    (target_passes B_t + draft_passes B_d) / (emitted B_t), where B is bytes of weights.
-    """
-    read = totals.target_passes * totals.target_bytes + totals.draft_passes * totals.draft_bytes
-    return _ratio(read, new_tokens * totals.target_bytes)
-
-
-def _pass_metrics(new_tokens: int, totals: RunTotals) -> dict[str, Any]:
-    return {
-        "steps": totals.steps,
-        "steps_per_token": _ratio(totals.steps, new_tokens),
-        "target_passes": totals.target_passes,
-        "prefill_passes": totals.prefill_passes,
-        "target_rows": totals.target_rows,
-        "rows_per_target_pass": _ratio(totals.target_rows, totals.target_passes),
-        "draft_passes": totals.draft_passes,
-        "draft_rows": totals.draft_rows,
-        "draft_catch_up_rows": totals.draft_catch_up_rows,
-        "draft_passes_by_level": dict(totals.draft_passes_by_level),
-        "draft_passes_per_token": _ratio(totals.draft_passes, new_tokens),
-    }
-
-
 def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
     """(accepted draft tokens, candidates judged by the target) of one request.
 
     With levels in flight a hit is an accepted draft token too, whose own answer is still to come;
-    ``num_verified`` does not include it, so it is added to both.
+    ``verified`` does not include it, so it is added to both.
     """
     in_flight = 0 if totals.whole_tree else counters.hits
     return counters.accepted + in_flight, counters.verified + in_flight
 
 
 def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
-    """Acceptance, by both conventions of the literature.
-
-    ``acceptance_length``: emitted tokens per answer, bonus or correction token included;
-    ``accepted_per_pass``: without it. Neither counts cut tokens. With one request at a time an
-    answer is a target pass. Both are None for one level per step: an answer emits one token.
-    ``acceptance_rate``: accepted / proposed draft tokens; ``acceptance_rate_verified``: accepted /
-    candidates judged by the target (``judged``).
-    ``hit_rate``: share of answers whose token was in the tree; None if whole trees are answered.
-    """
     counters = [result.counters for result in results]
-    answers = sum(c.answers for c in counters)
-    hits = sum(c.hits for c in counters)
-    proposed = sum(c.proposed for c in counters)
-    pairs = [judged(c, totals) for c in counters]
-    accepted, verified = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    names = ("answers", "hits", "proposed")
+    answers, hits, proposed = (sum(getattr(c, name) for c in counters) for name in names)
+    accepted, verified = (sum(judged(c, totals)[i] for c in counters) for i in (0, 1))
     # A cut removes the token after the path first, then accepted tokens from the path's end.
     accepted_emitted = sum(c.accepted - max(0, c.cut_tokens - 1) for c in counters)
     emitted = sum(len(result.output) for result in results)
@@ -184,25 +157,14 @@ def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> di
 
 
 def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
-    """Times, bytes and memory.
-
-    ``overhead_share``: share of the controller's wall time outside model calls and declared waits;
-    None if no model was called (replayed and synthetic runs). ``overhead_ms_per_step``: the same
-    per step. ``bubble_share``: per stage, idle share of the run's clock. ``draft_hidden_share``:
-    share of draft time during target work. ``mean_batch``: open requests per step.
-    ``kv_tokens_mean``, ``kv_tokens_peak``: tokens and nodes in the cache of the target's first
-    stage.
-    """
-    overhead = totals.wall_s - totals.total_model_s - totals.wait_s
+    """Times, bytes and memory."""
+    # No model is called in replayed and synthetic runs.
     known = totals.wall_s > 0 and totals.total_model_s + totals.wait_s > 0
+    overhead = totals.wall_s - totals.total_model_s - totals.wait_s
     bubbles = None
     if totals.stage_busy_s is not None and totals.clock_s > 0:
         busy = sorted(totals.stage_busy_s.items())
         bubbles = {str(rank): 1.0 - seconds / totals.clock_s for rank, seconds in busy}
-    hidden = None
-    if totals.draft_hidden_s is not None:
-        hidden = _ratio(totals.draft_hidden_s, totals.draft_total_s)
-    sent = totals.bytes_sent
     return {
         "wall_s": totals.wall_s,
         "clock_s": totals.clock_s,
@@ -212,8 +174,8 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
         "overhead_share": overhead / totals.wall_s if known else None,
         "overhead_ms_per_step": _ratio(overhead * 1e3, totals.steps) if known else None,
         "bubble_share": bubbles,
-        "draft_hidden_share": hidden,
-        "bytes_sent_per_step": None if sent is None else _ratio(sent, totals.steps),
+        "draft_hidden_share": _ratio(totals.draft_hidden_s, totals.draft_total_s),
+        "bytes_sent_per_step": _ratio(totals.bytes_sent, totals.steps),
         "mean_batch": _ratio(totals.request_steps, totals.steps),
         "kv_tokens_mean": _ratio(totals.kv_token_steps, totals.steps),
         "kv_tokens_peak": totals.kv_peak_tokens,
@@ -222,19 +184,5 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
     }
 
 
-def _pace_metrics(totals: RunTotals) -> dict[str, Any]:
-    """Validity of a paced run.
-
-    ``overrun_share``: share of pieces of work that took longer than the profile says;
-    ``paced_counts``: whether it is small enough for the run's times to be valid. None on other
-    clocks.
-    """
-    if totals.paced_pieces is None or totals.overruns is None:
-        return {"overrun_share": None, "paced_counts": None}
-    share = _ratio(totals.overruns, totals.paced_pieces)
-    valid = share is None or share <= MAX_OVERRUN_SHARE
-    return {"overrun_share": share, "paced_counts": valid}
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

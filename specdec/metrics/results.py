@@ -5,12 +5,12 @@ Baselines and our own strategies fill the same two classes.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from specdec.metrics.counters import RequestCounters, SourceCounters
+from specdec.metrics.counters import RequestCounters
 from specdec.metrics.speedup import SpeedupLaw
 
 if TYPE_CHECKING:
@@ -54,12 +54,11 @@ class RequestResult:
     def to_json(self) -> dict[str, Any]:
         """Plain values for one line of ``requests.jsonl``."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["emitted_s"] = [round(t, _TIME_DIGITS) for t in self.emitted_s]
-        values["output"], values["origins"] = list(self.output), list(self.origins)
         counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
         for name in _HISTOGRAMS:
             counters[name] = {str(k): v for k, v in sorted(counters[name].items())}
-        return {**values, "counters": counters}
+        times = [round(t, _TIME_DIGITS) for t in self.emitted_s]
+        return values | {"emitted_s": times, "counters": counters}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RequestResult:
@@ -143,13 +142,6 @@ class RunTotals:
     kv_peak_tokens: int = 0
     kv_budget_tokens: int | None = None
 
-    def add_source(self, counters: SourceCounters) -> None:
-        """Adds a source's counts."""
-        self.draft_passes += counters.passes
-        self.draft_rows += counters.rows
-        self.draft_catch_up_rows += counters.catch_up_rows
-        _add_into(self.draft_passes_by_level, counters.by_level)
-
     def add_meter(self, meter: Meter) -> None:
         """Adds a meter's sums."""
         _add_into(self.model_s, meter.model_s)
@@ -173,16 +165,13 @@ class RunTotals:
         if not items:
             raise ValueError("no totals to merge: the run has no finished prompts")
         merged = RunTotals()
-        for f in fields(RunTotals):
-            values = [getattr(item, f.name) for item in items]
-            if f.name in _SAME:
-                if any(value != values[0] for value in values):
-                    raise ValueError(f"totals of different runs: {f.name} is {values}")
-                setattr(merged, f.name, values[0])
-            elif f.name in _PEAKS:
-                setattr(merged, f.name, max(values))
-            else:
-                setattr(merged, f.name, _sum(values))
+        for name in (f.name for f in fields(RunTotals)):
+            values = [getattr(item, name) for item in items]
+            if name in _SAME and any(value != values[0] for value in values):
+                raise ValueError(f"totals of different runs: {name} is {values}")
+            if name not in _SAME:
+                values = [max(values) if name in _PEAKS else _sum(values)]
+            setattr(merged, name, values[0])
         return merged
 
     def to_json(self) -> dict[str, Any]:
@@ -192,21 +181,17 @@ class RunTotals:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RunTotals:
         """The inverse of ``to_json``."""
-        totals = RunTotals(**values)
-        if values.get("law") is not None:
-            totals.law = SpeedupLaw(**values["law"])
-        if totals.stage_busy_s is not None:
-            totals.stage_busy_s = {int(k): v for k, v in totals.stage_busy_s.items()}
-        return totals
+        law, busy_s = values.get("law"), values.get("stage_busy_s")
+        busy_s = busy_s and {int(rank): seconds for rank, seconds in busy_s.items()}
+        law = law and SpeedupLaw(**law)
+        return RunTotals(**{**values, "law": law, "stage_busy_s": busy_s})
 
 
-_SAME = frozenset(
-    [
-        *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
-        *("kv_budget_tokens", "law"),
-    ]
+_SAME = (
+    *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
+    *("kv_budget_tokens", "law"),
 )  # flags of the run, not summed
-_PEAKS = frozenset(["kv_peak_tokens"])  # maxima, not summed
+_PEAKS = ("kv_peak_tokens",)  # maxima, not summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +200,13 @@ class Run:
 
     results: tuple[RequestResult, ...]
     totals: RunTotals
+
+    @staticmethod
+    def of(counted: Iterable[tuple[RequestResult, RunTotals]]) -> Run:
+        """The run of these requests, each with the totals counted during it."""
+        pairs = list(counted)
+        totals = RunTotals.merge(totals for _, totals in pairs)
+        return Run(tuple(result for result, _ in pairs), totals)
 
 
 def _add_into(total: dict[Any, Any], more: Mapping[Any, Any]) -> None:
@@ -225,10 +217,9 @@ def _add_into(total: dict[Any, Any], more: Mapping[Any, Any]) -> None:
 def _sum(values: list[Any]) -> Any:
     if any(value is None for value in values):
         return None  # unknown for one part: unknown for all
-    if isinstance(values[0], dict):
-        summed: defaultdict[Any, Any] = defaultdict(int)
-        for value in values:
-            for key, item in value.items():
-                summed[key] += item
-        return dict(summed)
-    return sum(values)
+    if not isinstance(values[0], dict):
+        return sum(values)
+    summed: dict[Any, Any] = {}
+    for value in values:
+        _add_into(summed, value)
+    return summed

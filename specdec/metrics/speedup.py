@@ -56,8 +56,7 @@ def expected_accepted(alpha: float, gamma: int) -> float:
     token).
 
     Args:
-        alpha: chance that a draft token is accepted if those before it were.
-        gamma: draft tokens.
+        alpha, gamma: chance that a draft token is accepted if those before it were; their number.
 
     Raises:
         ValueError: ``alpha`` outside 0 .. 1.

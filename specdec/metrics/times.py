@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from specdec.metrics.results import RequestResult
 
+_Seconds = Sequence[float] | npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
@@ -47,20 +49,16 @@ def decode_speed(results: Sequence[RequestResult]) -> float | None:
 
 
 def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[str, float | None]:
-    """Latencies and speeds.
+    """Latencies and speeds by name, as docs/metrics.md defines them; None where undefined.
 
-    ``tokens_per_s``: tokens of the decode phases over their seconds, so 1000 / ``tbt_ms_mean``.
-    ``tbt_ms_*``: time between consecutive tokens in the decode phases (0 within one emission);
-    ``tbt_ms_request_p99``: percentile over requests of each one's mean.
-    ``ttft_ms``: mean time from admission to the first emission; ``queue_ms`` from arrival to
-    admission. ``throughput_tokens_per_s``: all new tokens over the run's seconds.
+    ``tokens_per_s`` is 1000 / ``tbt_ms_mean``: both are of the decode phases, in which the time
+    between tokens of one emission is 0.
 
     Args:
-        results: finished requests.
-        clock_s: seconds of the run on its clock.
+        results, clock_s: finished requests, and seconds of the run on its clock.
     """
     gaps = [decode_phase(result).gaps_s for result in results]
-    all_gaps = np.concatenate(gaps) if gaps else np.zeros(0)
+    all_gaps = np.concatenate([np.zeros(0), *gaps])
     new_tokens = sum(len(result.output) for result in results)
     started = [result for result in results if result.emitted_s]
     metrics: dict[str, float | None] = {
@@ -71,12 +69,15 @@ def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[st
         "throughput_tokens_per_s": new_tokens / clock_s if clock_s > 0 else None,
     }
     for percent in (50, 95, 99):
-        value = float(np.percentile(all_gaps, percent)) * 1e3 if len(all_gaps) else None
-        metrics[f"tbt_ms_p{percent}"] = value
+        metrics[f"tbt_ms_p{percent}"] = _percentile_ms(all_gaps, percent)
     means = [float(gaps_s.mean()) for gaps_s in gaps if len(gaps_s)]
-    metrics["tbt_ms_request_p99"] = float(np.percentile(means, 99)) * 1e3 if means else None
+    metrics["tbt_ms_request_p99"] = _percentile_ms(means, 99)
     return metrics
 
 
-def _mean_ms(seconds: Sequence[float] | npt.NDArray[np.float64]) -> float | None:
+def _mean_ms(seconds: _Seconds) -> float | None:
     return float(np.mean(seconds)) * 1e3 if len(seconds) else None
+
+
+def _percentile_ms(seconds: _Seconds, percent: int) -> float | None:
+    return float(np.percentile(seconds, percent)) * 1e3 if len(seconds) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from specdec.errors import UserError
@@ -18,10 +17,7 @@ def family_path(name: str) -> str:
     Raises:
         UserError: if it does not exist.
     """
-    family = _ASSETS / "tiny"
-    path = family / name.removeprefix(PREFIX)
-    known = (part.name for part in family.iterdir() if part.is_dir())
-    return _resolve(name, path, known) if name.startswith(PREFIX) else name
+    return _resolve(name, _ASSETS / "tiny", "")
 
 
 def record_path(name: str) -> str:
@@ -30,13 +26,15 @@ def record_path(name: str) -> str:
     Raises:
         UserError: if it does not exist.
     """
-    path = _ASSETS / "records" / f"{name.removeprefix(PREFIX)}.npz"
-    known = (part.stem for part in path.parent.glob("*.npz"))
-    return _resolve(name, path, known) if name.startswith(PREFIX) else name
+    return _resolve(name, _ASSETS / "records", ".npz")
 
 
-def _resolve(name: str, path: Path, known: Iterable[str]) -> str:
+def _resolve(name: str, folder: Path, suffix: str) -> str:
+    if not name.startswith(PREFIX):
+        return name
+    path = folder / (name.removeprefix(PREFIX) + suffix)
     if name == PREFIX or not path.exists():
+        known = (p.stem for p in folder.iterdir() if p.suffix == suffix and (suffix or p.is_dir()))
         choices = ", ".join(sorted(PREFIX + other for other in known))
         raise UserError(f"{name!r} does not ship with specdec: give a path, or one of {choices}")
     return str(path)

@@ -3,8 +3,7 @@
 A graph reads and writes tensors at fixed addresses with fixed shapes, so
 - a request's keys and values are stored in an arena, which later requests reuse;
 - the rows of a pass are padded to one of a few counts, its masks to one of a few widths;
-- tokens, positions, slots, lengths and masks are sent to the device in one copy of a few hundred
-  bytes.
+- tokens, positions, slots, lengths and masks are sent to the device in one copy.
 Padding rows repeat the last row and write to a spare slot that no row sees. With
 ``model.graphs=replay`` the same buffers and padding are used without graphs, on any device.
 
@@ -15,22 +14,22 @@ M columns of the mask, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from specdec.attention.backends import (
-    Kernel,
-    Visibility,
-    capped_attention,
-    dense_attention,
-)
+from specdec.attention.backends import Kernel, Visibility, dense_attention
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import CacheSpec
-from specdec.attention.tree_attention import ScoreOptions, StepCache
+from specdec.attention.tree_attention import ScoreOptions, Step
+from specdec.device import to_device
 from specdec.kernels.graphs import ROW_COUNTS, Graphs, capture, round_up
 from specdec.models.captured_buffers import LEAST_CONTEXT, Arena, Arenas, Inputs
+from specdec.types import HiddenName, IntArray
 
 COLUMN_COUNTS = (64, 256, 1024)
 """Mask widths: tree entries that rows may see; a pass with more runs uncaptured."""
@@ -47,20 +46,16 @@ class RunnerOutput:
             stage's input.
         logits: [A, V], one row per requested row; None if none were requested, or if the slice is
             not the last.
-        captured: global layer index (from 0) -> [sum R, E] after that layer.
+        captured: name -> [sum R, E], the states that the runner captures.
     """
 
-    hidden: torch.Tensor
-    logits: torch.Tensor | None = None
-    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    hidden: Tensor
+    logits: Tensor | None = None
+    captured: Mapping[HiddenName, Tensor] = field(default_factory=dict)
 
 
-class StaticStep:
-    """The plan of a pass over static buffers (see ``specdec.attention.tree_attention.Step``).
-
-    Attributes:
-        cache, captured, hidden: see ``AttentionStep``.
-    """
+class StaticStep(Step):
+    """The plan of a pass over static buffers."""
 
     def __init__(
         self, *, inputs: Inputs, arena: Arena, context: int, first_layer: int, kernel: Kernel | None
@@ -74,90 +69,70 @@ class StaticStep:
             first_layer: global index of the slice's first layer.
             kernel: used by layers without windows and soft caps; None: dense attention.
         """
-        self.cache = StepCache(first_layer=first_layer)
-        self.captured: dict[int, torch.Tensor] = {}
-        self.hidden = inputs.hidden
+        super().__init__(first_layer=first_layer, hidden=inputs.hidden)
         self._kernel = kernel
         self._slots = inputs.slots
         self._layers = arena.layers.unbind(0)
         self._context = context
         self._visibility = Visibility(
             lengths=inputs.lengths,
-            visible=inputs.visible(),
+            visible=inputs.visible,
             num_slots=context,
             dtype=arena.layers.dtype,
             positions=inputs.positions,
             column_positions=inputs.columns,
         )
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
-        """See ``specdec.attention.tree_attention.Step``."""
-        scaling, window, softcap = options.scaling, options.window, options.softcap
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         layer = self.cache.layer
         keys, values = self._layers[2 * layer], self._layers[2 * layer + 1]
         keys.index_copy_(2, self._slots, key)
         values.index_copy_(2, self._slots, value)
         keys, values = keys.narrow(2, 0, self._context), values.narrow(2, 0, self._context)
-        if softcap is None and window is None and self._kernel is not None:
+        scaling, window, softcap = options.scaling, options.window, options.softcap
+        if self._kernel is not None and softcap is None and window is None:
             output = self._kernel(query, keys, values, self._visibility, scaling)
-        elif softcap is None:
-            output = dense_attention(query, keys, values, self._visibility.mask(window), scaling)
         else:
             mask = self._visibility.mask(window)
-            output = capped_attention(query, keys, values, mask, scaling, softcap)
+            output = dense_attention(query, keys, values, mask, scaling, softcap)
         return output.transpose(1, 2)
 
 
-Compute = Callable[[StaticStep, torch.Tensor, torch.Tensor, bool], RunnerOutput]
+Compute = Callable[[StaticStep, Tensor, Tensor, bool], RunnerOutput]
 """The model's forward: (step, tokens int64[R], positions int64[R], whether to compute logits)."""
 
 
+@dataclass(kw_only=True, eq=False)
 class StaticPasses:
-    """Runs passes of few rows over static buffers; see the module.
+    """Runs passes of few rows over static buffers, captured when a shape first occurs.
 
     Attributes:
-        arenas: key/value memory of the caches of captured passes.
-        num_captured: number of captured graphs; without graphs, of shapes used so far.
+        spec: shape and type of the runner's caches.
+        graphs: ``CUDA`` or ``REPLAY``.
+        compute: the model's forward.
+        first_layer: global index of the slice's first layer.
+        hidden_size: E for a slice that is not the first; None for the first.
+        kernel: see ``StaticStep``.
+        reads_lengths: whether the kernel reads the context's length from device memory, so that one
+            graph works for every length.
         replays: number of passes that ran over static buffers.
+        arenas: key/value memory of the caches of captured passes.
     """
 
-    def __init__(
-        self,
-        *,
-        spec: CacheSpec,
-        graphs: Graphs,
-        compute: Compute,
-        first_layer: int,
-        hidden_size: int | None,
-        kernel: Kernel | None = None,
-        reads_lengths: bool = False,
-    ) -> None:
-        """Captures nothing yet: each shape is captured when it first occurs.
+    spec: CacheSpec
+    graphs: Graphs
+    compute: Compute
+    first_layer: int
+    hidden_size: int | None
+    kernel: Kernel | None = None
+    reads_lengths: bool = False
+    replays: int = field(default=0, init=False)
 
-        Args:
-            spec: shape and type of the runner's caches.
-            graphs: ``CUDA`` or ``REPLAY``.
-            compute: the model's forward.
-            first_layer: global index of the slice's first layer.
-            hidden_size: E for a slice that is not the first; None for the first.
-            kernel: see ``StaticStep``.
-            reads_lengths: whether the kernel reads the context's length from device memory, so that
-                one graph works for every length.
-        """
-        self.arenas = Arenas(spec)
-        self.replays = 0
-        self._spec = spec
-        self._compute = compute
-        self._first_layer = first_layer
-        self._hidden_size = hidden_size
-        self._kernel = kernel
-        self._reads_lengths = reads_lengths
-        self._captures = graphs is Graphs.CUDA
+    def __post_init__(self) -> None:
+        self.arenas = Arenas(self.spec)
         self._inputs: dict[tuple[int, int], Inputs] = {}
         self._passes: dict[tuple[Any, ...], Callable[[], RunnerOutput]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self._pool = torch.cuda.graph_pool_handle() if self.graphs is Graphs.CUDA else None
 
     @property
     def num_captured(self) -> int:
@@ -175,15 +150,20 @@ class StaticPasses:
         )
 
     def run(
-        self, rows: Sequence[Rows], hidden: torch.Tensor | None, wants_logits: bool
+        self,
+        rows: Sequence[Rows],
+        hidden: Tensor | None,
+        logits_rows: IntArray | None,
+        wants_logits: bool,
     ) -> RunnerOutput:
-        """One replay per request; returns copies of the outputs, without padding.
+        """One replay per request, of all logits; returns copies of the outputs, without padding.
 
         Args:
             rows: a pass for which ``serves`` is true.
-            hidden: [sum of rows, E] for a slice that is not the first; else None.
+            hidden, logits_rows: as for ``ModelRunner.forward``.
             wants_logits: whether to compute logits.
         """
+        hidden = None if hidden is None else hidden.to(self.spec.device)
         outputs, start = [], 0
         for part in rows:
             if len(part):
@@ -191,46 +171,49 @@ class StaticPasses:
                 part_hidden = None if hidden is None else hidden[start:stop]
                 outputs.append(_cut(self._replay(part, part_hidden, wants_logits), len(part)))
                 start = stop
-        return outputs[0] if len(outputs) == 1 else _concatenate(outputs)
+        output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
+        if logits_rows is None or output.logits is None:
+            return output
+        if np.array_equal(logits_rows, np.arange(len(output.logits))):
+            return output
+        index = to_device(logits_rows, self.spec.device)
+        return replace(output, logits=output.logits[index])
 
-    def _replay(self, rows: Rows, hidden: torch.Tensor | None, wants_logits: bool) -> RunnerOutput:
+    def _replay(self, rows: Rows, hidden: Tensor | None, wants_logits: bool) -> RunnerOutput:
         num_rows = round_up(len(rows), ROW_COUNTS)
         num_columns = round_up(rows.visible.shape[1], COLUMN_COUNTS)
         arena = self.arenas.of(rows.cache)
         assert arena is not None, "the cache is not in an arena"
         context = arena.spare
-        if not self._reads_lengths:
+        if not self.reads_lengths:
             context = min(context, max(LEAST_CONTEXT, 1 << (rows.end - 1).bit_length()))
-        inputs = self._inputs_of(num_rows, num_columns)
+        shape = (num_rows, num_columns)
+        if shape not in self._inputs:
+            self._inputs[shape] = Inputs(*shape, self.spec, self.hidden_size)
+        inputs = self._inputs[shape]
         inputs.fill(rows, arena.spare, hidden)
-        key = (id(arena), num_rows, num_columns, context, wants_logits)
+        key = (id(arena), *shape, context, wants_logits)
         if key not in self._passes:
-            self._passes[key] = self._prepare(inputs, arena, context, wants_logits)
-        self.replays += 1
-        return self._passes[key]()
-
-    def _inputs_of(self, num_rows: int, num_columns: int) -> Inputs:
-        key = (num_rows, num_columns)
-        if key not in self._inputs:
-            self._inputs[key] = Inputs(num_rows, num_columns, self._spec, self._hidden_size)
-        return self._inputs[key]
-
-    def _prepare(
-        self, inputs: Inputs, arena: Arena, context: int, wants_logits: bool
-    ) -> Callable[[], RunnerOutput]:
-        compute, first_layer, kernel = self._compute, self._first_layer, self._kernel
-
-        def launch() -> RunnerOutput:  # must not refer to ``self``, which refers to it
-            step = StaticStep(
+            step = partial(
+                StaticStep,
                 inputs=inputs,
                 arena=arena,
                 context=context,
-                first_layer=first_layer,
-                kernel=kernel,
+                first_layer=self.first_layer,
+                kernel=self.kernel,
             )
-            return compute(step, inputs.tokens, inputs.positions, wants_logits)
+            # Must not refer to ``self``, which refers to it.
+            launch = partial(_launch, self.compute, step, inputs, wants_logits)
+            captures = self.graphs is Graphs.CUDA
+            self._passes[key] = capture(launch, self._pool) if captures else launch
+        self.replays += 1
+        return self._passes[key]()
 
-        return capture(launch, self._pool) if self._captures else launch
+
+def _launch(
+    compute: Compute, step: Callable[[], StaticStep], inputs: Inputs, wants_logits: bool
+) -> RunnerOutput:
+    return compute(step(), inputs.tokens, inputs.positions, wants_logits)
 
 
 def _cut(output: RunnerOutput, num_rows: int) -> RunnerOutput:

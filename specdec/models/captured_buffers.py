@@ -10,15 +10,13 @@ import weakref
 
 import numpy as np
 import torch
-from einops import rearrange
+from torch import Tensor
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import CacheSpec, Contiguous, layer_views
 
 LEAST_CONTEXT = 64
 """Slots of the smallest arena, and of the smallest context (a power of two) of a captured pass."""
-
-_BITS = 8  # per byte
 
 
 class Arena:
@@ -86,7 +84,7 @@ class Inputs:
         tokens, positions, slots: int64[R].
         lengths: int64[2], see ``Visibility``.
         columns: int64[M], absolute positions of the entries in the slots from ``lengths[0]`` on.
-        bits: uint8[R, M / 8], the visibility matrix, 8 columns per byte.
+        visible: uint8[R, M], see ``Visibility``.
         hidden: [1, R, E] for a slice that is not the first; else None.
     """
 
@@ -94,25 +92,23 @@ class Inputs:
         self, num_rows: int, num_columns: int, spec: CacheSpec, hidden_size: int | None
     ) -> None:
         """Allocates the buffers; ``hidden_size``: E, None for the first slice."""
-        num_ints, num_bytes = 3 * num_rows + 2 + num_columns, num_rows * num_columns // _BITS
-        self._host = np.zeros(8 * num_ints + num_bytes, np.uint8)
-        self._device = torch.zeros(len(self._host), dtype=torch.uint8, device=spec.device)
-        ints, self.bits = self._device.split([8 * num_ints, num_bytes])
-        self.bits = rearrange(self.bits, "(r bytes) -> r bytes", r=num_rows)
         sizes = [num_rows, num_rows, num_rows, 2, num_columns]
+        ends, shape = np.cumsum(sizes), (num_rows, num_columns)
+        self._host = np.zeros(8 * ends[-1] + num_rows * num_columns, np.uint8)
+        self._ints = np.split(self._host[: 8 * ends[-1]].view(np.int64), ends[:-1])
+        self._visible = self._host[8 * ends[-1] :].reshape(shape)
+        self._device = torch.zeros(len(self._host), dtype=torch.uint8, device=spec.device)
+        ints, visible = self._device.tensor_split([8 * int(ends[-1])])
         self.tokens, self.positions, self.slots, self.lengths, self.columns = ints.view(
             torch.int64
         ).split(sizes)
-        host = self._host[: 8 * num_ints].view(np.int64)
-        self._ints = np.split(host, np.cumsum(sizes)[:-1])
-        self._bits = rearrange(self._host[8 * num_ints :], "(r bytes) -> r bytes", r=num_rows)
-        self._visible = np.zeros((num_rows, num_columns), np.bool_)
-        self.hidden: torch.Tensor | None = None
+        self.visible = visible.view(shape)
+        self.hidden: Tensor | None = None
         if hidden_size is not None:
-            shape = (1, num_rows, hidden_size)
-            self.hidden = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+            size = (1, num_rows, hidden_size)
+            self.hidden = torch.zeros(size, dtype=spec.dtype, device=spec.device)
 
-    def fill(self, rows: Rows, spare: int, hidden: torch.Tensor | None) -> None:
+    def fill(self, rows: Rows, spare: int, hidden: Tensor | None) -> None:
         """Pads the rows and copies them to the device; ``hidden``: [rows, E] or None."""
         tokens, positions, slots, lengths, columns = self._ints
         num, num_seen = len(rows), rows.visible.shape[1]
@@ -122,18 +118,11 @@ class Inputs:
         lengths[:] = rows.first_masked, rows.end
         columns[:num_seen] = rows.cache.key_positions(rows.end)[rows.first_masked :]
         self._visible[:num, :num_seen] = rows.visible
-        self._visible[:num, num_seen:] = False
+        self._visible[:num, num_seen:] = 0
         self._visible[num:] = self._visible[num - 1]
-        self._bits[:] = np.packbits(self._visible, axis=1, bitorder="little")
         # Pageable memory is staged before the call returns, so the buffer may be reused at once.
         self._device.copy_(torch.from_numpy(self._host), non_blocking=True)
         if self.hidden is not None:
             assert hidden is not None, "hidden states enter every slice but the first"
             self.hidden[0, :num] = hidden
             self.hidden[0, num:] = hidden[-1]
-
-    def visible(self) -> torch.Tensor:
-        """The visibility matrix, uint8[R, M], from the bits."""
-        shifts = torch.arange(_BITS, dtype=torch.uint8, device=self.bits.device)
-        bits = (rearrange(self.bits, "r bytes -> r bytes 1") >> shifts) & 1
-        return rearrange(bits, "r bytes bits -> r (bytes bits)")

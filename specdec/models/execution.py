@@ -46,11 +46,8 @@ class OpaqueCache(StepCache):
         self._cache = cache
 
     @torch.compiler.disable
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """See ``StepCache``."""
-        return self._cache.update(key, value, layer_idx)
+    def update(self, *args: Any, **kwargs: Any) -> Pair:
+        return self._cache.update(*args, **kwargs)
 
 
 def prepare(

@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.slicing import keep_layers, layers_name, shared_copy
-
-KINDS = ("norm", "transformer")
-"""Kinds of exit heads (``model.exit_head``)."""
+from specdec.models.slicing import final_norm, keep_layers, layers_name
+from specdec.tensor_parallel.sharding import shared_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class HeadWeights:
     """The weights of an exit head.
 
     Attributes:
-        kind: one of ``KINDS``.
+        kind: "norm" or "transformer" (``model.exit_head``).
         layer: number of the target's layers before it.
         tensors: ``norm.weight``, ``output.weight`` (default: the target's matrix) and, for a
             transformer head, ``layer.*`` with the target's parameter names.
@@ -39,7 +36,7 @@ class HeadWeights:
 
     kind: str
     layer: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     def from_pair(cls, pair: Any, *, layer: int) -> HeadWeights:
@@ -72,7 +69,7 @@ def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
     return HeadWeights(kind, layer, read_tensors(path, {"kind": kind, "layer": layer}))
 
 
-def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor]:
     """Reads the weights of a head's file by name.
 
     Args:
@@ -129,23 +126,7 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     return own
 
 
-def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Returns the norm between the last layer and the output head.
-
-    Raises:
-        UserError: for a family without one.
-    """
-    parent = model.get_submodule(layers_name(model).rpartition(".")[0])
-    norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
-    if not norms:
-        raise UserError(
-            f"model type {model.config.model_type!r} has no norm after its layers, which an exit"
-            " head needs; use another family"
-        )
-    return norms[-1]
-
-
-def _put(module: nn.Module, path: str, tensor: torch.Tensor, label: str) -> None:
+def _put(module: nn.Module, path: str, tensor: Tensor, label: str) -> None:
     """Replaces one parameter of a private copy, whose values may be shared."""
     owner, _, leaf = path.rpartition(".")
     try:

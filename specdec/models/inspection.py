@@ -55,17 +55,20 @@ class ModelInfo:
     tensors: Mapping[str, str]
 
 
-def inspect_model(path_or_id: str | Path) -> ModelInfo:
+def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
     """Checks that a model can be loaded, without loading it.
 
     Args:
         path_or_id: a folder in transformers' format, or, if there is no such folder, the id of a
-            Hugging Face repository (looked up in the local hub cache, then on the network).
+            Hugging Face repository (looked up in the local hub cache, then on the network); a
+            result of this function is returned as it is.
 
     Raises:
         UserError: for a path that does not exist, a damaged or missing file, weights that are not
             safetensors, a model that needs its own code, or one that is not decoder-only.
     """
+    if isinstance(path_or_id, ModelInfo):
+        return path_or_id
     folder = _folder(path_or_id)
     config = _json(folder / "config.json")
     _check_architecture(folder, config)
@@ -135,11 +138,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
-    """Checks that the model is a decoder-only language model of transformers.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """Checks that the model is a decoder-only language model of transformers."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(
@@ -202,11 +201,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a safetensors file, whose header and size are checked.
-
-    Raises:
-        UserError: if the file is missing, truncated, or not a safetensors file.
-    """
+    """Names of the tensors in a safetensors file, whose header and size are checked."""
     if not path.is_file():
         raise UserError(f"weights file {path} is missing; copy the folder again")
     with path.open("rb") as file:

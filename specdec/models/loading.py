@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -50,15 +52,15 @@ def load_model(
     Raises:
         UserError: as ``inspect_model``; also for an unknown type or device, or missing weights.
     """
-    info = _info(model)
-    torch_dtype, torch_device = _dtype(dtype), usable_device(device)
+    info = inspect_model(model)
+    kind, place = torch_dtype(dtype), usable_device(device)
     config = _config(info)
     try:
         with _quiet():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 info.path,
                 config=config,
-                dtype=torch_dtype,
+                dtype=kind,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -73,7 +75,7 @@ def load_model(
     # transformers initialises missing tensors at random and only warns.
     _refuse_missing(info, sorted(report["missing_keys"]))
     loaded.requires_grad_(False)
-    return loaded.to(torch_device).eval()
+    return loaded.to(place).eval()
 
 
 def load_stage(
@@ -103,12 +105,12 @@ def load_stage(
             sharded.
         ValueError: for layers outside the model.
     """
-    info = _info(model)
-    torch_dtype, torch_device = _dtype(dtype), usable_device(device)
+    info = inspect_model(model)
+    kind, place = torch_dtype(dtype), usable_device(device)
     config = _config(info)
     if getattr(config, "quantization_config", None):
         raise UserError(f"{info.path} is quantised; use a checkpoint with unquantised weights")
-    loaded = _empty(config, torch_dtype)
+    loaded = _empty(config, kind)
     total = len(loaded.get_submodule(layers_name(loaded)))
     if not 0 <= first_layer < last_layer <= total:
         raise ValueError(
@@ -117,10 +119,10 @@ def load_stage(
     tied = _tied_groups(loaded)
     cuts = {} if group is None else shard_modules(loaded, group)
     needed = _needed_names(loaded, first_layer, last_layer)
-    _fill(loaded, info, needed, tied, cuts, torch_dtype, torch_device)
+    _fill(loaded, info, needed, tied, cuts, kind, place)
     for module in loaded.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(torch_device))
+            setattr(module, name, buffer.to(place))
     loaded.requires_grad_(False)
     return loaded.eval()
 
@@ -131,7 +133,7 @@ def weight_bytes(model: ModelInfo | str | Path, dtype: str) -> int:
     Raises:
         UserError: as ``load_model``.
     """
-    shape = _empty(_config(_info(model)), _dtype(dtype))
+    shape = _empty(_config(inspect_model(model)), torch_dtype(dtype))
     return sum(p.numel() * p.element_size() for p in shape.parameters())
 
 
@@ -141,7 +143,7 @@ def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
     Raises:
         UserError: for a config that transformers does not accept.
     """
-    info = _info(model)
+    info = inspect_model(model)
     config = _config(info).get_text_config()
     eos = config.eos_token_id
     if (info.path / "generation_config.json").is_file():
@@ -197,33 +199,30 @@ def _fill(
     device: torch.device,
 ) -> None:
     """Reads the tensors that a stage needs and assigns them, or this rank's shares of them."""
-    sources: dict[str, list[str]] = {}  # tensor name in the files -> parameter names
-    missing = []
+    prefix = f"{model.base_model_prefix}."  # checkpoints of a base model omit it
+    sources, missing = [], []  # sources: file, tensor, names of the parameters that share it
     for names in tied:
+        aliases = (alias for name in names for alias in (name, name.removeprefix(prefix)))
+        source = next((alias for alias in aliases if alias in info.tensors), None)
         used = [name for name in names if name in needed]
-        if not used:
-            continue
-        source = next((s for name in names for s in _aliases(model, name) if s in info.tensors), "")
-        if source:
-            sources[source] = used
+        if used and source is not None:
+            sources.append((info.tensors[source], source, used))
         else:
-            missing.append(used[0])
+            missing += used[:1]
     _refuse_missing(info, missing)
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for source in sources:
-        by_file[info.tensors[source]].append(source)
-    for file, file_sources in by_file.items():
-        with safe_open(info.path / file, framework="pt", device=str(device)) as tensors:
-            for source in file_sources:
-                whole = [name for name in sources[source] if name not in cuts]
-                if whole:
-                    tensor = tensors.get_tensor(source).to(dtype)
-                    parameter = nn.Parameter(tensor, requires_grad=False)
-                for name in whole:
-                    _put(model, name, parameter, info)
-                for name in set(sources[source]) - {*whole}:
-                    share = cuts[name].of(tensors.get_slice(source), dtype).to(device)
-                    _put(model, name, nn.Parameter(share, requires_grad=False), info)
+    for file, tensors in groupby(sorted(sources), key=itemgetter(0)):
+        with safe_open(info.path / file, framework="pt", device=str(device)) as stored:
+            for _, source, used in tensors:
+                whole = None
+                for name in used:
+                    if name in cuts:
+                        share = cuts[name].of(stored.get_slice(source), dtype).to(device)
+                        _put(model, name, nn.Parameter(share, requires_grad=False), info)
+                        continue
+                    if whole is None:
+                        tensor = stored.get_tensor(source).to(dtype)
+                        whole = nn.Parameter(tensor, requires_grad=False)
+                    _put(model, name, whole, info)
 
 
 def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> set[str]:
@@ -247,14 +246,6 @@ def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> 
     return needed
 
 
-def _aliases(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """Possible names of a parameter in a checkpoint: with and without the base model's prefix."""
-    prefix = f"{model.base_model_prefix}."
-    yield name
-    if name.startswith(prefix):
-        yield name[len(prefix) :]
-
-
 def _put(model: PreTrainedModel, name: str, parameter: nn.Parameter, info: ModelInfo) -> None:
     """Assigns a parameter after checking its shape."""
     path, _, leaf = name.rpartition(".")
@@ -276,10 +267,6 @@ def _refuse_missing(info: ModelInfo, names: list[str]) -> None:
         )
 
 
-def _info(model: ModelInfo | str | Path) -> ModelInfo:
-    return model if isinstance(model, ModelInfo) else inspect_model(model)
-
-
 def _config(info: ModelInfo) -> AutoConfig:
     try:
         return AutoConfig.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
@@ -294,7 +281,12 @@ def _reference_attention(config: AutoConfig) -> str:
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the type of that name.
+
+    Raises:
+        UserError: for a name that is not in ``DTYPES``.
+    """
     if name not in DTYPES:
         raise UserError(f"dtype {name!r} is unknown; choose one of {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models.exits import final_norm, read_tensors
+from specdec.models.exits import read_tensors
+from specdec.models.slicing import final_norm
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Tensor]
 """A head's weights by name; all optional: norm.weight and output.weight (default: the target's) and
 block.weight (default: zero)."""
 
@@ -75,7 +76,7 @@ class MedusaHeads:
             heads = read_medusa(folder, pair.num_layers, num_heads)
         return cls(target=pair.part(last, last + 1), heads=heads, meter=meter)
 
-    def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, number: int, hidden: Tensor) -> Tensor:
         """Returns the logits [R, V] of head ``number`` (from 1).
 
         Args:
@@ -114,11 +115,11 @@ class _Head:
         used.append(matrix if self._matrix is None else self._matrix)
         self.num_bytes = sum(w.nbytes for w in used if w is not None)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         h = self._norm(hidden)
         if self._block is not None:
             h = h + F.silu(F.linear(h, self._block))
-        logits: torch.Tensor
+        logits: Tensor
         logits = self._output(h) if self._matrix is None else F.linear(h, self._matrix)
         return logits
 

@@ -7,13 +7,12 @@ the same quantised model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
@@ -64,7 +63,19 @@ def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
             f"{setting} finds no plain linear layers in model type {model.config.model_type!r};"
             " use none, or a family such as llama or qwen3"
         )
-    _apply(model, kind, linears, setting)
+    from torchao.quantization import quantize_
+
+    sizes = {name: _group_size(module.in_features, kind, setting) for name, module in linears}
+    for group_size in dict.fromkeys(sizes.values()):
+        chosen = {name for name, size in sizes.items() if size == group_size}
+        config = _config(kind, group_size, model)
+        try:
+            quantize_(model, config, filter_fn=lambda _, name, chosen=chosen: name in chosen)
+        except (ImportError, AssertionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"{setting} is not supported by torchao on {model.device} in {model.dtype}"
+                f" ({error}); try model.dtype=bfloat16, another kind, or none"
+            ) from error
     return model
 
 
@@ -73,45 +84,22 @@ def num_bytes(model: nn.Module) -> int:
     return sum(_stored_bytes(parameter.data) for parameter in model.parameters())
 
 
-def _stored_bytes(tensor: torch.Tensor) -> int:
+def _stored_bytes(tensor: Tensor) -> int:
     parts = getattr(tensor, "__tensor_flatten__", None)
-    if parts is None or type(tensor) is torch.Tensor:
+    if parts is None or type(tensor) is Tensor:
         return tensor.numel() * tensor.element_size()
     return sum(_stored_bytes(getattr(tensor, name)) for name in parts()[0])
 
 
-def _apply(
-    model: PreTrainedModel, kind: str, linears: Sequence[tuple[str, nn.Linear]], setting: str
-) -> None:
-    from torchao.quantization import quantize_
-
-    by_size: dict[int, set[str]] = {}
-    for name, module in linears:
-        by_size.setdefault(_group_size(module, kind, setting), set()).add(name)
-    for group_size, names in by_size.items():
-        config = _config(kind, group_size, model)
-        try:
-            quantize_(model, config, filter_fn=lambda _, name, names=names: name in names)
-        except (ImportError, AssertionError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"{setting} is not supported by torchao on {model.device} in {model.dtype}"
-                f" ({error}); try"
-                " model.dtype=bfloat16, another kind, or none"
-            ) from error
-
-
-def _group_size(module: nn.Linear, kind: str, setting: str) -> int:
+def _group_size(inputs: int, kind: str, setting: str) -> int:
     """Weights per scale; 0: one scale per row."""
-    if kind == Quantization.INT8:
-        return 0
-    inputs = module.in_features
-    for size in GROUP_SIZES:
-        if inputs % size == 0:
-            return size
-    raise UserError(
-        f"{setting} needs matrices whose inputs are multiples of {GROUP_SIZES[-1]}, not {inputs};"
-        " use int8 or none"
-    )
+    fitting = [size for size in GROUP_SIZES if inputs % size == 0]
+    if kind != Quantization.INT8 and not fitting:
+        raise UserError(
+            f"{setting} needs matrices whose inputs are multiples of {GROUP_SIZES[-1]}, not"
+            f" {inputs}; use int8 or none"
+        )
+    return 0 if kind == Quantization.INT8 else fitting[0]
 
 
 def _config(kind: str, group_size: int, model: PreTrainedModel) -> Any:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.models.inspection import CERTIFIED
-from specdec.models.loading import DTYPES, usable_device
+from specdec.models.loading import torch_dtype, usable_device
 
 _GPT2_NAMES = {
     "hidden_size": "n_embd",
@@ -42,7 +42,7 @@ def random_model(
     Args:
         family: a model type of transformers; those of ``CERTIFIED`` are tested.
         seed: of the weights.
-        dtype: a key of ``DTYPES``.
+        dtype: a key of ``loading.DTYPES``.
         device: torch's name of the device.
         scale: standard deviation of every weight; larger values give more peaked predictions.
         num_layers, hidden_size, num_heads, num_kv_heads, vocab_size, max_positions: sizes.
@@ -51,8 +51,7 @@ def random_model(
     Raises:
         UserError: for an unknown family or type, or an unavailable device.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    kind = torch_dtype(dtype)
     sizes = {
         "num_hidden_layers": num_layers,
         "hidden_size": hidden_size,
@@ -71,7 +70,7 @@ def random_model(
     capped = getattr(config, "attn_logit_softcapping", None)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[dtype], attn_implementation="eager" if capped else "sdpa"
+            config, dtype=kind, attn_implementation="eager" if capped else "sdpa"
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -7,7 +7,6 @@ H query heads, G key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,6 +15,7 @@ from weakref import proxy
 import numpy as np
 import torch
 from einops import rearrange
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.attention.backends import Attention, attention_kernel
@@ -36,7 +36,7 @@ from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import layers_name, slice_model
-from specdec.types import IntArray
+from specdec.types import HiddenName, IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 """``logits_rows`` of a pass without logits, such as prefill."""
@@ -71,7 +71,7 @@ class ModelRunner:
         meter: Meter,
         first_layer: int = 0,
         last_layer: int | None = None,
-        capture_layers: Sequence[int] = (),
+        capture: Sequence[HiddenName] = (),
         attention: str = Attention.DENSE,
         execution: Execution = PLAIN,
     ) -> None:
@@ -82,7 +82,7 @@ class ModelRunner:
             name: "target", "draft", ...
             meter: records the time of every pass.
             first_layer, last_layer: the slice; None: to the last layer.
-            capture_layers: layers (global, from 0) whose outputs every pass returns.
+            capture: hidden states, of layers of the slice, that every pass returns.
             attention: a value of ``Attention``.
             execution: graphs, fused modules, compilation.
 
@@ -92,7 +92,7 @@ class ModelRunner:
         """
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
-        _check_slice(first_layer, last_layer, total, capture_layers)
+        _check_slice(first_layer, last_layer, total, capture)
         config = model.config.get_text_config()
         self.name = name
         self.first_layer, self.last_layer = first_layer, last_layer
@@ -103,12 +103,13 @@ class ModelRunner:
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
         self.static: StaticPasses | None = None
-        self._capture_layers = tuple(capture_layers)
+        self._capture = tuple(capture)
+        self._output = HiddenName(last_layer - 1)
         self._model = slice_model(
             model,
             first_layer=first_layer,
             last_layer=last_layer,
-            capture_layers={*capture_layers, last_layer - 1},
+            capture={*capture, self._output},
         )
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
@@ -140,7 +141,7 @@ class ModelRunner:
         self,
         rows: Sequence[Rows],
         *,
-        hidden: torch.Tensor | None = None,
+        hidden: Tensor | None = None,
         logits_rows: IntArray | None = None,
     ) -> RunnerOutput:
         """Runs one packed pass over the rows of one or more requests and fills their caches.
@@ -154,7 +155,7 @@ class ModelRunner:
         wants_logits = self.is_last and (logits_rows is None or len(logits_rows) > 0)
         run = self._run_plain
         if self.static is not None and self.static.serves(rows):
-            run = self._run_static
+            run = self.static.run
         with torch.inference_mode(), self._guard:
             # Times include making masks and cache views: so do the times of the baselines, which
             # run transformers' own forward.
@@ -169,7 +170,7 @@ class ModelRunner:
     def _run_plain(
         self,
         rows: Sequence[Rows],
-        hidden: torch.Tensor | None,
+        hidden: Tensor | None,
         logits_rows: IntArray | None,
         wants_logits: bool,
     ) -> RunnerOutput:
@@ -179,7 +180,7 @@ class ModelRunner:
         else:
             tokens = np.concatenate([part.tokens for part in rows])
             positions = np.concatenate([part.positions for part in rows])
-        keep: int | torch.Tensor = 0
+        keep: int | Tensor = 0
         if logits_rows is not None:
             keep = to_device(logits_rows, self.device)
         step = AttentionStep(
@@ -192,31 +193,13 @@ class ModelRunner:
         ids, places = (to_device(array, self.device) for array in (tokens, positions))
         return self._compute(step, ids, places, wants_logits, keep)
 
-    def _run_static(
-        self,
-        rows: Sequence[Rows],
-        hidden: torch.Tensor | None,
-        logits_rows: IntArray | None,
-        wants_logits: bool,
-    ) -> RunnerOutput:
-        """Replays one captured pass per request, which computes the logits of all rows."""
-        assert self.static is not None, "forward checks this"
-        received = None if hidden is None else hidden.to(self.device)
-        output = self.static.run(rows, received, wants_logits)
-        if logits_rows is None or output.logits is None:
-            return output
-        if np.array_equal(logits_rows, np.arange(len(output.logits))):
-            return output
-        index = to_device(logits_rows, self.device)
-        return replace(output, logits=output.logits[index])
-
     def _compute(
         self,
         step: Step,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
+        tokens: Tensor,
+        positions: Tensor,
         wants_logits: bool,
-        keep: int | torch.Tensor = 0,
+        keep: int | Tensor = 0,
     ) -> RunnerOutput:
         """Calls the model's own forward on int64[R] tokens and positions."""
         inputs = self._inputs(tokens, positions, step.cache)
@@ -226,16 +209,12 @@ class ModelRunner:
             else:
                 self._model.base_model(**inputs)
                 logits = None
-        captured = {layer: step.captured[layer][0] for layer in self._capture_layers}
-        hidden = step.captured[self.last_layer - 1][0]
+        captured = {name: step.captured[name][0] for name in self._capture}
+        hidden = step.captured[self._output][0]
         return RunnerOutput(hidden=hidden, logits=logits, captured=captured)
 
     def _static_passes(self, execution: Execution) -> StaticPasses | None:
-        """Returns the captured passes; None if ``execution.graphs`` is off.
-
-        Raises:
-            UserError: if passes cannot be captured.
-        """
+        """The captured passes; None if ``execution.graphs`` is off."""
         graphs = resolve_graphs(execution.graphs, self.device)
         if graphs is Graphs.OFF:
             return None
@@ -255,9 +234,7 @@ class ModelRunner:
             reads_lengths=self._attention in (Attention.TRITON, Attention.FLASH),
         )
 
-    def _inputs(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: StepCache
-    ) -> dict[str, Any]:
+    def _inputs(self, tokens: Tensor, positions: Tensor, cache: StepCache) -> dict[str, Any]:
         """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
         plain = self._call in (None, self._model)
         model_cache = cache if plain else OpaqueCache(cache)
@@ -271,8 +248,8 @@ class ModelRunner:
 
     def _probe(self, model_type: str) -> CacheSpec:
         """Runs one token through the slice to determine the shape of its keys and values."""
-        probe = _Probe(model_type=model_type, first_layer=self.first_layer)
-        probe.hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        probe = _Probe(model_type=model_type, first_layer=self.first_layer, hidden=hidden)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             with torch.inference_mode(), attending(probe):
@@ -311,11 +288,7 @@ class ModelRunner:
         )
 
     def _compare_with(self, model: PreTrainedModel) -> None:
-        """Compares an untested family's logits on a few tokens with transformers' own forward.
-
-        Raises:
-            UserError: if they differ.
-        """
+        """Compares an untested family's logits on a few tokens with transformers' own forward."""
         tokens = np.arange(_SAMPLE) % self.vocab_size
         half = _SAMPLE // 2
         cache = self.new_cache(_SAMPLE)
@@ -343,39 +316,31 @@ class ModelRunner:
             )
 
 
-def _check_slice(first: int, last: int, total: int, capture_layers: Sequence[int]) -> None:
-    """Checks that the layers exist.
-
-    Raises:
-        ValueError: if one does not.
-    """
+def _check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
     if not 0 <= first < last <= total:
         raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
-    for layer in capture_layers:
+    for layer, normed in capture:
         if not first <= layer < last:
             raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
+        if normed and layer != total - 1:
+            raise ValueError(f"layer {layer} has no final norm: layer {total - 1} has it")
 
 
-class _Probe:
+class _Probe(Step):
     """A step that records the shapes of keys and rejects unsupported attention arguments.
 
     Attributes:
-        cache, captured, hidden: see ``Step``.
         shapes: layer of the slice -> (G, D).
         windowed: layers of the slice with a sliding window.
     """
 
-    def __init__(self, *, model_type: str, first_layer: int) -> None:
-        self.cache = StepCache(first_layer=first_layer)
-        self.captured: dict[int, torch.Tensor] = {}
-        self.hidden: torch.Tensor | None = None
+    def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor) -> None:
+        super().__init__(first_layer=first_layer, hidden=hidden)
         self.shapes: dict[int, tuple[int, int]] = {}
         self.windowed: set[int] = set()
         self._model_type = model_type
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Returns zeros of the right shape."""
         unknown = [k for k, v in options.others.items() if k not in _IGNORED and v is not None]
         if unknown or key.shape != value.shape:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _SAMPLE_SCALES = (1.0, 1e-3, 30.0)
@@ -52,11 +52,11 @@ class _FusedNorm(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.weight: torch.Tensor = norm.weight  # type: ignore[assignment]
+        self.weight: Tensor = norm.weight  # type: ignore[assignment]
         self.eps = _epsilon(norm)
         self.shape = tuple(self.weight.shape)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         return torch.rms_norm(hidden, self.shape, self.weight, self.eps)
 
 
@@ -70,7 +70,7 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
     names = {name for name, _ in module.named_parameters()}
     if not isinstance(eps, float) or names != {"weight"} or list(module.children()):
         return False
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.is_meta:
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
         return False
     if _is_hooked(module) or isinstance(module, nn.LayerNorm):
         return False

@@ -7,18 +7,19 @@ specific code. The copy shares all parameters with the given model, which is not
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.attention.tree_attention import IMPLEMENTATION, current_step
 from specdec.errors import UserError
 from specdec.models.shortcuts import shorten
+from specdec.tensor_parallel.sharding import shared_copy
+from specdec.types import HiddenName
 
 
 class _Layers(nn.ModuleList):
@@ -39,7 +40,7 @@ class _NoEmbedding(nn.Module):
         like = next(layers.parameters())
         self.zero = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.zero
 
 
@@ -59,11 +60,6 @@ def layers_name(model: PreTrainedModel) -> str:
     )
 
 
-def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
-    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
-
-
 def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn.ModuleList:
     """Reduces the layers of ``model``, and its config, to first .. last - 1; returns the layers."""
     name, config = layers_name(model), model.config.get_text_config()
@@ -75,8 +71,24 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
     return layers
 
 
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """Returns the norm between the last layer and the output head.
+
+    Raises:
+        UserError: for a family without one.
+    """
+    parent = model.get_submodule(layers_name(model).rpartition(".")[0])
+    norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
+    if not norms:
+        raise UserError(
+            f"model type {model.config.model_type!r} has no norm after its layers, which an exit"
+            " head needs; use another family"
+        )
+    return norms[-1]
+
+
 def slice_model(
-    model: PreTrainedModel, *, first_layer: int, last_layer: int, capture_layers: Iterable[int]
+    model: PreTrainedModel, *, first_layer: int, last_layer: int, capture: Iterable[HiddenName]
 ) -> PreTrainedModel:
     """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
 
@@ -86,7 +98,7 @@ def slice_model(
     Args:
         model: whole, or loaded by ``load_stage``.
         first_layer, last_layer: the slice.
-        capture_layers: global indices of layers in the slice.
+        capture: hidden states to store, of layers in the slice.
     """
     own = shared_copy(model).eval()
     own.set_attn_implementation(IMPLEMENTATION)
@@ -97,21 +109,16 @@ def slice_model(
             if isinstance(module, nn.Embedding) and not path.startswith(name):
                 own.base_model.set_submodule(path, _NoEmbedding(layers))
         layers[0].register_forward_pre_hook(_put_hidden, with_kwargs=True)
-    for index in capture_layers:
-        layers[index - first_layer].register_forward_hook(_Capture(index))
+    for state in capture:
+        module = final_norm(own) if state.normed else layers[state.layer - first_layer]
+        module.register_forward_hook(partial(_capture, state))
     shorten(own)
     return own
 
 
-class _Capture:
-    """Forward hook that stores a layer's output in the current step."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        current_step().captured[self.index] = hidden
+def _capture(name: HiddenName, _: nn.Module, __: Any, output: Any) -> None:
+    """Forward hook that stores a module's output in the current step."""
+    current_step().captured[name] = output[0] if isinstance(output, tuple) else output
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,20 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import UserError
-from specdec.pairs.acceptance_traces import TracedRequest, read_traces
 from specdec.pairs.huggingface import HuggingFacePair, PartsOnly
 from specdec.pairs.interface import ModelPair
-from specdec.pairs.pretrained import PretrainedPair, check_vocabularies
+from specdec.pairs.pretrained import PretrainedPair
 from specdec.pairs.random import RandomPair
-from specdec.pairs.record import Record, RecordedRequest, read_record, write_record
-from specdec.pairs.recorder import DraftRecorder, check_recordable, record_run
+from specdec.pairs.record import Record, read_record, read_traces, write_record
+from specdec.pairs.recorder import check_recordable, record_request, record_run
 from specdec.pairs.replay import ReplayModels, build_replay
 from specdec.pairs.synthetic import HiddenModels, build_synthetic
 from specdec.pairs.table import TablePair
 from specdec.parts.build import build_part
 
 __all__ = [
-    "DraftRecorder",
     "HiddenModels",
     "HuggingFacePair",
     "ModelPair",
@@ -27,15 +25,13 @@ __all__ = [
     "PretrainedPair",
     "RandomPair",
     "Record",
-    "RecordedRequest",
     "ReplayModels",
     "TablePair",
-    "TracedRequest",
     "build_pair",
     "check_recordable",
-    "check_vocabularies",
     "read_record",
     "read_traces",
+    "record_request",
     "record_run",
     "write_record",
 ]

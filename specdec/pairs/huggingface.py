@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -20,15 +20,17 @@ from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHe
 from specdec.executors.stage import ModelStage
 from specdec.kernels.graphs import Graphs
 from specdec.models.execution import PLAIN, Execution
-from specdec.models.exits import HeadWeights, final_norm, head_model
+from specdec.models.exits import HeadWeights, head_model
+from specdec.models.inspection import ModelInfo
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.models.runner import ModelRunner
+from specdec.models.slicing import final_norm
 from specdec.parts.fields import Count, expects
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
 from specdec.tensor_parallel import Collective, sharded
-from specdec.types import IntArray
+from specdec.types import HiddenName, IntArray
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Device = Annotated[
@@ -102,28 +104,60 @@ class HuggingFacePair:
         raise NotImplementedError
 
     @property
+    def middle(self) -> PreTrainedModel:
+        """The middle model, between draft and target in size.
+
+        Raises:
+            UserError: there is none.
+        """
+        raise UserError(
+            "this strategy needs a middle model: give model.middle=PATH (model=random:"
+            " model.middle_layers=LAYERS), or use the draft"
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the models that there are."""
+        return ("target", "draft")
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        """Sizes of the target; by default from its config."""
+        config = self.target.config.get_text_config()
+        return ModelInfo(
+            path=Path(),
+            model_type=config.model_type,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_positions=getattr(config, "max_position_embeddings", None) or 0,
+            tied=config.tie_word_embeddings,
+            tensors={},
+        )
+
+    @property
     def vocab_size(self) -> int:
         """Size of the target's vocabulary."""
-        return int(self.target.config.get_text_config().vocab_size)
+        return self.info.vocab_size
 
     @property
     def num_layers(self) -> int:
         """Number of layers of the target."""
-        return int(self.target.config.get_text_config().num_hidden_layers)
+        return self.info.num_layers
 
     @property
     def head_cost(self) -> float:
         """Weights of the output head over those of a layer; a pass reads each once."""
-        config = self.target.config.get_text_config()
-        matrix = int(config.vocab_size) * int(config.hidden_size)
-        total = sum(p.numel() for p in self.target.parameters())
-        return head_cost(matrix, total, tied=config.tie_word_embeddings, layers=self.num_layers)
+        info = self.info
+        matrix = info.vocab_size * info.hidden_size
+        total = self.weight_bytes["target"] // getattr(torch, self.dtype).itemsize
+        layers = total - (1 if info.tied else 2) * matrix  # without head and embeddings
+        return matrix * info.num_layers / max(1, layers)
 
     @property
     def max_positions(self) -> int | None:
         """Positions of the target; a draft with fewer proposes nothing beyond them."""
-        value = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
-        return None if value is None else int(value)
+        return self.info.max_positions or None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -136,9 +170,14 @@ class HuggingFacePair:
         return None
 
     @cached_property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the target's and of the draft's weights in memory."""
-        return num_bytes(self.target), num_bytes(self.draft)
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Name of each model -> bytes of its weights in memory."""
+        return {name: num_bytes(self.model(name)) for name in self.names}
+
+    def model(self, name: str) -> PreTrainedModel:
+        """The model of that name: target, draft or middle."""
+        model: PreTrainedModel = getattr(self, name)
+        return model
 
     def stage(
         self,
@@ -146,31 +185,52 @@ class HuggingFacePair:
         last: int,
         meter: Meter,
         group: Collective | None = None,
-        capture_layers: Sequence[int] = (),
+        capture: Sequence[HiddenName] = (),
     ) -> ModelStage:
         """Target layers ``first`` .. ``last``, or this rank's share of them.
 
         Args:
-            first, last, meter, capture_layers: see ``ModelPair.stage``.
+            first, last, meter, capture: see ``ModelPair.stage``.
             group: tensor-parallel ranks that share the layers; all of them must run the same
                 batches in the same order.
 
         Raises:
             UserError: a ``group`` with quantised weights.
         """
-        self._check_shares(group)
+        runner = self._runner(
+            "target",
+            meter,
+            lambda: self.part(first, last) if group is None else self.share(first, last, group),
+            group,
+            first_layer=first,
+            last_layer=last,
+            capture=capture,
+        )
+        return ModelStage(runner=runner)
+
+    def _runner(
+        self,
+        name: str,
+        meter: Meter,
+        load: Callable[[], PreTrainedModel],
+        group: Collective | None = None,
+        **layers: Any,
+    ) -> ModelRunner:
+        """Runner of the loaded model, or of this rank's share of it in a ``group``."""
+        if group is not None and self._quantization != Quantization.NONE:
+            raise UserError(
+                f"model.quantization={self._quantization} cannot be cut into shares: use"
+                " executor.target_degree and draft_degree of 1 (null), or plain weights"
+            )
         with nullcontext() if group is None else group.paused():
-            runner = ModelRunner(
-                model=self.part(first, last) if group is None else self.share(first, last, group),
-                name="target",
+            return ModelRunner(
+                model=load(),
+                name=name,
                 meter=meter,
-                first_layer=first,
-                last_layer=last,
-                capture_layers=capture_layers,
                 attention=self._attention,
                 execution=self._execution if group is None else PLAIN,
+                **layers,
             )
-        return ModelStage(runner=runner)
 
     @property
     def exit_layer(self) -> int:
@@ -206,7 +266,7 @@ class HuggingFacePair:
         """
         outside = [layer for layer in exits if not first < layer <= last]
         assert not outside, f"exits {outside} are not in {first} .. {last}"
-        body = self.stage(first, last, meter, group, [layer - 1 for layer in exits])
+        body = self.stage(first, last, meter, group, [HiddenName(layer - 1) for layer in exits])
         heads = {}
         for layer in exits:
             template = self.part(layer - 1, layer)  # one layer: a rank loads no more than this
@@ -224,15 +284,8 @@ class HuggingFacePair:
         if weights.kind == "norm":
             output = model.get_output_embeddings()
             return NormHead(norm=final_norm(model), output=output, meter=meter)
-        runner = ModelRunner(
-            model=model,
-            name="exit",
-            meter=meter,
-            first_layer=weights.layer,
-            last_layer=weights.layer + 1,
-            attention=self._attention,
-            execution=self._execution,
-        )
+        first = weights.layer
+        runner = self._runner("exit", meter, lambda: model, first_layer=first, last_layer=first + 1)
         return TransformerHead(stage=ModelStage(runner=runner))
 
     def artefact(self, kind: type[A], **options: Any) -> A:
@@ -255,9 +308,9 @@ class HuggingFacePair:
         """One rank's tensor-parallel share of target layers ``first`` .. ``last``."""
         return sharded(self.target, group)
 
-    def draft_share(self, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of the draft."""
-        return sharded(self.draft, group)
+    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
+        """One rank's tensor-parallel share of the draft or of the middle model."""
+        return sharded(self.model(name), group)
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's logits."""
@@ -265,28 +318,15 @@ class HuggingFacePair:
         static = None if graphs == Graphs.OFF else StaticDraws(graphs=graphs)
         return ModelAnswerer(draws=draws, needs_probs=needs_probs, static=static)
 
-    def draft_runner(self, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """Runner of the whole draft, or of this rank's share in a tensor-parallel ``group``.
+    def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
+        """Runner of a whole model, or of this rank's share in a tensor-parallel ``group``.
 
         Raises:
-            UserError: a ``group`` with quantised weights.
+            UserError: no such model, or a ``group`` with quantised weights.
         """
-        self._check_shares(group)
-        with nullcontext() if group is None else group.paused():
-            return ModelRunner(
-                model=self.draft if group is None else self.draft_share(group),
-                name="draft",
-                meter=meter,
-                attention=self._attention,
-                execution=self._execution if group is None else PLAIN,
-            )
-
-    def _check_shares(self, group: Collective | None) -> None:
-        if group is not None and self._quantization != Quantization.NONE:
-            raise UserError(
-                f"model.quantization={self._quantization} cannot be cut into shares: use"
-                " executor.target_degree and draft_degree of 1 (null), or plain weights"
-            )
+        if group is None:
+            return self._runner(name, meter, lambda: self.model(name))
+        return self._runner(name, meter, lambda: self.model_share(name, group), group)
 
 
 class PartsOnly:
@@ -309,15 +349,3 @@ class PartsOnly:
     def artefact(self, kind: type[A], **options: Any) -> A:
         """The artefact, loaded from this view."""
         return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
-
-
-def head_cost(matrix: int, total: int, *, tied: bool, layers: int) -> float:
-    """Number of weights of the output head over that of one layer.
-
-    Args:
-        matrix: weights of the head, equal to those of the embeddings.
-        total: weights of the model.
-        tied: whether head and embeddings share one matrix.
-        layers: number of layers.
-    """
-    return matrix * layers / max(1, total - (1 if tied else 2) * matrix)

@@ -14,6 +14,7 @@ from specdec.executors.stage import Stage
 from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import SourcePair
+from specdec.types import HiddenName
 
 
 class ModelPair(SourcePair, Protocol):
@@ -41,14 +42,14 @@ class ModelPair(SourcePair, Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
         """Target layers ``first`` .. ``last`` (exclusive).
 
         Args:
             first, last: layers of the slice.
             meter: counts the passes.
-            capture_layers: layers whose hidden states every pass returns.
+            capture: hidden states, of layers of the slice, that every pass returns.
         """
         ...
 
@@ -70,6 +71,14 @@ class ModelPair(SourcePair, Protocol):
         """
         ...
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
-        """Runner of the whole draft model; ``meter`` counts its passes."""
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
+        """Runner of a whole model besides the target.
+
+        Args:
+            name: "draft", "middle".
+            meter: counts its passes.
+
+        Raises:
+            UserError: there is no such model.
+        """
         ...

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,7 +14,7 @@ from specdec.errors import UserError
 from specdec.models.bundled import family_path
 from specdec.models.inspection import ModelInfo, inspect_model
 from specdec.models.loading import end_tokens, load_model, load_stage, load_tokenizer, weight_bytes
-from specdec.models.quantize import Quantization, num_bytes, quantize
+from specdec.models.quantize import Quantization, quantize
 from specdec.pairs.huggingface import (
     AttentionName,
     Device,
@@ -24,7 +24,6 @@ from specdec.pairs.huggingface import (
     HuggingFacePair,
     KernelsName,
     QuantizationName,
-    head_cost,
 )
 from specdec.parts.fields import Count, Text, validated
 from specdec.tensor_parallel import Collective
@@ -50,6 +49,7 @@ class PretrainedPair(HuggingFacePair):
         *,
         target: Text,
         draft: Text | None = None,
+        middle: Text | None = None,
         ngram: Text | None = None,
         dtype: Dtype = "float32",
         device: Device = "auto",
@@ -66,7 +66,7 @@ class PretrainedPair(HuggingFacePair):
 
         Args:
             target: path, hub id or ``bundled:NAME``.
-            draft: likewise; None if no strategy needs a draft.
+            draft, middle: likewise; None if no strategy needs them.
             ngram: safetensors file of token samples for n-gram counts.
             dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
                 exit_head: see ``HuggingFacePair``.
@@ -93,30 +93,47 @@ class PretrainedPair(HuggingFacePair):
                     f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
                     " or use untrained heads with model.exit_heads=null"
                 )
-        self._target_info = inspect_model(family_path(target))
-        self._draft_info = None if draft is None else inspect_model(family_path(draft))
+        self.info = inspect_model(family_path(target))
+        paths = {"draft": draft, "middle": middle}
+        self._infos = {
+            name: inspect_model(family_path(path)) for name, path in paths.items() if path
+        }
         self._ngram = None if ngram is None else Path(family_path(ngram))
         if self._ngram is not None and not self._ngram.is_file():
             raise UserError(
                 f"model.ngram={ngram}: no such file; give a safetensors file of samples"
             )
-        check_vocabularies(self._target_info, self._draft_info)
+        for name, info in self._infos.items():
+            check_vocabularies(self.info, info, name)
 
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        loaded = load_model(self._target_info, dtype=self.dtype, device=self.device)
+        loaded = load_model(self.info, dtype=self.dtype, device=self.device)
         return quantize(loaded, self._quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The draft model."""
-        if self._draft_info is None:
+        if "draft" not in self._infos:
             raise UserError(
                 "this strategy needs a draft model; give model.draft=PATH (same tokenizer as the"
                 " target) or a source without one, e.g. source=prompt_lookup"
             )
-        loaded = load_model(self._draft_info, dtype=self.dtype, device=self.device)
+        return self._loaded("draft")
+
+    @cached_property
+    def middle(self) -> PreTrainedModel:
+        """The middle model."""
+        return self._loaded("middle") if "middle" in self._infos else super().middle
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the models that are configured."""
+        return ("target", *self._infos)
+
+    def _loaded(self, name: str) -> PreTrainedModel:
+        loaded = load_model(self._infos[name], dtype=self.dtype, device=self.device)
         return quantize(loaded, self._quantization)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
@@ -127,67 +144,40 @@ class PretrainedPair(HuggingFacePair):
 
     def lone_part(self, first: int, last: int) -> PreTrainedModel:
         """Target layers ``first`` .. ``last`` alone."""
-        info = self._target_info
-        loaded = load_stage(info, first, last, dtype=self.dtype, device=self.device)
+        loaded = load_stage(self.info, first, last, dtype=self.dtype, device=self.device)
         return quantize(loaded, self._quantization)
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of target layers; nothing else is read."""
-        info = self._target_info
-        return load_stage(info, first, last, dtype=self.dtype, device=self.device, group=group)
+        at = {"dtype": self.dtype, "device": self.device}
+        return load_stage(self.info, first, last, **at, group=group)
 
-    def draft_share(self, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of the draft; nothing else is read."""
-        info = self._draft_info
+    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
+        """One rank's tensor-parallel share of a model; nothing else is read."""
+        info = self._infos.get(name)
         if info is None:
-            return super().draft_share(group)  # raises: there is no draft
+            return super().model_share(name, group)  # raises: there is no such model
         return load_stage(
             info, 0, info.num_layers, dtype=self.dtype, device=self.device, group=group
         )
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the target, from its config."""
-        return self._target_info.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the target's vocabulary, from its config."""
-        return self._target_info.vocab_size
-
-    @property
-    def head_cost(self) -> float:
-        """Weights of the output head over those of a layer, from the config."""
-        info = self._target_info
-        total = self.weight_bytes[0] // getattr(torch, self.dtype).itemsize
-        matrix = info.vocab_size * info.hidden_size
-        return head_cost(matrix, total, tied=info.tied, layers=info.num_layers)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Positions of the target, from its config; None if it states none."""
-        return self._target_info.max_positions or None
-
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """End-of-sequence tokens, without loading the model."""
-        return end_tokens(self._target_info)
+        return end_tokens(self.info)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The target's tokenizer."""
-        return load_tokenizer(self._target_info.path)
+        return load_tokenizer(self.info.path)
 
     @cached_property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of weights, without loading them unless quantised; 0 without a draft."""
-        draft = self._draft_info
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Name of each model -> bytes of its weights, without loading it unless quantised."""
         if self._quantization != Quantization.NONE:
-            return num_bytes(self.target), 0 if draft is None else num_bytes(self.draft)
-        return (
-            weight_bytes(self._target_info, self.dtype),
-            0 if draft is None else weight_bytes(draft, self.dtype),
-        )
+            return super().weight_bytes
+        infos = {"target": self.info, **self._infos}
+        return {name: weight_bytes(info, self.dtype) for name, info in infos.items()}
 
     def token_samples(self) -> IntArray:
         """The samples of ``model.ngram``, read once per process.
@@ -203,26 +193,25 @@ class PretrainedPair(HuggingFacePair):
         return _read_samples(self._ngram)
 
 
-def check_vocabularies(target: ModelInfo, draft: ModelInfo | None) -> None:
-    """Checks that draft and target have the same vocabulary.
+def check_vocabularies(target: ModelInfo, other: ModelInfo, name: str = "draft") -> None:
+    """Checks that the model ``model.<name>`` and the target have the same vocabulary.
 
     Raises:
         UserError: naming both sizes, or the differing tokenizers.
     """
-    if draft is None:
-        return
-    if target.vocab_size != draft.vocab_size:
+    remedy = f"give a {name} model trained with the target's tokenizer"
+    if target.vocab_size != other.vocab_size:
         raise UserError(
-            f"model.draft has a vocabulary of {draft.vocab_size} tokens, model.target has"
-            f" {target.vocab_size}; give a draft trained with the target's tokenizer"
+            f"model.{name} has a vocabulary of {other.vocab_size} tokens, model.target has"
+            f" {target.vocab_size}; {remedy}"
         )
-    files = [info.path / "tokenizer.json" for info in (target, draft)]
+    files = [info.path / "tokenizer.json" for info in (target, other)]
     if all(f.is_file() for f in files) and files[0].read_bytes() != files[1].read_bytes():
-        tokenizers = [load_tokenizer(info.path) for info in (target, draft)]
+        tokenizers = [load_tokenizer(info.path) for info in (target, other)]
         if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
             raise UserError(
-                f"model.draft ({draft.path.name}) and model.target ({target.path.name}) number"
-                " their tokens differently; give a draft trained with the target's tokenizer"
+                f"model.{name} ({other.path.name}) and model.target ({target.path.name}) number"
+                f" their tokens differently; {remedy}"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import torch
@@ -37,6 +37,7 @@ class RandomPair(HuggingFacePair):
         family: Text = "llama",
         num_layers: Count = 4,
         draft_layers: Count = 1,
+        middle_layers: Count | None = None,
         hidden_size: Annotated[int, Field(ge=8)] = 32,
         num_heads: Count = 4,
         vocab_size: Annotated[int, Field(ge=2)] = 64,
@@ -58,7 +59,9 @@ class RandomPair(HuggingFacePair):
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers, draft_layers: of the target and of the draft, the target's first layers.
+            num_layers: of the target.
+            draft_layers, middle_layers: of the draft and of the middle model, which are the
+                target's first layers; None: no middle model.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
@@ -68,7 +71,7 @@ class RandomPair(HuggingFacePair):
                 exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
-            UserError: a draft deeper than the target, or an unknown family.
+            UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
         """
         super().__init__(
             dtype=dtype,
@@ -81,46 +84,60 @@ class RandomPair(HuggingFacePair):
             exit_layer=exit_layer,
             exit_head=exit_head,
         )
-        if not 1 <= draft_layers <= num_layers:
-            raise UserError(
-                f"model.draft_layers={draft_layers} must be between 1 and model.num_layers="
-                f"{num_layers}"
-            )
-        self._sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
-        self._family = family
-        self._layers = (num_layers, draft_layers)
-        self._seed = seed
+        layers = {"draft_layers": draft_layers, "middle_layers": middle_layers}
+        for key, value in layers.items():
+            if value is not None and not 1 <= value <= num_layers:
+                raise UserError(
+                    f"model.{key}={value} must be between 1 and model.num_layers={num_layers}"
+                )
+        sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
+        at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device}
+        self._make_model = partial(random_model, family, **at, **sizes)
+        self._layers = {"target": num_layers, "draft": draft_layers}
+        if middle_layers is not None:
+            self._layers["middle"] = middle_layers
         self._logits = (logit_scale, logit_step)
 
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        return quantize(self._make(self._layers[0]), self._quantization)
+        return quantize(self._make(self._layers["target"]), self._quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The target's first layers: often right, often not."""
-        draft = self._make(self._layers[1])
+        return self._first_layers("draft")
+
+    @cached_property
+    def middle(self) -> PreTrainedModel:
+        """The target's first layers, another number of them."""
+        return self._first_layers("middle") if "middle" in self.names else super().middle
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the models that are configured."""
+        return tuple(self._layers)
+
+    def _first_layers(self, name: str) -> PreTrainedModel:
+        model = self._make(self._layers[name])
         exact = self._quantization == Quantization.NONE
-        whole = self.target if exact else self._make(self._layers[0])
-        draft.load_state_dict(whole.state_dict(), strict=False)
-        return quantize(draft, self._quantization)
+        whole = self.target if exact else self._make(self._layers["target"])
+        model.load_state_dict(whole.state_dict(), strict=False)
+        return quantize(model, self._quantization)
 
     def token_samples(self) -> IntArray:
         """Greedy continuations of the draft."""
         return self._samples
 
     def _make(self, num_layers: int) -> PreTrainedModel:
-        model = random_model(
-            self._family,
-            seed=self._seed,
-            dtype=self.dtype,
-            device=self.device,
-            num_layers=num_layers,
-            **self._sizes,
-        )
+        model = self._make_model(num_layers=num_layers)
+        scale, step = self._logits
         if self._logits != (1.0, 0.0):
-            model.get_output_embeddings().register_forward_hook(_RescaleLogits(*self._logits))
+
+            def rescale(_: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
+                return torch.round(logits * scale / step) * step if step else logits * scale
+
+            model.get_output_embeddings().register_forward_hook(rescale)
         return model
 
     @cached_property
@@ -147,15 +164,3 @@ def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int
         "vocab_size": vocab_size,
         "max_positions": max_positions,
     }
-
-
-class _RescaleLogits:
-    """Forward hook of the output head that scales, then rounds, the logits."""
-
-    def __init__(self, scale: float, step: float) -> None:
-        self.scale = scale
-        self.step = step
-
-    def __call__(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output * self.scale
-        return torch.round(output / self.step) * self.step if self.step else output

@@ -1,7 +1,8 @@
-"""The record of a run: the draft's ranks of the target's tokens (``record=true``).
+"""Files that ``model=replay`` plays (docs/replay.md).
 
-A record is one ``.npz`` file, described in docs/replay.md. It contains ranks and probabilities, no
-tokens and no text.
+The record of a run (``record=true``) is one ``.npz`` file with the draft's ranks of the target's
+tokens and its probabilities, without tokens and text. An acceptance trace has, as JSON lines, the
+number of tokens that a chain emits from each position.
 
 Shape letters: R requests, P recorded positions of all requests, K candidates.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specdec.data.files import read_records
 from specdec.errors import UserError
 from specdec.files import plain, write_bytes
 from specdec.types import IntArray
@@ -30,6 +32,7 @@ NUM_LOGPROBS = 32
 MAX_RANK = 256
 """Ranks are exact below it; it represents itself and all larger ranks."""
 
+_LENGTHS = "acc_len"  # key of a trace
 _ARRAYS = ("ids", "num_prompt", "num_output", "ranks", "logprobs")
 
 
@@ -43,13 +46,16 @@ class RecordedRequest:
         ranks: int64[L], number of tokens that the draft ranked above the target's; ``MAX_RANK`` for
             that many or more, and beyond the draft's positions.
         logprobs: float16[L, K], log probabilities of the draft's best candidates in descending
-            order; -inf for none.
+            order; -inf for none. Of a trace float64[L, 1], the share of accepted positions.
+        reach: int64[L], of a trace: tokens accepted of a chain with its root there, in place of
+            ``ranks``; None for a record.
     """
 
     id: int
     num_prompt: int
     ranks: IntArray
-    logprobs: npt.NDArray[np.float16]
+    logprobs: npt.NDArray[np.floating]
+    reach: IntArray | None = None
 
     @property
     def num_output(self) -> int:
@@ -63,13 +69,13 @@ class Record:
 
     Attributes:
         requests: in the order of the run.
-        vocab_size: of the models.
+        vocab_size: of the models; 0 for a trace.
         weight_bytes: of the target and of the draft.
         about: origin: models, sampling, data, dtype, seed, versions, command.
     """
 
     requests: tuple[RecordedRequest, ...]
-    vocab_size: int
+    vocab_size: int = 0
     weight_bytes: tuple[int, int] = (0, 0)
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -129,8 +135,16 @@ def read_record(path: str | Path) -> Record:
             " record=true"
         )
     _check(name, arrays)
+    starts = np.cumsum(arrays["num_output"])[:-1]
+    columns = (
+        *(arrays["ids"].tolist(), arrays["num_prompt"].tolist()),
+        *(np.split(arrays["ranks"].astype(np.int64), starts), np.split(arrays["logprobs"], starts)),
+    )
     return Record(
-        requests=_split(arrays),
+        requests=tuple(
+            RecordedRequest(id=i, num_prompt=num_prompt, ranks=ranks, logprobs=logprobs)
+            for i, num_prompt, ranks, logprobs in zip(*columns, strict=True)
+        ),
         vocab_size=int(head["vocab_size"]),
         weight_bytes=(int(head["weight_bytes"][0]), int(head["weight_bytes"][1])),
         about=head["about"],
@@ -158,16 +172,67 @@ def _check(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         raise UserError(f"model.record={name} is damaged: {wrong[0]}; record the run again")
 
 
-def _split(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[RecordedRequest, ...]:
-    stops = np.cumsum(arrays["num_output"]).tolist()
-    requests = []
-    for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
-        requests.append(
-            RecordedRequest(
-                id=int(arrays["ids"][i]),
-                num_prompt=int(arrays["num_prompt"][i]),
-                ranks=arrays["ranks"][start:stop].astype(np.int64),
-                logprobs=arrays["logprobs"][start:stop],
-            )
+def read_traces(path: str | Path, method: str | None = None) -> Record:
+    """Reads a trace: JSON lines, plain or gzipped.
+
+    A line has ``id``, the prompt's length as ``num_prompt`` or as the list ``prompt_token_ids``,
+    and ``acc_len``, or under the name ``method`` an object with ``acc_len``. Its entry i is the
+    number of tokens that a pass emits after i generated ones: the accepted ones and one of the
+    target. If the line also has ``generated_token_ids``, the shorter of the two lists counts. An id
+    that is not a number is replaced by the line's number; lines without a generated token are
+    skipped.
+
+    Args:
+        path: of the file.
+        method: which of the file's methods; None for a file of one method.
+
+    Raises:
+        UserError: no such file, a malformed line, or a method that a line does not have.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"model.record={path}: no such file")
+    lines = [
+        _trace(entry, number - 1, method, f"model.record={path} line {number}")
+        for number, entry in read_records(Path(path))
+    ]
+    lines = [(at, num_prompt, emitted) for at, num_prompt, emitted in lines if len(emitted)]
+    if not lines:
+        raise UserError(f"model.record={path} has no requests with generated tokens")
+    if len({at for at, _, _ in lines}) != len(lines):
+        raise UserError(f"model.record={path}: an id occurs twice; give every line a different one")
+    accepts = np.mean(np.concatenate([emitted for _, _, emitted in lines]) > 1)
+    share = np.log(np.clip(accepts, 1e-3, 1.0))
+    requests = tuple(
+        RecordedRequest(
+            id=at,
+            num_prompt=num_prompt,
+            ranks=np.zeros_like(emitted),
+            logprobs=np.full((len(emitted), 1), share),
+            reach=emitted - 1,
         )
-    return tuple(requests)
+        for at, num_prompt, emitted in lines
+    )
+    return Record(requests=requests, about={"traces": str(path), "method": method})
+
+
+def _trace(
+    entry: dict[str, Any], number: int, method: str | None, where: str
+) -> tuple[int, int, IntArray]:
+    """(id, prompt tokens, emitted tokens int64[L]) of a line."""
+    node = entry if method is None else entry.get(method)
+    lengths = node.get(_LENGTHS) if isinstance(node, dict) else None
+    if not isinstance(lengths, list) or not all(type(v) is int and v >= 1 for v in lengths):
+        methods = [k for k, v in entry.items() if isinstance(v, dict) and _LENGTHS in v]
+        hint = f"choose model.method={' or '.join(methods)}" if methods else "see docs/replay.md"
+        raise UserError(
+            f"{where}: model.method={'null' if method is None else method} names no list {_LENGTHS}"
+            f" of whole numbers of at least 1; {hint}"
+        )
+    prompt = entry.get("num_prompt", entry.get("prompt_token_ids"))
+    num_prompt = len(prompt) if isinstance(prompt, list) else prompt
+    if not isinstance(num_prompt, int) or num_prompt < 1:
+        raise UserError(f"{where} needs num_prompt, a whole number of at least 1")
+    generated = entry.get("generated_token_ids", lengths)
+    text = str(entry.get("id", number))
+    number = int(text) if text.isdecimal() else number
+    return number, num_prompt, np.array(lengths[: len(generated)], np.int64)

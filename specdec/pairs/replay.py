@@ -12,15 +12,14 @@ Shape letters: P recorded positions of all requests, K candidates, n given posit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from specdec.errors import UserError
 from specdec.models.bundled import record_path
-from specdec.pairs.acceptance_traces import TracedRequest, is_trace, read_traces
-from specdec.pairs.record import Record, RecordedRequest, read_record
+from specdec.pairs.record import Record, RecordedRequest, read_record, read_traces
 from specdec.pairs.synthetic import DRAFT_MODEL, SYNTHETIC, HiddenModels
 from specdec.parts.fields import Count, Index, Text, validated
 from specdec.sources.hashing import hash_u64
@@ -35,21 +34,34 @@ _TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the keyed hash
 _NO_SOURCE = "specdec.sources.NullSource"
 
 
-class HiddenSequences:
-    """Made-up target sequences of given lengths, each ending in ``END``."""
+class RecordedPair:
+    """Made-up target sequences of recorded lengths, each ending in ``END``, and a recorded draft.
 
-    def __init__(self, *, requests: Sequence[RecordedRequest | TracedRequest], seed: int) -> None:
-        """Takes ids and lengths.
+    A ``HiddenPair`` whose classes are the recorded positions.
 
-        Args:
-            requests: ids and lengths.
-            seed: of tokens and of the draws of wrong nodes.
-        """
+    Attributes:
+        class_logprobs: float64[P, K].
+    """
+
+    def __init__(self, *, record: Record, seed: int = 0) -> None:
+        """Concatenates the requests of ``record``; ``seed``: of tokens and wrong nodes' draws."""
+        requests = record.requests
         self.vocab_size = _MIN_VOCAB
         self.seed = seed
         self._requests = {request.id: request for request in requests}
+        self.class_logprobs: FloatArray = np.concatenate([r.logprobs for r in requests]).astype(
+            np.float64
+        )
+        self._ranks = np.concatenate([request.ranks for request in requests])
+        stops = np.cumsum([request.num_output for request in requests]).tolist()
+        self._first = dict(zip(self._requests, [0, *stops], strict=False))
 
-    def request(self, request_id: int) -> RecordedRequest | TracedRequest:
+    @property
+    def chain_only(self) -> bool:
+        """Whether the record is a trace of accepted lengths of chains."""
+        return any(request.reach is not None for request in self._requests.values())
+
+    def request(self, request_id: int) -> RecordedRequest:
         """The recorded request.
 
         Raises:
@@ -68,43 +80,6 @@ class HiddenSequences:
         last = request.num_prompt + request.num_output - 1
         return np.where(positions == last, END, drawn.astype(np.int64) + 1)
 
-    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """None: ranks do not depend on the root."""
-        return None
-
-    def first_wrong(self, request_id: int, positions: IntArray, tokens: IntArray) -> IntArray:
-        """int64[n]: the first token that the draft proposes after a wrong node."""
-        drawn = hash_u64(self.seed, _NODE, request_id, positions, tokens)
-        return (drawn % np.uint64(self.vocab_size)).astype(np.int64)
-
-    def prompts(self) -> list[tuple[int, IntArray]]:
-        """(id, int64[T]) of every recorded prompt, in the order of the record."""
-        return [
-            (i, self.tokens(i, np.arange(request.num_prompt)))
-            for i, request in self._requests.items()
-        ]
-
-
-class RecordedPair(HiddenSequences):
-    """A recorded draft; classes are the recorded positions.
-
-    Attributes:
-        class_logprobs: float64[P, K].
-    """
-
-    def __init__(self, *, record: Record, seed: int = 0) -> None:
-        """Concatenates the requests of ``record``."""
-        super().__init__(requests=record.requests, seed=seed)
-        self.class_logprobs: FloatArray = np.concatenate(
-            [request.logprobs for request in record.requests]
-        ).astype(np.float64)
-        self._ranks = np.concatenate([request.ranks for request in record.requests])
-        stops = np.cumsum([request.num_output for request in record.requests])
-        self._first = {
-            request.id: int(stop) - request.num_output
-            for request, stop in zip(record.requests, stops, strict=True)
-        }
-
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
         """int64[n]: the recorded position; beyond the record a drawn one."""
         request = self.request(request_id)
@@ -117,91 +92,49 @@ class RecordedPair(HiddenSequences):
         """int64[n]: the recorded rank of the token after each position."""
         return self._ranks[self.classes(request_id, positions)]
 
+    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
+        """int64[n]: accepted tokens of a chain with its root there; 0 beyond the trace.
+
+        None for a record: its ranks do not depend on the root.
+        """
+        request = self.request(request_id)
+        if request.reach is None:
+            return None
+        entry = positions - (request.num_prompt - 1)
+        inside = (entry >= 0) & (entry < request.num_output)
+        return np.where(inside, request.reach[np.clip(entry, 0, request.num_output - 1)], 0)
+
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
         """(first token, class) int64[n] each after wrong nodes: drawn positions of the prompt."""
-        request = self.request(request_id)
+        first = hash_u64(self.seed, _NODE, request_id, positions, tokens)
         drawn = hash_u64(self.seed, _NODE_POSITION, request_id, positions, tokens)
-        first = self.first_wrong(request_id, positions, tokens)
-        return first, self._drawn(request, drawn)
+        classes = self._drawn(self.request(request_id), drawn)
+        return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
-    def _drawn(self, request: RecordedRequest | TracedRequest, drawn: np.ndarray) -> IntArray:
+    def prompts(self) -> list[tuple[int, IntArray]]:
+        """(id, int64[T]) of every recorded prompt, in the order of the record."""
+        return [
+            (i, self.tokens(i, np.arange(request.num_prompt)))
+            for i, request in self._requests.items()
+        ]
+
+    def _drawn(self, request: RecordedRequest, drawn: np.ndarray) -> IntArray:
         entry = (drawn % np.uint64(request.num_output)).astype(np.int64)
         return self._first[request.id] + entry
 
 
-class TracedPair(HiddenSequences):
-    """A draft of known accepted lengths: its chain is right for as many tokens as recorded.
-
-    Attributes:
-        class_logprobs: float64[1, 1], the log share of positions with an accepted token.
-    """
-
-    def __init__(self, *, requests: Sequence[TracedRequest], seed: int = 0) -> None:
-        """Takes the lengths of each request."""
-        super().__init__(requests=requests, seed=seed)
-        share = np.mean(np.concatenate([request.emitted for request in requests]) > 1)
-        self.class_logprobs: FloatArray = np.log(np.clip(share, 1e-3, 1.0)).reshape(1, 1)
-        self._emitted = {request.id: request.emitted for request in requests}
-
-    def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: all 0."""
-        return np.zeros(len(positions), np.int64)
-
-    ranks = classes  # unused, since ``reach`` is given
-
-    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """int64[n]: accepted tokens of a chain with its root there; 0 beyond the trace."""
-        emitted = self._emitted[request_id]
-        entry = positions - (self.request(request_id).num_prompt - 1)
-        inside = (entry >= 0) & (entry < len(emitted))
-        return np.where(inside, emitted[np.clip(entry, 0, len(emitted) - 1)] - 1, 0)
-
-    def node_keys(
-        self, request_id: int, positions: IntArray, tokens: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """(first token, class) int64[n] each after wrong nodes."""
-        first = self.first_wrong(request_id, positions, tokens)
-        return first, self.classes(request_id, positions)
-
-
 class ReplayModels(HiddenModels):
-    """Plays a record: hidden sequences of recorded lengths and the recorded draft.
+    """Plays a record: hidden sequences of recorded lengths and the recorded draft."""
 
-    Attributes:
-        about: origin of the record: models, data, sampling.
-    """
-
+    hidden: RecordedPair
     option = "replay"
     eos_ids = frozenset({END})
 
-    def __init__(
-        self,
-        *,
-        pair: RecordedPair | TracedPair,
-        num_layers: int,
-        weight_bytes: tuple[int, int] = (0, 0),
-        about: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Wraps recorded sequences.
-
-        Args:
-            pair, num_layers, weight_bytes: see ``HiddenModels``.
-            about: origin of the record.
-        """
-        super().__init__(pair=pair, num_layers=num_layers, weight_bytes=weight_bytes)
-        self._recorded = pair
-        self.about = dict(about or {})
-
-    @property
-    def chain_only(self) -> bool:
-        """Whether the record has accepted lengths of chains only."""
-        return isinstance(self._recorded, TracedPair)
-
     def prompts(self) -> list[tuple[int, IntArray]]:
         """(id, int64[T]) of every recorded prompt; the tokens are made up."""
-        return self._recorded.prompts()
+        return self.hidden.prompts()
 
     def conditions(self) -> dict[str, Any]:
         """Conditions of the recorded run, and a note on the approximation."""
@@ -210,7 +143,7 @@ class ReplayModels(HiddenModels):
         record = {k: self.about[k] for k in of if self.about.get(k) is not None}
         note = (
             "replayed accepted lengths of chains"
-            if self.chain_only
+            if self.hidden.chain_only
             else "replayed; nodes off the target's path draw a recorded position of their prompt"
             " (approximation)"
         )
@@ -223,15 +156,19 @@ class ReplayModels(HiddenModels):
             UserError: a source that cannot be replayed, or a policy that needs more of the draft
                 than the record has.
         """
-        target = source.get("_target_")
+        target, reason = source.get("_target_"), ""
         if target == _NO_SOURCE:
             return dict(source)
         if target not in (DRAFT_MODEL, SYNTHETIC):
-            _refuse(f"{target} proposes from tokens, which a record does not contain")
-        if source.get("guess_draw"):
-            _refuse("source.guess_draw=true needs the target's draws and the draft's distribution")
+            reason = f"{target} proposes from tokens, which a record does not contain"
+        elif source.get("guess_draw"):
+            reason = "source.guess_draw=true needs the target's draws and the draft's distribution"
+        if reason:
+            raise UserError(
+                f"model=replay replays a recorded draft: {reason}; use source=draft_model"
+            )
         kind = str(policy.get("_target_"))
-        if self.chain_only and not kind.endswith((".Chain", ".RootOnly")):
+        if self.hidden.chain_only and not kind.endswith((".Chain", ".RootOnly")):
             raise UserError(
                 f"the record is a trace of accepted lengths without a tree's other branches:"
                 f" {kind} cannot be replayed from it; use policy=chain, or a record.npz"
@@ -255,24 +192,18 @@ def build_replay(
     Raises:
         UserError: a file that cannot be used.
     """
-    if is_trace(record):
-        traced = read_traces(record, method)
-        about = {"traces": record, "method": method}
-        pair = TracedPair(requests=traced, seed=seed)
-        return ReplayModels(pair=pair, num_layers=num_layers, about=about)
-    if method is not None:
+    if record.endswith((".jsonl", ".jsonl.gz")):
+        recorded = read_traces(record, method)
+    elif method is not None:
         raise UserError(
             f"model.method={method} chooses a method of an acceptance trace (.jsonl), but"
             f" model.record={record} is a record: use model.method=null"
         )
-    recorded = read_record(record_path(record))
+    else:
+        recorded = read_record(record_path(record))
     return ReplayModels(
         pair=RecordedPair(record=recorded, seed=seed),
         num_layers=num_layers,
         weight_bytes=recorded.weight_bytes,
         about=recorded.about,
     )
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise UserError(f"model=replay replays a recorded draft: {reason}; use source=draft_model")

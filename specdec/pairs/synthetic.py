@@ -27,7 +27,7 @@ from specdec.sources.synthetic import (
     SyntheticPair,
     VocabSize,
 )
-from specdec.types import Answers, Batch, Commit
+from specdec.types import Answers, Batch, Commit, HiddenName
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
@@ -57,6 +57,7 @@ class HiddenModels:
         pair: HiddenPair,
         num_layers: int = 80,
         weight_bytes: tuple[int, int] = (0, 0),
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         """Wraps hidden sequences.
 
@@ -64,10 +65,12 @@ class HiddenModels:
             pair: the sequences and the draft's law.
             num_layers: of the target; the largest possible number of stages.
             weight_bytes: of target and draft.
+            about: origin of a record: models, data, sampling; None for none.
         """
+        self.about = dict(about or {})
         self.hidden = pair
         self.num_layers = num_layers
-        self.weight_bytes = weight_bytes
+        self.weight_bytes = dict(zip(("target", "draft"), weight_bytes, strict=True))
 
     @property
     def vocab_size(self) -> int:
@@ -75,7 +78,7 @@ class HiddenModels:
         return self.hidden.vocab_size
 
     def stage(
-        self, first: int, last: int, meter: Meter, *, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
         """A stage that computes nothing."""
         return NullStage()
@@ -112,9 +115,9 @@ class HiddenModels:
             f" {_REAL}, or source=draft_model"
         )
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
         """Raises ``UserError``: ``fitted_source`` replaces the draft model."""
-        raise UserError(f"model={self.option} has no draft model; choose source=synthetic")
+        raise UserError(f"model={self.option} has no {name} model; choose source=synthetic")
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
         """The source node with the pair's own draft in place of draft models.

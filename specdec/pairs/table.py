@@ -8,7 +8,8 @@ Shape letters: V vocabulary, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +28,7 @@ from specdec.models.runner import ModelRunner, RunnerOutput
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.katz import KatzModel
 from specdec.sources.pair import A
-from specdec.types import IntArray
+from specdec.types import HiddenName, IntArray
 
 _NUM_LAYERS = 64  # the largest number of stages
 _NUM_SAMPLES = 64
@@ -49,7 +50,7 @@ class TablePair:
     head_cost = 0.0
     eos_ids: frozenset[int] = frozenset()
     tokenizer = None
-    weight_bytes = (0, 0)
+    weight_bytes: Mapping[str, int] = MappingProxyType({"target": 0, "draft": 0})
 
     def __init__(
         self, *, target: Sequence[Sequence[float]], draft: Sequence[Sequence[float]]
@@ -77,16 +78,11 @@ class TablePair:
         return len(self.target_table)
 
     def stage(
-        self, first: int, last: int, meter: Meter, capture_layers: Sequence[int] = ()
+        self, first: int, last: int, meter: Meter, capture: Sequence[HiddenName] = ()
     ) -> ModelStage:
         """A slice of the target; all but the last pass tokens on as hidden states."""
-        runner = TableRunner(
-            table=self.target_table,
-            name="target",
-            first=first,
-            is_last=last == self.num_layers,
-            captured=capture_layers,
-        )
+        is_last = last == self.num_layers
+        runner = TableRunner(self.target_table, "target", first, is_last, capture)
         return ModelStage(runner=cast("ModelRunner", runner))
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
@@ -94,9 +90,9 @@ class TablePair:
         heads = {}
         for layer in exits:
             table = self.draft_table.lerp(self.target_table, 1 - self.exit_layer / layer)
-            runner = TableRunner(table=table, name="exit", first=layer)
+            runner = TableRunner(table, "exit", layer)
             heads[layer] = TransformerHead(stage=ModelStage(runner=cast("ModelRunner", runner)))
-        captured = [layer - 1 for layer in exits]
+        captured = [HiddenName(layer - 1) for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 
     def artefact(self, kind: type[A], **options: Any) -> A:
@@ -109,8 +105,8 @@ class TablePair:
             return cast("A", HeadWeights("table", options["layer"], {}))
         if issubclass(kind, MedusaHeads):
             size = options["num_heads"]
-            heads = TableHeads(table=self.draft_table, num_heads=size, layer=self.num_layers - 1)
-            return cast("A", heads)
+            layer = self.num_layers - 1
+            return cast("A", TableHeads(table=self.draft_table, num_heads=size, layer=layer))
         if issubclass(kind, KatzModel):
             return cast("A", kind.from_pair(self, **options))
         raise UserError(f"model.kind=table has no {kind.__name__}; use model=tiny or model=random")
@@ -119,9 +115,11 @@ class TablePair:
         """Samples from the target's table."""
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
-    def draft_runner(self, meter: Meter) -> ModelRunner:
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
         """The draft's table as a model."""
-        return cast("ModelRunner", TableRunner(table=self.draft_table, name="draft"))
+        if name != "draft":
+            raise UserError(f"model.kind=table has no {name} model; use model=tiny or model=random")
+        return cast("ModelRunner", TableRunner(self.draft_table, "draft"))
 
     def token_samples(self) -> IntArray:
         """Samples of the draft, documents separated by token 0."""
@@ -157,12 +155,11 @@ class TableRunner:
 
     def __init__(
         self,
-        *,
         table: torch.Tensor,
         name: str,
         first: int = 0,
         is_last: bool = True,
-        captured: Sequence[int] = (),
+        captured: Sequence[HiddenName] = (),
     ) -> None:
         """Serves a table.
 
@@ -171,7 +168,7 @@ class TableRunner:
             name: "target" or "draft".
             first: 0 to take token ids, else hidden states.
             is_last: whether it returns logits.
-            captured: layers whose hidden states every pass returns.
+            captured: hidden states that every pass returns.
         """
         self._captured = tuple(captured)
         self.name = name

@@ -3,9 +3,9 @@
     @validated
     def __init__(self, *, gamma: Count, delta: Annotated[float, Field(gt=0)] = 0.3) -> None: ...
 
-``validated`` checks the arguments of a call from Python; ``signature_of`` gives the pydantic model
-that checks the same arguments in a configuration. Both are strict: ``"3"``, ``3.0`` and ``true``
-are no ints, NaN and infinity are no floats; an int is accepted for a float, a list for a tuple.
+Calls from Python and keys of a configuration are checked alike, strictly: ``"3"``, ``3.0`` and
+``true`` are no ints, NaN and infinity are no floats; an int is accepted for a float, a list for a
+tuple.
 """
 
 from __future__ import annotations
@@ -14,32 +14,23 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from types import NoneType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
-from pydantic.errors import PydanticUserError
-from pydantic.functional_validators import WrapValidator
-from pydantic_core import PydanticCustomError, to_jsonable_python
+import pydantic
+from pydantic import Field
+from pydantic_core import to_jsonable_python
+from pydantic_core.core_schema import custom_error_schema
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
-Model = type[BaseModel]
+_STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
 
-def expects(text: str) -> WrapValidator:
-    """Metadata of ``typing.Annotated``: the error message of a field in place of pydantic's.
-
-    Args:
-        text: what the value must be and the remedy, as in "it must be even; or use X".
-    """
-
-    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
-        try:
-            return validate(value)
-        except ValidationError as error:
-            raise PydanticCustomError("expects", "{text}", {"text": text}) from error
-
-    return WrapValidator(check)
+def expects(text: str) -> pydantic.GetPydanticSchema:
+    """Metadata of ``typing.Annotated``: a field's error message, with the remedy, in one clause."""
+    return pydantic.GetPydanticSchema(
+        lambda hint, make: custom_error_schema(make(hint), "expects", custom_error_message=text)
+    )
 
 
 _COUNT = "it must be a whole number of at least 1"
@@ -61,56 +52,34 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
 
 
 class Signature(NamedTuple):
-    """Parameters of a constructor.
+    """Parameters of a callable; those that a configuration can state are ``plain``."""
 
-    Attributes:
-        model: the parameters that a configuration can state.
-        objects: name -> type hint of the other parameters, which the program passes; None where
-            it cannot be resolved at run time (a name imported under ``TYPE_CHECKING``).
-    """
-
-    model: Model
-    objects: Mapping[str, Any]
+    plain: Mapping[str, pydantic.TypeAdapter[Any]]  # name -> validator
+    required: tuple[str, ...]  # those of them without a default
+    objects: Mapping[str, Any]  # name -> type hint, None where it exists for type checkers only
 
 
 @cache
 def signature_of(make: Callable[..., Any]) -> Signature:
     """The parameters of a class or function; one without annotation takes every value."""
-    fields: dict[str, tuple[Any, bool]] = {}
-    objects: dict[str, Any] = {}
+    plain, required, objects = {}, [], {}
     body = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     for p in inspect.signature(make).parameters.values():
         if p.name == "self" or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             continue
         hint = Any if p.annotation is p.empty else _resolved(body, p.annotation)
-        if _is_plain(hint):
-            fields[p.name] = (hint, p.default is p.empty and hint is not Any)
-        else:
+        if (validator := _validator(hint)) is None:
             objects[p.name] = hint
-    return Signature(model_of(fields), objects)
-
-
-def model_of(fields: Mapping[str, tuple[Any, bool]]) -> Model:
-    """A strict pydantic model of {key: (type hint, whether it is required)}."""
-    named: dict[str, Any] = {  # prefixed, since a model may not have a field named "copy"
-        f"key_{name}": (hint, Field(... if required else None, alias=name))
-        for name, (hint, required) in fields.items()
-    }
-    config = ConfigDict(strict=True, allow_inf_nan=False)
-    return create_model("Values", __config__=config, **named)
-
-
-def names_of(model: Model, *, required: bool = False) -> tuple[str, ...]:
-    """The keys of a model, or those without a default alone."""
-    fields = model.model_fields.values()
-    return tuple(str(f.alias) for f in fields if f.is_required() or not required)
+        else:
+            plain[p.name] = validator
+            required += [p.name] if p.default is p.empty and hint is not Any else []
+    return Signature(plain, tuple(required), objects)
 
 
 def validated(make: _Make) -> _Make:
     """Decorates an ``__init__``, a dataclass or a function to validate its annotated arguments.
 
-    Raises:
-        ValueError: from the call, naming the argument, its value, the bound and the remedy.
+    A call raises ``ValueError`` that names the argument, its value, the bound and the remedy.
     """
     if isinstance(make, type):
         make.__init__ = validated(make.__init__)  # type: ignore[misc]
@@ -119,38 +88,31 @@ def validated(make: _Make) -> _Make:
 
     @wraps(make)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        model = signature_of(make).model
-        for error in errors_of(model, {k: arguments[k] for k in names_of(model) if k in arguments}):
+        for error in errors_of(make, signature.bind(*args, **kwargs).arguments):
             raise ValueError(error)
         return make(*args, **kwargs)
 
     return cast("_Make", checking)
 
 
-def errors_of(model: Model, values: Mapping[str, Any], where: str = "") -> list[str]:
-    """One message per value that a model refuses; missing and unknown keys are no errors.
-
-    Args:
-        where: prefix of the keys in messages, as in "policy.".
-    """
-    texts = to_jsonable_python(values, fallback=lambda v: getattr(v, "item", v.__str__)())
-    try:
-        model.model_validate_json(json.dumps(texts))
-        return []
-    except ValidationError as error:
-        items = error.errors(include_url=False, include_context=False)
+def errors_of(make: Callable[..., Any], values: Mapping[str, Any], where: str = "") -> list[str]:
+    """One message per value that a parameter does not accept; ``where`` is put before its name."""
     messages: dict[str, dict[str, None]] = {}  # several for a union's members
-    for item in items:
-        if item["type"] == "missing":
+    for key, validator in signature_of(make).plain.items():
+        if key not in values:
             continue
-        key, *rest = item["loc"] or (next(iter(values)),)  # empty: text that is not Unicode
-        indices = "".join(f"[{i}]" for i in rest if isinstance(i, int))
-        shown = "null" if item["input"] is None else repr(item["input"])
-        text = item["msg"].replace("Input should", "it should").replace("valid array", "list")
-        if not indices and NoneType in get_args(model.model_fields[f"key_{key}"].annotation):
-            text = " or null;".join(text.split(";", 1)) if ";" in text else f"{text} or null"
-        messages.setdefault(f"{where}{key}{indices}={shown}", {})[text] = None
+        value = to_jsonable_python(values[key], fallback=lambda v: getattr(v, "item", v.__str__)())
+        try:
+            validator.validate_json(json.dumps(value))
+        except pydantic.ValidationError as error:
+            or_null = " or null" if validator.core_schema["type"] == "nullable" else ""
+            for item in error.errors(include_url=False, include_context=False):
+                at = "".join(f"[{i}]" for i in item["loc"] if isinstance(i, int))
+                shown = "null" if item["input"] is None else repr(item["input"])
+                must, semicolon, remedy = item["msg"].partition(";")
+                must = must.replace("Input should", "it should").replace("valid array", "list")
+                message = f"{must}{'' if at else or_null}{semicolon}{remedy}"
+                messages.setdefault(f"{where}{key}{at}={shown}", {})[message] = None
     return [f"{at} cannot be used: {' or '.join(texts)}" for at, texts in messages.items()]
 
 
@@ -163,12 +125,13 @@ def _resolved(make: Callable[..., Any], annotation: Any) -> Any:
         return None
 
 
-def _is_plain(hint: Any) -> bool:
-    """Whether YAML can state values of a type: scalars, texts to choose from, lists, mappings."""
+def _validator(hint: Any) -> pydantic.TypeAdapter[Any] | None:
+    """None for types that YAML cannot state: other than scalars, choices, lists, mappings."""
     if hint is None or object in (hint, *get_args(hint)):
-        return False
+        return None
     try:
-        schema = TypeAdapter(hint).json_schema()
-    except PydanticUserError:
-        return False
-    return '"properties"' not in json.dumps(schema)  # which a dataclass has
+        validator = pydantic.TypeAdapter(hint, config=_STRICT)
+        schema = json.dumps(validator.json_schema())
+    except pydantic.PydanticUserError:
+        return None
+    return None if '"properties"' in schema else validator  # which a dataclass has

@@ -112,6 +112,7 @@ def expand(
         counts.append(candidates.counts[rows])
         if len(slots):
             request.tree.set_candidates(slots, candidates, rows)
+            request.tree.drop_known_children(slots)
     return counts
 
 

@@ -6,12 +6,14 @@ The search of SwiftSpec 3.1 and 5.5: devices of target and draft, and the tree.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from specdec.clocks import LatencyProfile, Work
 from specdec.clocks.build import build_profile
@@ -25,13 +27,8 @@ from specdec.report.provenance import provenance
 from specdec.report.tables import number
 from specdec.runs.jobs import Progress
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 BEST = "swiftspec_best"
 """Name of the written preset."""
-
-_CHOICES = ("targets", "bs", "w")  # keys of ``profiling`` that list the values to try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +60,24 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
     """Tries device splits and trees.
 
     Args:
-        cfg: resolved configuration with the section ``profiling`` and, if ``profiling.use`` names
-            a profile, the section ``use`` with its costs.
+        cfg: as for ``profile_job``.
         folder: for profile.json (every split) and strategy/swiftspec_best.yaml (the best one).
         progress: advanced after every split.
 
     Returns:
         The content of ``profile.json``.
-
-    Raises:
-        UserError: as ``allocate``.
     """
-    section, work = cfg["profiling"], Workload.of(cfg, progress)
-    use = None if section["use"] is None else {"name": section["use"], **cfg["use"]}
-    runs = prod(len(section[key]) for key in _CHOICES) * (1 if use is None else 2)
-    progress.phase("trying splits", runs)
+    work = Workload.of(cfg, progress)
+    options = work.options
+    use = None if options.use is None else {"name": options.use, **cfg["use"]}
+    runs = len(options.targets) * len(options.bs) * len(options.w)
+    progress.phase("trying splits", runs if use is None else 2 * runs)
     splits = []
     for split in allocate(work, use):
         splits.append(split)
         progress.advance(detail=f"{split.target}:{split.draft}, d {split.d}")
     best = max(splits, key=lambda split: split.tokens_per_s)
-    source = "measured on real ranks" if use is None else f"simulated on {section['use']}"
+    source = "measured on real ranks" if use is None else f"simulated on {options.use}"
     about = f"The fastest of {len(splits)} splits and trees, {source}, by `specdec profile`."
     write_text(folder / "strategy" / f"{BEST}.yaml", preset(best, name=BEST, about=about))
     result = {
@@ -114,25 +108,37 @@ def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[Split]:
     Raises:
         UserError: a split leaves no device for a group, or the profile has no times for it.
     """
-    section = work.cfg["profiling"]
-    devices = section["devices"]
-    _check_targets(section["targets"], devices)
-    for target, bs, w in product(*(section[key] for key in _CHOICES)):
-        draft = devices - target
-        profile, interpolated = (None, False) if use is None else _profile(use, target, draft)
-        target_ms = draft_ms = None
+    options = work.options
+    devices = options.devices or 0
+    wrong = [target for target in options.targets if target >= devices]
+    if wrong:
+        raise UserError(
+            f"profiling.targets={options.targets}: {wrong[0]} of profiling.devices={devices}"
+            f" devices leaves none for the draft: name numbers from 1 to {devices - 1}"
+        )
+    for target, bs, w in product(options.targets, options.bs, options.w):
+        executor: dict[str, Any] = {
+            **work.cfg["executor"],
+            **{"stages": 1, "groups": None, "shared": False, "transport": "distributed"},
+            **{"target_degree": target, "draft_degree": devices - target},
+        }
+        clock: dict[str, Any] = {"kind": "measured"}
         depths: list[int | str] = [UNTIL_READY]
-        if profile is not None:
+        interpolated, target_ms, draft_ms = False, None, None
+        if use is not None:
+            profile, interpolated = _profile(use, target, devices - target)
             target_ms, draft_ms = profile.ms(Work.STAGE, bs), profile.ms(Work.DRAFT, w)
             ratio = max(1, int(target_ms / draft_ms))
             depths = [ratio, ratio + 1]
+            executor["transport"], clock = "in_process", clock_node(profile)
         for d in depths:
             tree: dict[str, Any] = {"bs": bs, "w": w, "d": d}
-            changes = _sections(work.cfg, profile, (target, draft), tree)
-            summary = work.decode(changes, warm_up=profile is None)
+            policy = {"_target_": "specdec.policies.BestFirst", **tree, "asynchronous": True}
+            changes = {"policy": policy, "executor": executor, "clock": clock}
+            summary = work.decode(changes, warm_up=use is None)
             yield Split(
                 target=target,
-                draft=draft,
+                draft=devices - target,
                 **tree,
                 target_ms=target_ms,
                 draft_ms=draft_ms,
@@ -140,15 +146,6 @@ def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[Split]:
                 acceptance_length=summary["acceptance_length"],
                 tokens_per_s=summary["tokens_per_s"],
             )
-
-
-def _check_targets(targets: Sequence[int], devices: int) -> None:
-    wrong = [t for t in targets if not 1 <= t < devices]
-    if wrong:
-        raise UserError(
-            f"profiling.targets={list(targets)}: {wrong[0]} of profiling.devices={devices} devices"
-            f" leaves none for the draft: name numbers from 1 to {devices - 1}"
-        )
 
 
 def preset(split: Split, *, name: str, about: str) -> str:
@@ -194,31 +191,9 @@ def _profile(use: Mapping[str, Any], target: int, draft: int) -> tuple[LatencyPr
     return build_profile(node), interpolated
 
 
-def _sections(
-    cfg: Mapping[str, Any],
-    profile: LatencyProfile | None,
-    groups: tuple[int, int],
-    tree: Mapping[str, int | str],
-) -> dict[str, Any]:
-    """Policy, executor and clock sections of a split; simulated if there is a profile."""
-    return {
-        "policy": {"_target_": "specdec.policies.BestFirst", **tree, "asynchronous": True},
-        "executor": {
-            **cfg["executor"],
-            **{"stages": 1, "groups": None, "shared": False},
-            **{"target_degree": groups[0], "draft_degree": groups[1]},
-            "transport": "distributed" if profile is None else "in_process",
-        },
-        "clock": {"kind": "measured"} if profile is None else clock_node(profile),
-    }
-
-
-def print_splits(result: Mapping[str, Any], console: Console | None = None) -> None:
+def print_splits(result: Mapping[str, Any]) -> None:
     """Prints the table of splits, fastest first, and the best."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = console or Console()
+    console = Console()
     heads = ("target:draft", "bs", "w", "d", "t target", "t draft", "accepted", "tokens/s")
     table = Table(*heads, box=None, padding=(0, 1))
     for split in sorted(result["splits"], key=lambda s: -s["tokens_per_s"]):

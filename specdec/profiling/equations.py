@@ -70,11 +70,7 @@ def eq2_tbt(step: float, num_stages: int, hit: float) -> float:
 
 
 def plain_latency(times: StepTimes) -> float:
-    """PipeDec 2.4, plain decoding: N computations and the N - 1 transfers between them.
-
-    Args:
-        times: times of a step with one token.
-    """
+    """PipeDec 2.4, plain decoding: N computations and N - 1 transfers, of one token each."""
     num = len(times.stages)
     return num * times.compute + (num - 1) * times.transfer
 

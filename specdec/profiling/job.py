@@ -6,25 +6,23 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from specdec.clocks import CostCurve, LatencyProfile, Work
 from specdec.clocks.build import build_profile
 from specdec.errors import UserError
 from specdec.files import write_json, write_text
-from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.profiling.options import ProfilingOptions
+from specdec.pairs import HuggingFacePair
 from specdec.profiling.passes import Sample, measure_model
 from specdec.profiling.proposal import Cell, Workload, costs_node, propose
 from specdec.profiling.transfer import measure_transfer
 from specdec.report.provenance import provenance
 from specdec.report.tables import number, percent
 from specdec.runs.jobs import Progress
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 RESULT_FILE = "profile.json"
 _DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
@@ -47,13 +45,14 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     Raises:
         UserError: there is no model to measure, or a grouping does not divide the devices.
     """
-    options, work = ProfilingOptions(**cfg["profiling"]), Workload.of(cfg, progress)
+    work = Workload.of(cfg, progress)
+    options = work.options
     samples: dict[Work, list[Sample]] = {}
     if options.use is not None:
         profile = build_profile({"profile": options.use, **cfg["use"]})
     else:
-        samples = _measure(cfg, work.pair, progress)
-        profile = profile_of(samples, name=options.name, note=_note(cfg, work.pair))
+        samples = _measure(work, progress)
+        profile = profile_of(samples, name=options.name, note=_note(work))
         write_text(
             folder / f"{profile.name}.yaml", profile_yaml(profile, stages=cfg["executor"]["stages"])
         )
@@ -97,32 +96,27 @@ def profile_yaml(profile: LatencyProfile, *, stages: int) -> str:
 def proposal_of(cells: Sequence[Cell]) -> dict[str, Any]:
     """The choices of the simulator and of Eq. 2, and the range of Eq. 2's error."""
     best, by_eq2 = min(cells, key=lambda c: c.tbt), min(cells, key=lambda c: c.eq2)
+    simulated, eq2 = (
+        {key: getattr(cell, key) for key in ("width", "children", "stages", "group", "tbt")}
+        for cell in (best, by_eq2)
+    )
     errors = [cell.to_json()["eq2_error"] for cell in cells]
+    overrides = f"policy.width={best.width} policy.children={best.children}"
+    overrides += f" executor.stages={best.stages}"
+    if best.group > 1:
+        overrides += f" 'executor.groups=[{','.join([str(best.group)] * best.stages)}]'"
     return {
-        "simulated": _tree_json(best),
-        "eq2": _tree_json(by_eq2),
+        "simulated": simulated,
+        "eq2": eq2,
         "eq2_loses": by_eq2.tbt / best.tbt - 1.0,
         "eq2_error_range": [min(errors), max(errors)],
-        "overrides": _overrides(best),
+        "overrides": overrides,
     }
 
 
-def _overrides(cell: Cell) -> str:
-    """The cell as overrides of the command line."""
-    overrides = f"policy.width={cell.width} policy.children={cell.children}"
-    overrides += f" executor.stages={cell.stages}"
-    if cell.group > 1:
-        groups = ",".join([str(cell.group)] * cell.stages)
-        overrides += f" 'executor.groups=[{groups}]'"
-    return overrides
-
-
-def print_profile(result: Mapping[str, Any], console: Console | None = None) -> None:
+def print_profile(result: Mapping[str, Any]) -> None:
     """Prints the cost curves, the simulated trees and the proposal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = console or Console(width=120, soft_wrap=True)
+    console = Console(width=120, soft_wrap=True)
     costs = result["profile"]["costs"]
     points = sorted({n for curve in costs.values() for n in curve["tokens"]})
     table = Table("ms at tokens", *map(str, points), box=None, padding=(0, 1))
@@ -162,46 +156,37 @@ def print_profile(result: Mapping[str, Any], console: Console | None = None) -> 
     )
 
 
-def _measure(
-    cfg: Mapping[str, Any], pair: ModelPair, progress: Progress
-) -> dict[Work, list[Sample]]:
-    options = ProfilingOptions(**cfg["profiling"])
+def _measure(work: Workload, progress: Progress) -> dict[Work, list[Sample]]:
+    cfg, options, pair = work.cfg, work.options, work.pair
     if not isinstance(pair, HuggingFacePair):
         raise UserError(
             f"model.kind={cfg['model']['kind']}: there is nothing to measure without models: use"
             " model=tiny, hf or random, or a profile with profiling.use=NAME"
         )
-    repeats, tokens = options.repeats, options.tokens
-    progress.phase("measuring", _PHASES * (repeats + 1))
+    plan: dict[str, Any] = {"tokens": options.tokens, "repeats": options.repeats}
+    progress.phase("measuring", _PHASES * (options.repeats + 1))
     samples = measure_model(
         pair,
+        **plan,
         stages=int(cfg["executor"]["stages"]),
-        tokens=tokens,
-        repeats=repeats,
         context=options.context,
         on_repeat=lambda kind: progress.advance(detail=kind),
     )
     if options.transfer:
         progress.phase("measuring transfers", None)
-        config = pair.target.config.get_text_config()
+        width = int(pair.target.config.get_text_config().hidden_size)
         dtype = next(pair.target.parameters()).dtype
-        samples[Work.TRANSFER] = measure_transfer(
-            width=int(config.hidden_size), dtype=dtype, tokens=tokens, repeats=repeats
-        )
+        samples[Work.TRANSFER] = measure_transfer(width=width, dtype=dtype, **plan)
     return samples
 
 
-def _note(cfg: Mapping[str, Any], pair: ModelPair) -> str:
+def _note(work: Workload) -> str:
     """The conditions of the measurement."""
-    options, model = ProfilingOptions(**cfg["profiling"]), cfg["model"]
-    dtype = model.get("dtype")
+    cfg, options, pair = work.cfg, work.options, work.pair
     return (
-        f"measured medians of {options.repeats} repeats; model {model['kind']}, {dtype},"
-        f" {pair.num_layers} layers in {cfg['executor']['stages']} stages, the longest one;"
-        f" {options.context} tokens of context; {torch.get_num_threads()} threads;"
+        f"measured medians of {options.repeats} repeats; model {cfg['model']['kind']},"
+        f" {cfg['model'].get('dtype')}, {pair.num_layers} layers in {cfg['executor']['stages']}"
+        f" stages, the longest one; {options.context} tokens of context;"
+        f" {torch.get_num_threads()} threads;"
         f" device {getattr(pair, 'device', 'cpu')}; transfers over gloo on loopback"
     )
-
-
-def _tree_json(cell: Cell) -> dict[str, Any]:
-    return {key: getattr(cell, key) for key in ("width", "children", "stages", "group", "tbt")}

@@ -6,7 +6,6 @@ profile takes the medians.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +19,7 @@ from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import Work
 from specdec.clocks.meter import Meter
 from specdec.executors.row_packing import InFlight
-from specdec.executors.stage import ModelStage, split_layers
+from specdec.executors.stage import split_layers
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs import HuggingFacePair
 from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, TreeRows
@@ -55,21 +54,28 @@ def measure_model(
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
     longest = max(bounds, key=lambda bound: bound[1] - bound[0])
-    samples: dict[Work, list[Sample]] = {}
-    stage = _Bench(_runner(pair, longest, meter), context, max(tokens))
-    samples[Work.STAGE] = stage.repeat(stage.layers, tokens, repeats, lambda: on_repeat("stage"))
-    samples[Work.PRUNE] = stage.repeat(stage.prune, tokens, repeats, lambda: on_repeat("prune"))
-    last = _Bench(_runner(pair, bounds[-1], meter), context, max(tokens))
-    samples[Work.HEAD] = last.repeat(last.head, tokens, repeats, lambda: on_repeat("head"))
-    draft = _Bench(pair.draft_runner(meter), context, max(tokens))
-    samples[Work.DRAFT] = draft.repeat(draft.proposals, tokens, repeats, lambda: on_repeat("draft"))
+    stage, last = (
+        _Bench(pair.stage(*bound, meter).runner, context, max(tokens))
+        for bound in (longest, bounds[-1])
+    )
+    draft = _Bench(pair.runner("draft", meter), context, max(tokens))
+    kinds = {
+        Work.STAGE: stage.layers,
+        Work.PRUNE: stage.prune,
+        Work.HEAD: last.head,
+        Work.DRAFT: draft.proposals,
+    }
+    samples = {}
+    for kind, seconds_of in kinds.items():
+        ms: dict[int, list[float]] = {num: [] for num in tokens}
+        for i in range(repeats + 1):
+            for num in tokens:
+                seconds = seconds_of(num)
+                if i:  # the first round allocates and pages in
+                    ms[num].append(seconds * 1e3)
+            on_repeat(kind.value)
+        samples[kind] = [Sample(num, tuple(ms[num])) for num in tokens]
     return samples
-
-
-def _runner(pair: HuggingFacePair, bounds: tuple[int, int], meter: Meter) -> ModelRunner:
-    stage = pair.stage(*bounds, meter)
-    assert isinstance(stage, ModelStage), "a pair of real models has real stages"
-    return stage.runner
 
 
 class _Bench:
@@ -80,37 +86,30 @@ class _Bench:
         self._context = context
         self._cache: TreeCache = runner.new_cache(context + max_tokens)
         self._step = 0
-        self._fill()
-
-    def repeat(
-        self,
-        work: Callable[[int], float],
-        tokens: Sequence[int],
-        repeats: int,
-        on_repeat: Callable[[], None],
-    ) -> list[Sample]:
-        """Samples of ``work``, a function from a number of tokens to seconds."""
-        times: dict[int, list[float]] = defaultdict(list)
-        for i in range(repeats + 1):
-            for num in tokens:
-                seconds = work(num)
-                if i:  # the first round allocates and pages in
-                    times[num].append(seconds * 1e3)
-            on_repeat()
-        return [Sample(num, tuple(times[num])) for num in tokens]
+        for start in range(0, context, _PREFILL_ROWS):
+            tokens = np.arange(start, min(start + _PREFILL_ROWS, context))
+            rows = self._cache.rows(prefix_tokens=tokens % runner.vocab_size)
+            runner.forward([rows], hidden=self._hidden(len(tokens)), logits_rows=NO_ROWS)
 
     def layers(self, num: int) -> float:
         """Seconds of the layers without logits, rows packed and masked as in a run."""
-        return self._timed(num, NO_ROWS)
+        return self._seconds(lambda: self._pass(num, NO_ROWS))
 
     def head(self, num: int) -> float:
         """Additional seconds of a pass with the logits of all rows; noise may make it negative."""
-        bare = self._timed(num, NO_ROWS)
-        return self._timed(num, None) - bare
+        bare = self.layers(num)
+        return self._seconds(lambda: self._pass(num, None)) - bare
 
     def proposals(self, num: int) -> float:
         """Seconds of a draft pass and of selecting its candidates."""
-        return self._timed(num, None, candidates=_CANDIDATES)
+
+        def propose() -> None:
+            logits = self._pass(num, None)
+            assert logits is not None
+            probs = torch.log_softmax(logits.float(), dim=-1)
+            probs.topk(min(_CANDIDATES, probs.shape[-1])).values.cpu()
+
+        return self._seconds(propose)
 
     def prune(self, num: int) -> float:
         """Seconds of pruning the cache and the rows in flight to half of ``num`` nodes."""
@@ -129,26 +128,18 @@ class _Bench:
             prefix_len=self._context + 1,
             kept_ids=kept,
         )
-        hidden = torch.zeros(
-            num, self._runner.hidden_size, dtype=self._runner.dtype, device=self._runner.device
-        )
-        flight = InFlight(Batch(step=0, trees=(rows,)), hidden)
-        self._wait()
-        start = perf_counter()
-        self._cache.commit(commit)
-        flight.prune({0: commit})
-        self._wait()
-        seconds = perf_counter() - start
-        self._cache.truncate(self._context)
-        return seconds
+        flight = InFlight(Batch(step=0, trees=(rows,)), self._rows_of_ones(num))
 
-    def _timed(self, num: int, logits_rows: IntArray | None, candidates: int = 0) -> float:
+        def prune() -> None:
+            self._cache.commit(commit)
+            flight.prune({0: commit})
+
+        return self._seconds(prune)
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
         self._wait()
         start = perf_counter()
-        logits = self._pass(num, logits_rows)
-        if candidates and logits is not None:
-            probs = torch.log_softmax(logits.float(), dim=-1)
-            probs.topk(min(candidates, probs.shape[-1])).values.cpu()
+        work()
         self._wait()
         seconds = perf_counter() - start
         self._cache.truncate(self._context)
@@ -166,19 +157,12 @@ class _Bench:
             [rows], hidden=self._hidden(num), logits_rows=logits_rows
         ).logits
 
-    def _fill(self) -> None:
-        """Prefills ``context`` tokens in chunks."""
-        for start in range(0, self._context, _PREFILL_ROWS):
-            tokens = np.arange(start, min(start + _PREFILL_ROWS, self._context))
-            rows = self._cache.rows(prefix_tokens=tokens % self._runner.vocab_size)
-            hidden = self._hidden(len(tokens))
-            self._runner.forward([rows], hidden=hidden, logits_rows=NO_ROWS)
-
     def _hidden(self, num: int) -> torch.Tensor | None:
-        if self._runner.is_first:
-            return None
-        shape = (num, self._runner.hidden_size)
-        return torch.ones(shape, dtype=self._runner.dtype, device=self._runner.device)
+        return None if self._runner.is_first else self._rows_of_ones(num)
+
+    def _rows_of_ones(self, num: int) -> torch.Tensor:
+        runner = self._runner
+        return torch.ones(num, runner.hidden_size, dtype=runner.dtype, device=runner.device)
 
     def _wait(self) -> None:
         if self._runner.device.type == "cuda":

@@ -14,6 +14,7 @@ from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt, pipedec_latency
+from specdec.profiling.options import ProfilingOptions
 from specdec.runs.jobs import Progress, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
@@ -59,12 +60,14 @@ class Workload:
     """Models and prompts of a configuration, decoded one by one under changed sections.
 
     Attributes:
-        cfg: resolved configuration with the section ``profiling``; its source, verifier, sampling
-            and seed are used, not its ``batch_size`` and ``trace``.
+        cfg: resolved configuration; its source, verifier, sampling and seed are used, not its
+            ``batch_size`` and ``trace``.
+        options: its section ``profiling``.
         pair, prompts: models and prompts.
     """
 
     cfg: Mapping[str, Any]
+    options: ProfilingOptions
     pair: ModelPair
     prompts: Sequence[TokenPrompt]
 
@@ -75,7 +78,7 @@ class Workload:
             torch.set_num_threads(int(cfg["threads"]))
         progress.phase("loading models", None)
         pair, prompts, _ = prepare(cfg)
-        return Workload(cfg, pair, prompts)
+        return Workload(cfg, ProfilingOptions(**cfg["profiling"]), pair, prompts)
 
     def decode(
         self, changes: Mapping[str, Any], *, warm_up: bool = False, needs: Sequence[str] = ()
@@ -124,20 +127,19 @@ def propose(work: Workload, profile: LatencyProfile) -> Iterator[Cell]:
     Raises:
         UserError: a grouping does not divide the number of devices.
     """
-    section, devices = work.cfg["profiling"], int(work.cfg["executor"]["stages"])
-    groups = section["groups"]
-    wrong = [g for g in groups if devices % g]
+    options, devices = work.options, int(work.cfg["executor"]["stages"])
+    wrong = [g for g in options.groups if devices % g]
     if wrong:
         raise UserError(
-            f"profiling.groups={list(groups)}: {wrong[0]} does not divide the"
+            f"profiling.groups={options.groups}: {wrong[0]} does not divide the"
             f" executor.stages={devices} devices; name divisors of {devices}"
         )
     cells = []
-    for width, children in product(section["widths"], section["children"]):
+    for width, children in product(options.widths, options.children):
         cells.append(_cell(work, profile, width, children, 1))
         yield cells[-1]
     best = min(cells, key=lambda cell: cell.tbt)
-    for group in groups:
+    for group in options.groups:
         if group > 1:
             yield _cell(work, profile, best.width, best.children, group)
 

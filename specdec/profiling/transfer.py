@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
 from time import perf_counter
 from typing import Any
 
@@ -32,47 +31,30 @@ def measure_transfer(
         Half of the round-trip times, per number of rows.
 
     Raises:
-        UserError: the two processes did not finish in time.
+        UserError: a process failed, or both did not finish in time.
     """
     # Fresh processes: gloo's and torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    receiver, sender = context.Pipe(duplex=False)
-    plan = (width, dtype, tuple(tokens), repeats)
-    processes = [
-        context.Process(target=_side, args=(rank, store.port, plan, sender), daemon=True)
-        for rank in (0, 1)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        wait([receiver, *(process.sentinel for process in processes)], _TIMEOUT_S)
-        if not receiver.poll():
+    sides = [(rank, store.port, width, dtype, tuple(tokens), repeats) for rank in (0, 1)]
+    with context.Pool(2) as pool:
+        try:
+            times, _ = pool.starmap_async(_side, sides).get(_TIMEOUT_S)
+        except Exception as error:  # the timeout, or an error of either process
             raise UserError(
                 "two processes on this machine did not exchange messages over gloo on 127.0.0.1"
-                f" (waited {_TIMEOUT_S:.0f} s, or one of them ended; its own message is above):"
-                " leave transfers out with profiling.transfer=false"
-            )
-        times: list[list[float]] = receiver.recv()
-    finally:
-        for process in processes:
-            process.join(5.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+                f" within {_TIMEOUT_S:.0f} s ({type(error).__name__}: {error}): leave transfers out"
+                " with profiling.transfer=false"
+            ) from error
     return [Sample(num, tuple(ms)) for num, ms in zip(tokens, times, strict=True)]
 
 
 def _side(
-    rank: int,
-    port: int,
-    plan: tuple[int, torch.dtype, tuple[int, ...], int],
-    results: Connection,
-) -> None:
+    rank: int, port: int, width: int, dtype: torch.dtype, tokens: tuple[int, ...], repeats: int
+) -> list[list[float]]:
     """One process: rank 0 sends and measures, rank 1 sends back."""
     from specdec.distributed.transport import control_group
 
-    width, dtype, tokens, repeats = plan
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     group: Any = control_group(store, rank, 2, loopback=True)  # stubs lack send and recv
@@ -92,7 +74,6 @@ def _side(
                 if i:
                     times[at].append((perf_counter() - start) / 2 * 1e3)
             sent.wait()
-    if rank == 0:
-        results.send(times)
     store.set(f"done/{rank}", "1")
     store.wait([f"done/{peer}"])  # the peer may still be reading
+    return times

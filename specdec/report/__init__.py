@@ -1,23 +1,19 @@
 """Result files, tables, plots, HTML pages and provenance."""
 
 from specdec.report.folders import write_comparison, write_run
-from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import config_hash, provenance
-from specdec.report.requests import RequestRecord, RequestWriter, finished, read_requests
+from specdec.report.requests import RequestWriter, finished, read_requests
 from specdec.report.tables import best_row, markdown_table, print_table
 
 __all__ = [
-    "RequestRecord",
     "RequestWriter",
     "best_row",
-    "comparison_png",
     "config_hash",
     "finished",
     "markdown_table",
     "print_table",
     "provenance",
     "read_requests",
-    "run_png",
     "write_comparison",
     "write_run",
 ]

@@ -10,9 +10,8 @@ from specdec.report.plots import figure_of, png, tidy
 from specdec.report.tables import (
     COLUMNS,
     NONE,
-    Column,
     markdown_lines,
-    number,
+    metric,
     percent,
     title_of,
     used_columns,
@@ -20,27 +19,22 @@ from specdec.report.tables import (
 
 Row = Mapping[str, Any]
 
-
-def _metric(heading: str, key: str, digits: int) -> Column:
-    return Column(heading, "", lambda row: number(row.get(key), digits))
-
-
 _COLUMNS = (
-    _metric("batch", "batch_size", 0),
-    _metric("tokens/s", "throughput_tokens_per_s", 1),
-    _metric("TBT ms", "tbt_ms_mean", 1),
-    _metric("p50", "tbt_ms_p50", 1),
-    _metric("p95", "tbt_ms_p95", 1),
-    _metric("p99", "tbt_ms_p99", 1),
-    _metric("p99 of requests", "tbt_ms_request_p99", 1),
-    _metric("TTFT ms", "ttft_ms", 0),
-    _metric("queue ms", "queue_ms", 0),
-    _metric("open", "mean_batch", 1),
-    _metric("KV peak", "kv_tokens_peak", 0),
-    _metric("x ar", "throughput_over_ar", 2),
-    _metric("TBT x ar", "tbt_over_ar", 2),
-    _metric("x cross", "throughput_over_cross", 2),
-    _metric("TBT x cross", "tbt_over_cross", 2),
+    metric("batch", "", "batch_size", 0),
+    metric("tokens/s", "", "throughput_tokens_per_s", 1),
+    metric("TBT ms", "", "tbt_ms_mean", 1),
+    metric("p50", "", "tbt_ms_p50", 1),
+    metric("p95", "", "tbt_ms_p95", 1),
+    metric("p99", "", "tbt_ms_p99", 1),
+    metric("p99 of requests", "", "tbt_ms_request_p99", 1),
+    metric("TTFT ms", "", "ttft_ms", 0),
+    metric("queue ms", "", "queue_ms", 0),
+    metric("open", "", "mean_batch", 1),
+    metric("KV peak", "", "kv_tokens_peak", 0),
+    metric("x ar", "", "throughput_over_ar", 2),
+    metric("TBT x ar", "", "tbt_over_ar", 2),
+    metric("x cross", "", "throughput_over_cross", 2),
+    metric("TBT x cross", "", "tbt_over_cross", 2),
 )
 _MARKERS = "osD^vPX*"
 
@@ -48,26 +42,18 @@ _MARKERS = "osD^vPX*"
 def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
     """PNG: throughput against time between tokens, and p99 over batch sizes.
 
-    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2).
-
-    Args:
-        rows: one per strategy and batch size.
-        conditions: of the comparison, for the title.
+    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2). There is one row per
+    strategy and batch size.
     """
     figure = figure_of(11.0, 4.8)
     speed, tail = figure.subplots(1, 2)
-    names = list(dict.fromkeys(row["strategy"] for row in rows))
-    for i, name in enumerate(names):
+    for i, name in enumerate(dict.fromkeys(row["strategy"] for row in rows)):
         points = [row for row in rows if row["strategy"] == name]
         sizes = [row["batch_size"] for row in points]
-        style = {
-            "marker": _MARKERS[i % len(_MARKERS)],
-            "ms": 5,
-            "lw": 1.4,
-            "ls": "--" if name.startswith("ar on ") else "-",
-            "color": f"C{i}",
-            "label": f"{name} (cross-profile)" if name.startswith("ar on ") else name,
-        }
+        style = {"marker": _MARKERS[i % len(_MARKERS)], "ms": 5, "lw": 1.4, "color": f"C{i}"}
+        style |= {"ls": "-", "label": name}
+        if name.startswith("ar on "):
+            style |= {"ls": "--", "label": f"{name} (cross-profile)"}
         tbt = [row["tbt_ms_mean"] for row in points]
         speed.plot(tbt, [row["throughput_tokens_per_s"] for row in points], **style)
         for x, row in zip(tbt, points, strict=True):
@@ -90,8 +76,7 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
     tail.legend(fontsize=7.5, frameon=False)
     loops = percent(next((r["loop_share"] for r in rows if r.get("loop_share") is not None), None))
     title = f"Batch sizes compared: {title_of(conditions)}, loop_share {loops}"
-    figure.suptitle(fill(title, 118), fontsize=10, x=0.01, ha="left")
-    return png(figure)
+    return png(figure, fill(title, 118))
 
 
 def curves_markdown(
@@ -104,8 +89,7 @@ def curves_markdown(
     """The page in Markdown: every row at every batch size, ratios, conditions.
 
     Args:
-        rows: one per strategy and batch size.
-        conditions: of the comparison.
+        rows, conditions: of the comparison, with one row per strategy and batch size.
         crossovers: see ``specdec.runs.batch_sizes.crossovers``.
         cross: name of the row on another profile; None without one.
         remarks: lines below the table.
@@ -113,7 +97,7 @@ def curves_markdown(
     columns = [COLUMNS[0], *used_columns(rows, _COLUMNS), COLUMNS[-1]]
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]
-    lines += markdown_lines(columns, sorted(rows, key=lambda r: names.index(r["strategy"])), 1)
+    lines += markdown_lines(columns, sorted(rows, key=lambda r: names.index(r["strategy"])))
     lines += ["", "Ratios are within a batch size; above 1 the row is better."]
     if cross is not None:
         lines.append(

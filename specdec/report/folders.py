@@ -22,11 +22,8 @@ def write_comparison(
 ) -> list[Path]:
     """Writes comparison.json, comparison.md and comparison.png; returns their paths.
 
-    Args:
-        folder: created if missing.
-        rows: one object per strategy (``metrics.comparison_row``).
-        conditions: data, models and environment, including provenance.
-        runs: strategy -> repeats, for the spread over prompts in the plot (default: omitted).
+    Rows are those of ``metrics.comparison_row``. ``runs`` are the repeats of each strategy, for the
+    spread over prompts in the plot (default: omitted).
     """
     base = Path(folder)
     return [

@@ -9,10 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 from rich.text import Text
@@ -21,15 +21,8 @@ from specdec.files import write_json
 from specdec.metrics.results import RequestResult
 from specdec.report.plots import png
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 ENDS_FILE = "token_ends.json"
 """File in a run folder: strategy -> prompt id -> ``token_ends`` of the output."""
-
-TARGET = -1
-TARGET_NAME = "target"
 
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
@@ -37,11 +30,9 @@ PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 _TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "bright_black")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
-_POINTS = 8.0  # font size; DejaVu Sans Mono advances 0.602 em
-_WIDE, _HIGH = 0.602 * _POINTS / 72, 1.35 * _POINTS / 72  # a character, inches
+_FONT: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": 8.0, "va": "center"}
+_WIDE, _HIGH = 0.602 * 8.0 / 72, 1.35 * 8.0 / 72  # a character, inches; it advances 0.602 em
 _MARGIN, _HEAD = 0.15, 0.55  # inches
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +43,16 @@ class Piece:
     origin: int
 
 
-def token_ends(tokens: Sequence[int], decode: Decode) -> list[int]:
+def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
     """End index of each token's text within the whole text, by incremental decoding.
 
     A token that leaves a character incomplete ends where the previous token ends; the character
     belongs to the token that completes it.
 
     Args:
-        tokens: one output.
-        decode: token ids -> text. Tokenizers may drop a leading space, so tokens are decoded
-            together with the preceding ones up to the last complete character.
+        tokens, decode: one output, and a function from token ids to text. Tokenizers may drop a
+            leading space, so tokens are decoded together with the preceding ones up to the last
+            complete character.
     """
     ends: list[int] = []
     begin, seen, end = 0, 0, 0  # window [begin, i]; the text of [begin, seen) ends at ``end``
@@ -79,19 +70,16 @@ def write_token_ends(
 ) -> Path | None:
     """Writes ``token_ends`` of all outputs, from which a report assigns text to tokens.
 
-    Args:
-        folder: the run folder.
-        results: strategy -> finished prompts of one repeat.
-        tokenizer: transformers tokenizer; None writes nothing.
+    ``results`` maps strategies to the finished prompts of one repeat. Without a tokenizer nothing
+    is written.
     """
     if tokenizer is None:
         return None
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens)))
-
     ends = {
-        strategy: {str(r.id): token_ends(r.output, decode) for r in outputs}
+        strategy: {
+            r.id: token_ends(r.output, lambda tokens: str(tokenizer.decode(list(tokens))))
+            for r in outputs
+        }
         for strategy, outputs in results.items()
     }
     return write_json(Path(folder) / ENDS_FILE, ends)
@@ -109,15 +97,13 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[Piece]:
         bounds[-1] = len(result.text)
         texts = [result.text[a:b] for a, b in pairwise(bounds)]
     tokens = zip(result.origins, texts, strict=True)
-    return [
-        Piece("".join(text for _, text in run), origin)
-        for origin, run in groupby(tokens, key=itemgetter(0))
-    ]
+    runs = groupby(tokens, key=itemgetter(0))
+    return [Piece("".join(text for _, text in run), origin) for origin, run in runs]
 
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
     """Index of each source in a resolved configuration -> its name; -1 is the target."""
-    names = {TARGET: TARGET_NAME}
+    names = {-1: "target"}
     source, policy = config.get("source"), config.get("policy")
     if not source:  # decoding by transformers
         method = str(config["strategy"].get("method", ""))
@@ -134,19 +120,13 @@ def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
 
 def shares(results: Iterable[RequestResult]) -> dict[int, float]:
     """Source index -> share of the generated tokens, in ascending order of index."""
-    counts: Counter[int] = Counter()
-    for result in results:
-        counts.update(result.origins)
-    total = sum(counts.values())
-    return {origin: counts[origin] / total for origin in sorted(counts)} if total else {}
+    counts = Counter(origin for result in results for origin in result.origins)
+    return {origin: counts[origin] / counts.total() for origin in sorted(counts)}
 
 
 def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:
     """The output for a terminal, with sources as background colours."""
-    text = Text()
-    for piece in pieces(result, ends):
-        text.append(piece.text, style=terminal_style(piece.origin))
-    return text
+    return Text.assemble(*((p.text, terminal_style(p.origin)) for p in pieces(result, ends)))
 
 
 def terminal_style(origin: int) -> str:
@@ -175,88 +155,56 @@ def origins_png(
     """The output as a picture: fixed-width text on the colours of its sources.
 
     Args:
-        result: a finished prompt.
-        ends: its ``token_ends``.
+        result, ends: a finished prompt, and its ``token_ends``.
         names: source index -> name, for the legend.
         title: one line above the text.
         columns: characters per line; longer lines are broken.
         max_lines: maximum number of lines; the picture states how many more there are.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
 
-    lines = _lines(pieces(result, ends), columns)
-    shown = lines[:max_lines]
+    parts = ((p.text.replace("\t", "    "), _color(p.origin)) for p in pieces(result, ends))
+    lines = [
+        part
+        for line in Text.assemble(*parts).split(allow_blank=True)
+        for part in line.divide(range(columns, len(line), columns))
+    ]
+    shown, hidden = lines[:max_lines], len(lines[max_lines:])
     width, height = columns * _WIDE + 2 * _MARGIN, len(shown) * _HIGH + _HEAD + _MARGIN
     figure = Figure((width, height), dpi=150)
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
-    for row, line in enumerate(shown):
-        _draw_line(ax, line, _HEAD + row * _HIGH)
-    hidden = len(lines) - len(shown)
+    for top, line in zip(count(_HEAD, _HIGH), shown, strict=False):
+        for start, end, color in line.spans:
+            corner = _MARGIN + start * _WIDE, top
+            ax.add_patch(Rectangle(corner, (end - start) * _WIDE, _HIGH, color=color, lw=0))
+        ax.text(_MARGIN, top + 0.52 * _HIGH, line.plain, parse_math=False, **_FONT)
     more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
     ax.text(_MARGIN, 0.17, f"{title}{more}", fontsize=9, va="center", parse_math=False)
-    _draw_legend(figure, shares([result]), names)
+    keys = []
+    for origin, share in shares([result]).items():
+        label = f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %"
+        color = _color(origin) or "white"
+        keys.append(Patch(facecolor=color, edgecolor="#999999", lw=0.5, label=label))
+    place: dict[str, Any] = {
+        "loc": "upper left",
+        "bbox_to_anchor": (_MARGIN / width, 1 - 0.25 / height),
+    }
+    style: dict[str, Any] = {
+        "fontsize": 7.5,
+        "frameon": False,
+        "borderaxespad": 0,
+        "borderpad": 0,
+        **place,
+    }
+    figure.legend(handles=keys, ncols=max(1, len(keys)), **style)
     return png(figure)
 
 
-def _draw_line(ax: Axes, line: Iterable[Piece], top: float) -> None:
-    """Draws a line of text on the colours of its sources; ``top`` in inches."""
-    from matplotlib.patches import Rectangle
-
-    font: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": _POINTS, "va": "center"}
-    left = _MARGIN
-    for piece in line:
-        width = len(piece.text) * _WIDE
-        if piece.origin >= 0:
-            color = PALETTE[piece.origin % len(PALETTE)]
-            ax.add_patch(Rectangle((left, top), width, _HIGH, color=color, lw=0))
-        ax.text(left, top + 0.52 * _HIGH, piece.text, parse_math=False, **font)
-        left += width
-
-
-def _draw_legend(figure: Figure, used: Mapping[int, float], names: Mapping[int, str]) -> None:
-    from matplotlib.patches import Patch
-
-    width, height = figure.get_size_inches()
-    handles = [
-        Patch(
-            facecolor="white" if o < 0 else PALETTE[o % len(PALETTE)],
-            edgecolor="#999999",
-            lw=0.5,
-            label=f"{names.get(o, f'source {o}')} {100 * share:.0f} %",
-        )
-        for o, share in used.items()
-    ]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(_MARGIN / width, 1 - 0.25 / height),
-        ncols=max(1, len(handles)),
-        fontsize=7.5,
-        frameon=False,
-        borderaxespad=0,
-        borderpad=0,
-    )
-
-
-def _lines(parts: Iterable[Piece], columns: int) -> list[list[Piece]]:
-    """Pieces split at line ends and at ``columns``; tabs become four spaces."""
-    lines: list[list[Piece]] = [[]]
-    room = columns
-    for piece in parts:
-        for part in re.split(r"(\n)", piece.text.replace("\t", "    ").replace("\r", "")):
-            if part == "\n":
-                lines.append([])
-                room = columns
-                continue
-            while part:
-                if not room:
-                    lines.append([])
-                    room = columns
-                lines[-1].append(Piece(part[:room], piece.origin))
-                part, room = part[room:], room - len(part[:room])
-    return lines
+def _color(origin: int) -> str:
+    return "" if origin < 0 else PALETTE[origin % len(PALETTE)]
 
 
 def _name(node: Mapping[str, Any]) -> str:

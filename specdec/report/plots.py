@@ -8,8 +8,9 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from specdec.metrics.compare import prompt_speedups
+from specdec.metrics.times import decode_phase
 from specdec.report.tables import lossless_label, percent, title_of
 
 if TYPE_CHECKING:
@@ -33,27 +34,28 @@ def comparison_png(
     """Speed-up over ``ar``, tokens per second and acceptance of each strategy, as a PNG.
 
     Args:
-        rows: rows of the comparison, drawn from top to bottom.
-        conditions: of the comparison; the title names the clock.
+        rows, conditions: of the comparison; rows are drawn from top to bottom.
         runs: strategy -> repeats, for the spread over prompts (default: only medians are drawn).
     """
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
-    axes = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
-    colors = [_color(row) for row in rows]
-    _speedup_panel(axes[0], rows, colors, runs or {})
-    _bar_panel(axes[1], rows, colors, "tokens_per_s", "tokens per second (decoding)", "{:.0f}")
+    speedup, speed, third = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
+    label = "speed-up over ar (tokens per second of decoding, ar = 1)"
+    # The numbers stand above the dots, so that they do not read as the value of the last dot.
+    _bars(speedup, rows, "speedup_wall", label, "{:.2f}x", missing="", above=11)
+    _spreads(speedup, rows, runs or {})
+    _bars(speed, rows, "tokens_per_s", "tokens per second (decoding)", "{:.0f}")
     if any(row.get("hit_rate") is not None for row in rows):
-        _bar_panel(axes[2], rows, colors, "hit_rate", "hit rate (share of answers)", "{:.2f}")
+        _bars(third, rows, "hit_rate", "hit rate (share of answers)", "{:.2f}")
     else:
         label = "acceptance length (tokens per target pass)"
-        _bar_panel(axes[2], rows, colors, "acceptance_length", label, "{:.2f}")
-    axes[0].set_yticks(range(len(rows)), [_row_label(row) for row in rows])
-    axes[0].set_ylim(len(rows) - 0.5, -0.5)
-    title = fill(f"Strategies compared: {title_of(conditions)}", 118)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+        _bars(third, rows, "acceptance_length", label, "{:.2f}")
+    for ax in (speedup, speed, third):
+        ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)  # room for the numbers at the bars' ends
+    speedup.set_yticks(range(len(rows)), [_row_label(row) for row in rows])
+    speedup.set_ylim(len(rows) - 0.5, -0.5)
     legend = fill(_legend(rows, bool(runs)), 150)
     figure.supxlabel(legend, fontsize=7.5, color="#444444", x=0.01, ha="left")
-    return png(figure)
+    return png(figure, fill(f"Strategies compared: {title_of(conditions)}", 118), fontsize=11)
 
 
 def run_png(
@@ -62,13 +64,13 @@ def run_png(
     """Plots a run: tokens over time, tokens per answer, acceptance by depth."""
     figure = figure_of(11.0, 3.9)
     emission, paths, depth = figure.subplots(1, 3)
-    for result in results[:32]:
+    shown = results[:32]
+    for result in shown:
         if result.emitted_s:
             times = np.asarray(result.emitted_s) - result.admitted_s
             counts = np.arange(1, len(times) + 1)
             emission.step(times, counts, where="post", lw=0.9, alpha=0.6, color=_OURS)
-    shown = min(len(results), 32)
-    title = f"{shown} prompt{'s' if shown != 1 else ''}, one line each"
+    title = f"{len(shown)} prompt{'s' if len(shown) != 1 else ''}, one line each"
     tidy(emission, xlabel="seconds since admission", ylabel="tokens emitted", title=title)
     lengths = summary.get("path_lengths") or {}
     if len(lengths) > 1:
@@ -87,17 +89,12 @@ def run_png(
         end, label = max(map(int, shares), default=0) + 32, "position in the output (tokens)"
         tidy(depth, xlabel=label, ylabel=DRAFTED_LABEL, xlim=(-2, end), ylim=(0, 1))
     name = f"{conditions['strategy']}: " if conditions.get("strategy") else ""
-    head = fill(name + title_of(conditions), 118)
     loops = percent(summary.get("loop_share"))
-    figure.suptitle(f"{head}\nloop_share {loops}", fontsize=10, x=0.01, ha="left")
-    return png(figure)
+    return png(figure, f"{fill(name + title_of(conditions), 118)}\nloop_share {loops}")
 
 
 def _gap_panel(ax: Axes, results: Sequence[RequestResult]) -> None:
-    from specdec.metrics.times import decode_phase
-
-    gaps = [decode_phase(result).gaps_s for result in results]
-    ms = np.concatenate(gaps) * 1e3 if gaps else np.zeros(0)
+    ms = np.concatenate([np.zeros(0), *(decode_phase(result).gaps_s for result in results)]) * 1e3
     # On a simulated clock all gaps may be equal up to rounding: too narrow a range for 40 bins.
     edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
     ax.hist(ms, bins=40, range=edges, color=_OURS, alpha=0.85, zorder=2)
@@ -105,54 +102,39 @@ def _gap_panel(ax: Axes, results: Sequence[RequestResult]) -> None:
     tidy(ax, xlabel="milliseconds between tokens", ylabel="tokens", title=title)
 
 
-def _speedup_panel(
-    ax: Axes, rows: Sequence[Row], colors: Sequence[str], runs: Mapping[str, Sequence[Run]]
+def _bars(
+    ax: Axes,
+    rows: Sequence[Row],
+    name: str,
+    label: str,
+    form: str,
+    missing: str = "-",
+    above: int = 0,
 ) -> None:
-    from specdec.metrics.compare import prompt_speedups
-
-    plain = runs.get("ar")
-    for y, (row, color) in enumerate(zip(rows, colors, strict=True)):
-        value = row.get("speedup_wall")
-        if value is None:
-            continue
-        ax.barh(y, value, height=0.62, color=color, alpha=0.85, zorder=2)
-        points = _spread(row, runs, plain, prompt_speedups)
-        if len(points) and row["strategy"] != "ar":
-            jitter = (np.arange(len(points)) % 5 - 2) * 0.06
-            ax.scatter(points, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
-        spread = row.get("speedup_wall_range")
-        if spread and spread[0] < spread[1]:
-            ax.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
-        # Above the dots, so that it does not read as the value of the last dot.
-        _annotate(ax, f"{value:.2f}x", (value, y), above=11)
-    ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
-    _room(ax)
-    tidy(ax, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
-
-
-def _spread(
-    row: Row, runs: Mapping[str, Sequence[Run]], plain: Sequence[Run] | None, ratios: Any
-) -> npt.NDArray[np.float64]:
-    repeats = runs.get(row["strategy"])
-    return ratios(repeats, plain) if repeats and plain else np.zeros(0)
-
-
-def _bar_panel(
-    ax: Axes, rows: Sequence[Row], colors: Sequence[str], name: str, label: str, form: str
-) -> None:
-    for y, (row, color) in enumerate(zip(rows, colors, strict=True)):
+    """One horizontal bar per row, with its value written ``above`` points over its end."""
+    for y, row in enumerate(rows):
         value = row.get(name)
-        if value is None:
-            _annotate(ax, "-", (0, y))
-            continue
-        ax.barh(y, value, height=0.62, color=color, alpha=0.85, zorder=2)
-        _annotate(ax, form.format(value), (value, y))
-    _room(ax)
+        if value is not None:
+            ax.barh(y, value, height=0.62, color=_color(row), alpha=0.85, zorder=2)
+        text, at = missing if value is None else form.format(value), (value or 0, y)
+        style: dict[str, Any] = {"va": "center", "fontsize": 8, "zorder": 5}
+        ax.annotate(text, at, (4, above), textcoords="offset points", **style)
     tidy(ax, xlabel=label)
 
 
-def _annotate(ax: Axes, text: str, at: tuple[float, float], above: int = 0) -> None:
-    ax.annotate(text, at, (4, above), textcoords="offset points", va="center", fontsize=8, zorder=5)
+def _spreads(ax: Axes, rows: Sequence[Row], runs: Mapping[str, Sequence[Run]]) -> None:
+    """Each row's speed-ups: a dot per prompt, and a line over the range of its repeats."""
+    for y, row in enumerate(rows):
+        name, spread = row["strategy"], row.get("speedup_wall_range")
+        if row.get("speedup_wall") is None:
+            continue
+        if runs.get(name) and runs.get("ar") and name != "ar":
+            points = prompt_speedups(runs[name], runs["ar"])
+            jitter = (np.arange(len(points)) % 5 - 2) * 0.06
+            ax.scatter(points, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
+        if spread and spread[0] < spread[1]:
+            ax.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
+    ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
 
 
 def _histogram(ax: Axes, counts: Mapping[str, float]) -> None:
@@ -189,11 +171,6 @@ def _color(row: Row) -> str:
     return _THEIRS if str(row["strategy"]).startswith("hf_") else _OURS
 
 
-def _room(ax: Axes) -> None:
-    """Leaves space on the right for the numbers at the bars' ends."""
-    ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)
-
-
 def tidy(ax: Axes, **labels: Any) -> None:
     """Applies the common axis style, and labels, title and limits (see ``Axes.set``)."""
     ax.set(**labels)
@@ -213,8 +190,10 @@ def figure_of(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
-def png(figure: Figure) -> bytes:
-    """Content of a PNG file of the figure."""
+def png(figure: Figure, title: str = "", fontsize: int = 10) -> bytes:
+    """Content of a PNG file of the figure, with a title at the top left."""
+    if title:
+        figure.suptitle(title, fontsize=fontsize, x=0.01, ha="left")
     stream = BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()

@@ -19,13 +19,8 @@ from typing import Any
 from specdec.files import plain
 
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "hydra-core",
-    "omegaconf",
+    *("specdec-lab", "torch", "transformers", "tokenizers", "safetensors", "numpy"),
+    *("hydra-core", "omegaconf"),
 )
 _SECRET_KEY = re.compile(
     r"(^|[._+-])(token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE
@@ -46,17 +41,16 @@ def provenance(
     key looks like a secret are redacted. The host name is not recorded.
 
     Args:
-        command: the command line (``sys.argv``).
-        config: the resolved configuration, of which only the hash is recorded.
+        command, config: ``sys.argv``, and the resolved configuration (only its hash is recorded).
         extra: additional entries, such as ``data.data_provenance``.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [redact(part) for part in command],
         "config_sha256": config_hash(config),
-        "git": git_state(),
-        "versions": versions(),
-        "hardware": hardware(),
+        "git": _git_state(),
+        "versions": _versions(),
+        "hardware": _hardware(),
         **{key: _without_paths(plain(value)) for key, value in (extra or {}).items()},
     }
 
@@ -66,20 +60,16 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, this package and the packages that results depend on."""
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for name in ("specdec-lab", *_PACKAGES):
+    for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
 
 
-def hardware() -> dict[str, Any]:
-    """CPU model, cores, memory, threads and GPUs.
-
-    Threads and GPUs are only reported if torch has been imported already.
-    """
+def _hardware() -> dict[str, Any]:
+    """Threads and GPUs are only reported if torch has been imported already."""
     facts: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),
@@ -98,22 +88,17 @@ def hardware() -> dict[str, Any]:
     return facts
 
 
-def git_state() -> dict[str, Any] | None:
-    """Git revision of the repository that contains this package; None outside a repository.
-
-    Returns:
-        ``revision``, ``dirty``, and for a dirty tree ``diff_sha256`` of its tracked changes.
-    """
-    folder = Path(__file__).resolve().parent
-    revision = _git(folder, "rev-parse", "HEAD")
-    status = _git(folder, "status", "--porcelain")
-    tracked = _git(folder, "ls-files", "--error-unmatch", "provenance.py") is not None
+def _git_state() -> dict[str, Any] | None:
+    """Revision of the repository that contains this package, and for a dirty tree the hash of its
+    tracked changes; None outside a repository."""
+    revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     # A package installed inside another project's repository is not tracked by that repository.
+    tracked = _git("ls-files", "--error-unmatch", "provenance.py") is not None
     if revision is None or status is None or not tracked:
         return None
     state: dict[str, Any] = {"revision": revision, "dirty": bool(status)}
     if status:
-        diff = _git(folder, "diff", "HEAD") or ""
+        diff = _git("diff", "HEAD") or ""
         state["diff_sha256"] = hashlib.sha256(diff.encode()).hexdigest()
     return state
 
@@ -137,34 +122,26 @@ def _without_paths(value: Any) -> Any:
         return redact(value)
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if isinstance(value, dict):
-        return {
-            k: "<redacted>" if _SECRET_KEY.search(k) and isinstance(v, str) else _without_paths(v)
-            for k, v in value.items()
-        }
-    return value
+    if not isinstance(value, dict):
+        return value
+    secret = {k for k, v in value.items() if _SECRET_KEY.search(k) and isinstance(v, str)}
+    return {k: "<redacted>" if k in secret else _without_paths(v) for k, v in value.items()}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        process = subprocess.run(  # noqa: S603 - fixed arguments
-            ["git", "-C", str(folder), *arguments],  # noqa: S607
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return process.stdout.strip() if process.returncode == 0 else None
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(  # noqa: S603 - fixed arguments
+            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        ).stdout.strip()
+    return None
 
 
 def _cpu_model() -> str:
-    try:
+    match = None
+    with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor()
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.processor()
 
 

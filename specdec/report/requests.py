@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,7 @@ class RequestRecord:
     """One line of ``requests.jsonl``.
 
     Attributes:
-        strategy: name of the strategy.
-        repeat: index of the repeat, from 0.
+        strategy, repeat: name of the strategy, and index of the repeat from 0.
         result: the finished request.
         totals: the run's totals during this request; None if requests shared steps.
         prompt: name of the prompt ("humaneval/3"), or "".
@@ -49,9 +47,9 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            os.truncate(self.path, _complete_length(self.path.read_bytes(), self.path))
+        _, length = _complete_lines(self.path)
         self._stream = self.path.open("a", encoding="utf-8")
+        self._stream.truncate(length)
 
     def write(
         self,
@@ -63,22 +61,13 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         prompt: str = "",
     ) -> None:
         """Appends one finished request and flushes the file."""
-        line = {
-            "strategy": strategy,
-            "repeat": repeat,
-            "prompt": prompt,
-            **result.to_json(),
-            "totals": None if totals is None else totals.to_json(),
-        }
+        line = {"strategy": strategy, "repeat": repeat, "prompt": prompt, **result.to_json()}
+        line["totals"] = None if totals is None else totals.to_json()
         self._stream.write(json.dumps(plain(line), allow_nan=False) + "\n")
         self._stream.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._stream.close()
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stream.close()
 
 
 def read_requests(path: str | Path) -> list[RequestRecord]:
@@ -89,12 +78,7 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
     Raises:
         UserError: another line is damaged.
     """
-    file = Path(path)
-    if not file.exists():
-        return []
-    data = file.read_bytes()
-    complete = data[: _complete_length(data, file)]
-    return [_record(json.loads(line)) for line in complete.splitlines() if line.strip()]
+    return [_record(line) for line in _complete_lines(Path(path))[0]]
 
 
 def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, RequestRecord]:
@@ -113,27 +97,24 @@ def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, Requ
 def _record(line: dict[str, Any]) -> RequestRecord:
     strategy, repeat, prompt = line.pop("strategy"), line.pop("repeat"), line.pop("prompt")
     totals = line.pop("totals")
-    return RequestRecord(
-        strategy=strategy,
-        repeat=repeat,
-        result=RequestResult.from_json(line),
-        totals=None if totals is None else RunTotals.from_json(totals),
-        prompt=prompt,
-    )
+    totals = None if totals is None else RunTotals.from_json(totals)
+    return RequestRecord(strategy, repeat, RequestResult.from_json(line), totals, prompt)
 
 
-def _complete_length(data: bytes, path: Path) -> int:
-    """Number of bytes up to the end of the last complete line."""
-    *lines, _ = data.split(b"\n")  # without a newline the last line counts as incomplete
-    length = 0
+def _complete_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The complete lines' values, and the number of bytes up to the end of the last one."""
+    if not path.exists():
+        return [], 0
+    *lines, _ = path.read_bytes().split(b"\n")  # without a newline the last line is incomplete
+    values, length = [], 0
     for number, line in enumerate(lines, start=1):
         try:
-            json.loads(line.strip() or b"0")
+            values += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            if number < len(lines):
-                raise UserError(
-                    f"{str(path)!r} line {number} is damaged; move the file away to start anew"
-                ) from error
-            return length
+            if number == len(lines):
+                break
+            raise UserError(
+                f"{str(path)!r} line {number} is damaged; move the file away to start anew"
+            ) from error
         length += len(line) + 1
-    return length
+    return values, length

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from specdec.metrics.results import RequestResult, Run
+    from specdec.report.results import Result
 
 _COLORS = (
     *("#2f6db3", "#c98a2b", "#5a9e4b", "#b33a3a", "#7d5ba6", "#3a9e9e", "#c45c9c", "#7a6a55"),
@@ -30,40 +30,33 @@ _RATE_TOKENS = 16  # tokens per point of a rate
 _FEW = 20  # depths with fewer judged candidates are drawn hollow
 _MAX_CURVES = 20  # more could not be distinguished
 
-FloatArray = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Data drawn in one colour.
+    """Results drawn in one colour.
 
     Attributes:
-        label: name of the strategy or job.
-        runs: its repeats.
+        result, runs: of a strategy or job; its repeats.
         plain: repeats of the plain decoding that it is compared with; may be empty.
-        is_plain: whether it is plain decoding itself.
-        acceptance, judged: ``acceptance_by_depth`` and ``judged_by_depth`` of its summary; empty
-            if undefined.
     """
 
-    label: str
+    result: Result
     runs: Sequence[Run]
     plain: Sequence[Run]
-    is_plain: bool
-    acceptance: Mapping[str, float]
-    judged: Mapping[str, int]
 
     @property
-    def results(self) -> list[RequestResult]:
-        """Finished prompts of all repeats."""
-        return pooled(self.runs)
+    def is_plain(self) -> bool:
+        """Whether it is plain decoding itself."""
+        return self.result.strategy == "ar"
 
 
 def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
     """Speed-up of each prompt over plain decoding; tokens per second if there is no baseline."""
     shown = [c for c in curves if len(c.plain) and not c.is_plain]
     relative = bool(shown)
-    shown = (shown or [c for c in curves if c.results])[:_MAX_CURVES]
+    shown = (shown or [c for c in curves if pooled(c.runs)])[:_MAX_CURVES]
     figure = figure_of(11.0, 1.5 + 0.42 * max(1, len(shown)))
     ax: Axes = figure.subplots()
     for y, curve in enumerate(shown):
@@ -80,7 +73,7 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
         text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
         style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}
         ax.annotate(text, (middle, y - 0.28), (0, 1), textcoords="offset points", **style)
-    ax.set_yticks(range(len(shown)), [c.label for c in shown])
+    ax.set_yticks(range(len(shown)), [c.result.name for c in shown])
     ax.set_ylim(len(shown) - 0.5, -0.65)
     label = f"tokens per second of decoding, {clock} time"
     if relative:
@@ -89,7 +82,7 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
     tidy(ax, xlabel=label, xlim=(0, ax.get_xlim()[1] * 1.05))
     what = "Speed-up" if relative else "Speed"
     text = f"{what} per prompt: dots are prompts, thick bars medians, lines the middle half"
-    return _finish(figure, text)
+    return png(figure, text)
 
 
 def acceptance_png(curves: Sequence[Curve]) -> bytes:
@@ -100,13 +93,19 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
         style = {"color": _color(curves, curve), "marker": "o", "ms": 3, "lw": 1.3}
         if curve.is_plain:
             continue
-        if curve.acceptance:
-            _depth_line(depth, curve, style)
-        drafted = drafted_by_position(curve.results)
+        summary = curve.result.summary or {}
+        rates = {int(k): rate for k, rate in (summary.get("acceptance_by_depth") or {}).items()}
+        if rates:
+            depth.plot(list(rates), list(rates.values()), label=curve.result.name, **style)
+            judged = summary.get("judged_by_depth") or {}
+            few = {d: rate for d, rate in rates.items() if judged.get(str(d), 0) < _FEW}
+            hollow = {**style, "ls": "", "mfc": "white", "zorder": 3}
+            depth.plot(list(few), list(few.values()), **hollow)
+        drafted = drafted_by_position(pooled(curve.runs))
         if drafted:
             # Drawn at the middle of each bucket.
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
-            position.plot(middles, list(drafted.values()), label=curve.label, **style)
+            position.plot(middles, list(drafted.values()), label=curve.result.name, **style)
     if not depth.lines:
         text = "one level per step: every answer is at depth 0"
         depth.text(0.5, 0.5, text, ha="center", va="center", transform=depth.transAxes, fontsize=9)
@@ -118,29 +117,20 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     return _finish(figure, title, (depth, position))
 
 
-def _depth_line(ax: Axes, curve: Curve, style: Mapping[str, Any]) -> None:
-    """Draws acceptance by depth, with hollow markers for few judged candidates."""
-    depths, rates = [int(k) for k in curve.acceptance], list(curve.acceptance.values())
-    ax.plot(depths, rates, label=curve.label, **style)
-    few = [d for d in depths if curve.judged.get(str(d), 0) < _FEW]
-    at = [curve.acceptance[str(d)] for d in few]
-    ax.plot(few, at, ls="", marker="o", ms=3, mfc="white", mec=style["color"], zorder=3)
-
-
 def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
     """Tokens over time since admission, and tokens per second by position, over all prompts."""
     figure = figure_of(11.0, 4.0)
     time, rate = figure.subplots(1, 2)
     for curve in curves[:_MAX_CURVES]:
         color = _color(curves, curve)
-        seconds = mean_emission(curve.results)
+        seconds = mean_emission(pooled(curve.runs))
         if len(seconds) > 1:
             counts = np.arange(1, len(seconds) + 1)
-            time.plot(seconds, counts, color=color, lw=1.5, label=curve.label)
-        positions, speeds = rate_by_position(curve.results)
+            time.plot(seconds, counts, color=color, lw=1.5, label=curve.result.name)
+        positions, speeds = rate_by_position(pooled(curve.runs))
         if len(positions):
             style = {"marker": "o", "ms": 3, "lw": 1.3}
-            rate.plot(positions, speeds, color=color, label=curve.label, **style)
+            rate.plot(positions, speeds, color=color, label=curve.result.name, **style)
     label = f"seconds since admission, {clock} time"
     tidy(time, xlabel=label, ylabel="tokens emitted (mean over prompts)")
     label = f"position in the output (tokens, buckets of {_RATE_TOKENS})"
@@ -158,9 +148,7 @@ def mean_emission(results: Sequence[RequestResult]) -> FloatArray:
         return np.zeros(0)
     lengths = sorted((len(t) for t in times), reverse=True)
     length = lengths[(len(lengths) - 1) // 2]
-    long_enough = [t[:length] for t in times if len(t) >= length]
-    mean: FloatArray = np.mean(long_enough, axis=0)
-    return mean
+    return np.stack([t[:length] for t in times if len(t) >= length]).mean(0)
 
 
 def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
@@ -168,20 +156,18 @@ def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, Floa
 
     Covers the decode phase (``metrics.times.decode_phase``); omits buckets without elapsed time.
     """
-    tokens, seconds = Counter[int](), Counter[int]()
-    for result in results:
-        gaps = decode_phase(result).gaps_s
-        first = len(result.output) - len(gaps)  # tokens emitted by the prefill
-        for i, gap in enumerate(gaps.tolist(), start=first):
-            tokens[i // _RATE_TOKENS] += 1
-            seconds[i // _RATE_TOKENS] += gap
-    used = [bucket for bucket in sorted(tokens) if seconds[bucket] > 0]
-    middles = np.array([(bucket + 0.5) * _RATE_TOKENS for bucket in used])
-    return middles, np.array([tokens[bucket] / seconds[bucket] for bucket in used])
+    gaps = [decode_phase(result).gaps_s for result in results]
+    # The prefill has emitted the tokens before the first gap.
+    lengths = [(len(r.output), len(gap)) for r, gap in zip(results, gaps, strict=True)]
+    at = [np.arange(length - late, length) for length, late in lengths]
+    buckets = np.concatenate([np.zeros(0, np.int64), *at]) // _RATE_TOKENS
+    seconds = np.bincount(buckets, np.concatenate([np.zeros(0), *gaps]))
+    used = np.flatnonzero(seconds > 0)
+    return (used + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
 
 
 def _speeds(curve: Curve) -> FloatArray:
-    phases = decoded_by_prompt(curve.results).values()
+    phases = decoded_by_prompt(pooled(curve.runs)).values()
     return np.array([count / seconds for count, seconds in phases if seconds > 0])
 
 
@@ -189,24 +175,17 @@ def _color(curves: Sequence[Curve], curve: Curve) -> str:
     """Colour of a curve, the same in all plots."""
     if curve.is_plain:
         return _PLAIN
-    others = [c.label for c in curves if not c.is_plain]
-    return _COLORS[others.index(curve.label) % len(_COLORS)]
+    others = [c.result.name for c in curves if not c.is_plain]
+    return _COLORS[others.index(curve.result.name) % len(_COLORS)]
 
 
-def _finish(figure: Figure, title: str, axes: Sequence[Any] = ()) -> bytes:
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+def _finish(figure: Figure, title: str, axes: Sequence[Axes]) -> bytes:
+    """The picture, with one legend for all axes."""
     handles: dict[str, Any] = {}
     for ax in axes:
         lines, labels = ax.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     if handles:
-        columns = min(6, len(handles))
-        figure.legend(
-            list(handles.values()),
-            list(handles),
-            loc="outside lower center",
-            ncols=columns,
-            fontsize=8,
-            frameon=False,
-        )
-    return png(figure)
+        style: dict[str, Any] = {"ncols": min(6, len(handles)), "fontsize": 8, "frameon": False}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", **style)
+    return png(figure, title)

@@ -1,15 +1,9 @@
-"""Reads run folders, as ``Result`` objects or pandas data frames.
-
-from specdec.report import results
-frame = results.frame("outputs/sweep")          # one row per strategy and folder: every metric
-prompts = results.prompt_frame("outputs/sweep")  # one row per finished prompt
-tokens = results.token_frame("outputs/sweep")    # one row per generated token
-"""
+"""Reads run folders, as ``Result`` objects or pandas data frames (docs/results.md)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +13,7 @@ import yaml
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.times import decode_phase
+from specdec.report.origins import ENDS_FILE
 from specdec.report.requests import RequestRecord, read_requests
 
 if TYPE_CHECKING:
@@ -32,6 +27,8 @@ _SHARED = (
     *("max_new_tokens", "stop_strings", "ignore_eos"),
 )
 """Configuration keys in which a run and its baseline must agree."""
+
+_COUNTS = ("answers", "accepted", "hits", "misses", "proposed", "verified")
 
 Config = dict[str, Any]
 
@@ -48,6 +45,7 @@ class Result:
         records: finished prompts in file order, also of an interrupted run.
         summary: metrics of a complete run, or row of a comparison; None if interrupted.
         conditions: data, models and environment of the run; empty if interrupted.
+        ends: prompt id -> ``origins.token_ends`` of its output; empty without a tokenizer.
     """
 
     folder: Path
@@ -57,6 +55,7 @@ class Result:
     records: tuple[RequestRecord, ...]
     summary: Mapping[str, Any] | None
     conditions: Mapping[str, Any]
+    ends: Mapping[str, Sequence[int]]
 
     @property
     def results(self) -> list[RequestResult]:
@@ -65,17 +64,11 @@ class Result:
 
     def runs(self) -> list[Run]:
         """Repeats with finished prompts, for ``metrics.comparison_row``."""
-        repeats: dict[int, list[RequestRecord]] = {}
+        repeats: dict[int, list[tuple[RequestResult, RunTotals]]] = {}
         for record in self.records:
             if record.totals is not None:
-                repeats.setdefault(record.repeat, []).append(record)
-        return [
-            Run(
-                tuple(record.result for record in records),
-                RunTotals.merge([record.totals for record in records if record.totals]),
-            )
-            for _, records in sorted(repeats.items())
-        ]
+                repeats.setdefault(record.repeat, []).append((record.result, record.totals))
+        return [Run.of(counted) for _, counted in sorted(repeats.items())]
 
 
 def read(folder: str | Path) -> list[Result]:
@@ -90,7 +83,9 @@ def read(folder: str | Path) -> list[Result]:
     base = Path(folder).expanduser()
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
-    folders = sorted(p.parent for p in base.rglob(CONFIG_FILE) if _is_run(p.parent))
+    files = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
+    configs = sorted(base.rglob(CONFIG_FILE))
+    folders = [c.parent for c in configs if any((c.parent / name).is_file() for name in files)]
     if not folders:
         raise UserError(
             f"{base} holds no results: name the output_dir of specdec run, run -m or compare"
@@ -103,11 +98,15 @@ def read(folder: str | Path) -> list[Result]:
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
-    """The ``ar`` result with the same prompts, models, devices, clock and seed, if any."""
+    """The ``ar`` result with the same prompts, models, devices, clock and seed, if any.
+
+    A complete comparison's baseline is its own ``ar`` row, whatever the devices.
+    """
+    compared = "speedup_wall" in (result.summary or {})
     for other in results:
-        if other.strategy != "ar" or not other.records:
-            continue
-        if all(other.config.get(k) == result.config.get(k) for k in _SHARED):
+        shared = (other.config.get(k) == result.config.get(k) for k in _SHARED)
+        fits = other.folder == result.folder if compared else all(shared)
+        if fits and other.strategy == "ar" and other.records:
             return other
     return None
 
@@ -122,18 +121,17 @@ def frame(*folders: str | Path) -> DataFrame:
     Raises:
         UserError: see ``read``.
     """
-    rows = []
-    for result in _read_all(folders):
-        rows.append(
-            {
-                **_identity(result),
-                "complete": result.summary is not None,
-                "prompts_finished": len(result.records),
-                **{f"config.{key}": value for key, value in _flat(result.config).items()},
-                **{k: v for k, v in (result.summary or {}).items() if k != "conditions"},
-            }
-        )
-    return _data_frame(rows)
+    return _data_frame(
+        {
+            **_identity(result),
+            "complete": result.summary is not None,
+            "prompts_finished": len(result.records),
+            **_flat(result.config, "config."),
+            **{k: v for k, v in (result.summary or {}).items() if k != "conditions"},
+        }
+        for folder in folders
+        for result in read(folder)
+    )
 
 
 def prompt_frame(*folders: str | Path) -> DataFrame:
@@ -147,12 +145,7 @@ def prompt_frame(*folders: str | Path) -> DataFrame:
     Raises:
         UserError: see ``read``.
     """
-    rows = [
-        {**_identity(result), "repeat": record.repeat, **prompt_metrics(record.result)}
-        for result in _read_all(folders)
-        for record in result.records
-    ]
-    return _data_frame(rows)
+    return _data_frame({**head, **prompt_metrics(r)} for head, r in _prompts(folders))
 
 
 def token_frame(*folders: str | Path) -> DataFrame:
@@ -165,19 +158,12 @@ def token_frame(*folders: str | Path) -> DataFrame:
     Raises:
         UserError: see ``read``.
     """
-    rows = []
-    for result in _read_all(folders):
-        for record in result.records:
-            r = record.result
-            head = {**_identity(result), "repeat": record.repeat, "prompt": r.id}
-            lines = zip(r.output, r.origins, r.emitted_s, strict=True)
-            for position, (token, origin, at) in enumerate(lines):
-                since = at - r.admitted_s
-                rows.append(
-                    head
-                    | {"position": position, "token": token, "origin": origin, "emitted_s": since}
-                )
-    return _data_frame(rows)
+    names = ("prompt", "position", "token", "origin", "emitted_s")
+    return _data_frame(
+        head | dict(zip(names, (r.id, i, token, origin, at - r.admitted_s), strict=True))
+        for head, r in _prompts(folders)
+        for i, (token, origin, at) in enumerate(zip(r.output, r.origins, r.emitted_s, strict=True))
+    )
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
@@ -193,35 +179,38 @@ def prompt_metrics(result: RequestResult) -> dict[str, Any]:
         "ttft_ms": None if first is None else first * 1e3,
         "acceptance_length": (count + c.cut_tokens) / c.answers if c.answers else None,
         "drafted_share": sum(o >= 0 for o in result.origins) / count if count else None,
-        **{
-            name: getattr(c, name)
-            for name in ("answers", "accepted", "hits", "misses", "proposed", "verified")
-        },
+        **{name: getattr(c, name) for name in _COUNTS},
         "text": result.text,
     }
-
-
-def _read_all(folders: Iterable[str | Path]) -> list[Result]:
-    return [result for folder in folders for result in read(folder)]
-
-
-def _is_run(folder: Path) -> bool:
-    names = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
-    return any((folder / name).is_file() for name in names)
 
 
 def _read_folder(folder: Path, name: str) -> list[Result]:
     try:
         config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         records = read_requests(folder / REQUESTS_FILE)
-        summary = read_json(folder / SUMMARY_FILE)
-        comparison = read_json(folder / COMPARISON_FILE)
-        if config.get("command") == "compare":
-            return _comparison(folder, name, config, records, comparison or {})
-        strategy = str(config["strategy"]["name"])
-        conditions = (summary or {}).get("conditions", {})
-        name = name or strategy
-        return [Result(folder, name, strategy, config, tuple(records), summary, conditions)]
+        ends = read_json(folder / ENDS_FILE) or {}
+        compared = config.get("command") == "compare"
+        if compared:
+            found = read_json(folder / COMPARISON_FILE) or {}
+            configs = config["strategies"]
+            summaries = {row["strategy"]: row for row in found.get("rows", ())}
+        else:
+            found = read_json(folder / SUMMARY_FILE) or {}
+            configs = {str(config["strategy"]["name"]): config}
+            summaries = dict.fromkeys(configs, found or None)
+        return [
+            Result(
+                folder=folder,
+                name="/".join(filter(None, (name, strategy if compared or not name else ""))),
+                strategy=strategy,
+                config=strategy_config,
+                records=tuple(r for r in records if r.strategy == strategy),
+                summary=summaries.get(strategy),
+                conditions=found.get("conditions", {}),
+                ends=ends.get(strategy, {}),
+            )
+            for strategy, strategy_config in configs.items()
+        ]
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
@@ -229,28 +218,6 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
             f"{folder} cannot be read ({type(error).__name__}: {error}): its files are damaged or"
             " of another version; run it again"
         ) from error
-
-
-def _comparison(
-    folder: Path,
-    name: str,
-    config: Config,
-    records: list[RequestRecord],
-    comparison: Mapping[str, Any],
-) -> list[Result]:
-    rows = {row["strategy"]: row for row in comparison.get("rows", ())}
-    return [
-        Result(
-            folder=folder,
-            name=f"{name}/{strategy}" if name else strategy,
-            strategy=strategy,
-            config=strategy_config,
-            records=tuple(r for r in records if r.strategy == strategy),
-            summary=rows.get(strategy),
-            conditions=comparison.get("conditions", {}),
-        )
-        for strategy, strategy_config in config["strategies"].items()
-    ]
 
 
 def read_json(path: Path) -> Any:
@@ -268,22 +235,26 @@ def read_json(path: Path) -> Any:
 
 
 def _identity(result: Result) -> dict[str, Any]:
-    folder = result.folder.as_posix()
-    return {"folder": folder, "name": result.name, "strategy": result.strategy}
+    return {"folder": result.folder.as_posix(), "name": result.name, "strategy": result.strategy}
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _prompts(folders: Iterable[str | Path]) -> Iterator[tuple[dict[str, Any], RequestResult]]:
+    """Each finished request, with the first columns of its rows."""
+    for result in (result for folder in folders for result in read(folder)):
+        for record in result.records:
+            yield _identity(result) | {"repeat": record.repeat}, record.result
+
+
+def _flat(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value and key != "costs":
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
+        nested = isinstance(value, Mapping) and value and key != "costs"
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return flat
 
 
-def _data_frame(rows: list[dict[str, Any]]) -> DataFrame:
+def _data_frame(rows: Iterable[dict[str, Any]]) -> DataFrame:
     # Imported here because objects and reports do not need pandas.
     import pandas as pd
 
-    return pd.DataFrame(rows)
+    return pd.DataFrame(list(rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,11 +20,12 @@ _FEW_PROMPTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table column: heading, unit or explanation, and formatter of a row's cell."""
+    """A table column: heading, unit or explanation, formatter of a row's cell, and alignment."""
 
     heading: str
     about: str
     cell: Callable[[Row], str]
+    left: bool = False
 
 
 def number(value: Any, digits: int = 2) -> str:
@@ -38,11 +39,7 @@ def percent(value: Any, digits: int = 0) -> str:
 
 
 def lossless_label(row: Row) -> str:
-    """Result of comparing the row's tokens with ``ar``.
-
-    "reference" for ``ar`` itself, "yes" with the number of ties, "NO" with the number of differing
-    prompts; "in distribution" or "LOSSY" if token parity is not claimed.
-    """
+    """Result of comparing the row's tokens with ``ar``, or what it claims instead of parity."""
     if row.get("strategy") == "ar":
         return "reference"
     if row.get("claims") == "lossy":
@@ -50,10 +47,7 @@ def lossless_label(row: Row) -> str:
     lossless = row.get("lossless")
     if lossless is None:
         return "in distribution" if row.get("claims") == "distribution" else NONE
-    if not lossless:
-        return f"NO ({row.get('num_differing', '?')} differ)"
-    ties = len(row.get("ties") or ())
-    return f"yes ({ties} tie{'s' if ties > 1 else ''})" if ties else "yes"
+    return "yes" if lossless else f"NO ({row.get('num_differing', '?')} differ)"
 
 
 def speedup_label(row: Row) -> str:
@@ -66,16 +60,21 @@ def speedup_label(row: Row) -> str:
     return f"{value:.2f}x"
 
 
+def metric(heading: str, about: str, key: str, digits: int = 2) -> Column:
+    """The column of a number of the row."""
+    return Column(heading, about, lambda row: number(row.get(key), digits))
+
+
 COLUMNS = (
-    Column("strategy", "", lambda r: str(r["strategy"])),
-    Column("lossless", "tokens compared with ar", lossless_label),
-    Column("tokens/s", "decoding only", lambda r: number(r.get("tokens_per_s"), 1)),
+    Column("strategy", "", lambda r: str(r["strategy"]), left=True),
+    Column("lossless", "tokens compared with ar", lossless_label, left=True),
+    metric("tokens/s", "decoding only", "tokens_per_s", 1),
     Column("vs ar", "median (range of repeats)", speedup_label),
-    Column("TBT ms", "mean between tokens", lambda r: number(r.get("tbt_ms_mean"))),
-    Column("accept len", "emitted per target pass", lambda r: number(r.get("acceptance_length"))),
+    metric("TBT ms", "mean between tokens", "tbt_ms_mean"),
+    metric("accept len", "emitted per target pass", "acceptance_length"),
     Column("hit rate", "of level-per-step answers", lambda r: percent(r.get("hit_rate"))),
-    Column("target", "passes", lambda r: number(r.get("target_passes"), 0)),
-    Column("draft", "passes", lambda r: number(r.get("draft_passes"), 0)),
+    metric("target", "passes", "target_passes", 0),
+    metric("draft", "passes", "draft_passes", 0),
     Column("overhead", "outside model calls", lambda r: percent(r.get("overhead_share"), 1)),
     Column("loops", "loop_share", lambda r: percent(r.get("loop_share"))),
 )
@@ -86,9 +85,9 @@ def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> li
     return [column for column in columns if any(column.cell(row) != NONE for row in rows)]
 
 
-def markdown_lines(columns: Sequence[Column], rows: Sequence[Row], num_left: int) -> list[str]:
-    """A table in Markdown; all columns but the first ``num_left`` are aligned to the right."""
-    aligns = ["---" if i < num_left else "---:" for i in range(len(columns))]
+def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    """A table in Markdown."""
+    aligns = ["---" if column.left else "---:" for column in columns]
     cells = [[column.cell(row) for column in columns] for row in rows]
     table = [[column.heading for column in columns], aligns, *cells]
     return [f"| {' | '.join(line)} |" for line in table]
@@ -96,12 +95,10 @@ def markdown_lines(columns: Sequence[Column], rows: Sequence[Row], num_left: int
 
 def title_of(conditions: Mapping[str, Any]) -> str:
     """One line with clock, latency profile, data and sampling of the comparison."""
-    time = f"{conditions.get('clock', 'measured')} time"
+    parts = [f"{conditions.get('clock', 'measured')} time"]
     if conditions.get("clock_profile") is not None:
-        time += f" on {conditions['clock_profile']}"
         scale = conditions.get("clock_scale", 1.0)
-        time += "" if scale == 1.0 else f" x {scale:g}"
-    parts = [time]
+        parts[0] += f" on {conditions['clock_profile']}" + (f" x {scale:g}" if scale != 1.0 else "")
     if conditions.get("data") is not None:
         count = conditions.get("num_prompts")
         parts.append(f"data={conditions['data']}" + (f" ({count} prompts)" if count else ""))
@@ -114,38 +111,38 @@ def title_of(conditions: Mapping[str, Any]) -> str:
 def print_table(
     rows: Sequence[Row], conditions: Mapping[str, Any], console: Console | None = None
 ) -> None:
-    """Prints the comparison; the fastest lossless row is marked with an asterisk."""
+    """Prints the comparison; the fastest lossless row is marked with an asterisk.
+
+    A narrow terminal gets several tables that each repeat the first column.
+    """
     console = console or Console()
     console.print(title_of(conditions), highlight=False, soft_wrap=True)
-    best = best_row(rows)
-    for columns in _blocks(rows, console):
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-        for column in columns:
-            left = column in COLUMNS[:2]
-            table.add_column(column.heading, justify="left" if left else "right", no_wrap=True)
-        for row in rows:
-            style = "bold" if row is best else ("red" if row.get("lossless") is False else None)
-            table.add_row(*_cells(row, columns, best), style=style)
-        _wide(console, _width(rows, columns)).print(table)
+    first, *others = used_columns(rows)
+    blocks = [[first]]
+    for column in others:
+        narrow = console.is_terminal and console.width < _width(rows, [*blocks[-1], column])
+        if narrow and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    for columns in blocks:
+        width, terminal = _width(rows, columns), console.is_terminal
+        # rich assumes 80 characters for files and pipes and would truncate the cells.
+        wide = Console(file=console.file, width=width, force_terminal=terminal)
+        (console if console.width >= width else wide).print(_table(rows, columns))
     for line in notes_of(rows):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _wide(console: Console, width: int) -> Console:
-    """A console on the same stream that is at least ``width`` characters wide.
-
-    rich assumes 80 characters for files and pipes and would truncate the cells.
-    """
-    if console.width >= width:
-        return console
-    return Console(file=console.file, width=width, force_terminal=console.is_terminal)
-
-
-def _cells(row: Row, columns: Sequence[Column], best: Row | None) -> list[str]:
-    cells = [column.cell(row) for column in columns]
-    if row is best:
-        cells[0] += " *"
-    return cells
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    table, best = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False), best_row(rows)
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        table.add_column(column.heading, justify=justify, no_wrap=True)
+    for row in rows:
+        style = "bold" if row is best else ("red" if row.get("lossless") is False else None)
+        name, *cells = (column.cell(row) for column in columns)
+        table.add_row(f"{name} *" if row is best else name, *cells, style=style)
+    return table
 
 
 def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
@@ -154,47 +151,43 @@ def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
     return sum(longest) + 3 * len(columns) + 2  # two characters of padding, one between
 
 
-def _blocks(rows: Sequence[Row], console: Console) -> list[list[Column]]:
-    """All columns; on a narrow terminal several blocks that each repeat the first column."""
-    first, *others = used_columns(rows)
-    blocks = [[first]]
-    for column in others:
-        wide = _width(rows, [*blocks[-1], column]) > console.width
-        if wide and console.is_terminal and len(blocks[-1]) > 1:
-            blocks.append([first])
-        blocks[-1].append(column)
-    return blocks
-
-
 def best_row(rows: Sequence[Row]) -> Row | None:
     """The row with the highest speed-up over ``ar`` among those that are not lossy."""
-    candidates = [
-        row
-        for row in rows
-        if row.get("speedup_wall") is not None
-        and row.get("lossless") is not False
-        and row.get("claims") != "lossy"
-        and row.get("strategy") != "ar"
+    timed = [row for row in rows if row.get("speedup_wall") is not None and row["strategy"] != "ar"]
+    kept = [
+        row for row in timed if row.get("lossless") is not False and row.get("claims") != "lossy"
     ]
-    return max(candidates, key=lambda row: row["speedup_wall"], default=None)
+    return max(kept, key=lambda row: row["speedup_wall"], default=None)
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    """Notes below the table: differing prompts, ties, caveats, loops."""
-    notes = []
-    for row in rows:
-        for token in list(row.get("differing") or ())[:3]:
-            notes.append(f"{row['strategy']} differs from ar: {_difference(token)}")
-        for token in list(row.get("ties") or ())[:3]:
-            notes.append(f"{row['strategy']} tie: {_difference(token)}")
-    for row in rows:
-        if row.get("paced_counts") is False:
-            notes.append(
-                f"{row['strategy']} DOES NOT COUNT: {percent(row['overrun_share'], 1)} of its paced"
-                " work took longer than the profile says (2 % are allowed); raise clock.scale."
-            )
+    """Notes below the table: differing prompts, caveats, loops."""
+    notes = [
+        f"{row['strategy']} differs from ar: {_difference(token)}"
+        for row in rows
+        for token in (row.get("differing") or ())[:3]
+    ]
+    notes += [
+        f"{row['strategy']} DOES NOT COUNT: {percent(row['overrun_share'], 1)} of its paced work"
+        " took longer than the profile says (2 % are allowed); raise clock.scale."
+        for row in rows
+        if row.get("paced_counts") is False
+    ]
     notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
-    notes += _few_prompts(rows)
+    few = [
+        row
+        for row in rows
+        if row.get("speedup_wall_interval")
+        and row.get("strategy") != "ar"
+        and row.get("num_prompts", _FEW_PROMPTS) < _FEW_PROMPTS
+    ]
+    if few:
+        text = "{} {:.2f}-{:.2f}x"
+        texts = [text.format(row["strategy"], *row["speedup_wall_interval"]) for row in few]
+        notes.append(
+            f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
+            f" {', '.join(texts)}."
+        )
     shares = [row["loop_share"] for row in rows if row.get("loop_share") is not None]
     if shares and max(shares) >= 0.2:
         notes.append(
@@ -204,32 +197,11 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _few_prompts(rows: Sequence[Row]) -> list[str]:
-    """Confidence intervals of the speed-ups if there are few prompts."""
-    few = [
-        row
-        for row in rows
-        if row.get("speedup_wall_interval")
-        and row.get("strategy") != "ar"
-        and row.get("num_prompts", _FEW_PROMPTS) < _FEW_PROMPTS
-    ]
-    if not few:
-        return []
-    intervals = (
-        "{} {:.2f}-{:.2f}x".format(row["strategy"], *row["speedup_wall_interval"]) for row in few
-    )
-    return [
-        f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
-        f" {', '.join(intervals)}."
-    ]
-
-
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
     """The comparison in Markdown, with notes and all conditions."""
     columns = used_columns(rows)
-    num_left = sum(column in COLUMNS[:2] for column in columns)
     lines = [f"# Comparison: {title_of(conditions)}", ""]
-    lines += markdown_lines(columns, rows, num_left)
+    lines += markdown_lines(columns, rows)
     lines += ["", *(f"- {note}" for note in notes_of(rows))]
     meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
     lines += ["", f"Columns: {meanings}.", "", "## Conditions", ""]
@@ -240,10 +212,8 @@ def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
 def _difference(token: Mapping[str, Any]) -> str:
     if token["position"] < 0:
         return f"prompt {token['id']} has no answer to compare"
-    text = f"prompt {token['id']}, token {token['position']}: {token['token']}"
-    text += f" instead of {token['ar_token']}"
-    distance = token.get("distance")
-    return text if distance is None else f"{text} (distance {distance:.2g})"
+    text = "prompt {id}, token {position}: {token} instead of {ar_token}"
+    return text.format(**token)
 
 
 def _inline(value: Any) -> str:

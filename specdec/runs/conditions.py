@@ -18,8 +18,7 @@ def conditions_of(
     Args:
         cfg: resolved configuration.
         pair: the models.
-        num_prompts: number of decoded prompts.
-        cut: how many of them were shortened.
+        num_prompts, cut: number of decoded prompts, and how many of them were shortened.
         repeats: number of measurements.
     """
     clock, model = cfg.get("clock", {}), cfg["model"]
@@ -45,16 +44,14 @@ def conditions_of(
     return conditions
 
 
-def recorded_figures(pair: ModelPair) -> dict[str, Any]:
-    """Metrics of a replay that come from the record: its tokens are made up."""
-    about = getattr(pair, "about", None)
-    return {} if about is None else {"loop_share": about.get("loop_share")}
+def further_figures(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
+    """Metrics of a replay that come from the record, whose tokens are made up; ``caveat``.
 
-
-def caveat(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Why a row's times are not comparable; empty if they are."""
-    text = cfg.get("clock", {}).get("caveat")
-    return {"caveat": text} if text else {}
+    ``caveat`` is why the row's times are not comparable; it is absent if they are.
+    """
+    about, text = getattr(pair, "about", None), cfg.get("clock", {}).get("caveat")
+    recorded = {"loop_share": about.get("loop_share")} if about else {}
+    return recorded | ({"caveat": text} if text else {})
 
 
 def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:

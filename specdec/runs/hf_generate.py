@@ -1,14 +1,14 @@
 """transformers' own ``generate`` as rows of our tables: same models, prompts, rules and counters.
 
 Three kinds: ``hf_generate`` (plain), ``hf_assisted`` (draft model) and ``hf_prompt_lookup``. Hooks
-and a streamer count passes and tokens, so rates are derived as for every other strategy.
+and a stopping criterion count passes and tokens, so rates are derived as for every other strategy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
@@ -20,20 +20,18 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.generation import StoppingCriteriaList
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as hf_logging
 
 from specdec.errors import UserError
-from specdec.metrics.counters import RequestCounters
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.fields import Count, Share, validated
-from specdec.runs.hf_counting import EmissionLog, PassLog, StopStrings
-from specdec.runs.runners import Book, TokenPrompt, sampling_params
+from specdec.runs.runners import Book, TokenPrompt, result_of, sampling_params
 from specdec.sampling.transform import SamplingParams
-from specdec.state import TARGET_ORIGIN, StopRules
-from specdec.types import IntArray, Lossless
+from specdec.state import TARGET_ORIGIN, RequestState, StopRules, count_answer
+from specdec.types import IntArray, Lossless, Verdict
 
 HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 """Names of the rows."""
@@ -59,64 +57,118 @@ class HFOptions:
     max_matching_ngram: Count = 2
 
 
+@dataclass(slots=True)
+class PassLog:
+    """Forward passes of one model.
+
+    Attributes:
+        rows: tokens fed, per pass.
+        seconds: wall time in the passes, embedding to logits.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    _started: float = 0.0
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context manager that counts the model's forward passes by hooks."""
+        before = model.register_forward_pre_hook(self._before)
+        after = model.register_forward_hook(self._after, with_kwargs=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _before(self, model: torch.nn.Module, args: Any) -> None:
+        self._started = perf_counter()
+
+    def _after(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.seconds += perf_counter() - self._started
+        tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        self.rows.append(int(tokens.shape[1]))
+
+
+class Emissions(StoppingCriteria):
+    """Stopping criterion that emits the tokens of each target pass to a request.
+
+    Attributes:
+        sizes: number of tokens per pass; those after the end of the request are cut.
+    """
+
+    def __init__(self, request: RequestState, origin_s: float) -> None:
+        """Takes a new request and the time that its times are relative to."""
+        self.sizes: list[int] = []
+        self._request = request
+        self._origin_s = origin_s
+        self._seen = request.num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
+        """bool[1]: whether the request is complete. Called by ``generate`` after each pass."""
+        at_s, tokens = perf_counter() - self._origin_s, input_ids[0, self._seen :].tolist()
+        self.sizes.append(len(tokens))
+        self._seen = input_ids.shape[1]
+        for origin, token in zip([*[0] * (len(tokens) - 1), TARGET_ORIGIN], tokens, strict=True):
+            if self._request.finished:
+                self._request.counters.cut_tokens += 1
+            else:
+                self._request.emit(token, origin, at_s)
+        return torch.tensor([self._request.finished], device=input_ids.device)
+
+
+@dataclass(kw_only=True, eq=False)
 class HFBaseline:
     """One kind of baseline on one model pair, as a ``Runner``; prompts are decoded one by one.
 
     Hooks and a neutral ``generation_config`` are on the models during ``generate_one`` only.
+
+    Attributes:
+        kind: one of ``HF_KINDS``.
+        target: the target model.
+        draft: the draft model, for ``hf_assisted`` only.
+        stop: as for our strategies; applied token by token to the output of ``generate``.
+        sampling: as for our strategies.
+        seed: of torch's global generator during ``generate``, combined with the prompt's id.
+            Its draws differ from ours, so tokens are comparable under greedy decoding only.
+        tokenizer: for ``RequestResult.text``.
+        options: of assisted decoding.
+        name: of the strategy. Default: ``kind``.
+        weight_bytes: of target and draft. Default: those in memory.
+
+    Raises:
+        ValueError: an unknown kind, or a missing or unused draft.
     """
+
+    kind: str
+    target: PreTrainedModel
+    stop: StopRules
+    sampling: SamplingParams
+    seed: int = 0
+    draft: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    options: HFOptions = HFOptions()
+    name: str = ""
+    weight_bytes: tuple[int, int] = (0, 0)
 
     parts = None
     trace = None
 
-    def __init__(
-        self,
-        *,
-        kind: str,
-        target: PreTrainedModel,
-        stop: StopRules,
-        sampling: SamplingParams,
-        seed: int = 0,
-        draft: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        options: HFOptions | None = None,
-        name: str | None = None,
-        weight_bytes: tuple[int, int] | None = None,
-    ) -> None:
-        """Prepares the settings.
-
-        Args:
-            kind: one of ``HF_KINDS``.
-            target: the target model.
-            draft: the draft model, for ``hf_assisted`` only.
-            stop: as for our strategies; applied token by token to the output of ``generate``.
-            sampling: as for our strategies.
-            seed: of torch's global generator during ``generate``, combined with the prompt's id.
-                Its draws differ from ours, so tokens are comparable under greedy decoding only.
-            tokenizer: for ``RequestResult.text``.
-            options: of assisted decoding.
-            name: of the strategy. Default: ``kind``.
-            weight_bytes: of target and draft. Default: those in memory.
-
-        Raises:
-            ValueError: an unknown kind, or a missing or unused draft.
-        """
-        if kind not in HF_KINDS:
-            raise ValueError(f"{kind!r} is unknown: use one of {', '.join(HF_KINDS)}")
-        if (draft is not None) != (kind == "hf_assisted"):
-            needs = "needs" if kind == "hf_assisted" else "has no use for"
-            raise ValueError(f"{kind} {needs} a draft model")
-        self.kind, self.name = kind, name or kind
-        self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
-        self._weight_bytes = weight_bytes or (
-            num_bytes(target),
-            0 if draft is None else num_bytes(draft),
-        )
-        self._target, self._draft = target, draft
-        self._stop, self._sampling, self._seed = stop, sampling, seed
-        self._tokenizer = tokenizer
-        self._options = options or HFOptions()
+    def __post_init__(self) -> None:
+        if self.kind not in HF_KINDS:
+            raise ValueError(f"{self.kind!r} is unknown: use one of {', '.join(HF_KINDS)}")
+        if (self.draft is not None) != (self.kind == "hf_assisted"):
+            needs = "needs" if self.kind == "hf_assisted" else "has no use for"
+            raise ValueError(f"{self.kind} {needs} a draft model")
+        self.name = self.name or self.kind
+        self.claims = Lossless.TOKEN if self.sampling.greedy else Lossless.DISTRIBUTION
+        self._models = {"target": self.target}
+        if self.draft is not None:
+            self._models["draft"] = self.draft
+        if not any(self.weight_bytes):
+            target_bytes, *draft_bytes = map(num_bytes, self._models.values())
+            self.weight_bytes = target_bytes, sum(draft_bytes)
         self._config = self._generation_config()
-        self._processors = LogitsProcessorList(sampling.processors)
         self._origin_s = perf_counter()
 
     @classmethod
@@ -144,7 +196,7 @@ class HFBaseline:
             seed=int(cfg["seed"]),
             tokenizer=pair.tokenizer,
             options=HFOptions(**cfg["strategy"]["options"]),
-            weight_bytes=pair.weight_bytes,
+            weight_bytes=(pair.weight_bytes["target"], pair.weight_bytes.get("draft", 0)),
         )
 
     def run(
@@ -176,38 +228,41 @@ class HFBaseline:
         Returns:
             The request and its raw counts.
         """
-        target_log, draft_log, emissions = PassLog(), PassLog(), EmissionLog()
-        input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self._target.device)
+        request = RequestState(
+            request_id=prompt_id, prompt=tokens, stop=self.stop, sampling=self.sampling
+        )
+        logs = {name: PassLog() for name in ("target", "draft")}
+        emissions = Emissions(request, self._origin_s)
+        input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self.target.device)
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(input_ids),
             "generation_config": self._config,
-            "logits_processor": self._processors,
-            "streamer": emissions,
+            "logits_processor": LogitsProcessorList(self.sampling.processors),
+            "stopping_criteria": StoppingCriteriaList([emissions]),
         }
-        if self._draft is not None:
-            arguments["assistant_model"] = self._draft
-        if self._stop.stop_strings:
-            criterion = StopStrings(self._stop, num_prompt=len(tokens))
-            arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
+        if self.draft is not None:
+            arguments["assistant_model"] = self.draft
         with ExitStack() as stack:
-            stack.enter_context(self._own_settings())
-            stack.enter_context(self._own_generator(prompt_id))
-            stack.enter_context(target_log.watching(self._target))
-            if self._draft is not None:
-                stack.enter_context(draft_log.watching(self._draft))
+            stack.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
+            hf_logging.set_verbosity_error()
+            self._seed_generator(prompt_id, stack)
+            for name, model in self._models.items():
+                stack.callback(setattr, model, "generation_config", model.generation_config)
+                model.generation_config = self._neutral_config(name)
+                stack.enter_context(logs[name].watching(model))
             stack.enter_context(torch.inference_mode())
             start = perf_counter()
-            self._target.generate(input_ids, **arguments)
+            request.arrival_s = request.admitted_s = start - self._origin_s
+            self.target.generate(input_ids, **arguments)
             wall_s = perf_counter() - start
-        totals = self._totals(target_log, draft_log, emissions, len(tokens), wall_s)
-        return self._result(prompt_id, len(tokens), start, target_log, emissions), totals
-
-    # ------------------------------------------------------------------ settings
+        totals = self._totals(logs, len(emissions.sizes), len(tokens), wall_s)
+        _count(request, emissions.sizes, logs["target"].rows)
+        return result_of(request, self.tokenizer), totals
 
     def _generation_config(self) -> GenerationConfig:
-        sampling, eos = self._sampling, sorted(self._stop.eos_ids)
+        sampling, eos = self.sampling, sorted(self.stop.eos_ids)
         settings: dict[str, Any] = {
-            "max_new_tokens": self._stop.max_new_tokens,
+            "max_new_tokens": self.stop.max_new_tokens,
             "eos_token_id": eos or None,
             "pad_token_id": eos[0] if eos else 0,
             "do_sample": not sampling.greedy,
@@ -219,61 +274,38 @@ class HFBaseline:
         if sampling.no_repeat_ngram:
             settings["no_repeat_ngram_size"] = sampling.no_repeat_ngram
         if self.kind == "hf_prompt_lookup":
-            settings["prompt_lookup_num_tokens"] = self._options.prompt_lookup_num_tokens
-            settings["max_matching_ngram_size"] = self._options.max_matching_ngram
+            settings["prompt_lookup_num_tokens"] = self.options.prompt_lookup_num_tokens
+            settings["max_matching_ngram_size"] = self.options.max_matching_ngram
         return GenerationConfig(**settings)
 
-    @contextmanager
-    def _own_settings(self) -> Iterator[None]:
-        """Replaces the models' ``generation_config`` and silences transformers' warnings."""
-        options = self._options
-        replaced: list[tuple[Any, GenerationConfig]] = [(self._target, GenerationConfig())]
-        if self._draft is not None:
-            assistant = GenerationConfig(
-                num_assistant_tokens=options.num_assistant_tokens,
-                num_assistant_tokens_schedule=options.schedule,
-                assistant_confidence_threshold=options.confidence_threshold,
-            )
-            replaced.append((self._draft, assistant))
-        before = [model.generation_config for model, _ in replaced]
-        verbosity = hf_logging.get_verbosity()
-        hf_logging.set_verbosity_error()
-        try:
-            for model, config in replaced:
-                model.generation_config = config
-            yield
-        finally:
-            for (model, _), config in zip(replaced, before, strict=True):
-                model.generation_config = config
-            hf_logging.set_verbosity(verbosity)
+    def _neutral_config(self, name: str) -> GenerationConfig:
+        """In place of the checkpoint's: nothing for the target, the options for the draft."""
+        options = self.options
+        if name == "target":
+            return GenerationConfig()
+        return GenerationConfig(
+            num_assistant_tokens=options.num_assistant_tokens,
+            num_assistant_tokens_schedule=options.schedule,
+            assistant_confidence_threshold=options.confidence_threshold,
+        )
 
-    @contextmanager
-    def _own_generator(self, prompt_id: int) -> Iterator[None]:
-        """Seeds the global generator for one prompt and restores it afterwards."""
-        if self._sampling.greedy:
-            yield
+    def _seed_generator(self, prompt_id: int, stack: ExitStack) -> None:
+        """Seeds the global generator for one prompt; ``stack`` restores it."""
+        if self.sampling.greedy:
             return
-        devices = [self._target.device] if self._target.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            state = np.random.SeedSequence([self._seed, prompt_id]).generate_state(1, np.uint64)
-            torch.manual_seed(int(state[0]))
-            yield
-
-    # ------------------------------------------------------------------ counts
+        devices = [self.target.device] if self.target.device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        state = np.random.SeedSequence([self.seed, prompt_id]).generate_state(1, np.uint64)
+        torch.manual_seed(int(state[0]))
 
     def _totals(
-        self,
-        target: PassLog,
-        draft: PassLog,
-        emissions: EmissionLog,
-        num_prompt: int,
-        wall_s: float,
+        self, logs: Mapping[str, PassLog], passes: int, num_prompt: int, wall_s: float
     ) -> RunTotals:
-        passes = len(emissions.chunks)
+        target, draft = logs["target"], logs["draft"]
         assert len(target.rows) == passes, (
             f"{self.kind}: {len(target.rows)} target passes, {passes} emissions"
         )
-        logs = {name: log for name, log in (("target", target), ("draft", draft)) if log.rows}
+        logs = {name: log for name, log in logs.items() if log.rows}
         return RunTotals(
             steps=passes,
             target_passes=passes,
@@ -287,60 +319,24 @@ class HFBaseline:
             draft_total_s=draft.seconds,
             model_s={name: log.seconds for name, log in logs.items()},
             model_calls={name: len(log.rows) for name, log in logs.items()},
-            target_bytes=self._weight_bytes[0],
-            draft_bytes=self._weight_bytes[1],
+            target_bytes=self.weight_bytes[0],
+            draft_bytes=self.weight_bytes[1],
         )
 
-    def _result(
-        self, prompt_id: int, num_prompt: int, start: float, target: PassLog, log: EmissionLog
-    ) -> RequestResult:
-        decided = [token for chunk in log.chunks for token in chunk]
-        reason, length = self._finish(decided)
-        times = [t for chunk, t in zip(log.chunks, log.times, strict=True) for _ in chunk]
-        origins = [o for chunk in log.chunks for o in [*[0] * (len(chunk) - 1), TARGET_ORIGIN]]
-        counters = _counters(log.chunks, target.rows, num_prompt)
-        counters.cut_tokens = len(decided) - length
-        output = decided[:length]
-        text = "" if self._tokenizer is None else str(self._tokenizer.decode(output))
-        return RequestResult(
-            id=prompt_id,
-            num_prompt=num_prompt,
-            output=tuple(output),
-            origins=tuple(origins[:length]),
-            finish_reason=reason,
-            text=text,
-            emitted_s=tuple(t - self._origin_s for t in times[:length]),
-            arrival_s=start - self._origin_s,
-            admitted_s=start - self._origin_s,
-            counters=counters,
-        )
 
-    def _finish(self, decided: Sequence[int]) -> tuple[str, int]:
-        """Applies the stop rules token by token; returns the reason and the output's length."""
-        for length in range(1, len(decided) + 1):
-            reason = self._stop.reason(decided[:length])
-            if reason is not None:
-                return reason, length
-        return "cancelled", len(decided)
-
-
-def _counters(chunks: list[list[int]], rows: list[int], num_prompt: int) -> RequestCounters:
-    """Counts from the tokens emitted and the rows fed per target pass.
+def _count(request: RequestState, sizes: Sequence[int], rows: Sequence[int]) -> None:
+    """Counts answers from the tokens emitted and the rows fed per target pass.
 
     A pass computes the last token and its candidates, the first one also the rest of the prompt,
     and emits the accepted candidates and one more token.
     """
-    counters = RequestCounters()
-    for i, chunk in enumerate(chunks):
-        fed = rows[i] - (num_prompt if i == 0 else 1)
-        accepted = len(chunk) - 1
-        judged = accepted + (fed > accepted)
-        counters.answers += 1
-        counters.misses += 1  # a whole chain never contains the token after the accepted path
-        counters.proposed += fed
-        counters.accepted += accepted
-        counters.verified += judged
-        counters.path_lengths[accepted + 1] += 1
-        counters.accepted_by_depth.update(range(1, accepted + 1))
-        counters.judged_by_depth.update(range(1, judged + 1))
-    return counters
+    for i, (size, fed) in enumerate(zip(sizes, rows, strict=True)):
+        proposed, accepted = fed - (1 if i else request.num_prompt), size - 1
+        request.counters.proposed += proposed
+        verdict = Verdict(
+            request=request.id,
+            accepted_ids=np.arange(accepted),
+            next_token=request.output[-1],
+            num_verified=accepted + (proposed > accepted),
+        )
+        count_answer(request, verdict, hit=False)  # a chain lacks the token after its path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,11 +32,10 @@ from specdec.report import (
 )
 from specdec.report.origins import write_token_ends
 from specdec.runs.conditions import (
-    caveat,
     conditions_of,
+    further_figures,
     note_replay,
     note_unused_options,
-    recorded_figures,
 )
 from specdec.runs.hf_generate import HFBaseline
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
@@ -65,32 +63,6 @@ class Progress(Protocol):
         """Prints a line or a table."""
 
 
-_Counted = list[tuple[RequestResult, RunTotals]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """Prompts decoded by several strategies.
-
-    Attributes:
-        pair: the models.
-        prompts: decoded prompts.
-        cut: how many of them were shortened.
-        runners: one per strategy, closed.
-        runs: strategy -> repeat -> finished requests.
-    """
-
-    pair: ModelPair
-    prompts: Sequence[TokenPrompt]
-    cut: int
-    runners: Sequence[Runner]
-    runs: Mapping[str, Sequence[_Counted]]
-
-    def results(self, name: str) -> list[RequestResult]:
-        """Requests of a strategy's first repeat."""
-        return [result for result, _ in self.runs[name][0]]
-
-
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
     """Decodes a workload with one strategy; resumes after the prompts already on disk.
 
@@ -102,18 +74,19 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     Returns:
         The summary: every metric of docs/metrics.md.
     """
-    decoded = _decode([cfg], output_dir, 1, progress)
-    (runner,), pair = decoded.runners, decoded.pair
+    decoding = _Decoding([cfg], output_dir, progress)
+    decoding.decode(1)
+    (runner,), pair = decoding.runners, decoding.pair
     if runner.trace is not None:
         _write_trace(runner, pair, output_dir)
-    run = _as_run(decoded.runs[runner.name][0])
+    (run,) = decoding.merged()[runner.name]
     summary = {
         "strategy": runner.name,
         "claims": str(runner.claims),
         **summarise(run.results, run.totals),
     }
-    summary |= recorded_figures(pair) | caveat(cfg)
-    conditions = conditions_of(cfg, pair, len(decoded.prompts), decoded.cut, repeats=1)
+    summary |= further_figures(cfg, pair)
+    conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
     write_run(output_dir, summary, run.results, conditions)
     print_table([summary], conditions)
@@ -136,103 +109,119 @@ def compare_jobs(
     Returns:
         The content of ``comparison.json``.
     """
-    base, decoded = cfgs[0], _decode(cfgs, output_dir, repeats, progress)
-    pair, runners = decoded.pair, decoded.runners
-    conditions = conditions_of(base, pair, len(decoded.prompts), decoded.cut, repeats)
-    merged = {name: [_as_run(counted) for counted in runs] for name, runs in decoded.runs.items()}
+    decoding = _Decoding(cfgs, output_dir, progress)
+    decoding.decode(repeats)
+    conditions, merged = decoding.conditions(repeats), decoding.merged()
     rows = [
         comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims)
-        | recorded_figures(pair)
-        | caveat(cfg)
-        for r, cfg in zip(runners, cfgs, strict=True)
+        | further_figures(cfg, decoding.pair)
+        for r, cfg in zip(decoding.runners, cfgs, strict=True)
     ]
-    _write_provenance(base, output_dir, strategies=[r.name for r in runners])
+    _write_provenance(cfgs[0], output_dir, strategies=list(merged))
     write_comparison(output_dir, rows, conditions, merged)
     print_table(rows, conditions)
     return {"rows": rows, "conditions": conditions}
 
 
-def _decode(
-    cfgs: Sequence[dict[str, Any]], output_dir: Path, repeats: int, progress: Progress
-) -> _Decoded:
-    """Decodes the prompts of ``cfgs[0]`` with every strategy; writes requests, record and texts."""
-    base = cfgs[0]
-    if base.get("threads"):
-        torch.set_num_threads(int(base["threads"]))
-    progress.phase("loading models", None)
-    pair, prompts, cut = prepare(base)
-    note_replay(pair, progress.note)
-    note_unused_options(cfgs, pair, progress.note)
-    runners: list[Runner] = []
-    runs: dict[str, list[_Counted]] = {}
-    try:
-        with rank_logs_in(output_dir / LOGS_FOLDER):
-            for cfg in cfgs:
-                runners.append(build_runner(cfg, pair, stop_rules(cfg, pair)))
-                runs[runners[-1].name] = []
+class _Decoding:
+    """The prompts of the first configuration, decoded with every strategy.
+
+    Attributes:
+        runs: strategy -> repeat -> finished requests with their totals.
+    """
+
+    def __init__(self, cfgs: Sequence[dict[str, Any]], folder: Path, progress: Progress) -> None:
+        self._cfgs, self._folder, self._progress = cfgs, folder, progress
+        self._base = cfgs[0]
+        if self._base.get("threads"):
+            torch.set_num_threads(int(self._base["threads"]))
+        progress.phase("loading models", None)
+        self.pair, self._prompts, self._cut = prepare(self._base)
+        self.runners: list[Runner] = []
+        self.runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {}
+        note_replay(self.pair, progress.note)
+        note_unused_options(cfgs, self.pair, progress.note)
+
+    def decode(self, repeats: int) -> None:
+        """Writes requests, the record and the texts of tokens; closes the runners."""
+        base, progress = self._base, self._progress
+        try:
+            with rank_logs_in(self._folder / LOGS_FOLDER):
+                for cfg in self._cfgs:
+                    self.runners.append(build_runner(cfg, self.pair, stop_rules(cfg, self.pair)))
+                    self.runs[self.runners[-1].name] = []
+            if base.get("record"):
+                check_recordable(self.pair, self.runners[0].name, self.runners[0].claims)
+            if base.get("clock", {}).get("kind", "measured") != "simulated":
+                progress.phase("warming up", len(self.runners))
+                for runner in self.runners:
+                    _warm_up(runner, self._prompts[0])
+                    progress.advance(detail=runner.name)
+            total = repeats * len(self._prompts) * len(self.runners)
+            progress.phase("decoding", total)
+            with RequestWriter(self._folder / "requests.jsonl") as writer:
+                for repeat in range(repeats):
+                    self._repeat(repeat, writer)
+        finally:
+            for runner in self.runners:
+                runner.close()
+        results = {name: [result for result, _ in runs[0]] for name, runs in self.runs.items()}
         if base.get("record"):
-            check_recordable(pair, runners[0].name, runners[0].claims)
-        if base.get("clock", {}).get("kind", "measured") != "simulated":
-            progress.phase("warming up", len(runners))
-            for runner in runners:
-                _warm_up(runner, prompts[0])
-                progress.advance(detail=runner.name)
-        progress.phase("decoding", repeats * len(prompts) * len(runners))
-        with RequestWriter(output_dir / "requests.jsonl") as writer:
-            for repeat in range(repeats):
-                _one_repeat(base, runners, prompts, repeat, runs, writer, progress)
-    finally:
+            self._write_record(results[self.runners[0].name])
+        write_token_ends(self._folder, results, self.pair.tokenizer)
+
+    def conditions(self, repeats: int) -> dict[str, Any]:
+        """The conditions that all rows share."""
+        return conditions_of(self._base, self.pair, len(self._prompts), self._cut, repeats)
+
+    def merged(self) -> dict[str, list[Run]]:
+        """Strategy -> repeat -> its requests and totals."""
+        return {n: [Run.of(counted) for counted in runs] for n, runs in self.runs.items()}
+
+    def _repeat(self, repeat: int, writer: RequestWriter) -> None:
+        runners, left = self.runners, {}
         for runner in runners:
-            runner.close()
-    decoded = _Decoded(pair, prompts, cut, runners, runs)
-    if base.get("record"):
-        _write_record(base, decoded, output_dir, progress)
-    results = {runner.name: decoded.results(runner.name) for runner in runners}
-    write_token_ends(output_dir, results, pair.tokenizer)
-    return decoded
+            done = finished(writer.path, runner.name, repeat)
+            counted = [(r.result, r.totals) for r in done.values() if r.totals is not None]
+            self.runs[runner.name].append(counted)
+            left[runner.name] = {prompt.id for prompt in self._prompts if prompt.id not in done}
+            self._progress.advance(len(counted))
+        # Prompts run together if they share batches or arrive over time.
+        at_once = (self._base.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE
+        each = self._base["batch_size"] == 1 and at_once
+        for turn, together in enumerate([[p] for p in self._prompts] if each else [self._prompts]):
+            shift = (turn + repeat) % len(runners)  # rows take turns in running on a cold cache
+            for runner in [*runners[shift:], *runners[:shift]]:
+                group = [prompt for prompt in together if prompt.id in left[runner.name]]
 
+                def book(result: RequestResult, total: RunTotals, name: str = runner.name) -> None:
+                    writer.write(name, result, repeat=repeat, totals=total)
+                    self.runs[name][-1].append((result, total))
+                    self._progress.advance(detail=name)
 
-def _one_repeat(
-    base: Mapping[str, Any],
-    runners: Sequence[Runner],
-    prompts: Sequence[TokenPrompt],
-    repeat: int,
-    runs: dict[str, list[_Counted]],
-    writer: RequestWriter,
-    progress: Progress,
-) -> None:
-    left: dict[str, set[int]] = {}
-    for runner in runners:
-        done = finished(writer.path, runner.name, repeat)
-        counted = [(r.result, r.totals) for r in done.values() if r.totals is not None]
-        runs[runner.name].append(counted)
-        left[runner.name] = {prompt.id for prompt in prompts if prompt.id not in done}
-        progress.advance(len(counted))
-    for turn, together in enumerate(_groups(prompts, base)):
-        shift = (turn + repeat) % len(runners)  # rows take turns in running first, on a cold cache
-        for runner in [*runners[shift:], *runners[:shift]]:
-            group = [prompt for prompt in together if prompt.id in left[runner.name]]
+                if group:
+                    runner.run(group, lambda _: None, book)
 
-            def book(result: RequestResult, total: RunTotals, name: str = runner.name) -> None:
-                writer.write(name, result, repeat=repeat, totals=total)
-                runs[name][-1].append((result, total))
-                progress.advance(detail=name)
-
-            if group:
-                runner.run(group, lambda _: None, book)
-
-
-def _groups(prompts: Sequence[TokenPrompt], cfg: Mapping[str, Any]) -> list[list[TokenPrompt]]:
-    """Prompts that run together: one each, or all if they share batches or arrive over time."""
-    at_once = (cfg.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE
-    if cfg["batch_size"] == 1 and at_once:
-        return [[p] for p in prompts]
-    return [list(prompts)] if prompts else []
-
-
-def _as_run(counted: _Counted) -> Run:
-    totals = RunTotals.merge([totals for _, totals in counted])
-    return Run(tuple(result for result, _ in counted), totals)
+    def _write_record(self, results: Sequence[RequestResult]) -> None:
+        """``record=true``: a draft pass per prompt of the first row, excluded from all metrics."""
+        cfg, pair = self._base, self.pair
+        self._progress.phase("recording the draft", len(results))
+        model, conditions = cfg["model"], self.conditions(1)
+        record = record_run(
+            pair=pair,
+            prompts={prompt.id: prompt.tokens for prompt in self._prompts},
+            results=results,
+            sampling=sampling_params(cfg["sampling"]),
+            about={
+                "strategy": cfg["strategy"]["name"],
+                "model": {k: model[k] for k in ("kind", "target", "draft") if k in model},
+                **{k: v for k, v in conditions.items() if k in _RECORDED_CONDITIONS},
+                "sampling_params": dict(cfg["sampling"]),
+                "provenance": provenance(command=sys.argv, config=cfg),
+            },
+            on_request=lambda _: self._progress.advance(),
+        )
+        write_record(self._folder / "record.npz", record)
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
@@ -246,7 +235,8 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     """Loads a pair and its prompts.
 
     Returns:
-        The pair, tokenised prompts that fit its positions, and how many of them were shortened.
+        The pair, tokenised prompts that fit its positions (random ones for pairs without a
+        tokenizer), and how many of them were shortened.
 
     Raises:
         UserError: ``max_new_tokens`` leaves no room for prompts.
@@ -265,30 +255,25 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
             f" in the model's {positions} positions; choose a smaller number"
         )
     if tokenizer is None:
-        return pair, _random_prompts(pair, data["limit"], int(cfg["seed"])), 0
-    limit = data.get("max_prompt_tokens")
-    bounds = [b for b in (room, limit) if b is not None]
+        rng = np.random.default_rng(int(cfg["seed"]))
+        shape = (data["limit"] or 16, _SYNTHETIC_PROMPT_TOKENS)
+        drawn = rng.integers(1, pair.vocab_size, shape, np.int64)
+        return pair, [TokenPrompt(i, row) for i, row in enumerate(drawn)], 0
+    request = Request.of(**data)
+    bounds = [b for b in (room, request.max_prompt_tokens) if b is not None]
     prompts, cut = [], 0
-    for prompt in load_prompts(Request.of(**data), tokenizer=tokenizer):
-        tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"))
+    for prompt in load_prompts(request, tokenizer=tokenizer):
+        tokens = prompt_tokens(prompt, tokenizer, chat=request.chat)
         if bounds:
             tokens, num_cut = fit_prompt(
                 tokens,
                 max_len=min(bounds),
-                truncation=data.get("truncation", "left"),
+                truncation=request.truncation,
                 label=f"prompt {prompt.id} of data={data['name']}",
             )
             cut += num_cut > 0
-        prompts.append(TokenPrompt(prompt.id, np.asarray(tokens, np.int64)))
+        prompts.append(TokenPrompt(prompt.id, tokens))
     return pair, prompts, cut
-
-
-def _random_prompts(pair: ModelPair, limit: int | None, seed: int) -> list[TokenPrompt]:
-    """Random prompts, for pairs without a tokenizer."""
-    rng = np.random.default_rng(seed)
-    shape = (limit or 16, _SYNTHETIC_PROMPT_TOKENS)
-    tokens = rng.integers(1, pair.vocab_size, shape, np.int64)
-    return [TokenPrompt(i, row) for i, row in enumerate(tokens)]
 
 
 def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
@@ -316,31 +301,6 @@ def _warm_up(runner: Runner, prompt: TokenPrompt) -> None:
     runner.run([prompt], lambda _: None)
     if runner.trace is not None:
         runner.trace.clear()
-
-
-def _write_record(
-    cfg: Mapping[str, Any], decoded: _Decoded, output_dir: Path, progress: Progress
-) -> None:
-    """``record=true``: a draft pass per prompt of the first row, excluded from all metrics."""
-    results, pair = decoded.results(decoded.runners[0].name), decoded.pair
-    progress.phase("recording the draft", len(results))
-    conditions = conditions_of(cfg, pair, len(results), 0, 1)
-    model = cfg["model"]
-    record = record_run(
-        pair=pair,
-        prompts={prompt.id: prompt.tokens for prompt in decoded.prompts},
-        results=results,
-        sampling=sampling_params(cfg["sampling"]),
-        about={
-            "strategy": cfg["strategy"]["name"],
-            "model": {k: model[k] for k in ("kind", "target", "draft") if k in model},
-            **{k: v for k, v in conditions.items() if k in _RECORDED_CONDITIONS},
-            "sampling_params": dict(cfg["sampling"]),
-            "provenance": provenance(command=sys.argv, config=cfg),
-        },
-        on_request=lambda _: progress.advance(),
-    )
-    write_record(output_dir / "record.npz", record)
 
 
 def _write_trace(runner: Runner, pair: ModelPair, output_dir: Path) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
 from specdec.compose.build import compose
 from specdec.compose.workbench import Parts
 from specdec.errors import UserError
@@ -90,8 +92,7 @@ class PartsRunner:
         """Composes the strategy.
 
         Args:
-            cfg: resolved configuration (see ``compose``).
-            pair: target and draft.
+            cfg, pair: see ``compose``.
             stop: when requests are complete.
             on_step: called with the state after each step of ``run``; may cancel requests.
 
@@ -126,7 +127,7 @@ class PartsRunner:
             nonlocal left
             left -= 1
             totals.append(counts.take(at_end=not left))
-            result = self._result(request)
+            result = result_of(request, self._pair.tokenizer)
             on_finish(result)
             if book is not None:
                 book(result, totals[-1])
@@ -151,7 +152,9 @@ class PartsRunner:
             kv_budget_tokens=self.parts.serving.kv_tokens,
         )
         source = self.parts.source
-        totals.target_bytes, draft_bytes = self._pair.weight_bytes
+        sizes = self._pair.weight_bytes
+        draft_bytes = sizes.get(getattr(source, "model", "draft"), 0)
+        totals.target_bytes = sizes["target"]
         totals.draft_bytes = getattr(source, "pass_bytes", draft_bytes)
         law = getattr(source, "speedup_law", None)
         if law is not None and latency is not None:
@@ -204,21 +207,21 @@ class PartsRunner:
         """Releases the executor."""
         self.parts.executor.shutdown()
 
-    def _result(self, request: RequestState) -> RequestResult:
-        tokenizer = self._pair.tokenizer
-        text = "" if tokenizer is None else tokenizer.decode(request.output)
-        return RequestResult(
-            id=request.id,
-            num_prompt=request.num_prompt,
-            output=tuple(request.output),
-            origins=tuple(request.output_origins),
-            finish_reason=request.finish_reason or "cancelled",
-            text=str(text),
-            emitted_s=tuple(request.emitted_s),
-            arrival_s=request.arrival_s,
-            admitted_s=request.admitted_s,
-            counters=request.counters,
-        )
+
+def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) -> RequestResult:
+    """The result of a request that is complete or cancelled."""
+    return RequestResult(
+        id=request.id,
+        num_prompt=request.num_prompt,
+        output=tuple(request.output),
+        origins=tuple(request.output_origins),
+        finish_reason=request.finish_reason or "cancelled",
+        text="" if tokenizer is None else str(tokenizer.decode(request.output)),
+        emitted_s=tuple(request.emitted_s),
+        arrival_s=request.arrival_s,
+        admitted_s=request.admitted_s,
+        counters=request.counters,
+    )
 
 
 def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:

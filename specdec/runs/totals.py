@@ -2,19 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Any
 
-from specdec.clocks import ClockKind
+from specdec.clocks import Clock, ClockKind, ClockReport, WallClock
+from specdec.compose.workbench import Parts
+from specdec.interfaces import Executor
 from specdec.metrics.results import RunTotals
-from specdec.runs.rank_counts import RankCounts
+from specdec.state import DecodeState
 
-if TYPE_CHECKING:
-    from specdec.compose.workbench import Parts
-    from specdec.state import DecodeState
+Counts = Mapping[str, Any]
+"""Attribute of ``RunTotals`` -> cumulative count: a number, or numbers by key; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCounts:
+    """Cumulative counts of all ranks, in this process and in others.
+
+    Attributes:
+        counts: without ``draft_total_s`` on a measured clock, where the meter gives it.
+        reports: reports of the ranks' wall clocks, spans included.
+    """
+
+    counts: Counts
+    reports: tuple[ClockReport, ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def of(clock: Clock, executor: Executor) -> RankCounts:
+        """Reads the counts of every rank; one message to each other process."""
+        simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
+        read = None if simulated else getattr(executor, "reports", None)
+        answers: list[dict[str, Any]] = [] if read is None else read()
+        workers = [ClockReport.from_json(report["clock"]) for report in answers]
+        reports = (*([clock.report()] if isinstance(clock, WallClock) else []), *workers)
+        busy_s = {r.rank: r.busy_s for r in workers} if workers else None
+        if simulated:
+            busy_s = getattr(clock, "busy_s", None)
+            busy_s = None if busy_s is None else {r: s for r, s in busy_s.items() if r > 0}
+        sent = sum(report["bytes_sent"] for report in answers) + getattr(executor, "bytes_sent", 0)
+        counts = {
+            "stage_busy_s": busy_s,
+            "paced_pieces": sum(r.pieces for r in reports) if paced else None,
+            "overruns": sum(r.overruns for r in reports) if paced else None,
+            "bytes_sent": sent if workers else None,
+            "draft_hidden_s": None,
+        }
+        drafted = getattr(clock, "drafted", None)
+        if drafted is not None:
+            counts |= {"draft_total_s": drafted.total_s, "draft_hidden_s": drafted.hidden_s}
+        return RankCounts(counts=counts, reports=reports)
+
+
+def differences(now: Counts, before: Counts) -> Counts:
+    """The counts since ``before``, by the same names."""
+
+    def since(count: Any, earlier: Any) -> Any:
+        if count is None or earlier is None:
+            return None
+        if isinstance(count, Mapping):
+            return {key: number - earlier.get(key, 0) for key, number in count.items()}
+        return count - earlier
+
+    return {name: since(count, before[name]) for name, count in now.items()}
 
 
 class RunBook:
@@ -37,47 +88,51 @@ class RunBook:
         self._parts = parts
         self._state = state
         self._new_totals = new_totals
-        self.ranks = RankCounts.of(parts.clock, parts.executor)
         self._in_process = getattr(parts.executor, "reports", None) is None
-        self._restart(parts.clock.now())
+        self._restart(self._read(ranks=True))
 
     def take(self, *, at_end: bool = False) -> RunTotals:
         """The counts since the last call; ``at_end`` reads those of other processes."""
-        parts, state, totals = self._parts, self._state, self._new_totals()
-        now_s, clock_s = perf_counter(), parts.clock.now()
-        totals.wall_s = now_s - self._wall_s
-        simulated = parts.clock.kind is ClockKind.SIMULATED
-        totals.clock_s = clock_s - self._clock_s if simulated else totals.wall_s
-        totals.steps = state.step - self._step
-        counters, before = parts.executor.counters, self._executor
-        totals.target_passes = counters.passes - before.passes
-        totals.target_rows = counters.rows - before.rows
-        totals.prefill_passes = counters.prefill_passes - before.prefill_passes
-        totals.prefill_rows = counters.prefill_rows - before.prefill_rows
-        totals.request_steps = state.load.request_steps - self._load.request_steps
-        totals.kv_token_steps = state.load.kv_token_steps - self._load.kv_token_steps
-        totals.kv_peak_tokens = state.load.kv_peak_tokens
-        totals.add_source(parts.source.counters.since(self._source))
-        totals.add_meter(parts.meter)
-        if at_end or self._in_process:
-            ranks = RankCounts.of(parts.clock, parts.executor)
-            ranks.book(totals, self.ranks)
-            self.ranks = ranks
-        else:
-            self.ranks.book(totals, self.ranks)
-        self._restart(clock_s)
+        totals, wall_s = self._new_totals(), perf_counter() - self._wall_s
+        counts = self._read(ranks=at_end or self._in_process)
+        totals.add_meter(self._parts.meter)
+        for name, count in differences(counts, self._counts).items():
+            setattr(totals, name, count)
+        totals.wall_s = wall_s
+        if self._parts.clock.kind is not ClockKind.SIMULATED:
+            totals.clock_s = wall_s
+        totals.kv_peak_tokens = self._state.load.kv_peak_tokens
+        self._restart(counts)
         return totals
-
-    def _restart(self, clock_s: float) -> None:
-        parts, state = self._parts, self._state
-        parts.meter.reset()
-        self._source = deepcopy(parts.source.counters)
-        self._executor = replace(parts.executor.counters)
-        self._load = replace(state.load)
-        self._step = state.step
-        self._clock_s = clock_s
-        self._wall_s = perf_counter()
 
     def resume(self) -> None:
         """Excludes the wall time since the last ``take``, in which results were written."""
         self._wall_s = perf_counter()
+
+    def _restart(self, counts: Counts) -> None:
+        self._counts = counts
+        self._parts.meter.reset()
+        self.resume()
+
+    def _read(self, *, ranks: bool) -> Counts:
+        """The cumulative counts; those of the ranks as last read unless ``ranks``."""
+        parts, load = self._parts, self._state.load
+        source, executor = parts.source.counters, parts.executor.counters
+        clock_s = parts.clock.now()
+        if ranks:
+            self.ranks = RankCounts.of(parts.clock, parts.executor)
+        return {
+            "steps": self._state.step,
+            "clock_s": clock_s,
+            "target_passes": executor.passes,
+            "target_rows": executor.rows,
+            "prefill_passes": executor.prefill_passes,
+            "prefill_rows": executor.prefill_rows,
+            "draft_passes": source.passes,
+            "draft_rows": source.rows,
+            "draft_catch_up_rows": source.catch_up_rows,
+            "draft_passes_by_level": dict(source.by_level),
+            "request_steps": load.request_steps,
+            "kv_token_steps": load.kv_token_steps,
+            **self.ranks.counts,
+        }

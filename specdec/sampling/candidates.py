@@ -6,9 +6,10 @@ Shape letters: W nodes, K candidates, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from specdec.device import DeviceProbs, Probs
 from specdec.sampling import host, on_device
@@ -19,10 +20,8 @@ from specdec.types import Candidates, FloatArray, IntArray
 
 def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
     """Samples candidates on the device of ``probs`` [W, V] by ``uniforms``, float64[W, K]."""
-    if isinstance(probs, DeviceProbs):
-        tokens, logprobs, counts = on_device.sample_candidates(probs, k, uniforms)
-    else:
-        tokens, logprobs, counts = host.sample_candidates(probs, k, uniforms)
+    module: Any = on_device if isinstance(probs, DeviceProbs) else host
+    tokens, logprobs, counts = module.sample_candidates(probs, k, uniforms)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
 
 
@@ -32,10 +31,7 @@ def sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: in
 
 
 def top_candidates(
-    transform: SamplingTransform,
-    logits: torch.Tensor,
-    k: int,
-    histories: Sequence[IntArray] | None,
+    transform: SamplingTransform, logits: Tensor, k: int, histories: Sequence[IntArray] | None
 ) -> Candidates:
     """Returns the ``k`` most probable candidates of each row of logits[W, V]."""
     tokens, logprobs = transform.top(logits, k, histories)
@@ -51,7 +47,7 @@ def counts_of(transform: SamplingTransform, logprobs: FloatArray) -> IntArray:
 
 def candidates_of(
     transform: SamplingTransform,
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
     histories: Sequence[IntArray] | None,
     *,
@@ -73,7 +69,5 @@ def candidates_of(
     """
     if draws is None:
         return top_candidates(transform, logits, k, histories)
-    probs = transform.proposal_probs(logits, histories)
-    k = min(k, probs.shape[1])
-    uniforms = sibling_draws(draws, request_id, positions, k)
-    return drawn(probs, k, uniforms)
+    probs, k = transform.proposal_probs(logits, histories), min(k, logits.shape[1])
+    return drawn(probs, k, sibling_draws(draws, request_id, positions, k))

@@ -10,11 +10,10 @@ Shape letters: A rows, R padded rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.device import to_host
 from specdec.kernels.graphs import (
@@ -32,21 +31,6 @@ from specdec.types import FloatArray, IntArray
 _MAX_KINDS = 64  # combinations of shape and parameters; later ones are drawn uncaptured
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Input buffers for one batch shape.
-
-    Attributes:
-        logits: [R, V].
-        uniforms: float64[R].
-        host_uniforms: float64[R] on the host, the source of ``uniforms``.
-    """
-
-    logits: torch.Tensor
-    uniforms: torch.Tensor
-    host_uniforms: FloatArray
-
-
 class StaticDraws:
     """Draws of few rows over static buffers.
 
@@ -62,25 +46,17 @@ class StaticDraws:
         """
         self.replays = 0
         self._graphs = graphs
-        self._buffers: dict[tuple[Any, ...], _Buffers] = {}
-        self._launches: dict[tuple[Any, ...], Callable[[], torch.Tensor]] = {}
+        self._buffers: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._launches: dict[tuple[Any, ...], Callable[[], Tensor]] = {}
         self._pool: Any = None
 
-    def serves(self, logits: torch.Tensor) -> bool:
+    def serves(self, logits: Tensor) -> bool:
         """Whether draws from logits[A, V] use static buffers."""
-        device = logits.device
-        if device.type == "mps" or not 0 < len(logits) <= ROW_COUNTS[-1]:  # mps has no float64
-            return False
-        return resolve_graphs(self._graphs, device) is not Graphs.OFF
+        few = 0 < len(logits) <= ROW_COUNTS[-1]
+        return few and resolve_graphs(self._graphs, logits.device) is not Graphs.OFF
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        uniforms: FloatArray,
-        *,
-        temperature: float,
-        top_k: int,
-        top_p: float,
+        self, logits: Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
     ) -> IntArray:
         """Computes ``on_device.sample`` for logits for which ``serves`` is true."""
         transform: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -90,37 +66,31 @@ class StaticDraws:
         if key not in self._launches and len(self._launches) >= _MAX_KINDS:
             return on_device.sample(logits, uniforms, **transform)
         with device_guard(logits.device):
-            buffers = self._buffers_of(shape)
-            buffers.logits[:num] = logits
-            buffers.host_uniforms[:num] = uniforms
+            if shape not in self._buffers:
+                with torch.inference_mode(False):  # writable with inference mode on and off
+                    empty = logits.new_zeros(shape[:2])
+                    self._buffers[shape] = empty, empty.new_zeros(shape[0], dtype=torch.float64)
+            rows, draws = self._buffers[shape]
+            rows[:num] = logits
             # Pageable memory is staged before the call returns.
-            buffers.uniforms.copy_(torch.from_numpy(buffers.host_uniforms), non_blocking=True)
+            draws[:num].copy_(torch.from_numpy(uniforms), non_blocking=True)
             if key not in self._launches:
-                self._launches[key] = self._prepare(buffers, transform)
+                self._launches[key] = self._prepare(rows, draws, transform)
             tokens = to_host(self._launches[key]()[:num])
         self.replays += 1
         if (tokens == NOT_FOUND).any():  # top-p's cut lies beyond the examined entries
             return on_device.sample(logits, uniforms, **transform)
         return checked(tokens, logits)
 
-    def _buffers_of(self, shape: tuple[Any, ...]) -> _Buffers:
-        if shape not in self._buffers:
-            num_rows, vocab_size, dtype, device = shape
-            with torch.inference_mode(False):  # writable with inference mode on and off
-                self._buffers[shape] = _Buffers(
-                    torch.zeros(num_rows, vocab_size, dtype=dtype, device=device),
-                    torch.zeros(num_rows, dtype=torch.float64, device=device),
-                    np.zeros(num_rows),
-                )
-        return self._buffers[shape]
+    def _prepare(
+        self, logits: Tensor, uniforms: Tensor, transform: dict[str, Any]
+    ) -> Callable[[], Tensor]:
+        width = min(NUCLEUS, logits.shape[1])
 
-    def _prepare(self, buffers: _Buffers, transform: dict[str, Any]) -> Callable[[], torch.Tensor]:
-        width = min(NUCLEUS, buffers.logits.shape[1])
+        def launch() -> Tensor:
+            return weigh(logits, **transform, width=width).draw(uniforms)
 
-        def launch() -> torch.Tensor:
-            return weigh(buffers.logits, **transform, width=width).draw(buffers.uniforms)
-
-        if resolve_graphs(self._graphs, buffers.logits.device) is not Graphs.CUDA:
+        if resolve_graphs(self._graphs, logits.device) is not Graphs.CUDA:
             return launch
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

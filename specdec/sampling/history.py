@@ -21,36 +21,27 @@ class _RequestHistory:
     """State of one request.
 
     Attributes:
-        tokens: ``tokens[:length]`` are the committed tokens, the root last.
-        length: number of committed tokens.
+        tokens: int64[T], the committed tokens, the root last.
         root_id: node id of the root; None before the first commit.
         last_step: step of the last commit.
         nodes: node id -> (token, parent id).
     """
 
     tokens: IntArray
-    length: int
     root_id: int | None = None
     last_step: int = -1
     nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def extend(self, tokens: IntArray) -> None:
-        end = self.length + len(tokens)
-        if end > len(self.tokens):
-            self.tokens = np.concatenate([self.tokens, np.zeros(end, np.int64)])
-        self.tokens[self.length : end] = tokens
-        self.length = end
-
     def path(self, node_id: int) -> list[int]:
         """Tokens of the path from the root (excluded) to the node."""
-        path = []
+        path: list[int] = []
         while node_id != self.root_id:
             token, parent = self.nodes[node_id]
             if parent == NO_NODE:
                 break
-            path.append(token)
+            path.insert(0, token)
             node_id = parent
-        return path[::-1]
+        return path
 
 
 class HistoryTracker:
@@ -66,7 +57,7 @@ class HistoryTracker:
     def open(self, request_id: int, prompt: IntArray, params: SamplingParams) -> None:
         """Adds a request with its prompt, int64[T >= 1], whose last token is the first root."""
         if params.needs_history:
-            self._requests[request_id] = _RequestHistory(np.array(prompt, np.int64), len(prompt))
+            self._requests[request_id] = _RequestHistory(np.array(prompt, np.int64))
 
     def observe(self, rows: TreeRows) -> list[IntArray] | None:
         """Records nodes that reached this rank; parents before or together with their children.
@@ -88,7 +79,7 @@ class HistoryTracker:
             if request is None or commit.step <= request.last_step:
                 continue
             request.last_step = commit.step
-            request.extend(np.append(commit.retired_tokens[1:], commit.next_token))
+            request.tokens = np.append(request.tokens, commit.new_tokens)
             request.root_id = commit.root_id
             nodes = request.nodes
             request.nodes = {i: nodes[i] for i in commit.kept_ids.tolist() if i in nodes}
@@ -105,16 +96,11 @@ class HistoryTracker:
             node_ids: int64[A], nodes that were observed and not pruned by a commit.
 
         Returns:
-            A arrays int64[T_i]: committed tokens, then the path; views of one array.
+            A arrays int64[T_i]: committed tokens, then the path.
 
         Raises:
             KeyError: for an unknown node.
         """
         request = self._requests[request_id]
-        paths = [request.path(node_id) for node_id in node_ids.tolist()]
-        deepest = max(map(len, paths), default=0)
-        whole = np.empty((len(paths), request.length + deepest), np.int64)
-        whole[:, : request.length] = request.tokens[: request.length]
-        for row, path in zip(whole, paths, strict=True):
-            row[request.length : request.length + len(path)] = path
-        return [row[: request.length + len(path)] for row, path in zip(whole, paths, strict=True)]
+        paths = [np.array(request.path(node_id), np.int64) for node_id in node_ids.tolist()]
+        return [np.concatenate([request.tokens, path]) for path in paths]

@@ -9,22 +9,20 @@ Shape letters: A rows, W nodes, V vocabulary, S entries stored per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from specdec.types import BoolArray, FloatArray, IntArray
 
 Values: TypeAlias = npt.NDArray[np.floating]
 """Logits in the model's precision, float32 or float64."""
 
-CHUNK = 1 << 18
-"""Entries to process at a time: 2 MiB of float64, which fit the L2 cache."""
-
+_CHUNK = 1 << 18  # entries to process at a time: 2 MiB of float64, which fit the L2 cache
 _MIN_BLOCKS = 256  # with fewer blocks, the search for the k-th largest uses SIMD badly
 _BLOCKS_PER_CHOICE = 4
 _BINS = 128
@@ -32,18 +30,11 @@ _BLOCK = 64  # entries per block in the first of the two levels of a cumulative 
 _DIRECT = 4 * _BLOCK  # for at most this many entries, one level is faster
 
 
-def argmax(logits: torch.Tensor) -> IntArray:
+def argmax(logits: Tensor) -> IntArray:
     """Returns int64[A]: the first of the largest entries of each row of logits[A, V]."""
     values = logits.numpy()
     best = values.argmax(axis=1)  # NaN counts as the largest
     check_finite(values[np.arange(len(best)), best])
-    return best
-
-
-def row_max(values: Values) -> Values:
-    """Returns the row maxima [A, 1], checked to be finite."""
-    best = values.max(axis=1, keepdims=True)
-    check_finite(best)
     return best
 
 
@@ -62,8 +53,56 @@ def check_finite(best: Values) -> None:
         )
 
 
-def weights(values: Values, best: Values, temperature: float) -> FloatArray:
-    """Returns float64[A, S]: exp((values - best) / temperature), at most 1."""
+def sample(
+    logits: Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
+) -> IntArray:
+    """Returns int64[A]: the token at ``uniforms``[A] of each row's processed CDF in token-id order.
+
+    Args:
+        logits: [A, V], float32 or float64.
+        uniforms: float64[A] in [0, 1).
+        temperature: above 0.
+        top_k: 0, or at least V, disables it.
+        top_p: 1 disables it.
+
+    Raises:
+        ValueError: for rows with NaN, infinity or no allowed token.
+    """
+    parts = _weighed(logits, temperature, top_k, top_p)
+    tokens = [part.sample(uniforms[rows]) for rows, part in parts]
+    return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+
+
+def weigh(
+    logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Distribution:
+    """Applies temperature, top-k (and all ties with the k-th), then top-p; see ``sample``."""
+    return _stacked([part for _, part in _weighed(logits, temperature, top_k, top_p)])
+
+
+def one_hot(logits: Tensor) -> Distribution:
+    """Returns rows with all weight on the first of their largest entries."""
+    best = argmax(logits)
+    return Distribution(best[:, None], np.ones((len(best), 1)), logits.shape[1])
+
+
+def top(scores: Tensor, k: int) -> tuple[IntArray, FloatArray]:
+    """Returns the ``k`` best (tokens int64[W, S >= k], scores), ties in token-id order."""
+    tokens, kept, _ = _at_least_kth(scores.numpy(), k)
+    order = np.argsort(-kept, axis=1, kind="stable")
+    logprobs = np.take_along_axis(kept, order, axis=1).astype(np.float64)
+    return np.take_along_axis(tokens, order, axis=1), logprobs
+
+
+def _row_max(values: Values) -> Values:
+    """[A, 1]: the row maxima, checked to be finite."""
+    best = values.max(axis=1, keepdims=True)
+    check_finite(best)
+    return best
+
+
+def _weights(values: Values, best: Values, temperature: float) -> FloatArray:
+    """float64[A, S]: exp((values - best) / temperature), at most 1."""
     scaled = _scaled(values, best, temperature)
     return np.exp(scaled, out=scaled)
 
@@ -110,7 +149,7 @@ class Distribution:
         return dense
 
 
-def stacked(parts: Sequence[Distribution]) -> Distribution:
+def _stacked(parts: Sequence[Distribution]) -> Distribution:
     """Returns one distribution with the rows of all parts, padded to the widest."""
     if len(parts) == 1:
         return parts[0]
@@ -202,19 +241,33 @@ def sample_candidates(
 # ---------------------------------------------------------------------- filters
 
 
-def at_least_kth(logits: torch.Tensor, k: int) -> tuple[IntArray, Values, Values]:
-    """Returns all entries that are at least the row's k-th largest value, and possibly a few more.
+def _weighed(
+    logits: Tensor, temperature: float, top_k: int, top_p: float
+) -> Iterator[tuple[slice, Distribution]]:
+    """Applies the filters; without top-k, which keeps few entries, to chunks of rows."""
+    values = logits.numpy()
+    num_rows, vocab_size = values.shape
+    if 0 < top_k < vocab_size:
+        yield slice(num_rows), _filter_top_k(values, temperature, top_k, top_p)
+        return
+    step = max(1, _CHUNK // vocab_size)
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        if top_p < 1.0:
+            yield rows, _filter_top_p(values[rows], temperature, top_p)
+        else:
+            mass = _weights(values[rows], _row_max(values[rows]), temperature)
+            yield rows, Distribution(None, mass, vocab_size)
 
-    Args:
-        logits: [A, V].
-        k: 1 <= k <= V.
+
+def _at_least_kth(values: Values, k: int) -> tuple[IntArray, Values, Values]:
+    """All entries that are at least the row's k-th largest value, and possibly a few more.
 
     Returns:
         (token ids int64[A, S], increasing along a row; values[A, S], -inf in the padding at the
         end; row maxima [A, 1]), S >= k.
     """
-    values = logits.numpy()
-    best = row_max(values)
+    best = _row_max(values)
     flat = np.flatnonzero(values >= _lower_bound(values, k))
     return *_by_row(flat, values.reshape(-1)[flat], values.shape), best
 
@@ -250,43 +303,29 @@ def _by_row(flat: IntArray, chosen: Values, shape: tuple[int, ...]) -> tuple[Int
     return ids, padded
 
 
-def filter_top_k(
-    logits: torch.Tensor, temperature: float, top_k: int, top_p: float
-) -> Distribution:
-    """Applies temperature, top-k (including all entries that tie with the k-th), then top-p.
-
-    Args:
-        logits: [A, V].
-        temperature: above 0.
-        top_k: 1 <= k < V.
-        top_p: 1 disables it.
-    """
-    ids, chosen, best = at_least_kth(logits, top_k)
+def _filter_top_k(values: Values, temperature: float, top_k: int, top_p: float) -> Distribution:
+    """Applies temperature, top-k < V (including all entries that tie with the k-th), then top-p."""
+    ids, chosen, best = _at_least_kth(values, top_k)
     ordered = np.sort(chosen, axis=1)
     kth = ordered[:, -top_k, None]
     keep = chosen >= kth
     if top_p < 1.0:
-        mass = weights(ordered, best, temperature)
+        mass = _weights(ordered, best, temperature)
         mass[ordered < kth] = 0.0
         cdf = mass.cumsum(axis=1)
         keep &= _above_cut(chosen, ordered, cdf, (1.0 - top_p) * cdf[:, -1:])
-    kept = np.where(keep, weights(chosen, best, temperature), 0.0)
-    return Distribution(ids, kept, logits.shape[1])
+    kept = np.where(keep, _weights(chosen, best, temperature), 0.0)
+    return Distribution(ids, kept, values.shape[1])
 
 
-def filter_top_p(values: Values, temperature: float, top_p: float) -> Distribution:
+def _filter_top_p(values: Values, temperature: float, top_p: float) -> Distribution:
     """Applies temperature, then top-p over the whole vocabulary.
 
     The cut is located in a histogram of the mass over log-probability; only the bin that contains
     it is sorted.
-
-    Args:
-        values: [A, V].
-        temperature: above 0.
-        top_p: below 1.
     """
     shape, num_rows = values.shape, len(values)
-    scaled = _scaled(values, row_max(values), temperature)
+    scaled = _scaled(values, _row_max(values), temperature)
     mass = np.exp(scaled)
     total = mass.sum(axis=1)
     budget = (1.0 - top_p) * total  # mass that may be cut
@@ -321,11 +360,8 @@ def _keep_of_bin(
 ) -> BoolArray:
     """bool[len(flat)]: which entries of the bins that contain the cut are kept.
 
-    Args:
-        flat: int64, indices into [A, V], sorted.
-        scaled: float64, their log weights.
-        budget: float64[A], mass that may be cut from the bin.
-        shape: (A, V).
+    ``flat`` are sorted indices into [A, V], ``scaled`` their log weights, and ``budget``[A] is the
+    mass that may be cut from each bin.
     """
     _, chosen = _by_row(flat, scaled, shape)
     ordered = np.sort(chosen, axis=1)
@@ -337,14 +373,9 @@ def _above_cut(chosen: Values, ordered: Values, cdf: FloatArray, budget: FloatAr
     """bool[A, S]: the entries that top-p keeps.
 
     As in transformers, entries in ascending order are cut while their cumulative mass is within
-    the budget, and the best is always kept. Of equal logits at the cut, the lower token ids are
-    kept, as in greedy decoding (in transformers this depends on the sort).
-
-    Args:
-        chosen: [A, S], logits in token-id order, -inf in the padding.
-        ordered: [A, S], the same in ascending order.
-        cdf: float64[A, S], cumulative mass of ``ordered``.
-        budget: float64[A, 1], mass that may be cut.
+    the budget [A, 1], and the best is always kept. Of equal logits at the cut, the lower token ids
+    are kept, as in greedy decoding (in transformers this depends on the sort). ``ordered`` is
+    ``chosen`` in ascending order, and ``cdf`` its cumulative mass.
     """
     above = cdf > budget
     cut = np.where(above[:, -1], above.argmax(axis=1), above.shape[1] - 1)

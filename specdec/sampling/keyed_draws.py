@@ -9,7 +9,6 @@ Shape letters: I sibling indices, T positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -27,10 +26,11 @@ _LOW = np.uint64(_MASK)
 _SHIFT = np.uint64(32)
 _INDEX_BITS = 24
 
-_BLOCK = 256  # positions computed at a time
-_MAX_BLOCKS = 4  # per table; a table is replaced before it grows larger
+_BLOCK = 128  # a table ends after the block that follows the last position it was computed for
+_MAX_BLOCKS = 8
 _MAX_CACHED_INDEX = 128
 _MAX_TABLES = 4096
+_NO_DRAWS: FloatArray = np.zeros((0, 0))
 
 
 class Purpose(IntEnum):
@@ -104,18 +104,6 @@ def keyed_uniforms(
     return bits * 2.0**-53
 
 
-@dataclass(slots=True)
-class _Table:
-    """Draws of one prompt and purpose: values[I, T] for positions first .. first + T - 1."""
-
-    first: int
-    values: FloatArray
-
-    @property
-    def stop(self) -> int:
-        return self.first + self.values.shape[1]
-
-
 class KeyedDraws:
     """The uniform draws of a run, keyed by (seed, prompt id, position, purpose, index).
 
@@ -132,7 +120,8 @@ class KeyedDraws:
             seed: any integer; its low 64 bits are the key.
         """
         self.seed = seed
-        self._tables: dict[tuple[int, int], _Table] = {}
+        # (prompt id, purpose) -> first position and values[I, T] from there on
+        self._tables: dict[tuple[int, int], tuple[int, FloatArray]] = {}
 
     def uniform(
         self, prompt_id: int, positions: IntArray, purpose: Purpose, index: int | IntArray = 0
@@ -156,40 +145,16 @@ class KeyedDraws:
         else:
             low, high = int(positions.min()), int(positions.max())
         top = index if isinstance(index, int) else int(np.max(index))
-        table = self._tables.get((prompt_id, purpose))
-        if table is None or low < table.first or high >= table.stop or top >= table.values.shape[0]:
-            spread = high // _BLOCK - low // _BLOCK
-            if top >= _MAX_CACHED_INDEX or spread >= _MAX_BLOCKS:
+        first, values = self._tables.get((prompt_id, purpose), (0, _NO_DRAWS))
+        if low < first or high >= first + values.shape[1] or top >= values.shape[0]:
+            start, stop = low // _BLOCK, high // _BLOCK + 2
+            if top >= _MAX_CACHED_INDEX or stop - start > _MAX_BLOCKS:
                 return keyed_uniforms(self.seed, prompt_id, positions, purpose, index)
-            table = self._extend(prompt_id, purpose, table, (low, high), top)
-        values: FloatArray = table.values[index, positions - table.first]
-        return values
-
-    def _extend(
-        self,
-        prompt_id: int,
-        purpose: Purpose,
-        old: _Table | None,
-        span: tuple[int, int],
-        top: int,
-    ) -> _Table:
-        """Returns a table that covers the positions ``span`` (inclusive) and indices up to ``top``.
-
-        It also covers the old table's range if that is near, because two callers with the same
-        purpose may be a few positions apart.
-        """
-        first, stop = span[0] // _BLOCK, span[1] // _BLOCK + 1
-        rows = 1 << top.bit_length()
-        if old is not None:
-            rows = max(rows, old.values.shape[0])
-            near_first = min(first, old.first // _BLOCK)
-            near_stop = max(stop, old.stop // _BLOCK)
-            if near_stop - near_first <= _MAX_BLOCKS:
-                first, stop = near_first, near_stop
-        elif len(self._tables) >= _MAX_TABLES:
-            del self._tables[next(iter(self._tables))]
-        positions = np.arange(first * _BLOCK, stop * _BLOCK)
-        values = keyed_uniforms(self.seed, prompt_id, positions, purpose, np.arange(rows)[:, None])
-        table = _Table(first * _BLOCK, values)
-        self._tables[(prompt_id, int(purpose))] = table
-        return table
+            if len(self._tables) >= _MAX_TABLES:
+                del self._tables[next(iter(self._tables))]
+            first, rows = start * _BLOCK, max(1 << top.bit_length(), values.shape[0])
+            span = np.arange(first, stop * _BLOCK)
+            values = keyed_uniforms(self.seed, prompt_id, span, purpose, np.arange(rows)[:, None])
+            self._tables[(prompt_id, int(purpose))] = first, values
+        drawn: FloatArray = values[index, positions - first]
+        return drawn

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.device import DeviceProbs, to_device, to_host
@@ -36,12 +37,12 @@ NOT_FOUND = -2
 """Instead of a token, if top-p's cut is not among the searched entries."""
 
 
-def on_accelerator(tensor: torch.Tensor) -> bool:
+def on_accelerator(tensor: Tensor) -> bool:
     """Whether this module processes the tensor, instead of ``host`` (mps has no float64)."""
     return tensor.device.type not in ("cpu", "mps")
 
 
-def argmax(logits: torch.Tensor) -> IntArray:
+def argmax(logits: Tensor) -> IntArray:
     """Returns int64[A]: the first of the largest entries of each row of logits[A, V]."""
     best = logits.max(dim=1)  # returns the first of equal entries
     tokens = torch.where(best.values.isfinite(), best.indices, _FAULTY)
@@ -49,20 +50,9 @@ def argmax(logits: torch.Tensor) -> IntArray:
 
 
 def sample(
-    logits: torch.Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
+    logits: Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
 ) -> IntArray:
-    """Returns int64[A]: the token at ``uniforms``[A] of each row's processed CDF in token-id order.
-
-    Args:
-        logits: [A, V], float32 or float64.
-        uniforms: float64[A] in [0, 1).
-        temperature: above 0.
-        top_k: 0, or at least V, disables it.
-        top_p: 1 disables it.
-
-    Raises:
-        ValueError: for rows with NaN, infinity or no allowed token.
-    """
+    """``host.sample`` on the device."""
     vocab_size = logits.shape[1]
     step = max(1, _ENTRIES // vocab_size)
     draws = to_device(uniforms, logits.device)
@@ -77,7 +67,7 @@ def sample(
     return checked(tokens, logits)
 
 
-def checked(tokens: IntArray, logits: torch.Tensor) -> IntArray:
+def checked(tokens: IntArray, logits: Tensor) -> IntArray:
     """Returns ``tokens`` after checking that none of them marks a faulty row of logits[A, V].
 
     Raises:
@@ -98,11 +88,11 @@ class Weighted:
         cut_found: bool[A], whether top-p's cut was found; otherwise the row's weights are invalid.
     """
 
-    weights: torch.Tensor
-    best: torch.Tensor
-    cut_found: torch.Tensor
+    weights: Tensor
+    best: Tensor
+    cut_found: Tensor
 
-    def draw(self, uniforms: torch.Tensor) -> torch.Tensor:
+    def draw(self, uniforms: Tensor) -> Tensor:
         """Returns int64[A] on the device: a token per row, or a negative number for a fault."""
         tokens = torch.where(self.cut_found, inverse_cdf(self.weights, uniforms), NOT_FOUND)
         return torch.where(self.best.isfinite(), tokens, _FAULTY)
@@ -117,7 +107,7 @@ class Weighted:
         return DeviceProbs(self.weights / _total(self.weights), self.best)
 
 
-def one_hot(logits: torch.Tensor) -> Weighted:
+def one_hot(logits: Tensor) -> Weighted:
     """Returns rows with all weight on the first of their largest entries."""
     best = logits.max(dim=1)
     weights = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
@@ -126,20 +116,14 @@ def one_hot(logits: torch.Tensor) -> Weighted:
 
 
 def weigh(
-    logits: torch.Tensor,
+    logits: Tensor,
     *,
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
     width: int | None = None,
 ) -> Weighted:
-    """Applies temperature, top-k (including all entries that tie with the k-th), then top-p.
-
-    Args:
-        logits: [A, V], float32 or float64.
-        temperature, top_k, top_p: as in ``sample``.
-        width: number of most probable entries searched for top-p's cut; None: all.
-    """
+    """``host.weigh`` on the device, searching ``width`` entries for top-p's cut; None: all."""
     vocab_size = logits.shape[1]
     best = logits.amax(dim=1)
     everything = torch.ones_like(best, dtype=torch.bool)
@@ -164,7 +148,7 @@ def weigh(
     return Weighted(weights.masked_fill(~keep, 0.0), best, cut_found)
 
 
-def _weights(logits: torch.Tensor, best: torch.Tensor, temperature: float) -> torch.Tensor:
+def _weights(logits: Tensor, best: Tensor, temperature: float) -> Tensor:
     """float64[A, S]: exp((logits - best) / temperature)."""
     scaled = logits.double() - best.double()[:, None]
     if temperature != 1.0:
@@ -172,8 +156,8 @@ def _weights(logits: torch.Tensor, best: torch.Tensor, temperature: float) -> to
     return scaled.exp()
 
 
-def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ``k`` best (tokens int64[W, k], scores[W, k]), ties in token-id order.
+def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """``host.top`` on the device, for exactly ``k`` entries.
 
     ``topk`` alone does not specify which of several equal entries it returns, or in which order.
     """
@@ -190,7 +174,7 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 # ---------------------------------------------------------------------- sums and draws
 
 
-def block_sums(weights: torch.Tensor) -> torch.Tensor:
+def block_sums(weights: Tensor) -> Tensor:
     """Returns float64[A, B]: sums of ``BLOCK`` entries each, the last block padded with zeros."""
     parts = _blocks(weights)
     while parts.shape[-1] > 1:
@@ -199,13 +183,13 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
     return parts[..., 0]
 
 
-def _blocks(weights: torch.Tensor) -> torch.Tensor:
+def _blocks(weights: Tensor) -> Tensor:
     missing = -weights.shape[1] % BLOCK
     padded = pad(weights, (0, missing)) if missing else weights
     return padded.unflatten(1, (-1, BLOCK))  # [A, B, BLOCK]; many times per draw: no einops
 
 
-def running_sums(values: torch.Tensor) -> torch.Tensor:
+def running_sums(values: Tensor) -> Tensor:
     """Returns inclusive prefix sums [A, S] by doubling steps (Hillis and Steele 1986)."""
     step = 1
     while step < values.shape[1]:
@@ -214,18 +198,8 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Returns the first entry of each row whose cumulative share exceeds the row's uniform.
-
-    It never returns entries of weight 0, except 0 for rows without positive entries.
-
-    Args:
-        weights: float64[A, S], >= 0.
-        uniforms: float64[A] in [0, 1).
-
-    Returns:
-        int64[A].
-    """
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """``host.inverse_cdf`` on the device; 0 for rows without positive entries."""
     sums = block_sums(weights)
     cdf = running_sums(sums)
     draw = uniforms * cdf[:, -1]
@@ -235,7 +209,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return block[:, 0] * BLOCK + _first_above(running_sums(inside), inside, draw - before[:, 0])
 
 
-def _first_above(cdf: torch.Tensor, weights: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+def _first_above(cdf: Tensor, weights: Tensor, draw: Tensor) -> Tensor:
     """int64[A]: the first positive entry whose CDF exceeds the draw, else the last positive entry.
 
     The rounded sums need not increase, so the draw may lie beyond the last.
@@ -246,7 +220,7 @@ def _first_above(cdf: torch.Tensor, weights: torch.Tensor, draw: torch.Tensor) -
     return torch.minimum(_first(positive & (cdf > draw[:, None])), last)
 
 
-def _first(hits: torch.Tensor) -> torch.Tensor:
+def _first(hits: Tensor) -> Tensor:
     """int64[A]: the first true column of bool[A, S]; S if there is none."""
     places = torch.arange(hits.shape[1], device=hits.device)
     return torch.where(hits, places, hits.shape[1]).amin(dim=1)
@@ -255,7 +229,7 @@ def _first(hits: torch.Tensor) -> torch.Tensor:
 def sample_candidates(
     probs: DeviceProbs, k: int, uniforms: FloatArray
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """``host.sample_candidates`` for rows on a device; copies a few numbers per row, once.
+    """``host.sample_candidates`` on the device; copies a few numbers per row, once.
 
     Raises:
         ValueError: for rows with NaN, infinity or no allowed token.
@@ -280,11 +254,7 @@ def sample_candidates(
 
 
 def judge(
-    target: torch.Tensor,
-    draft: torch.Tensor,
-    children: IntArray,
-    tests: FloatArray,
-    draws: FloatArray,
+    target: Tensor, draft: Tensor, children: IntArray, tests: FloatArray, draws: FloatArray
 ) -> tuple[IntArray, IntArray]:
     """Multi-round rejection sampling at many nodes at once; see ``RejectionVerifier``.
 
@@ -322,6 +292,6 @@ def judge(
     return both[0], both[1]
 
 
-def _total(rows: torch.Tensor) -> torch.Tensor:
+def _total(rows: Tensor) -> Tensor:
     """[A, 1]: the sum of each row."""
     return running_sums(block_sums(rows))[:, -1:]

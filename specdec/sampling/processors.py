@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.types import IntArray
 
@@ -56,8 +57,8 @@ def repeated_ngrams(histories: Sequence[IntArray], size: int) -> tuple[IntArray,
 
 
 def apply_processors(
-    processors: Sequence[LogitsProcessor], logits: torch.Tensor, histories: Sequence[IntArray]
-) -> torch.Tensor:
+    processors: Sequence[LogitsProcessor], logits: Tensor, histories: Sequence[IntArray]
+) -> Tensor:
     """Applies processors to each node with its own history.
 
     One call per node, with the same ``input_ids`` [1, T] as in plain decoding, so that results do

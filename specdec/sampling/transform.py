@@ -8,31 +8,22 @@ Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from specdec.device import Probs, to_host
 from specdec.parts.fields import Limit, PositiveShare, expects, validated
-from specdec.sampling import on_device
+from specdec.sampling import host, on_device
 from specdec.sampling.captured import StaticDraws
-from specdec.sampling.host import (
-    CHUNK,
-    Distribution,
-    argmax,
-    at_least_kth,
-    check_finite,
-    filter_top_k,
-    filter_top_p,
-    row_max,
-    stacked,
-    weights,
-)
-from specdec.sampling.on_device import Weighted, on_accelerator, weigh
+from specdec.sampling.host import Distribution, check_finite
+from specdec.sampling.on_device import Weighted, on_accelerator
 from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.types import FloatArray, IntArray
 
@@ -108,72 +99,45 @@ class SamplingTransform:
             "top_p": params.top_p,
         }
 
-    def probs(self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
+    def probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
         """Returns the processed distribution, float64[A, V]; one-hot at the argmax if greedy."""
         return self.distribution(logits, histories).probs()
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        uniforms: FloatArray,
-        histories: Sequence[IntArray] | None = None,
+        self, logits: Tensor, uniforms: FloatArray, histories: Sequence[IntArray] | None = None
     ) -> IntArray:
         """Returns the token at ``uniforms``[A] of each row's CDF, int64[A]; argmax if greedy."""
-        params = self.params
         if not len(logits):
             return np.zeros(0, np.int64)
-        static = None if params.greedy else self._static
-        if static is not None and not static.serves(logits):
-            static = None
         logits = self._processed(logits, histories)
-        if static is not None:
-            return static.sample(logits, uniforms, **self._filters)
-        if params.greedy:
-            return on_device.argmax(logits) if on_accelerator(logits) else argmax(logits)
-        if on_accelerator(logits):
-            return on_device.sample(logits, uniforms, **self._filters)
-        if 0 < params.top_k < logits.shape[1]:
-            filtered = filter_top_k(logits, params.temperature, params.top_k, params.top_p)
-            return filtered.sample(uniforms)
-        chunks = _chunks(logits, params.temperature, params.top_p)
-        tokens = [chunk.sample(uniforms[rows]) for rows, chunk in chunks]
-        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        if self._static is not None and not self.params.greedy and self._static.serves(logits):
+            return self._static.sample(logits, uniforms, **self._filters)
+        module = _module(logits)
+        tokens: IntArray
+        if self.params.greedy:
+            tokens = module.argmax(logits)
+        else:
+            tokens = module.sample(logits, uniforms, **self._filters)
+        return tokens
 
     def distribution(
-        self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
+        self, logits: Tensor, histories: Sequence[IntArray] | None = None
     ) -> Distribution | Weighted:
         """Returns the processed distribution on its support, for draws and for ``probs()``."""
-        params, vocab_size = self.params, logits.shape[1]
-        if not len(logits):
-            return Distribution(None, np.zeros((0, vocab_size)), vocab_size)
-        logits = self._processed(logits, histories)
-        if on_accelerator(logits):
-            return on_device.one_hot(logits) if params.greedy else weigh(logits, **self._filters)
-        if params.greedy:
-            best = argmax(logits)
-            return Distribution(best[:, None], np.ones((len(best), 1)), vocab_size)
-        if 0 < params.top_k < vocab_size:
-            return filter_top_k(logits, params.temperature, params.top_k, params.top_p)
-        return stacked([part for _, part in _chunks(logits, params.temperature, params.top_p)])
+        return self._weighed(logits, histories, self._filters)
 
-    def proposal_probs(
-        self, logits: torch.Tensor, histories: Sequence[IntArray] | None = None
-    ) -> Probs:
+    def proposal_probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
         """Returns the distribution that a draft samples candidates from, float64[W, V].
 
         This is the processed distribution; if greedy, the model's own at temperature 1, because the
         processed one has a single token and cannot propose siblings. Rejection sampling is lossless
         for any distribution, as long as the candidates were sampled from it.
         """
-        if not self.params.greedy or not len(logits):
-            return self.probs(logits, histories)
-        logits = self._processed(logits, histories)
-        if on_accelerator(logits):
-            return weigh(logits, temperature=1.0).probs()
-        return stacked([part for _, part in _chunks(logits, 1.0, 1.0)]).probs()
+        filters = {"temperature": 1.0} if self.params.greedy else self._filters
+        return self._weighed(logits, histories, filters).probs()
 
     def top(
-        self, logits: torch.Tensor, k: int, histories: Sequence[IntArray] | None = None
+        self, logits: Tensor, k: int, histories: Sequence[IntArray] | None = None
     ) -> tuple[IntArray, FloatArray]:
         """Returns the most probable draft candidates of each row.
 
@@ -204,15 +168,21 @@ class SamplingTransform:
         if tied and on_accelerator(scores):
             tokens, logprobs = _on_host(*on_device.top(scores, k))
         elif tied:
-            tokens, kept, _ = at_least_kth(scores, k)
-            order = np.argsort(-kept, axis=1, kind="stable")
-            tokens = np.take_along_axis(tokens, order, axis=1)
-            logprobs = np.take_along_axis(kept, order, axis=1).astype(np.float64)
+            tokens, logprobs = host.top(scores, k)
         return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0)
 
-    def _processed(
-        self, logits: torch.Tensor, histories: Sequence[IntArray] | None
-    ) -> torch.Tensor:
+    def _weighed(
+        self, logits: Tensor, histories: Sequence[IntArray] | None, filters: dict[str, Any]
+    ) -> Distribution | Weighted:
+        if not len(logits):
+            return Distribution(None, np.zeros(logits.shape), logits.shape[1])
+        logits = self._processed(logits, histories)
+        module, greedy = _module(logits), filters["temperature"] == 0.0
+        weighed: Distribution | Weighted
+        weighed = module.one_hot(logits) if greedy else module.weigh(logits, **filters)
+        return weighed
+
+    def _processed(self, logits: Tensor, histories: Sequence[IntArray] | None) -> Tensor:
         """Applies processors; returns [A, V] in float32 or float64 without changing the input."""
         logits = logits.detach()
         if not on_accelerator(logits):
@@ -233,25 +203,14 @@ class SamplingTransform:
         return logits
 
 
-def _on_host(indices: torch.Tensor, values: torch.Tensor) -> tuple[IntArray, FloatArray]:
+def _module(logits: Tensor) -> ModuleType:
+    """The module that samples from these logits."""
+    return on_device if on_accelerator(logits) else host
+
+
+def _on_host(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
     """Returns int64 and float64 arrays, by one copy, since each copy waits for the device."""
     if not on_accelerator(values):
         return indices.numpy(), values.numpy().astype(np.float64)
     both = to_host(torch.stack([indices.double(), values.double()]))
     return both[0].astype(np.int64), both[1]
-
-
-def _chunks(
-    logits: torch.Tensor, temperature: float, top_p: float
-) -> Iterator[tuple[slice, Distribution]]:
-    """Applies temperature and top-p over whole rows, in chunks of rows that fit the cache."""
-    values = logits.numpy()
-    num_rows, vocab_size = values.shape
-    step = max(1, CHUNK // vocab_size)
-    for start in range(0, num_rows, step):
-        rows = slice(start, start + step)
-        if top_p < 1.0:
-            yield rows, filter_top_p(values[rows], temperature, top_p)
-        else:
-            mass = weights(values[rows], row_max(values[rows]), temperature)
-            yield rows, Distribution(None, mass, vocab_size)

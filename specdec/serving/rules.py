@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from specdec.errors import UserError
 from specdec.interfaces import Scheduler
 from specdec.parts.build import build_part
-from specdec.parts.fields import Count, Positive, Text, names_of, signature_of, validated
+from specdec.parts.fields import Count, Positive, Text, signature_of, validated
 from specdec.serving.arrivals import arrival_times
 from specdec.serving.blocks import BlockBudget
 from specdec.serving.feeding import Feeding
@@ -124,7 +124,7 @@ def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
     """
     if "_target_" not in cfg:
         return None
-    rules = names_of(signature_of(ServingRules.of).model)
+    rules = signature_of(ServingRules.of).plain
     return partial(_build, {key: value for key, value in cfg.items() if key not in rules})
 
 

@@ -47,8 +47,8 @@ class Background:
     """Makes a source asynchronous: its passes run on a device of their own, one after another.
 
     On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
-    ``rank``; on a measured clock it runs in a thread, over a copy of the trees. Commits that arrive
-    during a pass take effect when it has ended. ``expand`` waits for its pass.
+    ``free_rank``; on a measured clock it runs in a thread, over a copy of the trees. Commits that
+    arrive during a pass take effect when it has ended. ``expand`` waits for its pass.
 
     Attributes:
         wakeup: see ``AsynchronousSource``.
@@ -56,15 +56,15 @@ class Background:
 
     wakeup: threading.Event | None = None
 
-    def __init__(self, *, source: TokenSource, rank: int) -> None:
+    def __init__(self, *, source: TokenSource, free_rank: int) -> None:
         """Wraps a source.
 
         Args:
             source: any source that shares no caches with the executor.
-            rank: clock rank of its device.
+            free_rank: clock rank of its device, which no other device has.
         """
         self._source = source
-        self._rank = rank
+        self._rank = free_rank
         self._results: dict[Ticket, Future[Candidates]] = {}
         self._last: Future[Candidates] | None = None
         self._deferred: list[Callable[[], None]] = []

@@ -5,9 +5,9 @@ Shape letters: W nodes, K candidates, V vocabulary, C computed nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -67,13 +67,14 @@ class _Work:
 
 
 class DraftModelSource:
-    """Proposes the most probable, or sampled, next tokens of a draft model.
+    """Proposes the most probable, or sampled, next tokens of a draft model, or of a middle model.
 
     One ``expand`` is one packed forward over the nodes of all requests, their ancestors that are
     not in the cache, and the committed tokens that are missing in it. The number of computed rows
     is therefore the number of distinct nodes and ancestors plus the catch-up tokens.
 
     Attributes:
+        model: name of the model.
         gives_probs: whether candidates are sampled and returned with their distributions.
         counters: passes, rows and catch-up rows; ``by_level`` under the runner's name.
     """
@@ -82,7 +83,8 @@ class DraftModelSource:
     def __init__(
         self,
         *,
-        runner: ModelRunner,
+        runner: ModelRunner | Callable[[str], ModelRunner],
+        model: Literal["draft", "middle"] = "draft",
         sample: bool = False,
         guess_draw: bool = False,
         prefill_chunk: Count = 512,
@@ -90,7 +92,8 @@ class DraftModelSource:
         """Wraps a model.
 
         Args:
-            runner: the draft model, all layers.
+            runner: the model, all layers; or name -> the model of that name.
+            model: the name, by which a latency profile prices its passes. Default: "draft".
             sample: sample candidates without replacement from the draft's distribution, processed
                 by the target's transform, and return that distribution (rejection verifiers).
             guess_draw: place first the token that the target's own keyed draw selects from the
@@ -106,11 +109,14 @@ class DraftModelSource:
                 "guess_draw=true reads the target's draws, which would bias a rejection verifier;"
                 " use verifier=match or guess_draw=false"
             )
+        runner = runner(model) if callable(runner) else runner
+        self.model = model
         self.needs = Needs(target_draws=guess_draw)
         self.counters = SourceCounters(by_level={runner.name: 0})
         self.vocab_size: int | None = runner.vocab_size
         self.gives_probs = sample
         self._runner = runner
+        self._work = Work(model)
         self._prefill_chunk = prefill_chunk
         self._guesser = DrawGuesser() if guess_draw else None
         self._drafts: dict[int, _Draft] = {}
@@ -249,7 +255,7 @@ class DraftModelSource:
         self.counters.passes += 1
         self.counters.rows += num_rows
         self.counters.by_level[self._runner.name] += 1
-        state.clock.charge(CONTROLLER, Work.DRAFT, num_rows)
+        state.clock.charge(CONTROLLER, self._work, num_rows)
 
     def _gathered(self, works: Sequence[_Work], logits: torch.Tensor | None) -> torch.Tensor:
         """[W, V] in the caller's order; the logits of ancestors are stored."""

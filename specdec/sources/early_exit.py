@@ -111,7 +111,7 @@ def exit_pass_bytes(pair: SourcePair, *, with_layers: bool) -> int:
     """
     head = pair.artefact(HeadWeights, layer=pair.exit_layer)
     size = getattr(torch, pair.dtype).itemsize
-    layers = pair.weight_bytes[0] * pair.num_layers / (pair.num_layers + pair.head_cost)
+    layers = pair.weight_bytes["target"] * pair.num_layers / (pair.num_layers + pair.head_cost)
     before = round(layers * pair.exit_layer / pair.num_layers) if with_layers else 0
     return head.num_parameters * size + before
 

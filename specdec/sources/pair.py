@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 A = TypeVar("A")
@@ -29,8 +30,8 @@ class SourcePair(Protocol):
         ...
 
     @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the target's and of the draft's weights."""
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Name of each model ("target", "draft", "middle") -> bytes of its weights."""
         ...
 
     @property

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -44,7 +45,7 @@ class Collective:
         finally:
             self._paused = False
 
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+    def add(self, tensor: Tensor) -> Tensor:
         """Returns the sum over all ranks in the type of ``tensor``; 16-bit types sum in float32."""
         if self._paused or self.size == 1:
             return tensor
@@ -52,15 +53,15 @@ class Collective:
             return self._add(tensor.float()).to(tensor.dtype)
         return self._add(tensor.contiguous())
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         """Concatenates every rank's [..., n] to [..., size * n], in rank order."""
         if self.size == 1:
             return tensor
         parts = [tensor] * self.size if self._paused else self._gather(tensor.contiguous())
         return torch.cat(list(parts), -1)  # einops would stack and copy once more
 
-    def _add(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _add(self, tensor: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
         raise NotImplementedError

@@ -1,4 +1,7 @@
-"""Shards of a weight: ranges along one dimension, each padded with zeros."""
+"""Shards of a weight: ranges along one dimension, each padded with zeros; shares of heads.
+
+Shape letters: H query heads, G key/value heads, P ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Cut:
         """Returns the shape of the share of a weight with shape ``full``."""
         return (*full[: self.dim], self.size, *full[self.dim + 1 :])
 
-    def of(self, full: Any, dtype: torch.dtype) -> torch.Tensor:
+    def of(self, full: Any, dtype: torch.dtype) -> Tensor:
         """Returns the share of a tensor, or of a slice of a safetensors file.
 
         Of a file only the share is read. The result may be a view of ``full``.
@@ -52,7 +56,7 @@ class Cut:
         if len(self.pieces) == 1 and not self.pieces[0].pad:
             return torch.as_tensor(self._read(full, self.pieces[0])).to(dtype)
         share = torch.zeros(self.shape(shape), dtype=dtype)
-        if isinstance(full, torch.Tensor):
+        if isinstance(full, Tensor):
             share = share.to(full.device)
         offset = 0
         for piece in self.pieces:
@@ -62,7 +66,7 @@ class Cut:
             offset += width + piece.pad
         return share
 
-    def _read(self, full: Any, piece: Piece) -> torch.Tensor:
+    def _read(self, full: Any, piece: Piece) -> Tensor:
         entries = slice(piece.start, piece.stop)
         return full[entries] if self.dim == 0 else full[:, entries]
 
@@ -72,3 +76,50 @@ def even(total: int, *, rank: int, size: int) -> Piece:
     width = -(-total // size)
     start, stop = min(rank * width, total), min((rank + 1) * width, total)
     return Piece(start, stop, width - (stop - start))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """The heads of one rank.
+
+    Groups (a key/value head and its query heads) are assigned in order, equally many per rank; the
+    last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection is
+    zero, so that they add nothing. With at least twice as many ranks as groups, each group is first
+    split into parts with the same key/value head and a share of its query heads.
+
+    Attributes:
+        query: pieces of the query heads, counted in heads.
+        key_value: pieces of the key/value heads, counted in heads.
+        group_size: query heads per key/value head on every rank.
+    """
+
+    query: tuple[Piece, ...]
+    key_value: tuple[Piece, ...]
+    group_size: int
+
+    @staticmethod
+    def of(num_heads: int, num_kv_heads: int, *, rank: int, size: int) -> HeadSplit:
+        """Returns the heads of ``rank``.
+
+        Args:
+            num_heads: H, a multiple of G.
+            num_kv_heads: G.
+            rank: rank within the group.
+            size: P.
+        """
+        per_group = num_heads // num_kv_heads
+        parts = min(max(1, size // num_kv_heads), per_group)  # per group
+        width = -(-per_group // parts)
+        per_rank = -(-num_kv_heads * parts // size)
+        query, key_value = [], []
+        for number in range(rank * per_rank, (rank + 1) * per_rank):
+            group, part = divmod(number, parts)
+            if group >= num_kv_heads:
+                query.append(Piece(0, 0, width))
+                key_value.append(Piece(0, 0, 1))
+                continue
+            first = group * per_group + min(part * width, per_group)
+            last = group * per_group + min((part + 1) * width, per_group)
+            query.append(Piece(first, last, width - (last - first)))
+            key_value.append(Piece(group, group + 1, 0))
+        return HeadSplit(tuple(query), tuple(key_value), width)

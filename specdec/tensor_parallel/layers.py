@@ -5,65 +5,74 @@ Shape letters: R rows, I inputs, O outputs, P ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from specdec.tensor_parallel.collective import Collective
-from specdec.tensor_parallel.cuts import Piece
+from specdec.tensor_parallel.cuts import Cut, Piece
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 
 
-class ColumnLinear(nn.Module):
-    """A share of a layer's outputs: [R, I] -> [R, share], or [R, O] if shares are gathered."""
+class _Share(nn.Module):
+    """A share of a linear layer, whose cut parameters are on the meta device until assigned."""
 
-    def __init__(self, *, transposed: bool, gathered: tuple[Collective, int] | None = None) -> None:
-        """Creates the layer without weights, which ``sharding`` assigns.
+    def __init__(self, module: Any, cuts: Mapping[str, Cut]) -> None:
+        """Takes the hooks of ``module``, and those of its parameters that ``cuts`` does not name.
 
-        Args:
-            transposed: whether the weight has shape [I, share] (GPT-2's layers).
-            gathered: (group, O) if every rank needs all outputs; None: no gather. Shares are padded
-                at the end of the last ranks, so the first O outputs are the layer's.
+        A weight of shape [I, O] (GPT-2's Conv1D) keeps that order.
         """
         super().__init__()
-        self.weight: torch.Tensor
-        self.bias: torch.Tensor | None
-        self.transposed = transposed
-        self.gathered = gathered
+        self.weight: Tensor
+        self.bias: Tensor | None
+        self.transposed = not isinstance(module, nn.Linear)
+        for name, whole in (("weight", module.weight), ("bias", module.bias)):
+            parameter = whole
+            if whole is not None and name in cuts:
+                empty = torch.empty(cuts[name].shape(whole.shape), dtype=whole.dtype, device="meta")
+                parameter = nn.Parameter(empty, requires_grad=False)
+            self.register_parameter(name, parameter)
+        for name in _HOOKS:
+            setattr(self, name, getattr(module, name))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _product(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(hidden, self.weight.T if self.transposed else self.weight, bias)
+
+
+class ColumnLinear(_Share):
+    """A share of a layer's outputs: [R, I] -> [R, share], or [R, O] if shares are gathered."""
+
+    gathered: tuple[Collective, int] | None = None
+    """(group, O) if every rank needs all outputs. Shares are padded at the end of the last ranks,
+    so the first O outputs are the layer's."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
         """Returns the share's outputs, or all outputs if gathered."""
-        weight = self.weight.T if self.transposed else self.weight
-        output = linear(hidden, weight, self.bias)
+        output = self._product(hidden, self.bias)
         if self.gathered is None:
             return output
         group, total = self.gathered
         return group.gather(output)[..., :total]
 
 
-class RowLinear(nn.Module):
+class RowLinear(_Share):
     """A share of a layer's inputs: [R, share] -> [R, O], summed over the group, plus bias."""
 
-    def __init__(self, *, transposed: bool, group: Collective, split: Piece | None = None) -> None:
-        """Creates the layer without weights, which ``sharding`` assigns.
+    group: Collective
+    split: Piece | None = None
+    """The share of the inputs, if every rank receives all inputs; None: they are sharded."""
 
-        Args:
-            transposed: whether the weight has shape [share, O].
-            group: sums the outputs.
-            split: the share of the inputs, if every rank receives all inputs; None: inputs are
-                sharded already.
-        """
-        super().__init__()
-        self.weight: torch.Tensor
-        self.bias: torch.Tensor | None
-        self.transposed = transposed
-        self.group = group
-        self.split = split
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Returns the whole layer's outputs, equal on every rank."""
         if self.split is not None:
             hidden = hidden[..., self.split.start : self.split.stop]
             hidden = pad(hidden, (0, self.split.pad)) if self.split.pad else hidden
-        weight = self.weight.T if self.transposed else self.weight
-        output = self.group.add(linear(hidden, weight))
+        output = self.group.add(self._product(hidden, None))
         return output if self.bias is None else output + self.bias

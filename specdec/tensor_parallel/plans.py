@@ -57,16 +57,10 @@ def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
             f"model type {config.model_type!r}: its tensor-parallel plan has styles that are not"
             f" supported ({', '.join(wrong)}): use degrees of 1 (null), or executor=pipeline"
         )
-    patterns = [
-        (re.compile(re.escape(name).replace(r"\*", r"\d+")), style)
-        for name, style in plan.items()
-        if style in known
-    ]
-    prefix = model.base_model_prefix
     for name, module in model.base_model.named_modules():
-        for pattern, style in patterns:
-            if pattern.fullmatch(name):
-                yield f"{prefix}.{name}", module, style
+        style = plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name))
+        if style in known:
+            yield f"{model.base_model_prefix}.{name}", module, style
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head and isinstance(module, nn.Linear):

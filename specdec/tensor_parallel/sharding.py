@@ -10,21 +10,20 @@ from __future__ import annotations
 import copy
 from itertools import chain
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.tensor_parallel.collective import Collective
-from specdec.tensor_parallel.cuts import Cut, Piece, even
-from specdec.tensor_parallel.heads import HeadSplit
+from specdec.tensor_parallel.cuts import Cut, HeadSplit, Piece, even
 from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
 from specdec.tensor_parallel.plans import COLUMN, GATHERED, ROW, SPLIT, planned
 
 _KEY_VALUE = ("k_proj", "v_proj")
-_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-)
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
 
 
 def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
@@ -33,8 +32,7 @@ def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
     Raises:
         UserError: for a family without a plan.
     """
-    shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    shard = copy.deepcopy(model, shared)
+    shard = shared_copy(model)
     full = dict(shard.named_parameters(remove_duplicate=False))
     for name, cut in shard_modules(shard, group).items():
         path, _, leaf = name.rpartition(".")
@@ -58,41 +56,24 @@ def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
     """
     cuts: dict[str, Cut] = {}
     for path, module, style in list(planned(model)):
-        weight, bias = module.weight, module.bias
-        assert isinstance(weight, torch.Tensor), f"{path} has no weight"
+        weight = module.weight
+        assert isinstance(weight, Tensor), f"{path} has no weight"
         transposed = not isinstance(module, nn.Linear)  # GPT-2's Conv1D: [inputs, outputs]
         outputs, inputs = weight.T.shape if transposed else weight.shape
-        share: nn.Module
+        share: ColumnLinear | RowLinear
         if style in (COLUMN, GATHERED):
             pieces = _column_pieces(model, path, outputs, style, group)
-            cut = Cut(1 if transposed else 0, pieces)
-            gathered = (group, outputs) if style == GATHERED else None
-            share = ColumnLinear(transposed=transposed, gathered=gathered)
-            cuts |= {f"{path}.bias": Cut(0, pieces)} if bias is not None else {}
+            own = {"weight": Cut(int(transposed), pieces), "bias": Cut(0, pieces)}
+            share = ColumnLinear(module, own)
+            share.gathered = (group, outputs) if style == GATHERED else None
         else:
             pieces = _row_pieces(model, path, inputs, style, group)
-            cut = Cut(0 if transposed else 1, pieces)
-            split = pieces[0] if style == SPLIT else None
-            share = RowLinear(transposed=transposed, group=group, split=split)
-        cuts[f"{path}.weight"] = cut
-        _add_parameters(share, module, cut, cut_bias=style in (COLUMN, GATHERED))
-        for name in _HOOKS:
-            setattr(share, name, getattr(module, name))
+            own = {"weight": Cut(int(not transposed), pieces)}
+            share = RowLinear(module, own)
+            share.group, share.split = group, pieces[0] if style == SPLIT else None
+        cuts |= {f"{path}.{n}": cut for n, cut in own.items() if getattr(module, n) is not None}
         model.set_submodule(path, share)
     return cuts
-
-
-def _add_parameters(share: nn.Module, module: nn.Module, cut: Cut, *, cut_bias: bool) -> None:
-    """Adds meta parameters of the share's sizes; a bias that is not cut is the module's."""
-    weight, bias = module.weight, module.bias
-    assert isinstance(weight, torch.Tensor)
-    empty = torch.empty(cut.shape(weight.shape), dtype=weight.dtype, device="meta")
-    share.register_parameter("weight", nn.Parameter(empty, requires_grad=False))
-    if isinstance(bias, torch.Tensor) and cut_bias:
-        place = torch.empty(cut.size, dtype=bias.dtype, device="meta")
-        share.register_parameter("bias", nn.Parameter(place, requires_grad=False))
-    else:
-        share.register_parameter("bias", bias)  # type: ignore[arg-type]
 
 
 def _column_pieces(

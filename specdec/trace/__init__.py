@@ -1,14 +1,6 @@
 """Traces of a run: recording, files and plots of the ranks' timeline and the trees' growth."""
 
-from specdec.trace.files import TIMELINE_FILE, TREES_FILE, write_trace
-from specdec.trace.recorder import MAX_STEPS, ObservedExecutor, RunTrace, TreeRecorder
+from specdec.trace.files import write_trace
+from specdec.trace.recorder import MAX_STEPS, ObservedExecutor, RunTrace
 
-__all__ = [
-    "MAX_STEPS",
-    "TIMELINE_FILE",
-    "TREES_FILE",
-    "ObservedExecutor",
-    "RunTrace",
-    "TreeRecorder",
-    "write_trace",
-]
+__all__ = ["MAX_STEPS", "ObservedExecutor", "RunTrace", "write_trace"]

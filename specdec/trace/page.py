@@ -25,8 +25,7 @@ def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
     """The page: data, script and style in one file.
 
     Args:
-        trees: content of ``trees.json``.
-        title: description of the run, in one line.
+        trees, title: content of ``trees.json``, and a description of the run in one line.
 
     Raises:
         KeyError: ``trees`` has another format.
@@ -42,9 +41,6 @@ def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
 
 def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:
     """Step -> "hit" or "miss"; "miss" if any request missed."""
-    kinds: dict[int, str] = {}
-    for request in trees["requests"]:
-        for step in request["steps"]:
-            if step["commit"] and kinds.get(step["step"]) != "miss":
-                kinds[step["step"]] = step["commit"]["kind"]
-    return kinds
+    steps = (step for request in trees["requests"] for step in request["steps"])
+    # A miss comes after the hits of its step, and replaces them.
+    return dict(sorted((s["step"], s["commit"]["kind"]) for s in steps if s["commit"]))

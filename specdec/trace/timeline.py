@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -29,11 +30,9 @@ class Bar:
     """A time interval of a rank.
 
     Attributes:
-        rank: the rank, which is the row of the plot.
-        phase: key of ``_COLORS``.
+        rank, phase: row of the plot, and key of ``_COLORS``.
         start_ms, ms: start and duration in milliseconds.
-        step: iteration of the decode loop.
-        tokens: number of rows processed; 0 for waits.
+        step, tokens: iteration of the decode loop, and rows processed (0 for waits).
     """
 
     rank: int
@@ -63,13 +62,6 @@ def bars_of(trace: Mapping[str, Any]) -> tuple[list[Bar], dict[int, str]]:
     return sorted(bars, key=lambda bar: (bar.start_ms, bar.rank)), labels
 
 
-def default_steps(bars: Sequence[Bar]) -> tuple[int, int]:
-    """First and last step of the default range: the first 90 steps."""
-    first = min((bar.step for bar in bars if bar.tokens), default=0)
-    last = max((bar.step for bar in bars), default=first)
-    return first, min(last, first + _WIDE_STEPS - 1)
-
-
 def timeline_png(
     trace: Mapping[str, Any],
     *,
@@ -80,20 +72,22 @@ def timeline_png(
     """Timeline of all ranks as PNG: many steps on the left, a few of them in detail on the right.
 
     Args:
-        trace: content of ``trace.json``.
+        trace, title: content of ``trace.json``, and a description of the run in one line.
         steps: first and last step on the left (default: the first 90).
         commits: step -> "hit" or "miss"; misses are marked, and the detail shows the first one.
-        title: description of the run, in one line.
 
     Raises:
         ValueError: no rank worked in these steps.
     """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     bars, labels = bars_of(trace)
-    wide = default_steps(bars) if steps is None else steps
-    last = max((bar.step for bar in bars), default=0)
-    if not any(bar.tokens and wide[0] <= bar.step <= wide[1] for bar in bars):
+    worked = [bar.step for bar in bars if bar.tokens]
+    first, last = min(worked, default=0), max((bar.step for bar in bars), default=0)
+    wide = (first, min(last, first + _WIDE_STEPS - 1)) if steps is None else steps
+    if not any(wide[0] <= step <= wide[1] for step in worked):
         raise ValueError(f"no rank worked in steps {wide[0]} to {wide[1]} (the last is {last})")
     wide = wide[0], min(wide[1], last)
     near = _detail(wide, commits or {})
@@ -109,7 +103,13 @@ def timeline_png(
     left.set_ylim(max(ranks) + 0.6, min(ranks) - 0.6)
     left.set_ylabel("rank")
     figure.suptitle(title or "Timeline of all ranks", fontsize=11, x=0.01, ha="left")
-    _legend(figure, {bar.phase for bar in bars}, bool(commits))
+    names = {"compute": "compute (number: tokens)"}
+    used = [phase for phase in _COLORS if phase in {bar.phase for bar in bars}]
+    handles: list[Any] = [Patch(fc=_COLORS[phase], label=names.get(phase, phase)) for phase in used]
+    if commits:
+        label = "miss: the tree is discarded"
+        handles.append(Line2D([], [], color=_COLORS["prune"], ls=":", label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
     stream = BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()
@@ -139,45 +139,22 @@ def _panel(
     detailed = steps[1] - steps[0] < 2 * _NEAR_STEPS
     edge = {"edgecolor": "white", "linewidth": 0.4} if detailed else {"linewidth": 0}
     for phase, color in _COLORS.items():
-        by_rank: dict[int, list[tuple[float, float]]] = {}
+        by_rank: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for bar in shown[:_MAX_BARS]:
             if bar.phase == phase:
-                by_rank.setdefault(bar.rank, []).append((bar.start_ms, bar.ms))
+                by_rank[bar.rank].append((bar.start_ms, bar.ms))
         for rank, intervals in by_rank.items():
             ax.broken_barh(intervals, (rank - 0.4, 0.8), facecolors=color, **edge)
-    ends: dict[int, float] = {}
+    ends: defaultdict[int, float] = defaultdict(float)
     for bar in work:
-        ends[bar.step] = max(ends.get(bar.step, 0.0), bar.start_ms + bar.ms)
+        ends[bar.step] = max(ends[bar.step], bar.start_ms + bar.ms)
+        # The number of tokens, in each compute bar that is wide enough.
+        if detailed and bar.phase in ("compute", "draft") and bar.ms > 0.04 * (end - start):
+            at = bar.start_ms + bar.ms / 2
+            ax.text(at, bar.rank, str(bar.tokens), ha="center", va="center", fontsize=6, color="w")
     for step, at in ends.items():
         if commits.get(step) == "miss":
             ax.axvline(at, color=_COLORS["prune"], lw=0.8, ls=":", zorder=3)
-    if detailed:
-        _write_tokens(ax, work, end - start)
     ax.set_xlim(start, end)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-
-
-def _write_tokens(ax: Axes, bars: Sequence[Bar], span_ms: float) -> None:
-    """Writes the number of tokens into each compute bar that is wide enough."""
-    for bar in bars:
-        if bar.phase in ("compute", "draft") and bar.ms > 0.04 * span_ms:
-            at = bar.start_ms + bar.ms / 2
-            ax.text(at, bar.rank, str(bar.tokens), ha="center", va="center", fontsize=6, color="w")
-
-
-def _legend(figure: Any, phases: set[str], has_commits: bool) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    names = {"compute": "compute (number: tokens)", "draft": "draft", "transmit": "transmit"}
-    handles: list[Any] = [
-        Patch(facecolor=color, label=names.get(phase, phase))
-        for phase, color in _COLORS.items()
-        if phase in phases
-    ]
-    if has_commits:
-        handles.append(
-            Line2D([], [], color=_COLORS["prune"], ls=":", label="miss: the tree is discarded")
-        )
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from specdec.errors import UserError
-from specdec.parts.fields import names_of, signature_of
-from specdec.parts.sections import build, check_values
-from specdec.train import card, draft, exit_recipe, recipes, unlikelihood
+from specdec.parts.build import build, check_values
+from specdec.parts.fields import signature_of
+from specdec.train import card, draft, exits, recipes, unlikelihood
 from specdec.train.session import Recipe, Session, start
 
 RECIPES: dict[str, Recipe] = {
@@ -19,22 +19,15 @@ RECIPES: dict[str, Recipe] = {
     "finish": unlikelihood.finish_target,
     "draft": draft.train_draft,
     "ngram": draft.sample_ngram,
-    "exit_head": exit_recipe.train_exit_heads,
-    "bundled_heads": exit_recipe.train_exit_heads,
-    "medusa_heads": exit_recipe.train_exit_heads,
+    "exit_head": exits.train_exit_heads,
+    "bundled_heads": exits.train_exit_heads,
+    "medusa_heads": exits.train_exit_heads,
     "card": card.make_card,
 }
 
 
 def run(what: str, cfg: dict[str, Any]) -> int:
-    """Runs one recipe under a progress bar.
-
-    Args:
-        what: a key of ``RECIPES``.
-        cfg: the keys of conf/train/<what>.yaml.
-
-    Returns:
-        0.
+    """Runs a recipe of ``RECIPES`` under a progress bar; returns 0.
 
     Raises:
         UserError: an unknown recipe, a key that is unknown, missing or out of range, or a missing
@@ -42,7 +35,7 @@ def run(what: str, cfg: dict[str, Any]) -> int:
     """
     if what not in RECIPES:
         raise UserError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
-    recipe, names = RECIPES[what], names_of(signature_of(Session).model)
+    recipe, names = RECIPES[what], signature_of(Session).plain
     shared = {key: value for key, value in cfg.items() if key in names}
     own = {key: value for key, value in cfg.items() if key not in names}
     check_values(recipe, own, also=names)

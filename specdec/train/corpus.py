@@ -16,10 +16,13 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
+from specdec.data import DATA_VARIABLE
 from specdec.data.files import find_file, read_records
 from specdec.data.stdlib import imports_used, is_held_out, python_files, read_source, stdlib_root
 from specdec.errors import UserError
@@ -35,35 +38,32 @@ EVALUATED = {
 }
 """Sets whose text is excluded: file, keys of a record, and the separator between their values."""
 LINES_PER_SHINGLE = 3
+STREAMS = ("stdlib", "function", "package", "gsm8k")
+"""Names of the streams of training text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One training or held-out text.
+    """One training or held-out text, cleaned."""
 
-    Attributes:
-        source: distribution name, "stdlib" or "gsm8k".
-        kind: "file", "functions" or "text".
-        path: POSIX path relative to the source's root.
-        text: the cleaned text.
-    """
-
-    source: str
-    kind: str
-    path: str
+    source: str  # distribution name, "stdlib" or "gsm8k"
+    kind: str  # "file", "functions" or "text"
+    path: str  # POSIX, relative to the source's root
     text: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the text in UTF-8."""
+        return len(self.text.encode("utf-8"))
 
 
 @dataclass(slots=True)
 class Corpus:
     """Training and held-out documents, and counts of dropped files.
 
-    Attributes:
-        train: documents for training.
-        held_out: standard-library files for which is_held_out is true; never trained on.
-        licences: licence statement of each source, from its metadata.
-        dropped: number of dropped files by reason.
-        kept_out: evaluation sets that were available, so that files quoting them were dropped.
+    ``held_out`` has the standard-library files for which is_held_out is true, never trained on;
+    ``licences`` the statement of each source, ``dropped`` the number of files by reason, and
+    ``kept_out`` the evaluation sets that were available, so that files quoting them were dropped.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -72,19 +72,23 @@ class Corpus:
     dropped: Counter[str] = field(default_factory=Counter)
     kept_out: list[str] = field(default_factory=list)
 
+    def streams(self) -> dict[str, list[Document]]:
+        """Documents by the name of their token stream: one of STREAMS, or "held_out"."""
+        groups: dict[str, list[Document]] = {name: [] for name in STREAMS}
+        for document in self.train:
+            named = document.source if document.source in ("stdlib", "gsm8k") else "package"
+            groups["function" if document.kind == "functions" else named].append(document)
+        return {**groups, "held_out": self.held_out}
 
-def data_root() -> Path | None:
-    """Folder of data sets: SPECDEC_DATA, or None if it is unset or does not exist."""
-    value = os.environ.get("SPECDEC_DATA", "")
-    return Path(value) if value and Path(value).is_dir() else None
+
+def _data_file(name: str) -> Path | None:
+    """A file of the folder SPECDEC_DATA, gzipped or plain; None where there is none."""
+    folder = os.environ.get(DATA_VARIABLE)
+    return find_file(Path(folder), name) if folder else None
 
 
 def why_junk(text: str) -> str | None:
-    """Reason to drop a file, or None.
-
-    Reasons: very short or long files, very long lines (minified or generated), a statement that the
-    file is generated, and mostly digits, punctuation or non-ASCII characters (tables).
-    """
+    """Reason to drop a file, or None: its length, that of its lines, generated, mostly a table."""
     if len(text) < 400:
         return "short"
     if len(text) > 400_000:
@@ -109,63 +113,47 @@ def held_out_files() -> Iterator[tuple[str, str]]:
 def clean_source(text: str) -> str:
     """Removes trailing spaces and a leading comment block that states a copyright."""
     lines = [line.rstrip() for line in text.split("\n")]
-    end = 0
-    while end < len(lines) and (lines[end].startswith("#") or not lines[end]):
-        end += 1
-    block = "\n".join(lines[:end]).lower()
-    if "copyright" in block or "licen" in block or "coding:" in block:
-        lines = lines[end:]
+    block = list(takewhile(lambda line: line.startswith("#") or not line, lines))
+    if re.search("copyright|licen|coding:", "\n".join(block).lower()):
+        lines = lines[len(block) :]
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def line_shingles(text: str) -> set[int]:
-    """Hashes of each LINES_PER_SHINGLE consecutive lines of 12 characters or more."""
+def _grams(items: list[str], width: int) -> set[int]:
+    """Hashes of each `width` consecutive items."""
+    return {hash(tuple(items[i : i + width])) for i in range(len(items) - width + 1)}
+
+
+def _word_grams(text: str) -> set[int]:
+    """Of words of letters, digits and underscores."""
+    return _grams(re.findall(r"\w+", text.lower()), WORDS_PER_EVALUATION_GRAM)
+
+
+def _is_near_copy(text: str, *, seen: set[int], threshold: float) -> bool:
+    """Whether this share of a text's shingles was seen; those of any other text are added."""
     lines = [s for s in (line.strip() for line in text.split("\n")) if len(s) >= 12]
-    width = LINES_PER_SHINGLE
-    return {hash(tuple(lines[i : i + width])) for i in range(max(1, len(lines) - width + 1))}
+    shingles = _grams(lines, min(LINES_PER_SHINGLE, len(lines)))
+    if len(shingles & seen) >= threshold * len(shingles):
+        return True
+    seen |= shingles
+    return False
 
 
-class NearDuplicates:
-    """Set of line shingles; a document whose shingles are mostly in it is a near copy."""
-
-    def __init__(self, threshold: float = 0.5) -> None:
-        """Takes the share of known shingles, in (0, 1], from which a document is a copy."""
-        self.threshold, self.seen = threshold, set[int]()
-
-    def is_copy(self, text: str) -> bool:
-        """True for a near copy; the shingles of any other text are added to the set."""
-        shingles = line_shingles(text)
-        if len(shingles & self.seen) >= self.threshold * len(shingles):
-            return True
-        self.seen |= shingles
-        return False
-
-
-def word_grams(text: str, width: int = WORDS_PER_EVALUATION_GRAM) -> set[int]:
-    """Hashes of each `width` consecutive words (letters, digits, underscore) of a text."""
-    words = re.findall(r"\w+", text.lower())
-    return {hash(tuple(words[i : i + width])) for i in range(len(words) - width + 1)}
-
-
-def evaluation_grams(data: Path | None) -> dict[str, set[int]]:
-    """Word n-grams of each set of EVALUATED whose file is in the data folder, gzipped or plain."""
+def _evaluation_grams() -> dict[str, set[int]]:
+    """Word n-grams of each set of EVALUATED whose file is in the data folder."""
     grams = {}
     for name, (file, keys, joint) in EVALUATED.items():
-        path = None if data is None else find_file(data, (file,))
-        if path is not None:
+        if (path := _data_file(file)) is not None:
             texts = (joint.join(str(row[key]) for key in keys) for _, row in read_records(path))
-            grams[name] = set[int]().union(*map(word_grams, texts))
+            grams[name] = set[int]().union(*map(_word_grams, texts))
     return grams
 
 
 def function_documents(text: str, max_lines: int = 70) -> list[str]:
     """Module-level documented functions of a file, each below the imports that it uses.
 
-    The end token after each document teaches the model where a function's body ends.
-
-    Args:
-        text: a Python module's source; one that does not parse gives no functions.
-        max_lines: longest function; the shortest has 4 lines.
+    The end token after each document teaches the model where a function's body ends. A function
+    has 4 to max_lines lines. Source that does not parse gives none.
     """
     try:
         module = ast.parse(text)
@@ -187,22 +175,14 @@ def function_documents(text: str, max_lines: int = 70) -> list[str]:
 
 
 def licence_of(distribution: str) -> str:
-    """Licence statement of an installed distribution in one line, from its metadata.
-
-    Raises:
-        importlib.metadata.PackageNotFoundError: it is not installed.
-    """
+    """Licence statement of an installed distribution in one line, from its metadata."""
     meta = importlib.metadata.metadata(distribution)
-    classifiers = [
-        value.split("::")[-1].strip()
-        for value in (meta.get_all("Classifier") or [])
-        if value.startswith("License")
-    ]
-    stated = [*(meta.get_all("License-Expression") or []), *classifiers]
+    classifiers = [c for c in meta.get_all("Classifier") or [] if c.startswith("License")]
+    stated = [value.split("::")[-1].strip() for value in classifiers]
+    stated = [*(meta.get_all("License-Expression") or []), *stated]
     if not any(stated):
-        free_text = (meta.get_all("License") or [""])[0]
-        stated = [free_text.strip().split("\n")[0][:60]]
-    return "; ".join(dict.fromkeys(part for part in stated if part)) or "none stated"
+        stated = [(meta.get_all("License") or [""])[0].strip().split("\n")[0][:60]]
+    return "; ".join(dict.fromkeys(filter(None, stated))) or "none stated"
 
 
 def is_permissive(licence: str) -> bool:
@@ -218,50 +198,42 @@ def _roots_of(distribution: str) -> list[Path]:
     return [Path(str(base)) / top for top in sorted(tops)]
 
 
-def _add_files(
+def _add(
     corpus: Corpus,
     source: str,
-    files: Iterable[tuple[str, Path]],
-    max_bytes: int,
+    documents: Iterable[tuple[str, str, str | None]],
+    max_bytes: float,
     grams: set[int],
-    copies: NearDuplicates,
+    is_copy: Callable[[str], bool] | None = None,
 ) -> None:
+    """Adds (path, text, reason to drop it) up to a size: files with ``is_copy``, else texts."""
     size = 0
-    for relative, path in files:
-        text = read_source(path)
-        reason = "unreadable" if text is None else why_junk(text)
-        text = clean_source(text or "")
-        if reason is None and not grams.isdisjoint(word_grams(text)):
+    for path, text, reason in documents:
+        if reason is None and not grams.isdisjoint(_word_grams(text)):
             reason = "evaluation n-gram"
-        if reason is None and copies.is_copy(text):
+        if reason is None and is_copy and is_copy(text):
             reason = "near copy"
-        if reason is not None:
+        if reason:
             corpus.dropped[reason] += 1
             continue
-        corpus.train.append(Document(source, "file", relative, text))
-        for piece in function_documents(text):
-            corpus.train.append(Document(source, "functions", relative, piece))
+        corpus.train.append(Document(source, "file" if is_copy else "text", path, text))
+        pieces = function_documents(text) if is_copy else ()
+        corpus.train += [Document(source, "functions", path, piece) for piece in pieces]
         size += len(text)
         if size >= max_bytes:
             break
 
 
-def _add_gsm8k(corpus: Corpus, data: Path | None, grams: set[int], max_bytes: int) -> None:
-    path = find_file(data, ("gsm8k/train.jsonl",)) if data else None
-    if path is None:
-        return
-    corpus.licences["gsm8k"] = "MIT"
-    size = 0
+def _sources(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, str, str | None]]:
+    for relative, path in files:
+        text = read_source(path)
+        yield relative, clean_source(text or ""), "unreadable" if text is None else why_junk(text)
+
+
+def _questions(path: Path) -> Iterator[tuple[str, str, None]]:
     for index, (_, row) in enumerate(read_records(path)):
         answer = re.sub(r"<<[^>]*>>", "", row["answer"]).strip()
-        text = f"Question: {row['question'].strip()}\nAnswer: {answer}\n"
-        if not grams.isdisjoint(word_grams(text)):
-            corpus.dropped["evaluation n-gram"] += 1
-            continue
-        corpus.train.append(Document("gsm8k", "text", f"train/{index}", text))
-        size += len(text)
-        if size >= max_bytes:
-            break
+        yield f"train/{index}", f"Question: {row['question'].strip()}\nAnswer: {answer}\n", None
 
 
 def build_corpus(
@@ -269,27 +241,25 @@ def build_corpus(
 ) -> Corpus:
     """Reads, cleans and de-duplicates all text; deterministic for one installation.
 
-    Near copies of held-out files are dropped too.
-
     Args:
         packages: largest number of megabytes (10**6 bytes) of files by distribution, in order of
             each path's CRC-32; a distribution that is not installed is skipped and counted.
         gsm8k_mb: megabytes of GSM8K training text; needs the SPECDEC_DATA folder.
-        copy_threshold: see NearDuplicates.
+        copy_threshold: share of known 3-line shingles, in (0, 1], from which a file is a copy,
+            also of a held-out file.
 
     Raises:
         UserError: a package's metadata states no permissive licence.
     """
-    data = data_root()
-    by_set = evaluation_grams(data)
-    grams = set[int]().union(*by_set.values())
-    copies, corpus = NearDuplicates(copy_threshold), Corpus(kept_out=list(by_set))
+    by_set, seen = _evaluation_grams(), set[int]()
+    grams, corpus = set[int]().union(*by_set.values()), Corpus(kept_out=list(by_set))
+    is_copy = partial(_is_near_copy, seen=seen, threshold=copy_threshold)
     for relative, text in held_out_files():
-        copies.is_copy(text)
+        is_copy(text)
         corpus.held_out.append(Document("stdlib", "file", relative, text))
     corpus.licences["stdlib"] = "PSF-2.0"
     training = [(r, p) for r, p in python_files(stdlib_root()) if not is_held_out(r)]
-    _add_files(corpus, "stdlib", training, 10**9, grams, copies)
+    _add(corpus, "stdlib", _sources(training), 1e9, grams, is_copy)
     for name, megabytes in packages.items():
         try:
             licence = licence_of(name)
@@ -301,6 +271,8 @@ def build_corpus(
         corpus.licences[name] = licence
         files = [pair for root in _roots_of(name) for pair in python_files(root)]
         files.sort(key=lambda pair: zlib.crc32(pair[0].encode("utf-8")))
-        _add_files(corpus, name, files, int(megabytes * 1e6), grams, copies)
-    _add_gsm8k(corpus, data, grams, int(gsm8k_mb * 1e6))
+        _add(corpus, name, _sources(files), int(megabytes * 1e6), grams, is_copy)
+    if (questions := _data_file("gsm8k/train.jsonl")) is not None:
+        corpus.licences["gsm8k"] = "MIT"
+        _add(corpus, "gsm8k", _questions(questions), int(gsm8k_mb * 1e6), grams)
     return corpus

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,12 @@ from torch import Tensor
 from specdec.errors import UserError
 from specdec.files import write_bytes
 from specdec.parts.fields import Positive, Share, validated
-from specdec.parts.sections import build
-from specdec.train.lm import Loss, Pretraining, Report
-from specdec.train.model import LanguageModel, compiled_if, with_layers
-from specdec.train.parallel import rank_and_size, wait_for_all
+from specdec.train.lm import Loss, Pretraining, keep_settings
+from specdec.train.model import LanguageModel, compiled_if, weights_hash, with_layers
 from specdec.train.plan import RunPlan
-from specdec.train.recipes import Teacher, read_teacher, train_and_save
-from specdec.train.resuming import keep_settings, weights_hash
-from specdec.train.samples import (
-    Sampling,
-    docstring_end,
-    function_prompts,
-    sample_documents,
-    sequence_end,
-)
-from specdec.train.session import Session
+from specdec.train.recipes import Teacher, read_teacher, save_member, train_and_save
+from specdec.train.samples import docstring_end, function_prompts, sample_documents, sequence_end
+from specdec.train.session import Report, Session, rank_and_size, wait_for_all
 from specdec.train.streams import Mixture, load_streams, save_streams
 
 
@@ -39,30 +32,25 @@ def divergence(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
     return F.kl_div(log_draft, log_target, reduction="batchmean", log_target=True)
 
 
+@validated
+@dataclass
 class DistillationLoss(Loss):
     """KL divergence from a frozen target's distribution to the draft's, on the same inputs.
 
     Both distributions are taken at one temperature (Hinton et al. 2015, section 2); below 1 it
-    weights the target's likeliest tokens, which decide acceptance, above the tail.
+    weights the target's likeliest tokens, which decide acceptance, above the tail. ``text_weight``
+    is the share of the text's cross entropy. Freezes the target, and is compiled if the target is.
     """
 
-    @validated
-    def __init__(
-        self, target: LanguageModel, *, text_weight: Share = 0.0, temperature: Positive = 1.0
-    ) -> None:
-        """Freezes the target; the loss is compiled if the target is.
+    target: LanguageModel
+    text_weight: Share = 0.0
+    temperature: Positive = 1.0
 
-        Args:
-            target: the teacher.
-            text_weight: share of the text's cross entropy in the loss.
-            temperature: of both distributions.
-        """
-        self.target, self.text_weight = target.requires_grad_(False), text_weight
-        self.temperature = temperature
-        self.divergence = compiled_if(target.compiled, divergence)
+    def __post_init__(self) -> None:
+        self.target.requires_grad_(False)
+        self.divergence = compiled_if(self.target.compiled, divergence)
 
     def __call__(self, draft: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Scalar loss in nats per token."""
         with torch.no_grad():
             target_logits = self.target(inputs_BS).flatten(0, 1)
         draft_logits = draft(inputs_BS).flatten(0, 1)
@@ -73,41 +61,28 @@ class DistillationLoss(Loss):
         return loss
 
 
-def sampling_rules(sampling: dict[str, Any]) -> list[Sampling]:
-    """Builds the rules of a `sampling` section."""
-    return [build(Sampling, rule, "sampling.rules") for rule in sampling["rules"]]
-
-
-def docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
+def _docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
     """Signatures and docstrings of training functions, as prompts."""
     quotes = [i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text]
-    return function_prompts(teacher.streams["function"], docstring_end(quotes), limit, seed)
+    end = partial(docstring_end, quote_ids=quotes)
+    return function_prompts(teacher.streams["function"], end, limit, seed)
 
 
 def sample_target(
     target: Teacher,
-    *,
-    work: Path,
     sampling: dict[str, Any],
+    work: Path,
+    *,
     seed: int,
     report: Report,
     mark: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """Samples the target's own continuations of training functions' signatures and docstrings.
 
-    Each process of a group samples its share of the prompts and returns all samples.
-
-    Args:
-        target: the sampled model; prompts come from its streams "function" and "gsm8k".
-        work: folder of the result, one file per process; a second call with the same target and
-            settings reads it.
-        sampling: keys prompts, gsm8k_prompts, new_tokens, batch, minutes, rules (see Sampling).
-        seed: of prompts and draws.
-        report: progress.
-        mark: applied to the ids of each continuation.
-
-    Returns:
-        Token ids, documents each preceded by token 0.
+    Each process of a group samples its share of the prompts, which come from the streams "function"
+    and "gsm8k", and returns all samples. The folder ``work`` gets one file per process, which a
+    second call with the same target and settings reads. ``sampling`` also has the numbers of
+    prompts, ``prompts`` and ``gsm8k_prompts``; for the other arguments see ``sample_documents``.
 
     Raises:
         UserError: the folder has samples of another target or of other settings.
@@ -116,26 +91,17 @@ def sample_target(
     paths = [work / f"samples-{part}.npz" for part in range(size)]
     settings = {"target": weights_hash(target.model), "sampling": sampling, "seed": seed}
     keep_settings(work / "sampling.json", settings | {"processes": size}, paths)
-    if all(path.exists() for path in paths):
-        return np.concatenate([load_streams(path)["samples"] for path in paths])
-    prompts = docstring_prompts(target, sampling["prompts"], seed)
-    gsm8k = target.streams.get("gsm8k")
-    if sampling["gsm8k_prompts"] and gsm8k is not None:
-        answer = target.tokenizer.encode("\nAnswer:").ids
-        prompts += function_prompts(gsm8k, sequence_end(answer), sampling["gsm8k_prompts"], seed)
-    samples = sample_documents(
-        target.model,
-        prompts[rank::size],
-        sampling_rules(sampling),
-        new_tokens=sampling["new_tokens"],
-        batch=sampling["batch"],
-        seed=seed + rank,
-        minutes=sampling["minutes"],
-        mark=mark,
-        report=report,
-    )
-    save_streams({"samples": samples}, paths[rank])
-    wait_for_all()
+    if not all(path.exists() for path in paths):
+        prompts = _docstring_prompts(target, sampling["prompts"], seed)
+        questions, limit = target.streams.get("gsm8k"), sampling["gsm8k_prompts"]
+        if limit and questions is not None:
+            end = partial(sequence_end, ids=target.tokenizer.encode("\nAnswer:").ids)
+            prompts += function_prompts(questions, end, limit, seed)
+        samples = sample_documents(
+            target.model, prompts[rank::size], sampling, seed=seed + rank, mark=mark, report=report
+        )
+        save_streams({"samples": samples}, paths[rank])
+        wait_for_all()
     return np.concatenate([load_streams(path)["samples"] for path in paths])
 
 
@@ -154,53 +120,36 @@ def train_draft(
     The draft's initial weights are the target's embedding and some of its layers, which saves
     hundreds of steps compared with random weights. Arguments: conf/train/draft.yaml.
     """
-    work, out, seed = session.work / "draft", session.out, session.seed
+    work, folder = session.work / "draft", session.out / "draft"
+    seed, report = session.seed, session.report
     schedule = RunPlan.of(distill_plan, "distill_plan")
     target = read_teacher(session)
     draft = with_layers(target.model, target_layers).to(session.place)
     schedule.check(draft.shape)
-    loss = DistillationLoss(target.model, text_weight=text_weight, temperature=temperature)
-    samples = sample_target(target, work=work, sampling=sampling, seed=seed, report=session.report)
+    about = {"text_weight": text_weight, "temperature": temperature}
+    loss = DistillationLoss(target.model, **about)
+    samples = sample_target(target, sampling, work, seed=seed, report=report)
     streams = {**target.streams, "samples": samples}
-    run = Pretraining(
-        draft,
-        Mixture(streams, distill_weights, seed + 1),
-        schedule,
-        work,
-        loss=loss,
-        held_out=streams["held_out"],
-        settings={
-            **{"target": weights_hash(target.model), "target_layers": target_layers},
-            **{"text_weight": text_weight, "temperature": temperature},
-        },
-        report=session.report,
-    )
+    settings = {"target": weights_hash(target.model), "target_layers": target_layers, **about}
+    mixture, held_out = Mixture(streams, distill_weights, seed + 1), streams["held_out"]
+    run = Pretraining(draft, mixture, schedule, work, held_out, loss, settings, report)
     extra = {"sampled_tokens": len(samples), "target_layers": target_layers}
-    train_and_save(run, out / "draft", tokenizer=out / "target", extra=extra)
+    save_draft = partial(save_member, folder=folder, tokenizer=session.out / "target")
+    train_and_save(run, folder / "training.json", save_draft, extra)
 
 
 def sample_ngram(session: Session, *, sampling: dict[str, Any], max_tokens: int) -> None:
     """Samples token sequences from the draft for n-gram counts.
 
-    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents each preceded by token 0.
-    Arguments: conf/train/ngram.yaml.
-
-    Raises:
-        UserError: the vocabulary has ids above 32767, which int16 cannot hold.
+    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents each preceded by token 0;
+    a vocabulary with ids above 32767 is refused. Arguments: conf/train/ngram.yaml.
     """
-    draft = read_teacher(session, "draft")
+    draft, seed = read_teacher(session, "draft"), session.seed
     if draft.model.shape.vocab_size > 32768:
         raise UserError(f"vocabulary of {draft.model.shape.vocab_size} does not fit 16 bits")
+    prompts, report = _docstring_prompts(draft, sampling["prompts"], seed), session.report
     tokens = sample_documents(
-        draft.model,
-        docstring_prompts(draft, sampling["prompts"], session.seed),
-        sampling_rules(sampling),
-        new_tokens=sampling["new_tokens"],
-        batch=sampling["batch"],
-        seed=session.seed,
-        minutes=sampling["minutes"],
-        keep_prompt=False,
-        report=session.report,
-    )[:max_tokens]
-    data = save({"tokens": tokens.astype(np.int16)})
+        draft.model, prompts, sampling, seed=seed, keep_prompt=False, report=report
+    )
+    data = save({"tokens": tokens[:max_tokens].astype(np.int16)})
     write_bytes(session.out / "ngram" / "samples.safetensors", data)

@@ -1,27 +1,35 @@
-"""Heads that read a frozen model's residual stream: early exits and Medusa heads.
+"""Heads that read a frozen model's residual stream: early exits and Medusa heads, and their recipe.
 
-Shape letters as in model.py, and N = B S positions. A head of offset d predicts the token d
-positions after the next one.
+The recipe is self-distillation (PPSD 5.1, D). Shape letters as in model.py, and N = B S positions.
+A head of offset d predicts the token d positions after the next one.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.errors import UserError
-from specdec.parts.fields import Count, NotNegative, Positive, validated
-from specdec.train.lm import Loss
-from specdec.train.model import LanguageModel, compiled_if, save_weights
+from specdec.files import write_json
+from specdec.parts.build import build
+from specdec.parts.fields import Count, Index, NotNegative, Positive, validated
+from specdec.train.agreement import agreement_by_data, check_data_name
+from specdec.train.draft import sample_target
+from specdec.train.lm import Loss, Pretraining
+from specdec.train.model import LanguageModel, compiled_if, save_weights, weights_hash
+from specdec.train.plan import RunPlan
+from specdec.train.recipes import Teacher, read_teacher, train_and_save
+from specdec.train.session import Session, rank_and_size
+from specdec.train.streams import Mixture
 
 
 class HeadKind(StrEnum):
@@ -42,7 +50,7 @@ class HeadSpec:
     """Configuration of one head.
 
     Attributes:
-        kind: see ``HeadKind``.
+        kind: a ``HeadKind`` or its text.
         layer: number of the target's layers before the head.
         offset: positions beyond the next token; 0 for an early exit.
         own_output: whether the head trains an output matrix or uses the target's.
@@ -50,12 +58,8 @@ class HeadSpec:
 
     kind: HeadKind
     layer: Count
-    offset: Annotated[int, Field(ge=0)] = 0
+    offset: Index = 0
     own_output: bool = True
-
-    def __post_init__(self) -> None:
-        """Accepts the kind as text."""
-        object.__setattr__(self, "kind", HeadKind(self.kind))
 
     @property
     def name(self) -> str:
@@ -67,20 +71,16 @@ class ExitHead(nn.Module):
     """One head; parameter names are those of its file."""
 
     def __init__(self, spec: HeadSpec, target: LanguageModel) -> None:
-        """Copies the target's last layer, final norm and output matrix as initial weights.
-
-        Raises:
-            UserError: the target has fewer layers than ``spec.layer``.
-        """
+        """Copies the target's last layer, final norm and output matrix as initial weights."""
         super().__init__()
         depth, hidden = target.shape.num_layers, target.shape.hidden
         if spec.layer > depth:
             raise UserError(f"head {spec.name}: the target has {depth} layers only")
         self.spec = spec
         self.norm = copy.deepcopy(target.model.norm)
-        if spec.kind is HeadKind.TRANSFORMER:
+        if spec.kind == HeadKind.TRANSFORMER:
             self.layer = copy.deepcopy(target.model.layers[-1])
-        if spec.kind is HeadKind.MEDUSA:
+        if spec.kind == HeadKind.MEDUSA:
             self.block = nn.Linear(hidden, hidden, bias=False)
             nn.init.zeros_(self.block.weight)
         if spec.own_output:
@@ -90,10 +90,10 @@ class ExitHead(nn.Module):
 
     def last_hidden(self, target: LanguageModel, x_BSE: Tensor) -> Tensor:
         """Input of the output matrix, float32 (B, S, E)."""
-        if self.spec.kind is HeadKind.TRANSFORMER:
+        if self.spec.kind == HeadKind.TRANSFORMER:
             x_BSE = target.run_layer(self.layer, x_BSE)
         h_BSE = self.norm(x_BSE)
-        if self.spec.kind is HeadKind.MEDUSA:
+        if self.spec.kind == HeadKind.MEDUSA:
             with target.autocast():
                 h_BSE = h_BSE + F.silu(self.block(h_BSE))
         return h_BSE
@@ -112,11 +112,7 @@ class ExitHeads(nn.Module):
     """Heads of one target, trained together on one forward pass of it by ``lm.Pretraining``."""
 
     def __init__(self, target: LanguageModel, specs: Sequence[HeadSpec]) -> None:
-        """Builds the heads.
-
-        Raises:
-            UserError: no heads, two of one name, or a layer that the target does not have.
-        """
+        """Raises UserError for no heads, two of one name, or a layer that the target lacks."""
         super().__init__()
         names = [spec.name for spec in specs]
         if not names or len(set(names)) != len(names):
@@ -142,39 +138,33 @@ def exit_loss(
     return kl_weight * kl + F.nll_loss(log_head_NV, labels_N)
 
 
+@validated
+@dataclass
 class SelfDistillation(Loss):
     """Each head learns the frozen target's own distribution; the mean over the heads.
 
     A head of offset d learns the target's distribution d positions later, and the text's token
-    there.
+    there. Freezes the target, and is compiled if the target is.
+
+    Attributes:
+        kl_weight: lambda.
+        temperature: of both distributions, also in the label's term (1 in the paper); below 1
+            the likeliest tokens, which a verifier compares, weigh more.
+        every: the loss uses one position in this many, at an offset that changes each step; saves
+            products with the output matrix, most of a small model's work. 1 in the paper.
     """
 
-    @validated
-    def __init__(
-        self,
-        target: LanguageModel,
-        *,
-        kl_weight: NotNegative = 1.0,
-        temperature: Positive = 1.0,
-        every: Count = 1,
-    ) -> None:
-        """Freezes the target; the loss is compiled if the target is.
+    target: LanguageModel
+    kl_weight: NotNegative = 1.0
+    temperature: Positive = 1.0
+    every: Count = 1
 
-        Args:
-            target: the teacher.
-            kl_weight: lambda.
-            temperature: of both distributions, also in the label's term (1 in the paper); below 1
-                the likeliest tokens, which a verifier compares, weigh more.
-            every: the loss uses one position in this many, at an offset that changes each step;
-                saves products with the output matrix, most of a small model's work. 1 in the paper.
-        """
-        self.target, self.kl_weight = target.requires_grad_(False), kl_weight
-        self.temperature, self.every = temperature, every
+    def __post_init__(self) -> None:
+        self.target.requires_grad_(False)
         self._calls = 0
-        self.exit_loss = compiled_if(target.compiled, exit_loss)
+        self.exit_loss = compiled_if(self.target.compiled, exit_loss)
 
     def __call__(self, heads: ExitHeads, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Scalar loss in nats per token."""
         target, depth, length = self.target, self.target.shape.num_layers, inputs_BS.shape[1]
         max_offset = max(head.spec.offset for head in heads)
         if length - max_offset < self.every:
@@ -204,11 +194,9 @@ class SelfDistillation(Loss):
         return torch.stack(losses).mean()
 
     def state(self) -> dict[str, int]:
-        """Number of steps, which determines the positions."""
         return {"calls": self._calls}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Restores what ``state`` returned."""
         self._calls = state["calls"]
 
 
@@ -221,11 +209,8 @@ def warm_start(
     Ridge regression maps the input of a head's output matrix to the input of the target's at the
     position that the head predicts from; the head's matrix becomes the target's after that map.
 
-    Args:
-        target: the frozen target.
-        heads: of it, before training; those without an own output matrix are not changed.
-        batches: int64 (B, S) token ids each.
-        ridge: added to the diagonal, as a share of its mean.
+    The heads are untrained; batches are int64 token ids (B, S); ``ridge`` is a share of the
+    diagonal's mean, added to it.
     """
     depth, width = target.shape.num_layers, target.shape.hidden
     own = [head for head in heads if head.spec.own_output]
@@ -250,3 +235,129 @@ def save_heads(heads: ExitHeads, folder: Path) -> None:
     for head in heads:
         spec = {key: str(value) for key, value in asdict(head.spec).items()}
         save_weights(head, folder / f"{head.spec.name}.safetensors", spec)
+
+
+class PaperSettings(NamedTuple):
+    """Training settings of one kind of head in PPSD Table 4."""
+
+    learning_rate: float
+    batch: int
+    epochs: int
+
+
+STATED = {
+    HeadKind.NORM: PaperSettings(2e-5, 16, 1),
+    HeadKind.TRANSFORMER: PaperSettings(5e-4, 2, 2),
+    HeadKind.MEDUSA: PaperSettings(5e-4, 2, 2),  # the paper has no Medusa heads: as TRANSFORMER
+}
+
+
+def train_exit_heads(
+    session: Session,
+    *,
+    heads: list[dict[str, Any]],
+    loss: dict[str, Any],
+    warm_batches: int,
+    plan: dict[str, Any],
+    weights: dict[str, float],
+    sampling: dict[str, Any] | None,
+    evaluation: dict[str, Any],
+) -> None:
+    """Trains heads of output_dir/target together; the target is not changed.
+
+    Writes heads/NAME.safetensors for each head and, under the first head's name, training-NAME.json
+    (record of the run) and measured-NAME.json (agreement by data set). Arguments:
+    conf/train/exit_head.yaml.
+    """
+    seed, report = session.seed, session.report
+    specs = [build(HeadSpec, head, "heads") for head in heads]
+    teacher = read_teacher(session)
+    target, streams = teacher.model, dict(teacher.streams)
+    exit_heads = ExitHeads(target, specs).to(session.place)
+    name = specs[0].name
+    distillation = build(SelfDistillation, loss, "loss", target=target)
+    _check_before_sampling(target, specs, plan, evaluation)
+    folder, out = session.work / "heads" / name, session.out / "heads"
+    if sampling is not None:
+        streams["samples"] = sample_target(teacher, sampling, folder, seed=seed, report=report)
+    mixture = Mixture(streams, weights, seed)
+    epoch_tokens = sum(map(len, mixture.streams.values()))
+    schedule = _exit_plan(plan, specs, epoch_tokens=epoch_tokens)
+    if warm_batches:
+        first = schedule.phases[0]
+        mixture.check(first.length)
+        batches = (mixture.batch(first.batch, first.length)[0] for _ in range(warm_batches))
+        warm_start(target, exit_heads, batches)
+    about = {"heads": list(exit_heads.heads), "warm_batches": warm_batches, "loss": loss}
+    settings = {"target": weights_hash(target), **about}
+    model: Any = exit_heads
+    run = Pretraining(
+        model, mixture, schedule, folder, loss=distillation, settings=settings, report=report
+    )
+    about["weights"] = weights
+    train_and_save(run, out / f"training-{name}.json", partial(save_heads, folder=out), about)
+    if rank_and_size()[0] == 0:
+        rows = _evaluate(teacher, exit_heads, evaluation, session)
+        write_json(out / f"measured-{name}.json", rows)
+
+
+def _check_before_sampling(
+    target: LanguageModel,
+    specs: Sequence[HeadSpec],
+    plan: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+) -> None:
+    """Refuses what would otherwise fail after minutes of sampling or training."""
+    _exit_plan(plan, specs, epoch_tokens=1).check(target.shape)
+    for name in evaluation["prompts"]:
+        check_data_name(name)
+    if evaluation["new_tokens"] >= target.shape.max_positions:
+        raise UserError(
+            f"evaluation.new_tokens={evaluation['new_tokens']} leaves no room for a prompt in the"
+            f" model's {target.shape.max_positions} positions"
+        )
+
+
+def _exit_plan(plan: Mapping[str, Any], specs: Sequence[HeadSpec], *, epoch_tokens: int) -> RunPlan:
+    """Builds the schedule of a `plan` section; the paper's values for the heads replace None."""
+    values, stated = dict(plan), {STATED[spec.kind] for spec in specs}
+    for key in PaperSettings._fields:
+        if values.get(key) is None:
+            if len(stated) > 1:
+                raise UserError(
+                    f"heads of several kinds are trained in one run: give plan.{key}, for which the"
+                    " paper's value differs by kind, or train one kind at a time"
+                )
+            values[key] = getattr(next(iter(stated)), key)
+    if missing := [key for key in ("length", "max_steps") if key not in values]:
+        raise UserError(f"plan: missing keys: {', '.join(missing)}")
+    rate, batch, epochs = (values.pop(key) for key in PaperSettings._fields)
+    length, steps = values.pop("length"), values.pop("max_steps")
+    steps = steps or max(1, round(epochs * epoch_tokens / (batch * length)))
+    values |= {"muon_lr": rate, "adam_lr": rate, "weight_decay": 0.0, "max_steps": steps}
+    values |= {"phases": [{"until": 1.0, "length": length, "batch": batch}]}
+    return RunPlan.of({**values, "log_every": max(1, min(50, steps // 8))})
+
+
+def _evaluate(
+    teacher: Teacher, heads: ExitHeads, evaluation: Mapping[str, Any], session: Session
+) -> list[dict[str, Any]]:
+    """Each head's top-k agreement with the target's own continuations, in and outside loops.
+
+    Top-1 outside loops is the acceptance rate of a pipeline that verifies token by token (PPSD's
+    alpha) on text without repetitions.
+    """
+    target, layers = teacher.model, {head.spec.layer for head in heads}
+
+    def predict(tokens: Tensor) -> list[tuple[int, Tensor]]:
+        streams = target.residuals(tokens, layers)
+        return [(h.spec.offset, h.logits(target, streams[h.spec.layer])[0]) for h in heads]
+
+    rows = []
+    sizes = evaluation["prompts"], evaluation["new_tokens"]
+    for records in agreement_by_data(target, predict, teacher.tokenizer, *sizes, session.seed):
+        for head, row in zip(heads, records, strict=True):
+            rows.append({"head": head.spec.name, **row})
+            where = f"{head.spec.name} on {row['data']}, {row['sampling']}"
+            session.report(1.0, f"{where}: {row['outside'][0]:.3f} outside loops")
+    return rows

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.files import write_bytes, write_json
+from specdec.files import plain, write_bytes, write_json
 from specdec.train.model import LanguageModel, ModelShape, grow, load_weights, weights_of
-from specdec.train.parallel import (
+from specdec.train.plan import Phase, RunPlan
+from specdec.train.session import (
+    Report,
     average_gradients,
     check_rows,
     from_rank_0,
     own_rows,
     rank_and_size,
+    silent,
 )
-from specdec.train.plan import Phase, RunPlan
-from specdec.train.resuming import keep_settings
 from specdec.train.streams import Mixture
 
 _TABLES = ("embed_tokens.weight", "output.weight")  # one row per token: not trained by Muon
-
-Report = Callable[[float, str], None]
-"""Called with progress in [0, 1] and a line of text."""
-
-
-def silent(_progress: float, _line: str) -> None:
-    """A Report that prints nothing."""
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:
@@ -44,47 +39,28 @@ def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.O
     for name, weight in model.named_parameters():
         is_matrix = weight.dim() == 2 and not name.endswith(_TABLES)
         (matrices if is_matrix else others).append(weight)
-    adam = torch.optim.AdamW(
-        others, lr=plan.adam_lr, weight_decay=plan.weight_decay, betas=(0.9, 0.98), eps=1e-10
-    )
-    optimizers: list[torch.optim.Optimizer] = [adam]
-    if matrices:
-        muon = torch.optim.Muon(
-            matrices,
-            lr=plan.muon_lr,
-            weight_decay=plan.weight_decay,
-            momentum=0.95,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        optimizers.insert(0, muon)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-    return optimizers
+    decay, group = plan.weight_decay, {"params": others, "peak": plan.adam_lr}
+    adam = torch.optim.AdamW([group], weight_decay=decay, betas=(0.9, 0.98), eps=1e-10)
+    if not matrices:
+        return [adam]
+    group = {"params": matrices, "peak": plan.muon_lr}
+    return [torch.optim.Muon([group], weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adam]
 
 
 @torch.no_grad()
 def held_out_loss(
     model: LanguageModel, tokens: np.ndarray, length: int = 512, max_windows: int = 0
 ) -> float:
-    """Mean loss in nats per token over non-overlapping windows of a token array.
+    """Mean loss in nats per token over non-overlapping windows of a one-dimensional token array.
 
-    Args:
-        model: the model to evaluate.
-        tokens: one-dimensional ids.
-        length: positions per window; the first token of a window is context only.
-        max_windows: number of evenly spaced windows; 0 uses all.
-
-    Raises:
-        UserError: fewer tokens than a window.
+    The first token of a window is context only. At most ``max_windows`` evenly spaced windows are
+    used; 0 uses all. UserError if the tokens do not fill a window.
     """
     count = (len(tokens) - 1) // length
     if not count:
         raise UserError(f"{len(tokens)} held-out tokens do not fill a window of {length}")
-    starts = np.arange(count) * length
-    if max_windows and count > max_windows:
-        starts = starts[np.linspace(0, count - 1, max_windows).astype(int)]
-    total = 0.0
+    kept = min(count, max_windows or count)
+    starts, total = np.linspace(0, count - 1, kept).astype(int) * length, 0.0
     for first in range(0, len(starts), 8):
         rows = [tokens[i : i + length + 1].astype(np.int64) for i in starts[first : first + 8]]
         batch = torch.from_numpy(np.stack(rows)).to(model.device)
@@ -95,34 +71,26 @@ def held_out_loss(
 
 @dataclass(slots=True)
 class RunState:
-    """Progress of a run, stored in its checkpoint beside weights and optimizers.
-
-    Attributes:
-        step: optimizer steps so far.
-        tokens: training tokens so far, over all processes.
-        seconds: wall-clock time so far, earlier sessions included.
-        grown_at: step of the last growth or restart; warm-up counts from it.
-        cycle: number of the current cycle.
-        curve: rows of the loss curve.
-    """
+    """Progress of a run, stored in its checkpoint beside weights and optimizers."""
 
     step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    grown_at: int = 0
+    tokens: int = 0  # over all processes
+    seconds: float = 0.0  # wall-clock time, earlier sessions included
+    grown_at: int = 0  # step of the last growth or restart; warm-up counts from it
     cycle: int = 0
-    curve: list[dict[str, float]] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)  # rows of the loss curve
 
 
-class Loss(Protocol):
-    """What a run minimises; a loss with draws or counters saves them for a resumed run."""
+class Loss:
+    """What a run minimises: here the cross entropy of text; other losses derive from it."""
 
-    def __call__(self, model: Any, inputs_BS: Tensor, targets_BS: Tensor, /) -> Tensor:
+    def __call__(self, model: Any, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Scalar loss in nats per token."""
-        ...
+        loss: Tensor = model.loss(inputs_BS, targets_BS)
+        return loss
 
     def state(self) -> dict[str, Any]:
-        """Position of the loss's own draws, as plain values."""
+        """Position of the loss's own draws, as plain values that a checkpoint stores."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -130,73 +98,59 @@ class Loss(Protocol):
         assert not state
 
 
-class TextLoss(Loss):
-    """Cross entropy of text."""
-
-    def __call__(self, model: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Scalar loss in nats per token."""
-        return model.loss(inputs_BS, targets_BS)
-
-
 _NOT_OF_WEIGHTS = ("checkpoint_minutes", "log_every", "eval_every", "eval_length")
 _HELD_OUT_TOKENS = 12288  # per measurement during a run
 
 
+@dataclass(eq=False)
 class Pretraining:
     """One resumable run; ``run`` trains, then ``model`` is the result.
 
     In a process group each process trains on its share of every batch's rows, so batches are
     multiples of the number of processes; all processes have the same weights at every step.
+
+    Attributes:
+        model: has the first phase's depth, or fewer layers, which are added.
+        mixture, plan: the batches and the schedule.
+        folder: for checkpoint.pt, from which a run resumes, settings.json and curve.json.
+        held_out: token ids whose loss is measured during the run; None measures nothing.
+        loss: the cross entropy of text by default.
+        settings: further settings under which alone the run may resume, as plain values.
+        report: called every `log_every` steps.
+
+    Raises:
+        UserError: model or streams do not fit the plan, or the checkpoint has other settings.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        mixture: Mixture,
-        plan: RunPlan,
-        folder: Path,
-        *,
-        held_out: np.ndarray | None = None,
-        loss: Loss | None = None,
-        settings: Mapping[str, Any] | None = None,
-        report: Report = silent,
-    ) -> None:
-        """Resumes from `folder`/checkpoint.pt if it exists.
+    model: LanguageModel
+    mixture: Mixture
+    plan: RunPlan
+    folder: Path
+    held_out: np.ndarray | None = None
+    loss: Loss = field(default_factory=Loss)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    report: Report = silent
 
-        Args:
-            model: has the first phase's depth, or fewer layers, which are added.
-            mixture: source of batches.
-            plan: the schedule.
-            folder: for checkpoint.pt, settings.json and curve.json; created if absent.
-            held_out: token ids whose loss is measured during the run; None measures nothing.
-            loss: ``TextLoss`` by default.
-            settings: further settings under which alone the run may resume, as plain values.
-            report: called every `log_every` steps.
-
-        Raises:
-            UserError: the model or the streams do not fit the plan, or the checkpoint is of a run
-                under other settings.
-        """
-        self.model, self.mixture, self.plan, self.folder = model, mixture, plan, folder
-        self.held_out, self.report = held_out, report
-        self.loss: Loss = loss or TextLoss()
-        self.state = RunState()
-        plan.check(model.shape)
-        _check_data(plan, mixture, held_out)
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint = folder / "checkpoint.pt"
-        all_settings = {**_plan_settings(plan), **mixture.settings(), **(settings or {})}
-        keep_settings(folder / "settings.json", all_settings, [checkpoint])
+    def __post_init__(self) -> None:
+        plan, mixture, held_out, self.state = self.plan, self.mixture, self.held_out, RunState()
+        plan.check(self.model.shape)
+        for phase in plan.phases:
+            check_rows(phase.batch, "batch")
+            mixture.check(phase.length)
+        if held_out is not None and len(held_out) <= plan.eval_length:
+            raise UserError(
+                f"{len(held_out)} held-out tokens do not fill a window of {plan.eval_length}:"
+                " lower plan.eval_length"
+            )
+        checkpoint = self.folder / "checkpoint.pt"
+        schedule = {f"plan.{k}": v for k, v in asdict(plan).items() if k not in _NOT_OF_WEIGHTS}
+        every_setting = {**schedule, **mixture.settings(), **self.settings}
+        keep_settings(self.folder / "settings.json", every_setting, [checkpoint])
         self.optimizers = make_optimizers(self.model, plan)
         if from_rank_0(float(checkpoint.exists())):
             self._restore(torch.load(checkpoint, map_location="cpu", weights_only=True))
         self._began = time.monotonic() - self.state.seconds
         self._saved_at = time.monotonic()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.model.device
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.mixture.restore(saved["mixture"])
@@ -228,7 +182,7 @@ class Pretraining:
         write_json(self.folder / "curve.json", self.state.curve)
 
     def _grow_to(self, num_layers: int) -> None:
-        self.model = grow(self.model, num_layers).to(self.device)
+        self.model = grow(self.model, num_layers).to(self.model.device)
         self.optimizers = make_optimizers(self.model, self.plan)
         self.state.grown_at = self.state.step
 
@@ -239,14 +193,9 @@ class Pretraining:
         return self.state.seconds / (60.0 * self.plan.budget_minutes)
 
     def step(self, phase: Phase, rate: float) -> Tensor:
-        """One optimizer step; returns the detached loss of this process's rows.
-
-        Args:
-            phase: length and batch.
-            rate: share of the peak step size, in [0, 1].
-        """
+        """One optimizer step at a share of the peak step size; the loss of this process's rows."""
         inputs, targets = self.mixture.batch(phase.batch, phase.length)
-        loss = self.loss(self.model, *own_rows(inputs, targets, device=self.device))
+        loss = self.loss(self.model, *own_rows(inputs, targets, device=self.model.device))
         loss.backward()  # type: ignore[no-untyped-call]
         average_gradients(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
@@ -262,10 +211,8 @@ class Pretraining:
     def run(self, *, stop_after_steps: int | None = None) -> LanguageModel:
         """Trains to the end of the plan, or for `stop_after_steps` more steps, and saves."""
         recent: list[Tensor] = []
-        first = self.state.step
-        while (progress := self._progress()) < 1.0:
-            if stop_after_steps is not None and self.state.step - first >= stop_after_steps:
-                break
+        last = float("inf") if stop_after_steps is None else self.state.step + stop_after_steps
+        while (progress := self._progress()) < 1.0 and self.state.step < last:
             phase, cycle = self.plan.phase_at(progress), self.plan.cycle_at(progress)
             if phase.layers is not None and phase.layers != self.model.shape.num_layers:
                 self._grow_to(phase.layers)
@@ -297,20 +244,28 @@ class Pretraining:
         self.report(progress, " ".join(f"{key} {value:.4g}" for key, value in row.items()))
 
 
-def _plan_settings(plan: RunPlan) -> dict[str, Any]:
-    """The entries of a plan that determine the weights, by "plan.KEY"."""
-    names = [entry.name for entry in fields(plan) if entry.name not in _NOT_OF_WEIGHTS]
-    values = asdict(plan)
-    return {f"plan.{name}": values[name] for name in names}
+def keep_settings(path: Path, settings: Mapping[str, Any], products: Iterable[Path]) -> None:
+    """Records the settings (plain values) of work in a JSON file beside it, or compares them.
 
-
-def _check_data(plan: RunPlan, mixture: Mixture, held_out: np.ndarray | None) -> None:
-    """Refuses, before the first step, batches and windows that the data cannot fill."""
-    for phase in plan.phases:
-        check_rows(phase.batch, "batch")
-        mixture.check(phase.length)
-    if held_out is not None and len(held_out) <= plan.eval_length:
+    Raises:
+        UserError: one of ``products``, the work's files, exists and its settings differ or were not
+            recorded.
+    """
+    current = plain(dict(settings))
+    if not any(product.exists() for product in products):
+        if rank_and_size()[0] == 0:
+            write_json(path, current)
+        return
+    remedy = f"give another work_dir, or delete {path.parent} to start over"
+    if not path.exists():
+        raise UserError(f"{path.parent} holds work without a record of its settings: {remedy}")
+    recorded = json.loads(path.read_text())
+    changed = [
+        f"{key} was {recorded.get(key)}, is {current.get(key)}"
+        for key in {**recorded, **current}
+        if recorded.get(key) != current.get(key)
+    ]
+    if changed:
         raise UserError(
-            f"{len(held_out)} held-out tokens do not fill a window of {plan.eval_length}:"
-            " lower plan.eval_length"
+            f"{path.parent} holds work of other settings ({'; '.join(changed)}): {remedy}"
         )

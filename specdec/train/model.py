@@ -8,6 +8,7 @@ Shape letters: B sequences, S positions, E hidden, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,15 +30,8 @@ from specdec.parts.fields import Count, Positive
 class ModelShape:
     """Sizes of one Llama with tied embeddings.
 
-    Attributes:
-        num_layers: decoder layers.
-        hidden: residual width E.
-        feed_forward: inner width of the feed-forward block.
-        num_heads, num_kv_heads: attention heads; num_heads is a multiple of num_kv_heads.
-        head_dim: width of one head, even.
-        vocab_size: entries of the vocabulary.
-        max_positions: longest sequence, in tokens.
-        rope_theta: base of the rotary frequencies.
+    ``hidden`` is the residual width E, ``feed_forward`` the inner width of the feed-forward block;
+    num_heads is a multiple of num_kv_heads, head_dim (of one head) even.
     """
 
     num_layers: Count
@@ -51,7 +45,6 @@ class ModelShape:
     rope_theta: Positive = 10000.0
 
     def __post_init__(self) -> None:
-        """Checks the sizes against each other."""
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -83,7 +76,7 @@ _FORMAT = {
 """Entries of config.json that all trained models share."""
 
 
-def llama_config(shape: ModelShape) -> LlamaConfig:
+def _llama_config(shape: ModelShape) -> LlamaConfig:
     """transformers' configuration for these sizes; token 0 begins, ends and pads."""
     return LlamaConfig(
         **{key: getattr(shape, name) for name, key in _CONFIG_KEYS.items()},
@@ -114,8 +107,8 @@ def _token_loss(h_BSE: Tensor, embedding_VE: Tensor, targets_BS: Tensor) -> Tens
 class LanguageModel(LlamaForCausalLM):
     """transformers' Llama under its own parameter names; calling it returns float32 logits.
 
-    With ``compiled=True`` one layer (shared by all) and the loss are compiled; the first step of
-    each sequence shape then takes up to a minute on two cores.
+    Products run in ``compute_dtype``. With ``compiled=True`` one layer (shared by all) and the loss
+    are compiled; the first step of each sequence shape then takes up to a minute on two cores.
     """
 
     def __init__(
@@ -128,13 +121,9 @@ class LanguageModel(LlamaForCausalLM):
     ) -> None:
         """Draws normal weights of deviation INIT_STD, less on matrices that add to the residual.
 
-        Args:
-            shape: sizes.
-            generator: source of the draws; None uses torch's global generator.
-            compute_dtype: of matrix products and attention; weights stay float32.
-            compiled: whether to use torch.compile.
+        The draws are from torch's global generator where ``generator`` is None.
         """
-        super().__init__(llama_config(shape))
+        super().__init__(_llama_config(shape))
         self.shape, self.compute_dtype, self.compiled = shape, compute_dtype, compiled
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -149,16 +138,10 @@ class LanguageModel(LlamaForCausalLM):
         lower = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
 
-    def residual(self, tokens_BS: Tensor) -> Tensor:
-        """Residual stream after the last layer, before the final norm; float32 (B, S, E)."""
-        return self.residuals(tokens_BS, ())[self.shape.num_layers]
+    def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
+        """Residual streams, float32 (B, S, E), after these numbers of layers and after the last.
 
-    def residuals(self, tokens_BS: Tensor, after: Collection[int]) -> dict[int, Tensor]:
-        """Residual streams, float32 (B, S, E), by the number of layers before them.
-
-        Args:
-            tokens_BS: int64 token ids.
-            after: numbers of layers; the stream after the last layer is always included.
+        The last one is that before the final norm. Token ids are int64.
         """
         x_BSE = self.model.embed_tokens(tokens_BS)
         streams = {}
@@ -176,7 +159,7 @@ class LanguageModel(LlamaForCausalLM):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Logits, float32 (B, S, V)."""
-        return self.logits(self.residual(tokens_BS))
+        return self.logits(self.residuals(tokens_BS)[self.shape.num_layers])
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """Logits, float32 (B, S, V), of the residual stream after the last layer."""
@@ -191,7 +174,7 @@ class LanguageModel(LlamaForCausalLM):
 
     def loss(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross entropy of targets given inputs, in nats per token."""
-        x_BSE = self.residual(inputs_BS)
+        x_BSE = self.residuals(inputs_BS)[self.shape.num_layers]
         with self.autocast():
             return self._loss(self.model.norm(x_BSE), self.lm_head.weight, targets_BS)
 
@@ -202,23 +185,25 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies what ``weights_of`` returned into a module of the same sizes.
-
-    Raises:
-        UserError: names are missing or unknown.
-    """
+    """Copies what ``weights_of`` returned into a module; UserError where names differ."""
     missing, unknown = module.load_state_dict(weights, strict=False)
     missing = sorted({*missing} - {"lm_head.weight"})  # tied to the embeddings
     if missing or unknown:
         raise UserError(f"weights do not fit the model: missing {missing}, unknown {unknown}")
 
 
+def weights_hash(module: nn.Module) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of a module's weights, whatever their device."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights_of(module).items()):
+        digest.update(name.encode())
+        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def save_weights(module: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file of bfloat16 weights, atomically."""
-    weights = {
-        name: weight.to("cpu", torch.bfloat16).contiguous()
-        for name, weight in weights_of(module).items()
-    }
+    weights = {n: w.to("cpu", torch.bfloat16).contiguous() for n, w in weights_of(module).items()}
     write_bytes(path, save(weights, metadata={"format": "pt", **metadata}))
 
 
@@ -258,22 +243,14 @@ def read_shape(folder: Path) -> ModelShape:
 def load_hf(
     folder: Path, *, compute_dtype: torch.dtype = torch.float32, compiled: bool = False
 ) -> LanguageModel:
-    """Reads a model that ``save_hf`` wrote; weights become float32.
-
-    Raises:
-        UserError: a model of another format, see ``read_shape``.
-    """
+    """Reads a model of the format of ``save_hf`` (see ``read_shape``); weights become float32."""
     model = LanguageModel(read_shape(folder), compute_dtype=compute_dtype, compiled=compiled)
     load_weights(model, load_file(folder / "model.safetensors"))
     return model
 
 
 def grow(model: LanguageModel, num_layers: int) -> LanguageModel:
-    """A deeper model that repeats the layers in order (ABC becomes ABCABC).
-
-    Raises:
-        UserError: num_layers is not a multiple of the model's depth.
-    """
+    """A model of a multiple of the depth that repeats the layers in order (ABC becomes ABCABC)."""
     depth = model.shape.num_layers
     if num_layers % depth:
         raise UserError(f"{num_layers} layers are not a multiple of {depth}")
@@ -281,26 +258,14 @@ def grow(model: LanguageModel, num_layers: int) -> LanguageModel:
 
 
 def with_layers(model: LanguageModel, layers: Sequence[int]) -> LanguageModel:
-    """A model with copies of the embedding, the final norm and some layers of another.
-
-    Args:
-        model: the source; not changed.
-        layers: indices of the layers to copy, in their new order.
-
-    Raises:
-        UserError: no layers, or an index out of range.
-    """
+    """A model with copies of the embedding, the final norm and these layers of another."""
     depth = model.shape.num_layers
     if not layers or not all(0 <= layer < depth for layer in layers):
         raise UserError(f"layers {list(layers)} are not layers of a model of {depth}")
     shape = replace(model.shape, num_layers=len(layers))
     copy = LanguageModel(shape, compute_dtype=model.compute_dtype, compiled=model.compiled)
-    source = weights_of(model)
-    weights = {}
-    for name in weights_of(copy):
-        parts = name.split(".")
-        if parts[1] == "layers":
-            parts[2] = str(layers[int(parts[2])])
-        weights[name] = source[".".join(parts)]
-    load_weights(copy, weights)
+    load_weights(copy.model.embed_tokens, weights_of(model.model.embed_tokens))
+    load_weights(copy.model.norm, weights_of(model.model.norm))
+    for new, layer in zip(copy.model.layers, layers, strict=True):
+        load_weights(new, weights_of(model.model.layers[layer]))
     return copy

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from specdec.errors import UserError
+from specdec.parts.build import build
 from specdec.parts.fields import Count
-from specdec.parts.sections import build
 from specdec.train.model import ModelShape
 
 
@@ -17,41 +17,32 @@ from specdec.train.model import ModelShape
 class Phase:
     """One part of a run.
 
-    Attributes:
-        until: share of the run at which the phase ends, in (0, 1].
-        length: positions per sequence.
-        batch: sequences per step, over all processes.
-        layers: depth to which the model is grown at the start of the phase, a multiple of the
-            previous one; None keeps the depth.
+    ``layers`` is the depth to which the model is grown at the start of the phase, a multiple of the
+    previous one; None keeps the depth.
     """
 
-    until: float
-    length: Count
-    batch: Count
+    until: float  # share of the run at which the phase ends, in (0, 1]
+    length: Count  # positions per sequence
+    batch: Count  # sequences per step, over all processes
     layers: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Schedule of a run.
+    """Schedule of a run; conf/train/target.yaml describes the other keys.
 
     Attributes:
         phases: in order; the last one's `until` is 1.
         budget_minutes: wall-clock time of the whole run, the sum over sessions; None counts steps.
         max_steps: optimizer steps of the run if budget_minutes is None.
-        muon_lr: peak step size of the matrices (Muon, scaled to AdamW's update size).
-        adam_lr: peak step size of embeddings and norms (AdamW).
-        weight_decay: of both optimizers.
+        muon_lr, adam_lr: peak step sizes of the matrices (Muon, scaled to AdamW's update size) and
+            of embeddings and norms (AdamW).
         warmup_steps: steps of linear increase after the start, each growth and each restart.
         decay_from: share of a cycle after which the step size decreases linearly to zero.
-        restarts: shares of the run at which a new cycle begins at the peak step size; empty for one
-            cycle.
+        restarts: shares of the run at which a new cycle begins; empty for one cycle.
         cycle_rates: share of the peak step size that each cycle reaches; empty for 1.
         clip: largest gradient norm.
-        checkpoint_minutes: wall-clock time between checkpoints.
-        log_every: steps per row of the loss curve.
-        eval_every: rows of the loss curve per held-out measurement.
-        eval_length: positions per window of that measurement.
+        log_every, eval_every: steps per row of the loss curve, rows per held-out measurement.
     """
 
     phases: tuple[Phase, ...]
@@ -80,37 +71,23 @@ class RunPlan:
             raise UserError(f"layers of phases must be multiples of those before, got {depths}")
         if self.budget_minutes is None and self.max_steps <= 0:
             raise UserError("plan: give budget_minutes or max_steps")
-        if list(self.restarts) != sorted(set(self.restarts)) or not all(
-            0.0 < share < 1.0 for share in self.restarts
-        ):
+        cycles = [0.0, *self.restarts, 1.0]
+        if cycles != sorted(set(cycles)):
             raise UserError(f"restarts must rise within (0, 1), got {self.restarts}")
-        if self.cycle_rates and len(self.cycle_rates) != len(self.restarts) + 1:
-            raise UserError(
-                f"{len(self.restarts) + 1} cycles need as many cycle_rates, got {self.cycle_rates}"
-            )
+        count, rates = len(self.restarts) + 1, self.cycle_rates
+        if rates and len(rates) != count:
+            raise UserError(f"{count} cycles need as many cycle_rates, got {rates}")
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str = "plan") -> RunPlan:
-        """Builds a plan from plain values.
-
-        Args:
-            values: the configuration.
-            where: its key, for messages.
-
-        Raises:
-            UserError: an unknown or missing key, or a value out of range.
-        """
+        """Builds a plan from the section ``where`` of a configuration; UserError if invalid."""
         series = {name: tuple(values.get(name) or ()) for name in ("restarts", "cycle_rates")}
         phases = tuple(build(Phase, phase, f"{where}.phases") for phase in values.get("phases", ()))
         rest = {key: value for key, value in {**values, **series}.items() if key != "phases"}
         return build(RunPlan, rest, where, phases=phases)
 
     def check(self, shape: ModelShape) -> None:
-        """Checks a model's sizes against the phases.
-
-        Raises:
-            UserError: the model cannot be grown to a phase's depth, or has too few positions.
-        """
+        """Raises UserError for a model that cannot grow to a phase's depth or take its length."""
         for phase in self.phases:
             if (phase.layers or shape.num_layers) % shape.num_layers:
                 raise UserError(
@@ -131,15 +108,13 @@ class RunPlan:
         return sum(progress >= start for start in self.restarts)
 
     def rate_at(self, progress: float, steps_since_growth: int) -> float:
-        """Share of the peak step size, in [0, 1].
+        """Share of the peak step size, in [0, 1], at a progress in [0, 1].
 
-        Args:
-            progress: share of the run, in [0, 1].
-            steps_since_growth: steps since the start, the last growth or the last restart.
+        ``steps_since_growth`` also counts from the start and from a restart.
         """
         warmup = min(1.0, (steps_since_growth + 1) / max(1, self.warmup_steps))
-        starts, cycle = [0.0, *self.restarts, 1.0], self.cycle_at(progress)
-        start, end = starts[cycle], starts[cycle + 1]
+        cycle = self.cycle_at(progress)
+        start, end = [0.0, *self.restarts, 1.0][cycle : cycle + 2]
         decay = (end - progress) / max(1e-9, (end - start) * (1.0 - self.decay_from))
         peak = self.cycle_rates[cycle] if self.cycle_rates else 1.0
         return peak * warmup * max(0.0, min(1.0, decay))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import platform
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,26 +19,22 @@ import torch
 from pydantic import Field
 from tokenizers import Tokenizer
 
+from specdec.data.files import read_json
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
+from specdec.parts.build import build
 from specdec.parts.fields import PositiveShare
-from specdec.parts.sections import build
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
 from specdec.train.lm import Pretraining
 from specdec.train.model import LanguageModel, ModelShape, save_hf
-from specdec.train.parallel import rank_and_size
 from specdec.train.plan import RunPlan
-from specdec.train.session import Session
-from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams, stream_of
+from specdec.train.session import Session, rank_and_size
+from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, tokenizer_texts, train_tokenizer
 
 
 def need(path: Path, recipe: str) -> Path:
-    """Returns the path.
-
-    Raises:
-        UserError: it does not exist; the message names the recipe that writes it.
-    """
+    """Returns the path; raises UserError, which names the recipe that writes it, without it."""
     if not path.exists():
         raise UserError(f"{path} is missing: run `specdec train {recipe}` first")
     return path
@@ -51,7 +48,7 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
     """
     recipe = "tokenizer" if model is None else f"tokenizer tokenizer={model} work_dir={work}"
     path, used = need(work / "tokens.npz", recipe), work / "tokenizer.json"
-    if model and used.exists() and _read_json(used) != _read_json(model / "tokenizer.json"):
+    if model and used.exists() and read_json(used) != read_json(model / "tokenizer.json"):
         raise UserError(
             f"{path} is encoded by another tokenizer than {model}'s: run `specdec train {recipe}`"
             " with another work_dir"
@@ -59,26 +56,9 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
     return load_streams(path)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the tokenizer's files, where they exist, into a model's folder."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (source / name).exists():
-            write_bytes(folder / name, (source / name).read_bytes())
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text("utf-8"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """A trained model and the data for its continuations.
-
-    Attributes:
-        model: the model.
-        tokenizer: its tokenizer.
-        streams: token arrays in that tokenizer.
-    """
+    """A trained model, its tokenizer, and token streams in that tokenizer."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -86,11 +66,7 @@ class Teacher:
 
 
 def read_teacher(session: Session, part: str = "target") -> Teacher:
-    """Reads the model output_dir/part and the token streams for it.
-
-    Args:
-        session: folders and machine.
-        part: the model's folder, which has the name of the recipe that writes it.
+    """Reads the model output_dir/part, written by the recipe ``part``, and its token streams.
 
     Raises:
         UserError: a file is missing, or model and streams have different tokenizers.
@@ -103,30 +79,25 @@ def read_teacher(session: Session, part: str = "target") -> Teacher:
     return Teacher(model=session.load(folder), tokenizer=tokenizer, streams=streams)
 
 
-def describe_corpus(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str, Any]:
+def _describe(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str, Any]:
     """The record of the data for the model card: sources, licences, counts, held-out files."""
-    sources: dict[str, dict[str, Any]] = {}
-    stream_bytes: dict[str, int] = defaultdict(int)
-    for document in corpus.train:
-        size = len(document.text.encode("utf-8"))
-        stream_bytes[stream_of(document)] += size
-        row = sources.setdefault(
-            document.source,
-            {"licence": corpus.licences[document.source], "files": 0, "bytes": 0, "functions": 0},
-        )
-        if document.kind == "functions":
-            row["functions"] += size
-        else:
-            row["files"] += 1
-            row["bytes"] += size
-    stream_bytes["held_out"] = sum(len(d.text.encode("utf-8")) for d in corpus.held_out)
+    sources = {}
+    for name, licence in corpus.licences.items():
+        own = [d for d in corpus.train if d.source == name]
+        whole = [d.size for d in own if d.kind != "functions"]
+        functions = sum(d.size for d in own if d.kind == "functions")
+        row = {"licence": licence, "files": len(whole), "bytes": sum(whole)}
+        if own:
+            sources[name] = {**row, "functions": functions}
+    documents = corpus.streams()
     return {
         "python": platform.python_version(),
         "sources": sources,
         "dropped": dict(corpus.dropped),
         "kept_out": corpus.kept_out,
         "streams": {
-            name: {"tokens": len(ids), "bytes": stream_bytes[name]} for name, ids in streams.items()
+            name: {"tokens": len(ids), "bytes": sum(d.size for d in documents[name])}
+            for name, ids in streams.items()
         },
         "held_out_files": [d.path for d in corpus.held_out],
     }
@@ -164,11 +135,10 @@ def make_tokenizer(
     report(0.6, "encoding")
     streams = encode_corpus(corpus, used, session.seed)
     save_streams(streams, work / "tokens.npz")
-    save_tokenizer(used, work, max_positions)
+    for folder in (work,) if existing else (work, out / "target", out / "draft"):
+        save_tokenizer(used, folder, max_positions)
     if existing is None:
-        for part in ("target", "draft"):
-            copy_tokenizer(work, out / part)
-        write_json(out / "corpus.json", describe_corpus(corpus, streams))
+        write_json(out / "corpus.json", _describe(corpus, streams))
     report(1.0, f"{sum(map(len, streams.values()))} tokens")
 
 
@@ -192,9 +162,8 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 def _refuse_other_models(tokenizer: Tokenizer, out: Path) -> None:
     for folder in (out / "target", out / "draft"):
         used = folder / "tokenizer.json"
-        if (folder / "model.safetensors").exists() and not (
-            used.exists() and _read_json(used) == json.loads(tokenizer.to_str())
-        ):
+        same = used.exists() and read_json(used) == json.loads(tokenizer.to_str())
+        if (folder / "model.safetensors").exists() and not same:
             raise UserError(
                 f"{folder} holds a model of another tokenizer than the new one: give"
                 f" tokenizer={folder} to use that model's, or another output_dir and work_dir for"
@@ -203,40 +172,44 @@ def _refuse_other_models(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def train_and_save(
-    run: Pretraining, folder: Path, tokenizer: Path, extra: dict[str, Any] | None = None
+    run: Pretraining,
+    record: Path,
+    save: Callable[[LanguageModel], None],
+    extra: dict[str, Any] | None = None,
 ) -> None:
-    """Trains a LanguageModel to the end of a run and writes it into a folder.
+    """Trains to the end of a run; process 0 writes its record and then calls ``save``.
 
-    Process 0 writes; the folder also gets the tokenizer of the folder `tokenizer` and training.json
-    (see record_run).
+    The record has counts, time, machine, loss curve and the entries of ``extra``.
     """
-    trained = run.run()
-    if rank_and_size()[0] == 0:
-        save_hf(trained, folder)
-        copy_tokenizer(tokenizer, folder)
-        record_run(run, folder / "training.json", extra)
-
-
-def record_run(run: Pretraining, path: Path, extra: dict[str, Any] | None = None) -> None:
-    """Writes the record of a finished run: counts, time, machine, loss curve, extra entries."""
+    model = run.run()
+    if rank_and_size()[0] != 0:
+        return
     curve = run.state.curve
     held_out = [row for row in curve if "held_out" in row]
-    thinned = [*curve[:: max(1, len(curve) // 24)], *held_out[:: max(1, len(held_out) // 12)]]
-    if len(curve) > 24:
-        thinned.append(curve[-1])
-    record = {
-        "parameters": sum(p.numel() for p in run.model.parameters()),
+    kept = [*curve[:: max(1, len(curve) // 24)], *curve[-1:]]
+    kept += held_out[:: max(1, len(held_out) // 12)]
+    values = {
+        "parameters": sum(p.numel() for p in model.parameters()),
         "steps": run.state.step,
         "tokens": run.state.tokens,
         "minutes": round(run.state.seconds / 60, 1),
-        "machine": f"{platform.machine()}, {run.device.type}, {rank_and_size()[1]} processes of"
+        "machine": f"{platform.machine()}, {model.device.type}, {rank_and_size()[1]} processes of"
         f" {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "windows": sorted({phase.length for phase in run.plan.phases}),
         "held_out_window": run.plan.eval_length,
-        "curve": [row for _, row in sorted({row["step"]: row for row in thinned}.items())],
+        "curve": [row for row in curve if row in kept],
     }
-    write_json(path, record | (extra or {}))
+    write_json(record, values | (extra or {}))
+    save(model)
+
+
+def save_member(model: LanguageModel, folder: Path, tokenizer: Path) -> None:
+    """Writes a model of the family, with a copy of the tokenizer of the folder ``tokenizer``."""
+    save_hf(model, folder)
+    for path in (tokenizer / "tokenizer.json", tokenizer / "tokenizer_config.json"):
+        if path.exists():
+            write_bytes(folder / path.name, path.read_bytes())
 
 
 def train_target(
@@ -246,37 +219,24 @@ def train_target(
 
     Writes output_dir/target and work_dir/target. Arguments: conf/train/target.yaml.
     """
+    work, folder, seed = session.work / "target", session.out / "target", session.seed
     streams, schedule = need_streams(session.work), RunPlan.of(plan)
-    model = LanguageModel(
-        _shape(shape, schedule, streams),
-        generator=torch.Generator().manual_seed(session.seed),
-        compute_dtype=session.dtype,
-        compiled=session.compiled,
-    )
-    run = Pretraining(
-        model.to(session.place),
-        Mixture(streams, weights, session.seed),
-        schedule,
-        session.work / "target",
-        held_out=streams["held_out"],
-        report=session.report,
-    )
-    train_and_save(run, session.out / "target", tokenizer=session.work)
-
-
-def _shape(sizes: dict[str, Any], schedule: RunPlan, streams: dict[str, np.ndarray]) -> ModelShape:
-    """Sizes of the model in the first phase.
-
-    Raises:
-        UserError: the first phase gives no depth, or the vocabulary is smaller than the streams'.
-    """
     depth = schedule.phases[0].layers
     if depth is None:
         raise UserError("plan.phases: the first phase must give `layers`, the initial depth")
-    shape = build(ModelShape, sizes, "shape", num_layers=depth)
+    sizes = build(ModelShape, shape, "shape", num_layers=depth)
     largest = max(int(ids.max(initial=0)) for ids in streams.values())
-    if largest >= shape.vocab_size:
+    if largest >= sizes.vocab_size:
         raise UserError(
-            f"shape.vocab_size={shape.vocab_size}, but the token streams hold id {largest}"
+            f"shape.vocab_size={sizes.vocab_size}, but the token streams hold id {largest}"
         )
-    return shape
+    model = LanguageModel(
+        sizes,
+        generator=torch.Generator().manual_seed(seed),
+        compute_dtype=session.dtype,
+        compiled=session.compiled,
+    ).to(session.place)
+    mixture, held_out = Mixture(streams, weights, seed), streams["held_out"]
+    run = Pretraining(model, mixture, schedule, work, held_out=held_out, report=session.report)
+    save = partial(save_member, folder=folder, tokenizer=session.work)
+    train_and_save(run, folder / "training.json", save)

@@ -9,21 +9,20 @@ Shape letters: B sequences, P prompt positions, T generated positions, V vocabul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
-from pydantic import Field
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from specdec.errors import UserError
-from specdec.parts.fields import NotNegative, Positive, PositiveShare
-from specdec.train.lm import Report, silent
+from specdec.parts.build import build
+from specdec.parts.fields import Index, NotNegative, Positive, PositiveShare
 from specdec.train.model import LanguageModel
+from specdec.train.session import Report, silent
 from specdec.train.streams import compact
 
 
@@ -40,7 +39,7 @@ class Sampling:
 
     temperature: NotNegative = 0.0
     top_p: PositiveShare = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Index = 0
     share: Positive = 1.0
 
 
@@ -91,16 +90,11 @@ def generate(
 ) -> Tensor:
     """Continues prompts of equal length; rows are assigned to rules by their shares, in order.
 
-    Args:
-        model: on any device; prompts are moved to it.
-        prompts_BP: int64 token ids.
-        max_new_tokens: T.
-        samplings: the rules; shares are normalised.
-        generator: of the CPU; the source of all draws.
-        stop_at_end: once a row emits token 0, the rest of it is 0.
+    Prompts are int64 token ids, moved to the model's device; the generator, of the CPU, is the
+    source of all draws. With ``stop_at_end`` a row that emits token 0 continues with 0.
 
     Returns:
-        New tokens, int64 of shape (B, T), on the CPU.
+        New tokens, int64 of shape (B, T), on the CPU; T is ``max_new_tokens``.
 
     Raises:
         UserError: prompt and new tokens exceed the model's positions.
@@ -134,12 +128,9 @@ def generate(
 def sample_documents(
     model: LanguageModel,
     prompts: list[np.ndarray],
-    samplings: Sequence[Sampling],
+    sampling: Mapping[str, Any],
     *,
-    new_tokens: int,
-    batch: int,
     seed: int,
-    minutes: float | None = None,
     keep_prompt: bool = True,
     mark: Callable[[np.ndarray], np.ndarray] | None = None,
     report: Report = silent,
@@ -147,13 +138,11 @@ def sample_documents(
     """Continues prompts with a model and joins the results, each preceded by token 0.
 
     Args:
-        model: the sampled model.
-        prompts: token ids, of any lengths.
-        samplings: rules; each batch is divided among them by their shares.
-        new_tokens: tokens per prompt; a continuation is cut at its own end token.
-        batch: sequences per batch.
+        model, prompts: the sampled model, and token ids of any lengths.
+        sampling: ``new_tokens`` per prompt (a continuation is cut at its own end token); ``batch``,
+            sequences at a time; ``rules``, values of Sampling, among which each batch is divided by
+            their shares; ``minutes`` after which no new batch begins (None uses all prompts).
         seed: of the order of batches and of all draws.
-        minutes: time after which no new batch begins; None uses all prompts.
         keep_prompt: whether a document begins with its prompt.
         mark: applied to the ids of each continuation.
         report: called after each batch.
@@ -162,21 +151,22 @@ def sample_documents(
         Ids in one dimension, of the dtype that ``streams.compact`` chooses.
 
     Raises:
-        UserError: no prompts.
+        UserError: no prompts, or an invalid rule.
     """
     if not prompts:
         raise UserError("nothing to sample from: no training function or question gives a prompt")
+    rules = [build(Sampling, rule, "sampling.rules") for rule in sampling["rules"]]
+    new_tokens, minutes = sampling["new_tokens"], sampling["minutes"]
     generator = torch.Generator().manual_seed(seed)
-    groups = same_length_batches(prompts, batch)
+    groups = same_length_batches(prompts, sampling["batch"])
     order = np.random.default_rng(seed).permutation(len(groups))
     began, pieces, count = time.monotonic(), [], 0
     for done, index in enumerate(order, start=1):
         group = groups[index]
         group = group[torch.randperm(group.shape[0], generator=generator)]
-        new = generate(model, group, new_tokens, samplings, generator, stop_at_end=True)
+        new = generate(model, group, new_tokens, rules, generator, stop_at_end=True)
         for prompt, row in zip(group.numpy(), new.numpy(), strict=True):
-            ends = np.flatnonzero(row == 0)
-            row = row[: ends[0]] if len(ends) else row
+            row = row[: np.append(np.flatnonzero(row == 0), len(row))[0]]
             count += len(row)
             row = row if mark is None else mark(row)
             pieces.append(np.concatenate(([0], prompt, row) if keep_prompt else ([0], row)))
@@ -194,43 +184,28 @@ def function_prompts(
 
     ``prompt_length`` returns the length of the prompt in a document's ids, 0 to skip it.
     """
-    starts = np.flatnonzero(tokens == 0)
-    ends = np.append(starts[1:], len(tokens))
+    documents = np.split(tokens, np.flatnonzero(tokens == 0))[1:]
     prompts = []
-    for index in np.random.default_rng(seed).permutation(len(starts)):
-        document = tokens[starts[index] + 1 : ends[index]]
-        length = prompt_length(document)
-        if length:
+    for index in np.random.default_rng(seed).permutation(len(documents)):
+        document = documents[index][1:]
+        if length := prompt_length(document):
             prompts.append(document[:length].astype(np.int64))
         if len(prompts) >= limit:
             break
     return prompts
 
 
-def docstring_end(quote_ids: Sequence[int]) -> Callable[[np.ndarray], int]:
-    """Rule for function_prompts: a prompt ends with the second token of ``quote_ids``.
-
-    Documents without one among tokens 9 to 192 are skipped.
-    """
-
-    def prompt_length(document: np.ndarray) -> int:
-        quotes = np.flatnonzero(np.isin(document[:192], quote_ids))[:2]
-        return int(quotes[1]) + 1 if len(quotes) == 2 and quotes[1] >= 8 else 0
-
-    return prompt_length
+def docstring_end(document: np.ndarray, quote_ids: Sequence[int]) -> int:
+    """Length of a prompt that ends with the second token of ``quote_ids``, in tokens 9 to 192."""
+    quotes = np.flatnonzero(np.isin(document[:192], quote_ids))[:2]
+    return int(quotes[1]) + 1 if len(quotes) == 2 and quotes[1] >= 8 else 0
 
 
-def sequence_end(ids: Sequence[int]) -> Callable[[np.ndarray], int]:
-    """Rule for function_prompts: a prompt ends with these ids, within the first 256 tokens."""
-
-    def prompt_length(document: np.ndarray) -> int:
-        tokens = document[:-1][:255]
-        if len(tokens) < len(ids):
-            return 0
-        matches = np.flatnonzero((sliding_window_view(tokens, len(ids)) == ids).all(axis=1))
-        return int(matches[0]) + len(ids) if len(matches) else 0
-
-    return prompt_length
+def sequence_end(document: np.ndarray, ids: list[int]) -> int:
+    """Length of a prompt that ends with these ids, within the first 256 tokens; 0 without them."""
+    tokens, size = document[:-1][:255].tolist(), len(ids)
+    ends = range(size, len(tokens) + 1)
+    return next((end for end in ends if tokens[end - size : end] == ids), 0)
 
 
 def same_length_batches(prompts: list[np.ndarray], batch: int) -> list[Tensor]:
@@ -241,6 +216,5 @@ def same_length_batches(prompts: list[np.ndarray], batch: int) -> list[Tensor]:
     """
     ordered = sorted(prompts, key=len)
     groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]
-    return [
-        torch.from_numpy(np.stack([p[len(p) - len(group[0]) :] for p in group])) for group in groups
-    ]
+    equal = ([prompt[len(prompt) - len(group[0]) :] for prompt in group] for group in groups)
+    return [torch.from_numpy(np.stack(rows)) for rows in equal]

@@ -1,9 +1,14 @@
-"""What all recipes share: folders, seed and machine, and their start in several processes."""
+"""What all recipes share: folders, seed, machine, and data-parallel processes.
+
+Processes exchange gradients over gloo or NCCL. On a CPU that is shared with other work, processes
+of one thread that synchronize once per step lose less time than one process of several threads,
+which synchronize at every operation.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,30 +18,72 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate import Accelerator
 from rich.console import Console
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from specdec.errors import UserError
-from specdec.train.lm import Report, silent
 from specdec.train.model import LanguageModel, load_hf
-from specdec.train.parallel import rank_and_size
+
+Report = Callable[[float, str], None]
+"""Called with progress in [0, 1] and a line of text."""
+
+
+def silent(_progress: float, _line: str) -> None:
+    """A Report that prints nothing."""
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of processes; (0, 1) outside a group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def from_rank_0(value: float) -> float:
+    """The value of process 0, returned in every process."""
+    values = [value]
+    if rank_and_size()[1] > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def wait_for_all() -> None:
+    """Returns once every process has called it."""
+    if rank_and_size()[1] > 1:
+        dist.barrier()
+
+
+def check_rows(batch: int, name: str) -> None:
+    """Raises UserError for a batch that is not a multiple of the number of processes."""
+    size = rank_and_size()[1]
+    if batch % size:
+        raise UserError(f"{name}={batch} must be a multiple of num_processes={size}")
+
+
+def own_rows(*batches_BS: Tensor, device: torch.device) -> list[Tensor]:
+    """This process's rows of each batch, on its device."""
+    rank, size = rank_and_size()
+    return [batch_BS[rank::size].to(device) for batch_BS in batches_BS]
+
+
+def average_gradients(weights: Iterable[torch.nn.Parameter]) -> None:
+    """Replaces each gradient by its mean over processes that have gradients of the same weights."""
+    size = rank_and_size()[1]
+    if size > 1:
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        flat = parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        vector_to_parameters(flat / size, gradients)
+
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The keys that recipes share; conf/train/NAME.yaml has those that a recipe uses.
+    """The keys that recipes share; conf/train/NAME.yaml describes those that a recipe uses.
 
-    Attributes:
-        output_dir: folder of the finished models.
-        work_dir: folder of token streams and checkpoints.
-        seed: of every draw.
-        precision: of matrix products; weights are float32.
-        compiled: whether to use torch.compile.
-        num_threads: CPU threads per process; 0 keeps torch's default.
-        num_processes: data-parallel processes.
-        device: name of a device; "auto" is a GPU if there is one (by rank in a group), else the
-            CPU.
-        report: receives the progress.
+    ``device`` is a name; "auto" is a GPU if there is one (by rank in a group), else the CPU.
     """
 
     output_dir: str
@@ -67,21 +114,19 @@ class Session:
     @property
     def place(self) -> torch.device:
         """This process's device."""
-        if self.device != "auto":
-            return torch.device(self.device)
         rank, size = rank_and_size()
-        if size > 1:
-            return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-        return Accelerator().device
+        if self.device == "auto" and size == 1:
+            return Accelerator().device
+        own = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+        return torch.device(own if self.device == "auto" else self.device)
 
     def load(self, folder: Path) -> LanguageModel:
-        """Reads a model with this compute dtype, on this device."""
+        """Reads a model with this compute dtype, onto this device."""
         model = load_hf(folder, compute_dtype=self.dtype, compiled=self.compiled)
         return model.to(self.place)
 
 
-Recipe = Callable[..., None]
-"""Called with a Session and the recipe's own keys."""
+Recipe = Callable[..., None]  # called with a Session and the recipe's own keys
 
 
 def start(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
@@ -100,13 +145,10 @@ def start(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
         if limit < size:
             session.report(0.0, f"device={device}: {limit} of num_processes={size}, one per GPU")
         size = min(size, limit)
-    if size > 1:
-        _run_in_processes(recipe, replace(session, report=silent), values, size)
-    else:
-        _run(recipe, session, values)
+    (_run_in_processes if size > 1 else _run)(recipe, session, values, size)
 
 
-def _run(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
+def _run(recipe: Recipe, session: Session, values: Mapping[str, Any], _size: int = 1) -> None:
     if session.num_threads:
         torch.set_num_threads(session.num_threads)
     recipe(session, **values)
@@ -116,37 +158,32 @@ def _run_in_processes(
     recipe: Recipe, session: Session, values: Mapping[str, Any], size: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
+        words = (size, Path(folder), recipe, replace(session, report=silent), dict(values))
         try:
-            mp.start_processes(  # type: ignore[no-untyped-call]
-                _child,
-                args=(size, str(store), recipe, session, dict(values)),
-                nprocs=size,
-                start_method="spawn",
-            )
+            mp.start_processes(_child, words, size, start_method="spawn")  # type: ignore[no-untyped-call]
         except mp.ProcessRaisedException as error:
-            messages = sorted(store.parent.glob("*.error"))
+            messages = sorted(Path(folder).glob("*.error"))
             raise UserError(messages[0].read_text()) if messages else error from None
 
 
 def _child(
-    rank: int, size: int, store: str, recipe: Recipe, session: Session, values: dict[str, Any]
+    rank: int, size: int, folder: Path, recipe: Recipe, session: Session, values: dict[str, Any]
 ) -> None:
     """One process; process 0 prints the progress."""
     backend = "nccl" if torch.cuda.is_available() and session.device != "cpu" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    console = Console(stderr=True)
-
-    def report(progress: float, line: str) -> None:
-        if rank == 0:
-            console.print(f"{progress:4.0%} {line}", markup=False, highlight=False)
-
     try:
-        _run(recipe, replace(session, report=report), values)
+        _run(recipe, replace(session, report=silent if rank else _print), values)
     except UserError as error:
-        Path(f"{store}.{rank}.error").write_text(str(error))
+        (folder / f"{rank}.error").write_text(str(error))
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _print(progress: float, line: str) -> None:
+    console = Console(stderr=True)
+    console.print(f"{progress:4.0%} {line}", markup=False, highlight=False)

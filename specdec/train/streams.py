@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,17 @@ from torch import Tensor
 
 from specdec.errors import UserError
 from specdec.files import write_bytes
-from specdec.train.corpus import Corpus, Document
+from specdec.train.corpus import Corpus
 
-STREAMS = ("stdlib", "function", "package", "gsm8k")
-"""Names of the streams of training text."""
 ALIGNED = frozenset({"function", "samples"})
 """Streams whose windows begin at the start of a document, as a prompt does."""
-
-
-def stream_of(document: Document) -> str:
-    """Name of a training document's stream, one of STREAMS."""
-    if document.kind == "functions":
-        return "function"
-    return document.source if document.source in ("stdlib", "gsm8k") else "package"
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
     """Token ids of all texts, each preceded by the end token 0, in ``compact``'s dtype."""
     ids: list[int] = []
     for encoding in tokenizer.encode_batch_fast(list(texts)):
-        ids.append(0)
-        ids.extend(encoding.ids)
+        ids += (0, *encoding.ids)
     return compact(np.asarray(ids, dtype=np.int64))
 
 
@@ -44,16 +35,12 @@ def compact(ids: np.ndarray) -> np.ndarray:
 
 
 def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, np.ndarray]:
-    """Encodes a corpus into one token array per stream, in random order, and "held_out"."""
-    groups: dict[str, list[str]] = {name: [] for name in STREAMS}
-    for document in corpus.train:
-        groups[stream_of(document)].append(document.text)
-    generator = np.random.default_rng(seed)
-    streams = {}
-    for name, texts in groups.items():
-        order = generator.permutation(len(texts))
-        streams[name] = encode(tokenizer, (texts[i] for i in order))
-    streams["held_out"] = encode(tokenizer, (d.text for d in corpus.held_out))
+    """Encodes a corpus into one token array per stream, in random order but for "held_out"."""
+    generator, streams = np.random.default_rng(seed), {}
+    for name, documents in corpus.streams().items():
+        count = len(documents)
+        order = range(count) if name == "held_out" else generator.permutation(count)
+        streams[name] = encode(tokenizer, (documents[i].text for i in order))
     return streams
 
 
@@ -67,7 +54,7 @@ def save_streams(streams: dict[str, np.ndarray], path: Path) -> None:
 def load_streams(path: Path) -> dict[str, np.ndarray]:
     """Reads what save_streams wrote."""
     with np.load(path) as archive:
-        return {name: archive[name] for name in archive.files}
+        return dict(archive)
 
 
 class Mixture:
@@ -81,64 +68,43 @@ class Mixture:
     def __init__(
         self, streams: dict[str, np.ndarray], weights: dict[str, float], seed: int
     ) -> None:
-        """Normalises the weights; a stream without text is skipped.
-
-        Args:
-            streams: token arrays by name.
-            weights: share of the windows by stream.
-            seed: of all draws.
+        """Normalises the weights, shares of the windows; a stream without text is skipped.
 
         Raises:
             UserError: a stream is missing, or all are empty.
         """
-        self.names = [name for name, weight in weights.items() if weight > 0]
-        missing = [name for name in self.names if name not in streams]
+        names = [name for name, weight in weights.items() if weight > 0]
+        missing = [name for name in names if name not in streams]
         if missing:
             raise UserError(f"no stream for weights {missing}; there are {', '.join(streams)}")
-        self.names = [name for name in self.names if len(streams[name]) > 2]
+        self.streams = {name: streams[name] for name in names if len(streams[name]) > 2}
+        self.names = list(self.streams)
         if not self.names:
             raise UserError(f"no stream with text for weights {weights}")
-        self.streams = streams
         share = np.asarray([weights[name] for name in self.names], dtype=np.float64)
         self.share = share / share.sum()
-        self.seed = seed
-        self.draws = 0
+        self.seed, self.draws = seed, 0
         self.cursors = dict.fromkeys(self.names, (0, 0))  # epoch, window
-        self._orders: dict[tuple[str, int, int], np.ndarray] = {}
         self._starts: dict[tuple[str, int], np.ndarray] = {}
 
     def _windows(self, name: str, length: int) -> np.ndarray:
+        """First positions of a stream's windows."""
         if (name, length) not in self._starts:
             stream = self.streams[name]
             last = max(0, len(stream) - length)  # a window needs one more token as target
-            if name in ALIGNED:
-                starts = np.flatnonzero(stream == 0) + 1
-                starts = starts[starts < last]
-            else:
-                starts = np.arange(0, last, length)
+            aligned = np.flatnonzero(stream == 0) + 1
+            starts = aligned[aligned < last] if name in ALIGNED else np.arange(0, last, length)
             self._starts[name, length] = starts
         return self._starts[name, length]
 
     def check(self, length: int) -> None:
-        """Checks that every stream has a window of this many positions.
-
-        Raises:
-            UserError: a stream is too short.
-        """
-        for name in self.names:
+        """Raises UserError for a stream too short for a window of this many positions."""
+        for name, stream in self.streams.items():
             if not len(self._windows(name, length)):
                 raise UserError(
                     f"no window of length={length} in stream {name!r} of"
-                    f" {len(self.streams[name])} tokens: lower the length, or its weight to 0"
+                    f" {len(stream)} tokens: lower the length, or its weight to 0"
                 )
-
-    def _order(self, name: str, length: int, epoch: int) -> np.ndarray:
-        key = (name, length, epoch)
-        if key not in self._orders:
-            self._orders = {k: v for k, v in self._orders.items() if k[0] != name}
-            rng = np.random.default_rng((self.seed, self.names.index(name), length, epoch))
-            self._orders[key] = rng.permutation(len(self._windows(name, length)))
-        return self._orders[key]
 
     def batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
         """Inputs and next-token targets, two int64 tensors of (size, length)."""
@@ -150,20 +116,15 @@ class Mixture:
             starts, (epoch, index) = self._windows(name, length), self.cursors[name]
             if index >= len(starts):
                 epoch, index = epoch + 1, 0
-            start = starts[self._order(name, length, epoch)[index]]
+            start = starts[_order((self.seed, choice, length, epoch), len(starts))[index]]
             self.cursors[name] = (epoch, index + 1)
             rows.append(self.streams[name][start : start + length + 1].astype(np.int64))
         tokens = torch.from_numpy(np.stack(rows))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all streams."""
-        return sum(len(self.streams[name]) for name in self.names)
-
     def settings(self) -> dict[str, Any]:
         """Seed, shares and sizes of the streams, which determine the batches."""
-        sizes = {name: len(self.streams[name]) for name in self.names}
+        sizes = {name: len(stream) for name, stream in self.streams.items()}
         shares = dict(zip(self.names, self.share.tolist(), strict=True))
         return {"seed": self.seed, "shares": shares, "tokens": sizes}
 
@@ -173,5 +134,10 @@ class Mixture:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a position that ``state`` returned."""
-        self.draws = state["draws"]
-        self.cursors = dict(state["cursors"])
+        self.draws, self.cursors = state["draws"], dict(state["cursors"])
+
+
+@lru_cache(maxsize=16)
+def _order(seed: tuple[int, ...], count: int) -> np.ndarray:
+    """Order of a stream's windows in one epoch."""
+    return np.random.default_rng(seed).permutation(count)

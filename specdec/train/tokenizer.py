@@ -19,19 +19,11 @@ PIECES = r"[ _]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
-    """Trains byte-level BPE; every byte string round-trips.
-
-    Args:
-        texts: training text only.
-        vocab_size: number of entries, at least 257: END and the 256 bytes.
-    """
+    """Trains byte-level BPE of at least 257 entries: END and the bytes, so all text round-trips."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -48,9 +40,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END,
-        "eos_token": END,
-        "pad_token": END,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END),
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
@@ -63,8 +53,7 @@ def tokenizer_texts(corpus: Corpus, max_mb: float) -> list[str]:
 
     About `max_mb` megabytes (10**6 characters) of packages' files are used, evenly spaced.
     """
-    first = [d.text for d in corpus.train if d.kind != "file" or d.source == "stdlib"]
     rest = [d.text for d in corpus.train if d.kind == "file" and d.source != "stdlib"]
-    total = sum(map(len, rest))
-    stride = max(1, round(total / max(1.0, max_mb * 1e6)))
+    first = [d.text for d in corpus.train if d.kind != "file" or d.source == "stdlib"]
+    stride = max(1, round(sum(map(len, rest)) / max(1.0, max_mb * 1e6)))
     return first + rest[::stride]

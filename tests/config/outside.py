@@ -1,4 +1,4 @@
-"""A folder outside the repository with one class and one YAML for each of eight kinds of part.
+"""A folder outside the repository with one class and one YAML for each kind of part.
 
 The classes are those of docs/examples; their annotations use aliases that the example defines.
 """
@@ -66,6 +66,13 @@ OUTSIDE = {
         title="verifiers",
         bad="verifier.k=0",
         lossy=True,
+    ),
+    "executor": Outside(
+        module="replicas",
+        group="executor",
+        option="replicas",
+        title="executors",
+        bad="executor.replicas=0",
     ),
     "clock": Outside(
         module="roofline", group="clock", option="roofline", title="clocks", bad="clock.tflops=0.0"

@@ -53,8 +53,8 @@ def decoded(values: dict[str, Any], transport: str) -> tuple[list[dict], list[li
     with runner(values) as made:
         collect = made.parts.executor.collect
 
-        def noting() -> Output:
-            output = collect()
+        def noting(*, wait: bool = True) -> Output:
+            output = collect(wait=wait)
             steps.append(list(output.exits))
             return output
 

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 
 from specdec.clocks.meter import Meter
+from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.distributed import executor as over_ranks
 from specdec.distributed import replies
 from specdec.distributed.executor import Ranks
 from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.distributed.messages import Kind
 from specdec.distributed.replies import ReceivedReply, Reply, hidden_reply
-from specdec.executors.layout import StageLayout
+from specdec.executors import PipelineExecutor
 from specdec.executors.row_packing import InFlight
 from specdec.interfaces import TreePolicy
 from specdec.models.medusa import MedusaHeads
@@ -30,15 +32,18 @@ from specdec.sources import DraftModelSource
 from specdec.state import StopRules
 from specdec.testing import Case, decode_steps
 from specdec.train.model import LanguageModel, save_hf
-from specdec.types import Batch, Needs, Output, PromptHidden
+from specdec.types import Batch, HiddenName, Needs, Output, PromptHidden
 from specdec.verifiers import MatchVerifier
 from tests.distributed.support import PROMPTS, config, pair, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
-LAYERS = (0, 4, 7)  # of 8: the first, one inside, and the last
+NAMES = tuple(HiddenName(layer) for layer in (0, 4, 7))  # of 8: the first, one inside, and the last
 LEVELS = FixedWidth(width=5, children=3)
+WITH_ANSWERS = Needs(hidden=NAMES)
+Layout: TypeAlias = dict[str, Any]  # keys of the executor
+States: TypeAlias = Mapping[HiddenName, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -48,24 +53,29 @@ def group() -> Iterator[ThreadGroup]:
         yield made
 
 
-def reading(policy: TreePolicy, layout: StageLayout, *, over_ranks: bool) -> Parts:
+def reading(
+    policy: TreePolicy, layout: Layout, *, over_ranks: bool, needs: Needs = WITH_ANSWERS
+) -> Parts:
     """A draft model source that also requests hidden states."""
-    bench = Workbench(pair(), seed=11)
+    ranks = Ranks(model=config("ar", 2)["model"], clock={"kind": "measured"}, threads=1)
+    bench = Workbench(pair(), seed=11, ranks=ranks if over_ranks else None)
     source = DraftModelSource(runner=bench.draft_runner())
-    source.needs = Needs(hidden_layers=LAYERS)
-    model = config("ar", 2)["model"]
-    ranks = Ranks(model=model, clock={"kind": "measured"}, threads=1) if over_ranks else None
-    return bench.parts(
-        source=source, policy=policy, verifier=MatchVerifier(), stages=layout, ranks=ranks
+    source.needs = needs
+    executor = planned(
+        PipelineExecutor,
+        bench.pair,
+        transport="distributed" if over_ranks else "in_process",
+        **layout,
     )
+    return bench.parts(source=source, policy=policy, verifier=MatchVerifier(), executor=executor)
 
 
 def outputs(parts: Parts) -> list[Output]:
     """The executor's output in each step, for three prompts of which two run at a time."""
     found, collect = [], parts.executor.collect
 
-    def noting() -> Output:
-        found.append(collect())
+    def noting(*, wait: bool = True) -> Output:
+        found.append(collect(wait=wait))
         return found[-1]
 
     parts.executor.collect = noting  # type: ignore[method-assign]
@@ -83,13 +93,13 @@ def outputs(parts: Parts) -> list[Output]:
     return found
 
 
-def same_rows(policy: TreePolicy, layout: StageLayout, plant: Any = None) -> int:
+def same_rows(policy: TreePolicy, layout: Layout, plant: Any = None) -> int:
     """Compares transports step by step; returns the number of tree rows compared."""
     expected = outputs(reading(policy, layout, over_ranks=False))
     if plant is not None:
         plant()
     parts = reading(policy, layout, over_ranks=True)
-    assert parts.executor.hidden_layers == LAYERS
+    assert parts.executor.hidden == NAMES
     steps = outputs(parts)
     compared = 0
     for known, found in zip(expected, steps, strict=True):
@@ -100,8 +110,8 @@ def same_rows(policy: TreePolicy, layout: StageLayout, plant: Any = None) -> int
             _equal(mine.hidden, theirs.hidden)
             compared += len(mine.node_ids)
         for other, chunk in zip(known.prompts, found.prompts, strict=True):
-            _equal(chunk.layers, other.layers)
-    prompt_rows = sum(len(p.layers[LAYERS[0]]) for step in steps for p in step.prompts)
+            _equal(chunk.hidden, other.hidden)
+    prompt_rows = sum(len(p.hidden[NAMES[0]]) for step in steps for p in step.prompts)
     assert prompt_rows == sum(len(prompt.tokens) - 1 for prompt in PROMPTS)
     return compared
 
@@ -110,25 +120,25 @@ def _place(chunk: PromptHidden) -> tuple[int, int]:
     return chunk.request, chunk.start
 
 
-def _equal(mine: Mapping[int, torch.Tensor], theirs: Mapping[int, torch.Tensor]) -> None:
-    assert set(mine) == set(theirs) == set(LAYERS)
-    for layer in LAYERS:
-        assert mine[layer].dtype == torch.float64
-        assert torch.equal(mine[layer], theirs[layer])
+def _equal(mine: States, theirs: States) -> None:
+    assert set(mine) == set(theirs) == set(NAMES)
+    for name in NAMES:
+        assert mine[name].dtype == torch.float64
+        assert torch.equal(mine[name], theirs[name])
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        StageLayout(stages=1),  # latency 1
-        StageLayout(stages=3),
-        StageLayout(stages=8),
-        StageLayout(stages=2, groups=(2, 1)),  # two ranks of one stage have layers that are needed
+        {"stages": 1},  # latency 1
+        {"stages": 3},
+        {"stages": 8},
+        {"stages": 2, "groups": [2, 1]},  # two ranks of one stage have layers that are needed
     ],
 )
-def test_rows_are_those_of_one_process(layout: StageLayout) -> None:
+def test_rows_are_those_of_one_process(layout: Layout) -> None:
     """Rows in flight are pruned on the ranks and in rank 0's records."""
-    policy = LEVELS if layout.stages > 1 else Static(branching=[3, 2])
+    policy = LEVELS if layout["stages"] > 1 else Static(branching=[3, 2])
     assert same_rows(policy, layout) >= 24
 
 
@@ -136,11 +146,11 @@ def test_rows_are_those_of_one_process(layout: StageLayout) -> None:
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = replies.read_hidden
 
-    def shifted(*args: Any) -> dict[int, torch.Tensor]:
-        return {layer: rows.roll(1, 0) for layer, rows in right(*args).items()}
+    def shifted(*args: Any) -> States:
+        return {name: rows.roll(1, 0) for name, rows in right(*args).items()}
 
-    def exchanged(reply: Reply, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
-        return right(reply, batch, layers[::-1])
+    def exchanged(reply: Reply, batch: Batch, names: Sequence[HiddenName]) -> States:
+        return right(reply, batch, names[::-1])
 
     def plant() -> None:
         if bug == "rows not pruned":
@@ -156,7 +166,7 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(over_ranks, "read_hidden", wrong)
 
     with pytest.raises((AssertionError, KeyError)):
-        same_rows(LEVELS, StageLayout(stages=2), plant)
+        same_rows(LEVELS, {"stages": 2}, plant)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +188,7 @@ def test_heads_that_sample_count_what_they_do_in_one_process() -> None:
 def test_only_ranks_with_a_layer_send_it(group: ThreadGroup) -> None:
     with runner(config("medusa", 4, distributed=True)):
         sent = [session._plan.hidden for session in group.sessions.values()]
-    assert sent == [(), (), (), (7,)]
+    assert sent == [(), (), (), (HiddenName(7),)]
 
 
 def test_a_cancelled_request_leaves_no_trace() -> None:
@@ -201,7 +211,7 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_rows_keep_their_type_on_the_wire(dtype: str) -> None:
     rows = [torch.randn(3, 5).to(getattr(torch, dtype)) for _ in range(2)]
-    reply = hidden_reply(rows)
+    reply = hidden_reply(Kind.HIDDEN, rows)
     arrived = ReceivedReply.unpack(reply.pack(4, 9), lambda empty: empty.copy_(reply.rows))  # type: ignore
     assert (arrived.session, arrived.tick) == (4, 9)
     assert arrived.reply.rows is not None

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from specdec.clocks.meter import Meter
-from specdec.models.captured import StaticPasses
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
@@ -108,21 +107,15 @@ def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_pass_that_looks_at_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: Python reads a number during capture."""
-    original = StaticPasses._prepare
+    from specdec.models import captured as static
 
-    def made(self, inputs, arena, context, wants_logits):
-        compute = self._compute
+    original = static._launch
 
-        def looking(step, tokens, positions, wants):
-            return compute(step, tokens + int(tokens[0]) * 0, positions, wants)
+    def looking(compute, step, inputs, wants_logits):
+        assert int(inputs.tokens[0]) >= 0
+        return original(compute, step, inputs, wants_logits)
 
-        self._compute = looking
-        try:
-            return original(self, inputs, arena, context, wants_logits)
-        finally:
-            self._compute = compute
-
-    monkeypatch.setattr(StaticPasses, "_prepare", made)
+    monkeypatch.setattr(static, "_launch", looking)
     with emulated(), pytest.raises(Exception, match="not permitted when stream is capturing"):
         _decoded(_runner(Cell("none", "root_only", "match", "local", "greedy")))
 

@@ -12,10 +12,11 @@ import torch
 from specdec.attention.backends import Visibility, attention_kernel, flash_attention
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.kernels import reference, support
+from specdec.kernels import support
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
+from tests.kernels import reference
 
 CPU = torch.device("cpu")
 REPLAY = Execution(graphs="replay")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec.kernels import reference
+from tests.kernels import reference
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 swiglu_module = pytest.importorskip("specdec.kernels.swiglu")

@@ -73,7 +73,7 @@ def test_a_fault_in_the_padding_is_seen(fault: str, monkeypatch: pytest.MonkeyPa
     def wrong(self, rows, spare, hidden):
         original(self, rows, 0 if fault == "spare slot" else spare, hidden)
         if fault == "mask":
-            self.bits.fill_(255)
+            self.visible.fill_(1)
         elif fault == "length":
             self.lengths -= np.int64(1)
 

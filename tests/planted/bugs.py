@@ -342,7 +342,7 @@ def tie_broken_differently(work: Planted) -> None:
 
         return argmax
 
-    work.swap("specdec.sampling.transform:argmax", make)
+    work.swap("specdec.sampling.host:argmax", make)
 
 
 # ---------------------------------------------------------------------- no bug

@@ -52,7 +52,7 @@ def free(cfg: Mapping[str, Any], pair: ModelPair, *, is_simulated: bool = True) 
     """A draft that runs free beside a pipeline."""
     bench = _bench(cfg, pair, is_simulated=is_simulated)
     return bench.parts(
-        source=Background(source=DraftModelSource(runner=bench.draft_runner()), rank=4),
+        source=Background(source=DraftModelSource(runner=bench.draft_runner()), free_rank=4),
         policy=FreeRunning(),
         verifier=MatchVerifier(),
         executor=planned(PipelineExecutor, pair, stages=3),

@@ -83,7 +83,7 @@ def test_a_step_that_broke_down_and_a_stream_under_way_are_in_the_way() -> None:
         whole = decoder.generate([1, 2, 3])
         with pytest.MonkeyPatch.context() as patch:
             executor = decoder._runner.parts.executor
-            patch.setattr(executor, "collect", lambda: {}["interrupted"])
+            patch.setattr(executor, "collect", lambda **_: {}["interrupted"])
             with pytest.raises(KeyError):
                 list(decoder.stream([1, 2, 3]))
         with pytest.raises(specdec.UserError, match="create a new one"):

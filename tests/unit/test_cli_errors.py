@@ -81,6 +81,7 @@ CASES = {
     "key of another part": (["run", "policy=chain", "policy.width=3"], "policy=fixed_width"),
     "added key": (["run", "+policy.gama=3"], "gamma"),
     "unknown option": (["run", "data=humanevl"], "humaneval"),
+    "no option": (["run", "policy=null"], "best_first"),
     "value out of range": (["run", "sampling.top_p=1.3"], "sampling.top_p=1.3"),
     "negative limit": (["run", "max_new_tokens=-1"], "max_new_tokens=-1"),
     "value of the wrong type": (["run", "policy.gamma=many"], "policy.gamma='many'"),

@@ -25,8 +25,8 @@ from specdec.clocks import (
 from specdec.errors import UserError
 from specdec.metrics import Meter, RequestResult, RunTotals, summarise
 from specdec.report.tables import notes_of
-from specdec.runs.rank_counts import RankCounts
 from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.runs.totals import RankCounts, differences
 from specdec.state import StopRules
 from tests.matrix.cells import Cell, config, pair
 
@@ -293,15 +293,16 @@ def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
     executor.pieces = 14
     clock.start(CONTROLLER)
     clock.charge(CONTROLLER, Work.DRAFT, 1)
-    totals = RunTotals()
-    RankCounts.of(clock, executor).book(totals, before)  # type: ignore[arg-type]
+    after = RankCounts.of(clock, executor)  # type: ignore[arg-type]
+    totals = RunTotals(**differences(after.counts, before.counts))
     assert totals.paced_pieces == 5
     assert totals.overruns == 0
     assert totals.stage_busy_s == {1: 0.0}
     assert totals.bytes_sent == 0
     simulated = SimulatedClock(PROFILE)
     simulated.charge(2, Work.STAGE, 1)
-    assert RankCounts.of(simulated, executor).busy_s == {2: 0.01}  # type: ignore[arg-type]
+    counts = RankCounts.of(simulated, executor).counts  # type: ignore[arg-type]
+    assert counts["stage_busy_s"] == {2: 0.01}
 
 
 @pytest.mark.parametrize("kind", ["simulated", "paced"])
@@ -320,8 +321,8 @@ def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None
     clock.charge(CONTROLLER, Work.DRAFT, 1)
     clock.drafting = False
     clock.charge(CONTROLLER, Work.HEAD, 1)
-    totals = RunTotals()
-    RankCounts.of(clock, object()).book(totals, before)  # type: ignore[arg-type]
+    after = RankCounts.of(clock, object())  # type: ignore[arg-type]
+    totals = RunTotals(**differences(after.counts, before.counts))
     assert totals.draft_total_s == pytest.approx(0.016)
     assert totals.draft_hidden_s == pytest.approx(0.010)
 

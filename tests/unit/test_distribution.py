@@ -113,7 +113,8 @@ def run(setup: Setup, verifier) -> np.ndarray:
         for level, width in enumerate(setup.branching):
             grow(live, level, width, draft, stored, draws)
         answers = answer(live, target, draws, setup.root_only)
-        state.commit(verifier.verify(state, Output(step=state.step, answers=answers)))
+        output = Output(step=state.step, answers=answers)
+        state.commit(verifier.verify(state, state.receive(output)))
         for request in live:
             if request.finished:
                 done.append(state.requests.pop(request.id))

@@ -16,19 +16,20 @@ import torch
 import specdec.assets
 from experiments.ppsd import laws
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
-from specdec.executors import ExitFront
-from specdec.executors.layout import StageLayout
+from specdec.executors import EarlyExitExecutor, ExitFront
+from specdec.executors.layout import FrontPlan
 from specdec.metrics.speedup import expected_accepted
 from specdec.models.exits import (
     HeadWeights,
-    final_norm,
     head_model,
     read_head,
     untrained_head,
 )
 from specdec.models.random import random_model
+from specdec.models.slicing import final_norm
 from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import EarlyExitSource
@@ -220,9 +221,9 @@ class TestRefusals:
             with pytest.raises(UserError, match="at least 2 stages") as refused:
                 bench.parts(source=late, policy=other, verifier=match)
             assert "in a pipeline" not in str(refused.value)
-        layout = StageLayout(stages=2, after_drafting=True)
+        first = planned(EarlyExitExecutor, bench.pair, stages=2)
         with pytest.raises(UserError, match="source=early_exit"):
-            bench.parts(source=late, policy=Chain(gamma=2), verifier=match, stages=layout)
+            bench.parts(source=late, policy=Chain(gamma=2), verifier=match, executor=first)
         with pytest.raises(UserError, match="exit_layer=4"):
             ppsd.build(Workbench(pair(exit_layer=4)), stages=2)
         with pytest.raises(ValueError, match="exit_layer=0"):
@@ -294,7 +295,7 @@ class TestHeads:
         files = {"exit_head": kind, "exit_heads": str(tmp_path / "heads")}
         loaded = pretrained(tmp_path / "target", exit_layer=layer, **files)
         bench = Workbench(loaded)
-        front = bench.exit_front(StageLayout(stages=2, after_drafting=True), (layer,))
+        front = bench.exit_front(FrontPlan.of_stages(loaded, 2), (layer,))
         case = cases(1)[0]
         request = case.request()
         front.open(request.id, request.num_prompt + request.stop.max_new_tokens)

@@ -71,7 +71,9 @@ def test_the_page_lists_the_arguments_that_a_run_injects() -> None:
     )
     listed = {kind: set(re.findall(r"`(\w+)`", names)) for kind, names in rows}
     assert listed.keys() == OUTSIDE.keys()
-    assert listed["source"] | listed["policy"] == RUNTIME.keys()
+    for kind in ("source", "policy", "executor"):
+        kinds = {name: about.split(":")[0].split(", ") for name, about in RUNTIME.items()}
+        assert listed[kind] == {name for name in RUNTIME if kind in kinds[name]}
     assert listed["clock"] == inspect.signature(build_clock).parameters.keys() - {"node"}
     call = inspect.signature(MakeScheduler.__call__).parameters
     assert listed["scheduler"] == call.keys() - {"self"}

@@ -54,7 +54,8 @@ def composed(
         feed_at_once=at_once, outstanding=executor.plan.in_flight if at_once else None, **keys
     )
     source = Background(
-        source=DraftModelSource(runner=bench.draft_runner()), rank=executor.plan.num_ranks + 1
+        source=DraftModelSource(runner=bench.draft_runner()),
+        free_rank=executor.plan.num_ranks + 1,
     )
     parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier(), executor=executor)
     return parts, policy
@@ -85,7 +86,7 @@ def test_lossless_on_a_paced_clock(executor: str) -> None:
     clock: Clock = PacedClock(toys.profile(4.0, 3.0))
     if executor == "one stage":  # of this process: a pipeline of ranks is paced elsewhere
         bench = Workbench(models, seed=toys.SEED, clock=clock)
-        source = Background(source=DraftModelSource(runner=bench.draft_runner()), rank=1)
+        source = Background(source=DraftModelSource(runner=bench.draft_runner()), free_rank=1)
         policy = FreeRunning()
         parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
     else:
@@ -186,7 +187,7 @@ def test_waiting_for_the_draft_would_be_seen() -> None:
     models = toys.pair(4)
     bench = Workbench(models, seed=toys.SEED, clock=toys.simulated(10.0, 3.0))
     executor = planned(PipelineExecutor, models, stages=1)
-    source = Background(source=DraftModelSource(runner=bench.draft_runner()), rank=1)
+    source = Background(source=DraftModelSource(runner=bench.draft_runner()), free_rank=1)
     policy = FreeRunning()
     parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier(), executor=executor)
     wanted = toys.cases(12)[:2]
@@ -229,7 +230,7 @@ class Gated:
 def gated() -> tuple[Background, Gated, Any]:
     """A source in the background with requests 1 and 2, and a state of a measured clock."""
     inner = Gated()
-    source: Any = Background(source=inner, rank=1)  # type: ignore[arg-type]
+    source: Any = Background(source=inner, free_rank=1)  # type: ignore[arg-type]
     bench = Workbench(toys.pair(), clock=MeasuredClock())
     parts = SimpleNamespace(draws=bench.draws, clock=bench.clock, meter=bench.meter)
     state = toys.DecodeState(**vars(parts))

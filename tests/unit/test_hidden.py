@@ -14,7 +14,7 @@ from specdec.policies import Static
 from specdec.sources import (
     RandomSource,
 )
-from specdec.types import Needs, Output
+from specdec.types import HiddenName, Needs, Output
 from specdec.verifiers import MatchVerifier
 
 TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
@@ -32,27 +32,27 @@ def check_delivery(models: Pair, parts: Parts) -> tuple[int, int]:
         Tree rows and prompt rows compared.
     """
     state, collect = parts.new_state(), parts.executor.collect
-    layers, compared = parts.executor.hidden_layers, [0, 0]
+    names, compared = parts.executor.hidden, [0, 0]
 
     def same(given: torch.Tensor, fresh: torch.Tensor) -> None:
         assert given.shape == fresh.shape
         assert (given - fresh).abs().max() < TOLERANCE
 
-    def checked() -> Output:
-        output = collect()
+    def checked(*, wait: bool = True) -> Output:
+        output = collect(wait=wait)
         for answers in output.answers:
             request = state.requests[answers.request]
-            assert set(answers.hidden) == set(layers)
+            assert set(answers.hidden) == set(names)
             for row, slot in enumerate(request.tree.slots(answers.node_ids).tolist()):
                 fresh = states(models, request.path_tokens(slot))
-                for layer in layers:
-                    same(answers.hidden[layer][row], fresh[layer][-1])
+                for name in names:
+                    same(answers.hidden[name][row], fresh[name.layer][-1])
                 compared[0] += 1
         for chunk in output.prompts:
             prompt = state.requests[chunk.request].tokens
             fresh = states(models, prompt[: chunk.last_position + 1])
-            for layer in layers:
-                same(chunk.layers[layer], fresh[layer][chunk.start :])
+            for name in names:
+                same(chunk.hidden[name], fresh[name.layer][chunk.start :])
             compared[1] += chunk.last_position + 1 - chunk.start
         return output
 
@@ -64,7 +64,7 @@ def check_delivery(models: Pair, parts: Parts) -> tuple[int, int]:
 def reading(models: Pair, policy: TreePolicy, stages: int | None) -> Parts:
     """Random guesses, and two layers that somebody needs: one inside, and the last."""
     source = RandomSource(vocab_size=VOCAB, seed=1)
-    source.needs = Needs(hidden_layers=(0, LAYERS - 1))
+    source.needs = Needs(hidden=(HiddenName(0), HiddenName(LAYERS - 1)))
     return Workbench(models, seed=2).parts(
         source=source, policy=policy, verifier=MatchVerifier(), stages=stages
     )

@@ -46,7 +46,7 @@ from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, Oracle, TablePair, decode_cases
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, load_hf, save_hf
-from specdec.types import Candidates, Needs, Nodes
+from specdec.types import Candidates, HiddenName, Needs, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies import medusa
 from strategies.medusa import MedusaSource
@@ -86,7 +86,7 @@ def check_candidates(models: Pair, parts: Parts, k: int = 3) -> list[int]:
                 if depth >= HEADS or not request.prefix_len:
                     assert count == 0
                 elif not count:  # in a pipeline the prompt is still under way
-                    assert parts.executor.latency > 1
+                    assert parts.executor.in_flight > 1
                     assert not request.output
                 elif request.sampling is not HISTORY:
                     before = request.tokens[: request.prefix_len]
@@ -152,8 +152,11 @@ class TestCandidates:
         """Control: reading the old root's hidden state instead of the last accepted node's."""
         right = MedusaSource.commit
 
+        def first_of(commit):  # type: ignore[no-untyped-def]
+            return replace(commit, hidden={n: rows[:1] for n, rows in commit.hidden.items()})
+
         def stale(self, commits, output):  # type: ignore[no-untyped-def]
-            right(self, [replace(c, retired_ids=c.retired_ids[:1]) for c in commits], output)
+            right(self, [first_of(commit) for commit in commits], output)
 
         monkeypatch.setattr(MedusaSource, "commit", stale)
         with pytest.raises(AssertionError):
@@ -304,10 +307,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match="source=mixture"):
             StagedSource(draft=head_source(bench), cheap=RandomSource(vocab_size=VOCAB))
         late = EarlyExitSource(pair=models)
-        late.needs = replace(late.needs, hidden_layers=(1,))
+        late.needs = replace(late.needs, hidden=(HiddenName(1),))
         with pytest.raises(UserError, match="does not deliver"):
             bench.parts(source=late, policy=levels(), verifier=MatchVerifier(), stages=2)
         far = RandomSource(vocab_size=VOCAB)
-        far.needs = Needs(hidden_layers=(LAYERS,))
+        far.needs = Needs(hidden=(HiddenName(LAYERS),))
         with pytest.raises(UserError, match=rf"layers \[{LAYERS}\]"):
             bench.parts(source=far, policy=levels(), verifier=MatchVerifier(), stages=2)

@@ -20,6 +20,7 @@ from specdec.models.loading import load_model, load_stage, load_tokenizer
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.models.shortcuts import is_plain_rms_norm
+from specdec.types import HiddenName
 
 
 @pytest.fixture(scope="module")
@@ -305,11 +306,14 @@ def test_middle_stage_of_checkpoint_without_prefix(saved, tmp_path):
 def test_captured_layers_are_transformers_hidden_states(saved):
     """captured[i] is what transformers calls hidden_states[i + 1]; the last is before the norm."""
     model = load_model(saved / "llama", dtype="float64")
-    runner = ModelRunner(model=model, name="target", meter=Meter(), capture_layers=(0, 2))
+    last = HiddenName(model.config.num_hidden_layers - 1, normed=True)
+    names = (HiddenName(0), HiddenName(2), last)
+    runner = ModelRunner(model=model, name="target", meter=Meter(), capture=names)
     output = runner.forward([runner.new_cache(4).rows(prefix_tokens=TOKENS)])
     states = model(torch.from_numpy(TOKENS)[None], output_hidden_states=True).hidden_states
     for layer in (0, 2):
-        assert (output.captured[layer] - states[layer + 1][0]).abs().max() < 1e-12
+        assert (output.captured[HiddenName(layer)] - states[layer + 1][0]).abs().max() < 1e-12
+    assert (output.captured[last] - states[-1][0]).abs().max() < 1e-12
     assert (model.model.norm(output.hidden) - states[-1][0]).abs().max() < 1e-12
 
 
@@ -333,7 +337,8 @@ def test_logits_rows_and_meter(saved):
     [
         {"first_layer": 4},
         {"last_layer": 9},
-        {"first_layer": 2, "capture_layers": (1,)},
+        {"first_layer": 2, "capture": (HiddenName(1),)},
+        {"capture": (HiddenName(1, normed=True),)},
         {"attention": "sparse"},
     ],
 )

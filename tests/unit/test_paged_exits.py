@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from specdec.attention.kv_storage import BlockPool
+from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
-from specdec.executors.layout import StageLayout
+from specdec.executors import EarlyExitExecutor, PipelineExecutor
 from specdec.pairs import RandomPair
 from specdec.policies import Chain, FixedWidth, RootOnly
 from specdec.sampling.transform import SamplingParams
@@ -55,16 +56,17 @@ def _plain() -> dict[int, tuple[int, ...]]:
 
 def _paged(how: str) -> Parts:
     bench, drafts_first = _bench(), how == "eesd"
-    layout = StageLayout(stages=3, after_drafting=drafts_first)
+    cls = EarlyExitExecutor if drafts_first else PipelineExecutor
+    executor = planned(cls, bench.pair, stages=3)
     bench._front = None
     return bench.parts(
         source=EarlyExitSource(
             pair=bench.pair,
-            exit_front=partial(bench.exit_front, layout) if drafts_first else None,
+            exit_front=partial(bench.exit_front, executor.plan) if drafts_first else None,
         ),
         policy=Chain(gamma=2) if drafts_first else FixedWidth(width=2, children=2),
         verifier=MatchVerifier(),
-        stages=layout,
+        executor=executor,
         serving=RULES,
     )
 

@@ -166,7 +166,7 @@ def test_a_pipeline_in_one_process_is_told(words: list[str], told: bool) -> None
 
 def test_a_bench_measures_on_a_cache_that_stays_as_it_was() -> None:
     pair = RandomPair(num_layers=4, hidden_size=32)
-    runner = pair.draft_runner(Meter())
+    runner = pair.runner("draft", Meter())
     bench = _Bench(runner, context=9, max_tokens=6)
     before = bench._cache.storage[:, :, :, :9].clone()
     for work in (bench.layers, bench.head, bench.proposals, bench.prune):
@@ -228,7 +228,7 @@ def test_a_profile_in_use_is_held_against_the_simulator(
     assert found["proposal"]["simulated"]["width"] == best["width"]
     assert not (tmp_path / "p" / "measured.yaml").exists(), "nothing was measured"
     assert main(words) == 0
-    assert "not measured again" in capsys.readouterr().out
+    assert "not run again" in capsys.readouterr().out
 
 
 def test_equal_steps_without_refills_are_exactly_eq_2() -> None:

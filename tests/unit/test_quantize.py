@@ -69,7 +69,7 @@ def test_a_quantised_pair_decodes_losslessly():
                 pass
         outputs.append(list(request.output))
     assert outputs[0] == outputs[1]
-    assert pair.weight_bytes[0] < num_bytes(
+    assert pair.weight_bytes["target"] < num_bytes(
         RandomPair(num_layers=2, hidden_size=64, dtype="float32").target
     )
 

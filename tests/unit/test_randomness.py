@@ -86,10 +86,10 @@ def test_two_users_a_few_positions_apart_share_a_table(monkeypatch):
     computed = []
     real = randomness.keyed_uniforms
     monkeypatch.setattr(randomness, "keyed_uniforms", lambda *a: computed.append(a) or real(*a))
-    for position in range(200, 300):
+    for position in range(200, 500):
         for ahead in (0, 6):
             draws.uniform(0, np.array([position + ahead]), Purpose.TARGET)
-    assert len(computed) == 2
+    assert len(computed) == 3  # the first, then one of each user at a table's end
 
 
 def test_draws_are_uniform_and_different_keys_are_independent():

@@ -20,13 +20,19 @@ from replaying import (
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.pairs import DraftRecorder, ReplayModels, check_recordable, read_record, write_record
+from specdec.pairs import (
+    ReplayModels,
+    check_recordable,
+    read_record,
+    record_request,
+    write_record,
+)
 from specdec.pairs.replay import END, build_replay
 from specdec.runs.runners import sampling_params
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
-from specdec.types import Lossless, Nodes, Output, Verdict
+from specdec.types import Answers, Lossless, Nodes, Output, Verdict
 
 # Of these the accepted path depends on the target's path only: what is off it is never preferred.
 EXACT = {
@@ -66,7 +72,7 @@ def test_an_entry_is_what_expand_would_answer(sampling: str) -> None:
         sampling=sampling_params(cfg["sampling"]),
     )
     state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
-    source = DraftModelSource(runner=pair().draft_runner(Meter()))
+    source = DraftModelSource(runner=pair().runner("draft", Meter()))
     state.requests[request.id] = request
     source.open(request)
     for i, token in enumerate(results[0].output):
@@ -79,15 +85,20 @@ def test_an_entry_is_what_expand_would_answer(sampling: str) -> None:
         found = np.flatnonzero(got.tokens[0, :count] == token)
         assert entry.ranks[i] == found[0] if len(found) else entry.ranks[i] >= count
         none = np.zeros(0, np.int64)
+        answers = Answers(
+            request=request.id, node_ids=request.tree.ids[:1].copy(), tokens=np.array([token])
+        )
+        state.receive(Output(step=i, answers=(answers,)))
         verdict = Verdict(request=request.id, accepted_ids=none, next_token=token)
         source.commit(state.commit([verdict]), Output(step=i))
 
 
 def test_a_draft_with_fewer_positions_is_recorded_as_silent_beyond_them() -> None:
-    runner = pair().draft_runner(Meter())
+    runner = pair().runner("draft", Meter())
     runner.max_positions = 10
-    recorder = DraftRecorder(runner=runner, sampling=sampling_params(composed(())["sampling"]))
-    entry = recorder.record(1, np.arange(1, 6), np.arange(1, 21))
+    params = sampling_params(composed(())["sampling"])
+    text = {"prompt": np.arange(1, 6), "output": np.arange(1, 21)}
+    entry = record_request(runner, params, request_id=1, **text)
     assert (entry.ranks[:6] < 256).all()  # nodes at positions 4 .. 9
     assert (entry.ranks[6:] == 256).all()
     assert np.isneginf(entry.logprobs[6:]).all()
@@ -96,10 +107,11 @@ def test_a_draft_with_fewer_positions_is_recorded_as_silent_beyond_them() -> Non
 def test_long_requests_are_recorded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     params = sampling_params(composed(())["sampling"])
     tokens = np.random.default_rng(0).integers(1, 64, 40)
-    recorder = DraftRecorder(runner=pair().draft_runner(Meter()), sampling=params)
-    whole = recorder.record(1, tokens[:20], tokens[20:])
+    runner = pair().runner("draft", Meter())
+    text = {"prompt": tokens[:20], "output": tokens[20:]}
+    whole = record_request(runner, params, request_id=1, **text)
     monkeypatch.setattr("specdec.pairs.recorder._CHUNK", 7)
-    parts = recorder.record(1, tokens[:20], tokens[20:])
+    parts = record_request(runner, params, request_id=1, **text)
     assert (parts.ranks == whole.ranks).all()
     assert np.allclose(parts.logprobs, whole.logprobs, rtol=2e-3)
 
@@ -227,7 +239,7 @@ def test_the_shipped_record_plays() -> None:
     prompts = models.prompts()
     assert len(prompts) >= 8
     assert models.conditions()["data"] == "humaneval"
-    assert all(models.weight_bytes)
+    assert all(models.weight_bytes.values())
     results, _ = run(models, ("strategy=speculative",), num_tokens=16)
     assert len(results) == len(prompts)
 

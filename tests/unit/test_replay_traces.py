@@ -96,7 +96,7 @@ def test_trees_are_refused(tmp_path, words: tuple[str, ...]) -> None:
     ("line", "method", "complaint"),
     [
         ("{", None, "not JSON"),
-        ("[1]", None, "must be an object"),
+        ("[1]", None, "must be one object"),
         ('{"num_prompt": 3}', None, "names no list"),
         ('{"num_prompt": 3, "acc_ngram": {"acc_len": [1]}}', None, "model.method=acc_ngram"),
         ('{"num_prompt": 3, "acc_ngram": {"acc_len": [1]}}', "acc_eagle", "acc_ngram"),
@@ -124,7 +124,9 @@ def test_a_missing_trace_is_refused(tmp_path) -> None:
 def test_traces_of_real_systems_are_read(data_dir, method: str) -> None:
     """Llama-3.1-8B with EAGLE-3 and n-gram drafts on GSM8K (data/README.md)."""
     path = data_dir / "acceptance_traces" / "combined_gsm8k.jsonl.gz"
-    requests = read_traces(path, method)
+    requests = read_traces(path, method).requests
     assert len(requests) == 300
-    mean = np.concatenate([r.emitted for r in requests]).mean()
+    lengths = [r.reach + 1 for r in requests if r.reach is not None]
+    assert len(lengths) == 300
+    mean = np.concatenate(lengths).mean()
     assert mean == pytest.approx({"acc_eagle": 3.07, "acc_ngram": 1.46}[method], abs=0.02)

@@ -10,7 +10,7 @@ from specdec.clocks.meter import Meter
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
-from specdec.types import CommitKind, Nodes, Verdict
+from specdec.types import Answers, CommitKind, Nodes, Output, Verdict
 
 PIECES = {10: "a", 11: "b", 12: "ST", 13: "OP", 14: "x", 15: "END", 16: "S", 17: "TOP!"}
 
@@ -38,9 +38,11 @@ def commit_path(state: DecodeState, request: RequestState, tokens: list[int], *,
             )[0]
         )
         ids.append(int(request.tree.ids[slot]))
-    verdict = Verdict(
-        request=7, accepted_ids=np.array(ids[: len(tokens) - 1], np.int64), next_token=tokens[-1]
-    )
+    accepted = np.array(ids[: len(tokens) - 1], np.int64)
+    answered = np.concatenate([[request.tree.root_id], accepted])
+    answers = Answers(request=7, node_ids=answered, tokens=np.array(tokens))
+    assert state.receive(Output(step=state.step, answers=(answers,))) == [request]
+    verdict = Verdict(request=7, accepted_ids=accepted, next_token=tokens[-1])
     (commit,) = state.commit([verdict])
     return commit
 

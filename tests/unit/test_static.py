@@ -18,6 +18,7 @@ from specdec.models.captured import COLUMN_COUNTS
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
+from specdec.types import HiddenName
 from tests.trees import grown
 
 REPLAY = Execution(graphs="replay")
@@ -85,11 +86,11 @@ def test_a_cache_outgrows_its_arena():
 def test_outputs_outlive_the_next_replay():
     """A graph overwrites its outputs; a runner's results must not change."""
     model = random_model("llama", dtype="float64", num_layers=2)
-    static = _runner(model, capture_layers=(0,))
+    static = _runner(model, capture=(HiddenName(0),))
     first = static.forward([grown(static, static.new_cache(8), prefix=9, nodes=4, seed=1)])
-    kept = first.logits.clone(), first.hidden.clone(), first.captured[0].clone()
+    kept = first.logits.clone(), first.hidden.clone(), first.captured[HiddenName(0)].clone()
     static.forward([grown(static, static.new_cache(8), prefix=9, nodes=4, seed=2)])
-    given = first.logits, first.hidden, first.captured[0]
+    given = first.logits, first.hidden, first.captured[HiddenName(0)]
     assert all(torch.equal(a, b) for a, b in zip(kept, given, strict=True))
 
 

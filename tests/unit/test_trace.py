@@ -139,12 +139,12 @@ def test_a_recorder_that_forgets_nodes_is_caught(monkeypatch: pytest.MonkeyPatch
 
     real = recorder.ObservedExecutor.collect
 
-    def late(self, *args):  # type: ignore[no-untyped-def]
-        output = real(self, *args)
-        for entry in self._trace.trees._open_requests.values():
-            steps = entry.record["steps"]
-            if steps:
-                steps[-1]["nodes"] = steps[-1]["nodes"][:-1]
+    def late(self, **kwargs):  # type: ignore[no-untyped-def]
+        output = real(self, **kwargs)
+        for request in self._trace.trees.requests:
+            if request["steps"]:
+                last = request["steps"][-1]
+                last["nodes"] = last["nodes"][:-1]
         return output
 
     monkeypatch.setattr(recorder.ObservedExecutor, "collect", late)
@@ -291,7 +291,7 @@ def test_steps_of_any_missed_request_are_misses() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "one run folder"),
+        ([], "one folder"),
         (["nowhere"], "not a folder"),
         (["."], "trace=true"),
         ([".", "steps=9-3"], "FROM-TO"),

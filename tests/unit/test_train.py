@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
-from specdec.parts.sections import build, check_values
+from specdec.parts.build import build, check_values
 from specdec.train import agreement, card, cli, corpus
 from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.lm import Pretraining, held_out_loss
@@ -209,10 +209,9 @@ def test_pick_follows_top_k_top_p_and_temperature():
 
 def test_sampled_documents_are_separated_and_repeatable():
     prompts = [np.arange(1, 6), np.arange(2, 9), np.arange(3, 10)]
-    rules = [Sampling(share=0.5), Sampling(temperature=1.0, share=0.5)]
-    one, two = (
-        sample_documents(toy(), prompts, rules, new_tokens=9, batch=2, seed=5) for _ in range(2)
-    )
+    rules = [{"share": 0.5}, {"temperature": 1.0, "share": 0.5}]
+    sampling = {"rules": rules, "new_tokens": 9, "batch": 2, "minutes": None}
+    one, two = (sample_documents(toy(), prompts, sampling, seed=5) for _ in range(2))
     assert np.array_equal(one, two)
     assert one[0] == 0
     assert np.count_nonzero(one == 0) == 3
@@ -223,7 +222,8 @@ def test_the_draft_ranks_its_own_tokens_first():
     prompt = torch.arange(1, 9)
     new = generate(draft, prompt[None], 6, [Sampling()], torch.Generator())
     tokens = torch.cat((prompt, new[0]))
-    assert agreement.draft_ranks(draft)(tokens, len(prompt)) == [[0] * 6]
+    logits = draft(tokens[None, :-1])[0]
+    assert agreement.token_ranks(tokens, logits, len(prompt), 0) == [0] * 6
 
 
 def test_unknown_recipes_and_keys_are_refused():
@@ -231,7 +231,7 @@ def test_unknown_recipes_and_keys_are_refused():
         cli.run("poet", {})
     with pytest.raises(ValueError, match="did you mean work_dir"):
         cli.run("target", {"workdir": "x"})
-    with pytest.raises(ValueError, match="missing keys"):
+    with pytest.raises(ValueError, match="lacks"):
         cli.run("ngram", {"seed": 1})
 
 
@@ -277,7 +277,7 @@ def test_shipped_draft_is_a_tenth_of_the_target_and_agrees_with_it():
     prompt = torch.tensor(tokenizer.encode(SOURCE.split("    if")[0].lstrip()).ids)
     (measured,) = agreement.measure_agreement(
         parts["target"],
-        agreement.draft_ranks(parts["draft"]),
+        lambda tokens: [(0, parts["draft"](tokens)[0])],
         [prompt] * 4,
         Sampling(temperature=0.6, top_p=0.9, top_k=80),
         48,

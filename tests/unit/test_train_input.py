@@ -11,12 +11,12 @@ import torch
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
-from specdec.parts.sections import build
-from specdec.train import cli, parallel, recipes, session
+from specdec.parts.build import build
+from specdec.train import cli, recipes, session
 from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
 from specdec.train.exits import ExitHeads, HeadSpec, SelfDistillation
-from specdec.train.lm import Pretraining, TextLoss, held_out_loss
+from specdec.train.lm import Loss, Pretraining, held_out_loss
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import RunPlan
 from specdec.train.samples import Sampling, generate, sample_documents
@@ -54,7 +54,7 @@ class TestResuming:
         samples = np.concatenate([piece for row in marked for piece in ([0], row)])
 
         def run(folder: Path, stop: int | None) -> torch.Tensor:
-            target, loss = toy(3), TextLoss()
+            target, loss = toy(3), Loss()
             model: torch.nn.Module = toy()
             if kind == "heads":
                 model = ExitHeads(target, [build(HeadSpec, {"kind": "norm", "layer": 1})])
@@ -109,7 +109,7 @@ class TestRefusals:
             ),
             ({"phases": [{"until": 1.0, "length": 0, "batch": 1}]}, "at least 1"),
             ({"phases": [{"until": 1.0, "lenght": 8, "batch": 1}]}, "did you mean length"),
-            ({"phases": [{"until": 1.0, "batch": 1}]}, "missing keys: length"),
+            ({"phases": [{"until": 1.0, "batch": 1}]}, "lacks length"),
             ({"log_every": 0}, "at least 1"),
             ({"max_step": 3}, "did you mean max_steps"),
         ],
@@ -155,7 +155,7 @@ class TestRefusals:
         with pytest.raises(UserError, match="30 prompt tokens and 40 new ones do not fit"):
             generate(toy(), prompt, 40, [Sampling()], torch.Generator())
         with pytest.raises(UserError, match="nothing to sample from"):
-            sample_documents(toy(), [], [Sampling()], new_tokens=4, batch=1, seed=0)
+            sample_documents(toy(), [], {}, seed=0)
 
     def test_unknown_names_and_values_out_of_range(self) -> None:
         with pytest.raises(UserError, match="did you mean temperature"):
@@ -217,8 +217,8 @@ class TestNumbers:
 
 class TestProcesses:
     def test_rows_are_shared_evenly_or_not_at_all(self, monkeypatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(parallel, "rank_and_size", lambda: (1, 2))
-        own = parallel.own_rows(torch.arange(4)[:, None], device=torch.device("cpu"))
+        monkeypatch.setattr(session, "rank_and_size", lambda: (1, 2))
+        own = session.own_rows(torch.arange(4)[:, None], device=torch.device("cpu"))
         assert own[0].flatten().tolist() == [1, 3]
         odd = plan(phases=[{"until": 1.0, "length": 16, "batch": 3}])
         with pytest.raises(UserError, match="batch=3 must be a multiple of num_processes=2"):

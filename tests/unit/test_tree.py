@@ -8,13 +8,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.policies.tree_growth import most_probable
 from specdec.sampling.top_stable import top_set, top_stable
 from specdec.tree import TokenTree
-from specdec.types import NO_NODE, Candidates, FloatArray, IntArray
+from specdec.types import NO_NODE, Answers, Candidates, FloatArray, HiddenName, IntArray
 
 LOGPROBS = [0.0, -0.25, -0.5, -0.5, -1.0, -2.0]  # exact in binary, with ties
 
@@ -32,6 +33,8 @@ class RefNode:
     submitted_at: int = -1
     expanded: bool = False
     candidates: dict[int, tuple[int, float, int]] = field(default_factory=dict)
+    answer: int = -1
+    hidden: dict[HiddenName, int] = field(default_factory=dict)
 
     @property
     def path(self) -> list[RefNode]:
@@ -84,7 +87,10 @@ def check_equal(tree: TokenTree, ref: RefTree) -> None:
     assert tree.origins.tolist() == [n.origin for n in nodes]
     assert tree.submitted_at.tolist() == [n.submitted_at for n in nodes]
     assert tree.expanded.tolist() == [n.expanded for n in nodes]
-    assert not tree.answered.any()
+    assert tree.answered.tolist() == [n.answer >= 0 for n in nodes]
+    assert tree.answers.tolist() == [n.answer for n in nodes]
+    hidden = {i: {name: int(row) for name, row in rows.items()} for i, rows in tree.hidden.items()}
+    assert hidden == {n.id: n.hidden for n in nodes if n.hidden}
     for slot, node in enumerate(nodes):
         left = {
             column: (int(tree.candidate_tokens[slot, column]), float(logprob))
@@ -180,9 +186,12 @@ class Pair:
             origins=self.rng.integers(0, 3, shape) if self.rng.random() < 0.3 else None,
         )
         self.tree.set_candidates(slots, candidates, slice(before, shape[0]))
+        if drops := bool(self.rng.integers(2)):
+            self.tree.drop_known_children(slots)
         for row, slot in enumerate(slots, start=before):
             node, count = self.ref.nodes[slot], int(candidates.counts[row])
             node.expanded = count > 0
+            known = {n.token for n in self.ref.nodes if n.parent is node and drops}
             node.candidates = {
                 c: (
                     int(candidates.tokens[row, c]),
@@ -190,6 +199,7 @@ class Pair:
                     0 if candidates.origins is None else int(candidates.origins[row, c]),
                 )
                 for c in range(count)
+                if int(candidates.tokens[row, c]) not in known  # it is taken already
             }
 
     def take(self) -> None:
@@ -213,6 +223,44 @@ class Pair:
             node.submitted_at = step
             assert node.parent is None or node.parent.submitted_at >= 0
 
+    def draw_ids(self) -> IntArray:
+        """Ids of any nodes that ever were, and of one that never was, in any order."""
+        num = int(self.rng.integers(0, self.ref.next_id + 2))
+        return self.rng.permutation(self.ref.next_id + 1)[:num]
+
+    def states(self, ids: IntArray) -> tuple[HiddenName, torch.Tensor]:
+        """A name, and a state of one number for each id; live nodes of the reference get theirs."""
+        name = HiddenName(int(self.rng.integers(2)), bool(self.rng.integers(2)))
+        rows = self.rng.integers(0, 1000, len(ids))
+        for node in self.ref.nodes:
+            for row in rows[ids == node.id].tolist():
+                node.hidden[name] = row
+        return name, torch.from_numpy(rows)[:, None]
+
+    def answer(self) -> None:
+        ids = self.draw_ids()
+        tokens = self.rng.integers(0, 50, len(ids))
+        hidden = dict([self.states(ids)]) if self.rng.random() < 0.5 else {}
+        self.tree.set_answers(Answers(request=0, node_ids=ids, tokens=tokens, hidden=hidden))
+        for node in self.ref.nodes:
+            for token in tokens[ids == node.id].tolist():
+                node.answer = token
+
+    def early(self) -> None:
+        ids = self.draw_ids()
+        self.tree.set_hidden(ids, *self.states(ids))
+
+    def copy(self) -> None:
+        """Goes on with the copy; what happens to the original shows in neither."""
+        given, self.tree = self.tree, self.tree.copy()
+        given.append(np.array([0]), np.array([3]), np.array([-1.0]))
+        given.set_answers(Answers(request=0, node_ids=given.ids.copy(), tokens=given.ids + 100))
+        given.set_hidden(given.ids, HiddenName(0), torch.zeros(len(given), 1))
+        given.candidate_logprobs[:] = -np.inf
+        given.submitted_at[:] = 5
+        given.expanded[:] = True
+        given.reroot(len(given) - 1)
+
     def reroot(self) -> None:
         slot = int(self.rng.integers(0, len(self.tree)))
         self.tree.reroot(slot)
@@ -230,12 +278,13 @@ class Pair:
     steps=st.lists(
         st.sampled_from(
             ["append", "append", "expand", "expand", "take", "take", "submit", "reroot", "reset"]
+            + ["answer", "early", "copy"]
         ),
         max_size=25,
     ),
 )
 def test_any_history_equals_the_reference(seed: int, steps: list[str]) -> None:
-    """Random appends, expansions, takes, submissions, reroots and resets."""
+    """Random appends, expansions, takes, submissions, answers, copies, reroots and resets."""
     pair = Pair(np.random.default_rng(seed))
     for step in steps:
         getattr(pair, step)()
@@ -297,27 +346,6 @@ def test_missing_ancestors_are_those_outside_a_cache() -> None:
                 expected.add(above)
         rows = tree.with_missing_ancestors(slots, partial(np.isin, test_elements=cached))
         assert rows.tolist() == sorted(expected)
-
-
-def test_draft_probs_follow_their_nodes() -> None:
-    """A distribution outlives a reroot exactly where its node does, and no reset."""
-    tree = TokenTree(token=0, position=0, root_id=40)
-    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
-    tree.append(np.array([1]), np.array([3]), np.full(1, -1.0))
-    probs = np.random.default_rng(0).dirichlet(np.ones(5), size=5)
-    candidates = Candidates(
-        tokens=np.zeros((5, 1), np.int64),
-        logprobs=np.zeros((5, 1)),
-        counts=np.ones(5, np.int64),
-        probs=probs,
-    )
-    tree.set_candidates(np.arange(4), candidates, slice(1, 5))
-    tree.reroot(1)
-    assert sorted(tree.draft_probs) == [41, 43]
-    assert np.array_equal(tree.draft_probs[41], probs[2])
-    assert np.array_equal(tree.draft_probs[43], probs[4])
-    tree.reset(token=1, position=1)
-    assert not tree.draft_probs
 
 
 def test_candidate_origins_follow_their_nodes() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
+from specdec.device import DeviceProbs, select_rows
 from specdec.interfaces import Verifier
 from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules, batch_of
 from specdec.tree import TokenTree
-from specdec.types import Answers, Candidates, CommitKind, Lossless, Nodes, Output
+from specdec.types import Answers, Candidates, CommitKind, Lossless, Nodes, Output, Verdict
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies.medusa import TypicalVerifier
 from strategies.specpipe import RelaxedVerifier, StrictVerifier
@@ -65,6 +69,11 @@ def answers_for(tree: TokenTree, slots: np.ndarray, rng: np.random.Generator) ->
     return Answers(request=0, node_ids=node_ids, tokens=tokens, probs=probs)
 
 
+def verdicts_of(verifier: Verifier, state: DecodeState, *answers: Answers) -> list[Verdict]:
+    """The verdicts after these answers have arrived, as in the loop."""
+    return verifier.verify(state, state.receive(Output(step=state.step, answers=answers)))
+
+
 def cases(num: int, nodes: int = 14):
     for seed in range(num):
         rng = np.random.default_rng(seed)
@@ -96,7 +105,7 @@ def test_match_equals_a_walk_by_hand():
                 break
             path.append(child)
             here = child
-        (verdict,) = MatchVerifier().verify(state, Output(step=0, answers=(answers,)))
+        (verdict,) = verdicts_of(MatchVerifier(), state, answers)
         assert verdict.accepted_ids.tolist() == tree.ids[path].tolist()
         assert verdict.next_token == wanted
         assert verdict.num_verified == len(path) + len(children) - (child is not None)
@@ -108,11 +117,11 @@ def test_match_equals_a_walk_by_hand():
 @pytest.mark.parametrize("verifier", [MatchVerifier(), RelaxedVerifier(), StrictVerifier(),
                                       TypicalVerifier(), TypicalVerifier(epsilon=0.9, delta=2.0)],
                          ids=lambda v: type(v).__name__)  # fmt: skip
-def test_a_new_root_still_waits_for_its_answer(verifier):
-    """A root that was answered before it became the root would never be answered again."""
+def test_a_walk_ends_where_no_answer_is(verifier):
+    """The new root still waits for its answer: no verifier stops above an answered node."""
     kinds = set()
     for _, state, request, _, answers in cases(60):
-        verdicts = verifier.verify(state, Output(step=0, answers=(answers,)))
+        verdicts = verdicts_of(verifier, state, answers)
         path = request.tree.slots(verdicts[0].accepted_ids)
         assert request.tree.answered[path].all()
         assert request.tree.parents[path].tolist() == [0, *path.tolist()][:-1]
@@ -127,7 +136,7 @@ def test_a_level_per_step_pipeline_accepts_nothing_and_hits_a_waiting_child():
     tree = request.tree
     tree.append(np.zeros(3, np.int64), np.array([5, 6, 7]), np.log([0.5, 0.3, 0.2]))
     answers = Answers(request=0, node_ids=tree.ids[:1].copy(), tokens=np.array([6]))
-    (verdict,) = MatchVerifier().verify(state, Output(step=0, answers=(answers,)))
+    (verdict,) = verdicts_of(MatchVerifier(), state, answers)
     assert (verdict.accepted_ids.tolist(), verdict.next_token) == ([], 6)
     assert verdict.num_verified == 2
     (commit,) = state.commit([verdict])
@@ -145,9 +154,74 @@ def test_answers_without_a_live_root_give_no_verdict(cls):
         Answers(request=0, node_ids=ids, tokens=tokens, probs=probs),
         Answers(request=99, node_ids=np.array([0]), tokens=tokens, probs=probs),
     )
-    assert cls().verify(state, Output(step=0, answers=outputs)) == []
+    assert verdicts_of(cls(), state, *outputs) == []
     assert request.tree.answered.tolist() == [False, True]
-    assert cls().verify(state, Output(step=0)) == []
+    assert verdicts_of(cls(), state) == []
+
+
+def pieces_of(answers: Answers, rng: np.random.Generator) -> list[Answers]:
+    """The same answers in up to four parts, in any order, so that deep nodes may come first."""
+    order = rng.permutation(len(answers.node_ids))
+    parts = [part for part in np.array_split(order, int(rng.integers(1, 5))) if len(part)]
+    assert answers.probs is not None
+    return [
+        Answers(
+            request=answers.request,
+            node_ids=answers.node_ids[part],
+            tokens=answers.tokens[part],
+            probs=select_rows(answers.probs, part),
+        )
+        for part in parts
+    ]
+
+
+def sampled_tree(tree: TokenTree, rng: np.random.Generator) -> None:
+    """Three levels of children taken in sampling order from random draft distributions."""
+    for _ in range(3):
+        for slot in np.flatnonzero(~tree.expanded).tolist():
+            draft = rng.dirichlet(np.ones(VOCAB))
+            order = rng.choice(VOCAB, 2, replace=False, p=draft)
+            candidates = Candidates(
+                tokens=order[None], logprobs=np.log(draft[order])[None], counts=np.array([2]),
+                probs=draft[None],
+            )  # fmt: skip
+            tree.set_candidates(np.array([slot]), candidates, slice(0, 1))
+            num = int(rng.integers(0, 3))
+            tree.take(np.full(num, slot), np.arange(num))
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("cls", ALL)
+def test_answers_may_arrive_in_any_order(cls, device):
+    """Nothing happens before the root's; then the verdict is that of all answers at once."""
+    lengths, waited = set(), 0
+    for seed in range(60):
+        verdicts = []
+        for in_pieces in (False, True):
+            rng = np.random.default_rng(seed)
+            state, request = new_state(temperature=1.0)
+            sampled_tree(request.tree, rng)
+            slots = answered_set(request.tree, rng)
+            answers = answers_for(request.tree, slots, rng)
+            if device:
+                rows = torch.from_numpy(answers.probs)
+                answers = replace(answers, probs=DeviceProbs(rows, torch.zeros(len(rows))))
+            parts = pieces_of(answers, rng) if in_pieces else [answers]
+            root_at = next(i for i, part in enumerate(parts) if 0 in part.node_ids)
+            for part in parts[:root_at]:
+                assert verdicts_of(cls(), state, part) == []
+            waited += root_at
+            for part in parts[root_at + 1 :]:  # the same step
+                request.tree.set_answers(part)
+            (verdict,) = verdicts_of(cls(), state, parts[root_at])
+            assert np.flatnonzero(request.tree.answered).tolist() == slots.tolist()
+            verdicts.append(
+                (verdict.accepted_ids.tolist(), verdict.next_token, verdict.num_verified)
+            )
+        assert verdicts[0] == verdicts[1]
+        lengths.add(len(verdicts[0][0]))
+    assert waited > 20
+    assert len(lengths) > 2
 
 
 # ---------------------------------------------------------------------- rejection
@@ -175,7 +249,7 @@ def test_rejection_with_a_greedy_target_is_greedy_decoding():
             request=0, node_ids=tree.ids[:1].copy(), tokens=np.array([best]),
             probs=rng.dirichlet(np.ones(VOCAB), 1),
         )  # fmt: skip
-        (verdict,) = RejectionVerifier().verify(state, Output(step=0, answers=(answers,)))
+        (verdict,) = verdicts_of(RejectionVerifier(), state, answers)
         assert verdict.next_token == best
         where = np.flatnonzero(order == best)
         assert verdict.num_verified == (where[0] if len(where) else 3)
@@ -193,7 +267,7 @@ def test_rejection_refuses_children_out_of_sampling_order():
         request=0, node_ids=np.array([0]), tokens=np.array([0]), probs=np.full((1, 4), 0.25)
     )
     with pytest.raises(AssertionError, match="sampling order"):
-        RejectionVerifier().verify(state, Output(step=0, answers=(answers,)))
+        verdicts_of(RejectionVerifier(), state, answers)
 
 
 # ---------------------------------------------------------------------- lossy
@@ -206,7 +280,7 @@ def lossy_case(probs, tokens=(0, 1, 2), draft=(0.2, 0.5, 0.3), own_token=3):
     answers = Answers(
         request=0, node_ids=np.array([0]), tokens=np.array([own_token]), probs=np.array([probs])
     )
-    return state, Output(step=0, answers=(answers,))
+    return state, answers
 
 
 def test_relaxed_takes_the_child_the_target_likes_best():
@@ -215,13 +289,13 @@ def test_relaxed_takes_the_child_the_target_likes_best():
         ([0.3, 0.1, 0.1, 0.5], 0),
         ([0.0, 0.0, 0.0, 1.0], 1),  # all alike: the draft decides
     ):
-        (verdict,) = RelaxedVerifier().verify(*lossy_case(probs))
+        (verdict,) = verdicts_of(RelaxedVerifier(), *lossy_case(probs))
         assert (verdict.next_token, verdict.num_verified) == (expected, 2)
     state, _ = new_state(temperature=1.0)
     leaf = Answers(
         request=0, node_ids=np.array([0]), tokens=np.array([3]), probs=np.full((1, 4), 0.25)
     )
-    assert RelaxedVerifier().verify(state, Output(step=0, answers=(leaf,)))[0].next_token == 3
+    assert verdicts_of(RelaxedVerifier(), state, leaf)[0].next_token == 3
 
 
 def test_strict_takes_the_likeliest_draft_within_the_nucleus():
@@ -232,7 +306,7 @@ def test_strict_takes_the_likeliest_draft_within_the_nucleus():
         ([0.1, 0.1, 0.1, 0.7], 0.5, 3),  # none: the target's own token
         ([0.0, 0.0, 0.1, 0.9], 1.0, 2),  # a token without mass is in no nucleus
     ):
-        (verdict,) = StrictVerifier(top_p=top_p).verify(*lossy_case(probs))
+        (verdict,) = verdicts_of(StrictVerifier(top_p=top_p), *lossy_case(probs))
         assert verdict.next_token == expected
         assert verdict.num_verified == (3 if expected == 3 else 2)
 
@@ -243,7 +317,7 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
         ([0.06, 0.08, 0.05, 0.81], 3),  # below 0.09, and entropy is low
         ([0.01, 0.10, 0.08, 0.81], 1),
     ):
-        (verdict,) = TypicalVerifier().verify(*lossy_case(probs))
+        (verdict,) = verdicts_of(TypicalVerifier(), *lossy_case(probs))
         assert verdict.next_token == expected
     state, request = new_state(temperature=1.0)
     tree = request.tree
@@ -252,7 +326,7 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
     tree.append(np.array([3]), np.array([0]), np.log([0.5]))
     likely = np.array([[0.3, 0.6, 0.05, 0.05], *[[0.25] * 4] * 3])
     answers = Answers(request=0, node_ids=np.arange(4), tokens=np.full(4, 1), probs=likely)
-    (verdict,) = TypicalVerifier().verify(state, Output(step=0, answers=(answers,)))
+    (verdict,) = verdicts_of(TypicalVerifier(), state, answers)
     assert verdict.accepted_ids.tolist() == [1, 3]  # not node 2, which is likelier but ends earlier
     assert verdict.next_token == tree.tokens[6] == 0
 
@@ -293,7 +367,7 @@ def test_histories_follow_the_tree_through_commits():
             for slot, history in zip(slots, book.histories(0, tree.ids[slots]), strict=True):
                 assert history.tolist() == request.path_tokens(int(slot)).tolist()
             answers = answers_for(tree, slots[: rng.integers(1, len(slots) + 1)], rng)
-            verdicts = MatchVerifier().verify(state, Output(step=state.step, answers=(answers,)))
+            verdicts = verdicts_of(MatchVerifier(), state, answers)
             for commit in state.commit(verdicts):
                 book.commit([commit])
                 book.commit([commit])  # idempotent by step

@@ -131,10 +131,10 @@ class TableSource:
 class FakeExecutor:
     """A pipeline of ``latency`` steps that answers with ``target_token``."""
 
-    hidden_layers = ()
+    hidden = ()
 
     def __init__(self, state: DecodeState, latency: int) -> None:
-        self.latency = latency
+        self.latency = self.in_flight = latency
         self.batches: list[Batch] = []
         self._state = state
         self._flying: list[dict[int, dict[int, Context]]] = [{} for _ in range(latency - 1)]
@@ -156,7 +156,10 @@ class FakeExecutor:
     def ready(self) -> bool:
         return True
 
-    def collect(self) -> Output:
+    def due_s(self) -> float | None:
+        return None
+
+    def collect(self, *, wait: bool = True) -> Output:
         answers = []
         for request_id, contexts in self._flying[0].items():
             ids = np.array(list(contexts), np.int64)

@@ -13,6 +13,7 @@ from strategies.staged import StagedTree
 from strategies.staged.policy import cheap_source
 
 from .bench import TableSource, autoregressive, children_of, new_request, new_state, run
+from .readiness import READY
 
 POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "root": RootOnly,
@@ -102,7 +103,7 @@ def test_one_source_call_per_round_for_all_requests(name: str) -> None:
             nodes = policy.select(state, source)
             state.step = step
             state.mark_submitted(nodes)
-            policy.overlap(state, source, lambda: True)
+            policy.overlap(state, source, READY)
         assert all(len(call) == len(state.requests) for call in source.calls)
         calls.append((len(source.calls), source.widths))
     assert calls[0] == calls[1]
@@ -126,7 +127,7 @@ def test_no_node_is_beyond_the_last_token() -> None:
         policy, source = make(), source_for(name)
         for _ in range(4):
             state.mark_submitted(policy.select(state, source))
-            policy.overlap(state, source, lambda: True)
+            policy.overlap(state, source, READY)
         depth = int(state.requests[1].tree.depths.max())
         assert depth <= 2, name
         assert depth == 2 or name == "root" or "async" in name or "until" in name, name

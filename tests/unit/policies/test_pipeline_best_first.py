@@ -11,6 +11,7 @@ from strategies.specpipe_bf import PipelineBestFirst
 from tests.matrix.cells import Cell, config, decode, plain, runner
 
 from .bench import Context, TableSource, children_of, new_request, new_state, run, score
+from .readiness import READY
 
 ROOT = (1, 2, 3)
 WIDTH, CHILDREN = 5, 3
@@ -23,7 +24,7 @@ def after_one_step(passes: int, max_new_tokens: int) -> tuple[list[Context], set
     nodes = policy.select(state, source)
     assert [ids.tolist() for _, ids in nodes.items] == [[0]], "a fresh root goes alone"
     state.mark_submitted(nodes)
-    policy.overlap(state, source, lambda: True)
+    policy.overlap(state, source, READY)
     ((_, ids),) = policy.select(state, source).items
     request = state.requests[1]
     chosen = [tuple(request.path_tokens(s).tolist()) for s in request.tree.slots(ids).tolist()]

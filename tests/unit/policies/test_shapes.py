@@ -24,6 +24,7 @@ from .bench import (
     run,
     score,
 )
+from .readiness import BUSY, READY, Until
 
 ROOT = (1, 2, 3)
 NUM_TOKENS = 50
@@ -154,7 +155,7 @@ def test_fresh_root_goes_alone_then_a_level_per_step() -> None:
         nodes = policy.select(state, source)
         assert sorted(chosen_contexts(nodes, state)) == sorted(level)
         state.mark_submitted(nodes)
-        policy.overlap(state, source, lambda: False)
+        policy.overlap(state, source, BUSY)
         assert len(source.calls) == step + 1
         assert sorted(source.calls[-1][1]) == sorted(level)
 
@@ -170,7 +171,7 @@ def test_two_levels_per_step() -> None:
         nodes = policy.select(state, source)
         assert sorted(chosen_contexts(nodes, state)) == sorted(expected)
         state.mark_submitted(nodes)
-        policy.overlap(state, source, lambda: True)
+        policy.overlap(state, source, READY)
         assert len(source.calls) == 2 * (step + 1)
 
 
@@ -182,7 +183,7 @@ def test_partial_refill_costs_no_forward() -> None:
     for step in range(4):
         state.step = step
         state.mark_submitted(policy.select(state, source))
-        policy.overlap(state, source, lambda: True)
+        policy.overlap(state, source, READY)
     tree = request.tree
     has_child = np.isin(np.arange(len(tree)), tree.parents)
     barren = np.flatnonzero(tree.expanded & ~has_child & (tree.depths < tree.depths.max()))
@@ -196,7 +197,7 @@ def test_partial_refill_costs_no_forward() -> None:
     assert tree.parents[slots].tolist() == [0, 0, 0]
     assert tree.tokens[slots].tolist() == expected
     state.mark_submitted(nodes)
-    policy.overlap(state, source, lambda: True)
+    policy.overlap(state, source, READY)
     assert len(source.calls) == num_calls + 1, "the overlap expands the new level, not the root"
 
 
@@ -206,7 +207,7 @@ def test_a_root_is_drafted_during_its_prefill_once() -> None:
     policy = FixedWidth(width=4, children=4, levels_per_step=2)
     for _ in range(3):
         assert not len(policy.select(state, source))
-        policy.overlap(state, source, lambda: True)
+        policy.overlap(state, source, READY)
     assert source.calls == [{1: [ROOT]}]
     state.requests[1].prefill_sent = 2
     assert chosen_contexts(policy.select(state, source), state) == [ROOT]
@@ -300,14 +301,14 @@ def test_asynchronous_best_first_expands_in_overlap() -> None:
     assert len(source.calls) == 1
     assert sorted(chosen_contexts(first, state)) == sorted(best_first(ROOT, 8, 4, 1))
     state.mark_submitted(first)
-    policy.overlap(state, source, lambda: True)
+    policy.overlap(state, source, READY)
     assert len(source.calls) == 4
     assert not len(policy.select(state, source)), "answers are awaited"
     assert len(source.calls) == 4
 
     polls = iter([False, False, True])
     policy = BestFirst(bs=8, w=4, d=None, asynchronous=True)
-    policy.overlap(state, source, lambda: next(polls))
+    policy.overlap(state, source, Until(lambda: next(polls)))
     assert len(source.calls) == 6
 
 

@@ -15,7 +15,7 @@ from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules
-from specdec.types import Candidates, Commit, IntArray, Nodes, Output, Verdict
+from specdec.types import Answers, Candidates, Commit, IntArray, Nodes, Output, Verdict
 
 VOCAB = 32
 
@@ -93,9 +93,11 @@ def commit(
 ) -> Commit:
     """Accepts the nodes at slots ``path`` (without the root) and then ``token``."""
     tree = state.requests[request_id].tree
-    verdict = Verdict(
-        request=request_id, accepted_ids=tree.ids[list(path)].copy(), next_token=token
-    )
+    retired = tree.ids[[0, *path]]
+    tokens = np.array([*tree.tokens[list(path)].tolist(), token])
+    answers = Answers(request=request_id, node_ids=retired, tokens=tokens)
+    state.receive(Output(step=state.step, answers=(answers,)))
+    verdict = Verdict(request=request_id, accepted_ids=retired[1:], next_token=token)
     (decided,) = state.commit([verdict])
     for source in sources:
         source.commit([decided], Output(step=decided.step))

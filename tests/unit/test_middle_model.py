@@ -1,0 +1,129 @@
+"""A third model between draft and target: as the source, and as the draft of a staged source."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, parity_cases
+from specdec.certify.certify import certify
+from specdec.certify.subject import decode_cases
+from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.compose.build import plan_executor
+from specdec.compose.workbench import Parts, Workbench
+from specdec.config.hydra import compose_config
+from specdec.errors import UserError
+from specdec.pairs import RandomPair
+from specdec.policies import BestFirst, Chain, RootOnly
+from specdec.sources.draft_model import DraftModelSource
+from specdec.sources.null import NullSource
+from specdec.verifiers import MatchVerifier
+from strategies.staged import StagedSource
+
+CASES = parity_cases(
+    {"greedy": GREEDY, **TEMPERATURES_AND_FILTERS}, per_sampling=2, vocab_size=64, num_tokens=16
+)
+PRICED = {
+    name: CostCurve(tokens=(1,), ms=(ms,))
+    for name, ms in {"stage": 8.0, "middle": 2.0, "draft": 0.5}.items()
+}
+
+
+def pair(middle_layers: int | None = 4) -> RandomPair:
+    return RandomPair(
+        num_layers=6,
+        draft_layers=2,
+        middle_layers=middle_layers,
+        vocab_size=64,
+        dtype="float64",
+        logit_scale=3.0,
+    )
+
+
+def simulated(costs: dict[str, CostCurve] | None = None) -> SimulatedClock:
+    return SimulatedClock(LatencyProfile(name="priced", costs=PRICED if costs is None else costs))
+
+
+def alone(bench: Workbench) -> Parts:
+    source = DraftModelSource(runner=bench.runner, model="middle")
+    return bench.parts(source=source, policy=Chain(gamma=3), verifier=MatchVerifier())
+
+
+def cascade(bench: Workbench) -> Parts:
+    """The draft guesses for the middle model, whose candidates the target verifies."""
+    source = StagedSource(
+        draft=DraftModelSource(runner=bench.runner, model="middle"),
+        cheap=DraftModelSource(runner=bench.runner),
+    )
+    policy = BestFirst(bs=8, w=4, d=2)
+    return bench.parts(source=source, policy=policy, verifier=MatchVerifier())
+
+
+@pytest.mark.parametrize("build", [alone, cascade])
+@pytest.mark.parametrize("clock", ["measured", "simulated"])
+def test_tokens_equal_plain_decoding(build, clock: str) -> None:
+    models = pair()
+    plain = Workbench(models, seed=3).parts(
+        source=NullSource(), policy=RootOnly(), verifier=MatchVerifier()
+    )
+    expected = {i: out.output for i, out in decode_cases(plain, CASES).items()}
+    bench = Workbench(models, seed=3, clock=simulated() if clock == "simulated" else None)
+    parts = build(bench)
+    outputs = decode_cases(parts, CASES, batch_size=3)
+    assert {i: out.output for i, out in outputs.items()} == expected
+    assert sum(out.accepted for out in outputs.values()) > 20
+    assert bench.meter.calls["middle"] == parts.source.counters.by_level["middle"] > 0
+    assert (bench.meter.calls["draft"] > 0) is (build is cascade)
+
+
+def test_a_pass_costs_the_middle_models_price() -> None:
+    clock = simulated()
+    parts = alone(Workbench(pair(), clock=clock))
+    decode_cases(parts, CASES[:2])
+    target = parts.executor.counters
+    target_s = 8e-3 * (target.passes + target.prefill_passes)
+    assert clock.now() == pytest.approx(target_s + 2e-3 * parts.source.counters.passes)
+
+
+def test_a_profile_without_a_price_is_refused() -> None:
+    free = {name: curve for name, curve in PRICED.items() if name != "middle"}
+    with pytest.raises(UserError, match="no cost curve 'middle'"):
+        alone(Workbench(pair(), clock=simulated(free)))
+
+
+def test_a_pair_without_it_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.middle"):
+        alone(Workbench(pair(None)))
+
+
+@pytest.mark.parametrize("executor", ["local", "pipeline"])
+def test_the_plan_places_every_model(executor: str) -> None:
+    models = pair()
+    overrides = [f"executor={executor}", *(["executor.stages=3"] if executor != "local" else [])]
+    node = compose_config(["strategy=speculative", *overrides]).values["executor"]
+    plan = plan_executor(node, models).plan
+    assert plan.placements.keys() == models.weight_bytes.keys() == {"target", "draft", "middle"}
+    assert plan.placements["middle"].ranks == (0,)
+    total = sum(plan.device_bytes.values())
+    assert total == pytest.approx(sum(models.weight_bytes.values()), abs=3)
+
+
+CERTIFIED = ("strategy=speculative", "model=random", "model.middle_layers=4", "source.model=middle")
+
+
+def test_it_is_certified() -> None:
+    report = certify(
+        compose_config([*CERTIFIED]).values, checks=["greedy_parity", "cache_invariant"]
+    )
+    assert all(check.passed for check in report.checks)
+
+
+def test_a_missed_rollback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = DraftModelSource.commit
+
+    def forgets_misses(self, commits, output) -> None:
+        kept = [commit for commit in commits if commit.kind != "miss"]
+        original(self, kept if self.model == "middle" else commits, output)
+
+    monkeypatch.setattr(DraftModelSource, "commit", forgets_misses)
+    report = certify(compose_config([*CERTIFIED]).values, checks=["cache_invariant"])
+    assert [check.passed for check in report.checks] == [False]
