@@ -14,6 +14,7 @@ from specdec.certify.cases import Case
 from specdec.certify.subject import decode_steps
 from specdec.compose.planned import Planned
 from specdec.compose.workbench import Parts, Workbench
+from specdec.models.slicing import final_norm
 from specdec.types import HiddenName, Output
 from specdec.verifiers import MatchVerifier
 from tests import toys
@@ -85,6 +86,9 @@ def run(parts: Parts, wanted: Sequence[Case], *, batch_size: int, prefill_chunk:
 
     def compare(given: torch.Tensor, tokens: np.ndarray, rows: slice) -> None:
         fresh = _fresh(tuple(tokens.tolist()))[name.layer][rows]
+        if name.normed:
+            with torch.inference_mode():
+                fresh = final_norm(toys.pair().target)(fresh)
         assert given.shape == fresh.shape
         assert given.dtype == torch.float64
         seen.error = max(seen.error, float((given - fresh).abs().max()))

@@ -272,7 +272,7 @@ def _bottom(request: RequestState) -> Any:
 
 
 class EarlyLens:
-    """Proposes from the output of a middle layer, by the target's own final norm and output matrix.
+    """Proposes from the output of a layer, by the target's own final norm and output matrix.
 
     Attributes:
         prompts: hidden states of prompt positions, as they arrived, by request.
@@ -287,7 +287,8 @@ class EarlyLens:
         self.prompts: dict[int, list[PromptHidden]] = {}
         self.proposed: list[tuple[int, int, int]] = []
         self._name = name
-        self._norm = final_norm(models.target)
+        norm = final_norm(models.target)
+        self._norm = torch.nn.Identity() if name.normed else norm
         self._head = models.target.get_output_embeddings()
 
     def open(self, request: RequestState) -> None:

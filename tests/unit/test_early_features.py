@@ -43,6 +43,24 @@ def test_a_pipeline_hands_out_a_state_when_its_stage_computes_it(
     assert seen.compared > 60
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_the_last_layer_before_and_after_the_final_norm(stages: int, normed: bool) -> None:
+    executor = planned(PipelineExecutor, toys.pair(), stages=stages)
+    parts = early.composed(bench(), executor, name=HiddenName(3, normed=normed))
+    seen = early.run(parts, toys.cases(12)[:4], batch_size=2, prefill_chunk=4)
+    assert (seen.delays, seen.prompt_delays) == ({stages - 1}, {stages - 1})
+    assert seen.error < early.TOLERANCE
+
+
+@pytest.mark.parametrize("name", [HiddenName(4), HiddenName(1, normed=True)])
+@pytest.mark.parametrize("cls", [LocalExecutor, PipelineExecutor])
+def test_a_state_that_no_layer_has_is_refused(cls: type, name: HiddenName) -> None:
+    executor = planned(cls, toys.pair(), **({} if cls is LocalExecutor else {"stages": 2}))
+    with pytest.raises(UserError, match=f"needs hidden states of target layers \\[{name.layer}"):
+        early.composed(bench(), executor, name=name)
+
+
 def test_proposals_follow_in_the_next_step_and_save_time() -> None:
     """A node has proposals in the step after that in which the layer computed it.
 
