@@ -15,7 +15,8 @@ from specdec.certify.subject import decode_steps
 from specdec.compose.planned import Planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.models.slicing import final_norm
-from specdec.types import HiddenName, Output
+from specdec.state import DecodeState
+from specdec.types import Batch, EarlyHidden, HiddenName, Output
 from specdec.verifiers import MatchVerifier
 from tests import toys
 from tests.toys import EarlyLens, LevelWhenKnown
@@ -75,66 +76,75 @@ class Arrivals:
     error: float = 0.0
 
 
-def run(parts: Parts, wanted: Sequence[Case], *, batch_size: int, prefill_chunk: int) -> Arrivals:
-    """Decodes cases, asserts that outputs are plain decoding's, and compares early states."""
-    outputs: dict[int, Any] = {}
-    seen, state = Arrivals(), parts.new_state()
-    sent: dict[tuple[int, int], int] = {}
-    came: dict[tuple[int, int], int] = {}
-    executor, name = parts.executor, parts.source.needs.early_hidden[0]
-    collect, submit = executor.collect, executor.submit
+class _Watcher:
+    """Compares what leaves an executor, by ``collect`` or ``poll``."""
 
-    def compare(given: torch.Tensor, tokens: np.ndarray, rows: slice) -> None:
-        fresh = _fresh(tuple(tokens.tolist()))[name.layer][rows]
-        if name.normed:
+    def __init__(self, parts: Parts, state: DecodeState) -> None:
+        self.seen = Arrivals()
+        self._state = state
+        self._name = parts.source.needs.early_hidden[0]
+        self._sent: dict[tuple[int, int], int] = {}
+        self._came: dict[tuple[int, int], int] = {}
+        executor: Any = parts.executor
+        self._submit, self._collect = executor.submit, executor.collect
+        executor.submit, executor.collect = self.submit, self.collect
+        if hasattr(executor, "poll"):
+            self._poll, executor.poll = executor.poll, self.poll
+
+    def submit(self, batch: Batch) -> None:
+        for chunk in batch.prefills:
+            self._sent[chunk.request, chunk.start] = batch.step
+        self._submit(batch)
+
+    def collect(self, *, wait: bool = True) -> Output:
+        output: Output = self._collect(wait=wait)
+        self._note(output)
+        return output
+
+    def poll(self) -> Output | None:
+        output: Output | None = self._poll()
+        if output is not None:
+            self._note(output)
+        return output
+
+    def _note(self, output: Output) -> None:
+        for early in output.early:
+            self._note_nodes(early, output.step)
+        for answers in output.answers:
+            for node_id in answers.node_ids.tolist():
+                self.seen.waits.add(output.step - self._came[answers.request, node_id])
+        for chunk in output.prompts:
+            tokens = self._state.requests[chunk.request].tokens[: chunk.last_position + 1]
+            self.seen.prompt_delays.add(output.step - self._sent[chunk.request, chunk.start])
+            self._compare(chunk.hidden[self._name], tokens, slice(chunk.start, None))
+
+    def _note_nodes(self, early: EarlyHidden, step: int) -> None:
+        request = self._state.requests[early.request]
+        slots = request.tree.slots(early.node_ids).tolist()
+        for row, (node_id, slot) in enumerate(zip(early.node_ids.tolist(), slots, strict=True)):
+            assert slot >= 0, "pruned rows are not computed"
+            assert (early.request, node_id) not in self._came, "a state arrives once"
+            self._came[early.request, node_id] = step
+            self.seen.delays.add(step - int(request.tree.submitted_at[slot]))
+            state = early.hidden[self._name][row][None]
+            self._compare(state, request.path_tokens(slot), slice(-1, None))
+
+    def _compare(self, given: torch.Tensor, tokens: np.ndarray, rows: slice) -> None:
+        fresh = _fresh(tuple(tokens.tolist()))[self._name.layer][rows]
+        if self._name.normed:
             with torch.inference_mode():
                 fresh = final_norm(toys.pair().target)(fresh)
         assert given.shape == fresh.shape
         assert given.dtype == torch.float64
-        seen.error = max(seen.error, float((given - fresh).abs().max()))
-        seen.compared += len(given)
+        self.seen.error = max(self.seen.error, float((given - fresh).abs().max()))
+        self.seen.compared += len(given)
 
-    def noting_submit(batch: Any) -> None:
-        for chunk in batch.prefills:
-            sent[chunk.request, chunk.start] = batch.step
-        submit(batch)
 
-    def noting_output(output: Output | None) -> None:
-        if output is None:
-            return
-        for early in output.early:
-            request = state.requests[early.request]
-            slots = request.tree.slots(early.node_ids)
-            for row, (node_id, slot) in enumerate(
-                zip(early.node_ids.tolist(), slots.tolist(), strict=True)
-            ):
-                assert slot >= 0, "pruned rows are not computed"
-                assert (early.request, node_id) not in came, "a state arrives once"
-                came[early.request, node_id] = output.step
-                seen.delays.add(output.step - int(request.tree.submitted_at[slot]))
-                compare(early.hidden[name][row][None], request.path_tokens(slot), slice(-1, None))
-        for answers in output.answers:
-            for node_id in answers.node_ids.tolist():
-                seen.waits.add(output.step - came[answers.request, node_id])
-        for chunk in output.prompts:
-            tokens = state.requests[chunk.request].tokens[: chunk.last_position + 1]
-            seen.prompt_delays.add(output.step - sent[chunk.request, chunk.start])
-            compare(chunk.hidden[name], tokens, slice(chunk.start, None))
-
-    def noting_collect(*, wait: bool = True) -> Output:
-        output = collect(wait=wait)
-        noting_output(output)
-        return output
-
-    executor.collect, executor.submit = noting_collect, noting_submit  # type: ignore[method-assign]
-    if (poll := getattr(executor, "poll", None)) is not None:
-
-        def noting_poll() -> Output | None:
-            output = poll()
-            noting_output(output)
-            return output  # type: ignore[no-any-return]
-
-        executor.poll = noting_poll  # type: ignore[attr-defined]
+def run(parts: Parts, wanted: Sequence[Case], *, batch_size: int, prefill_chunk: int) -> Arrivals:
+    """Decodes cases, asserts that outputs are plain decoding's, and compares early states."""
+    outputs: dict[int, Any] = {}
+    state = parts.new_state()
+    watcher = _Watcher(parts, state)
     steps = decode_steps(
         parts,
         wanted,
@@ -155,4 +165,4 @@ def run(parts: Parts, wanted: Sequence[Case], *, batch_size: int, prefill_chunk:
             for at in range(chunk.start, chunk.last_position + 1)
         ]
         assert positions == list(range(len(case.prompt) - 1)), "the last token is the first root"
-    return seen
+    return watcher.seen
