@@ -175,6 +175,7 @@ def test_lossless_on_a_paced_clock() -> None:
     outputs, seen, _ = watched(parts, wanted, 2)
     toys.assert_plain(outputs, wanted)
     assert len(seen.fed) > 12
+    assert clock.report().pieces == parts.source.counters.passes, "work of copies is the draft's"
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
