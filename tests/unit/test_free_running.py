@@ -54,7 +54,8 @@ def composed(
         feed_at_once=at_once, outstanding=executor.plan.in_flight if at_once else None, **keys
     )
     source = Background(
-        source=DraftModelSource(runner=bench.draft_runner()), rank=executor.plan.num_ranks + 1
+        source=DraftModelSource(runner=bench.draft_runner()),
+        free_rank=executor.plan.num_ranks + 1,
     )
     parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier(), executor=executor)
     return parts, policy
