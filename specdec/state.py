@@ -122,12 +122,9 @@ class RequestState:
             raise ValueError(
                 f"prompt {request_id} has no tokens; pass at least one (e.g. the model's BOS token)"
             )
-        self.id = request_id
-        self.num_prompt = len(prompt)
-        self.stop = stop
-        self.sampling = sampling
-        self.arrival_s = arrival_s
-        self.admitted_s = 0.0
+        self.id, self.num_prompt = request_id, len(prompt)
+        self.stop, self.sampling = stop, sampling
+        self.arrival_s, self.admitted_s = arrival_s, 0.0
         self.emitted_s: list[float] = []
         self.output: list[int] = []
         self.output_origins: list[int] = []
@@ -228,11 +225,8 @@ class DecodeState:
         self.requests: dict[int, RequestState] = {}
         self.turn: frozenset[int] | None = None
         self.load = Load()
-        self.step = 0
-        self._idle_steps = 0
-        self.draws = draws
-        self.clock = clock
-        self.meter = meter
+        self.step = self._idle_steps = 0
+        self.draws, self.clock, self.meter = draws, clock, meter
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -268,16 +262,13 @@ class DecodeState:
     def set_candidates(self, nodes: Nodes, candidates: Candidates) -> None:
         """Stores the candidates of nodes; those of pruned nodes and closed requests are dropped."""
         for request_id, ids, rows in nodes.packed():
-            request = self.requests.get(request_id)
-            if request is None:
+            if (request := self.requests.get(request_id)) is None:
                 continue
-            slots = request.tree.slots(ids)
-            live = slots >= 0
-            if not live.any():
-                continue
-            part = candidates.take(rows.start + np.flatnonzero(live))
-            request.tree.set_candidates(slots[live], part, slice(None))
-            request.tree.drop_known_children(slots[live])
+            tree, slots = request.tree, request.tree.slots(ids)
+            if (live := slots >= 0).any():
+                part = candidates.take(rows.start + np.flatnonzero(live))
+                tree.set_candidates(slots[live], part, slice(None))
+                tree.drop_known_children(slots[live])
 
     def receive(self, output: Output) -> list[RequestState]:
         """Stores answers and early hidden states in the trees.
@@ -292,15 +283,14 @@ class DecodeState:
                 request.tree.set_answers(answers)
         for early in output.early:
             if (request := self.requests.get(early.request)) is not None:
-                for name, states in early.hidden.items():
-                    request.tree.set_hidden(early.node_ids, name, states)
+                request.tree.set_hidden(early.node_ids, early.hidden)
         return [request for request in self.requests.values() if request.tree.answered[0]]
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
         """Emits tokens, moves the roots, updates counters and ends the step.
 
         Returns:
-            One commit per verdict; a request without a verdict was not answered in this step.
+            One commit per verdict.
 
         Raises:
             RuntimeError: after 10,000 consecutive steps without any verdict or prefill.
@@ -329,9 +319,7 @@ class DecodeState:
         last = int(path[-1]) if len(path) else 0
         child = tree.child(last, verdict.next_token)
         retired = np.concatenate([[0], path])
-        assert tree.answered[retired].all(), (
-            f"request {request.id}: a node on the path has no answer"
-        )
+        assert tree.answered[retired].all(), f"a node of request {request.id} has no answer"
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
         hidden = tree.hidden_rows(retired_ids)
         count_answer(request, verdict, hit=child != NO_NODE)
@@ -386,12 +374,9 @@ def _count_idle(request: RequestState) -> None:
     counters = request.counters
     if request.prefill_sent < request.num_prefill or not request.awaiting:
         return
-    if request.last_kind is None:
-        counters.fill_steps += 1
-    elif request.last_kind is CommitKind.MISS:
-        counters.flush_steps += 1
-    else:
-        counters.refill_steps += 1
+    counters.fill_steps += request.last_kind is None
+    counters.flush_steps += request.last_kind is CommitKind.MISS
+    counters.refill_steps += request.last_kind is CommitKind.HIT
 
 
 def batch_of(state: DecodeState, nodes: Nodes) -> Batch:

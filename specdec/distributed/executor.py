@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -97,8 +97,7 @@ class DistributedExecutor:
             UserError: a rank refuses the configuration, or there are too few ranks.
         """
         self._draft = draft
-        self.in_flight = plan.num_groups
-        self.latency: int | None = self.in_flight
+        self.in_flight, self.latency = plan.num_groups, cast("int | None", plan.num_groups)
         self._plan = plan
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
@@ -109,10 +108,8 @@ class DistributedExecutor:
         self._timeout_s = timeout_s
         self._in_flight = InFlightRows()
         self._submitted = Submitted()
-        self._tick = -1
-        self._step = -1
-        self._opens: list[OpenedRequest] = []
-        self._closes: list[int] = []
+        self._tick = self._step = -1
+        self._opens, self._closes = list[OpenedRequest](), list[int]()
         self._packed_entry = _NO_TOKENS  # the step's packed entry
         self._due: Batch | None = None  # batch that the last rank answers in this step
         self._last_rank = len(plan.ranks)
@@ -124,7 +121,7 @@ class DistributedExecutor:
         self.early_hidden = tuple(n for part in self._side_parts.values() for n in part.early)
         # (stage with side outputs, tick of entry) -> rows computed there, until they are answered
         self._stage_batches: dict[tuple[int, int], Batch] = {}
-        # Replies expected in this step -> tick at which each is sent, and its rows
+        # Replies of this step -> tick at which each is sent, and its rows
         self._expected: dict[ReplyKey, tuple[int, Batch]] = {}
         self._polled: set[ReplyKey] = set()  # those of them that ``poll`` has returned
         self._in_step = False

@@ -36,7 +36,6 @@ from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Outp
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
-    from specdec.interfaces import Executor
     from specdec.sampling.keyed_draws import KeyedDraws
     from specdec.state import RequestState
 
@@ -112,14 +111,13 @@ class PipelineExecutor:
         draws: KeyedDraws,
         blocks: Blocks,
         over_ranks: OverRanks | None,
-    ) -> Executor:
+    ) -> Any:
         """Loads the stages, in this process or on their ranks; see ``PlannedExecutor``."""
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
         needs = deliverable(needs, pair.num_layers, exits=bool(exits))
         bounds = plan.bounds(pair, exits[0] if exits else None)
         if plan.distributed and over_ranks is not None:
-            ranks: Executor = over_ranks(plan, needs, bounds=bounds, exits=exits)
-            return ranks
+            return over_ranks(plan, needs, bounds=bounds, exits=exits)
         if plan.distributed and clock.kind is not ClockKind.SIMULATED:
             raise UserError(
                 "executor.transport=distributed needs to know how to run its ranks: give the"

@@ -95,9 +95,7 @@ class PretrainedPair(HuggingFacePair):
                 )
         self.info = inspect_model(family_path(target))
         paths = {"draft": draft, "middle": middle}
-        self._infos = {
-            name: inspect_model(family_path(path)) for name, path in paths.items() if path
-        }
+        self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
         self._ngram = None if ngram is None else Path(family_path(ngram))
         if self._ngram is not None and not self._ngram.is_file():
             raise UserError(

@@ -84,18 +84,10 @@ class RandomPair(HuggingFacePair):
             exit_layer=exit_layer,
             exit_head=exit_head,
         )
-        layers = {"draft_layers": draft_layers, "middle_layers": middle_layers}
-        for key, value in layers.items():
-            if value is not None and not 1 <= value <= num_layers:
-                raise UserError(
-                    f"model.{key}={value} must be between 1 and model.num_layers={num_layers}"
-                )
+        self._layers = _layers(num_layers, draft_layers, middle_layers)
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
         at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device}
         self._make_model = partial(random_model, family, **at, **sizes)
-        self._layers = {"target": num_layers, "draft": draft_layers}
-        if middle_layers is not None:
-            self._layers["middle"] = middle_layers
         self._logits = (logit_scale, logit_step)
 
     @cached_property
@@ -164,3 +156,16 @@ def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int
         "vocab_size": vocab_size,
         "max_positions": max_positions,
     }
+
+
+def _layers(num_layers: int, draft: int, middle: int | None) -> dict[str, int]:
+    """Name of each model -> its number of layers."""
+    layers = {"target": num_layers, "draft": draft}
+    if middle is not None:
+        layers["middle"] = middle
+    for name, number in layers.items():
+        if not 1 <= number <= num_layers:
+            raise UserError(
+                f"model.{name}_layers={number} must be between 1 and model.num_layers={num_layers}"
+            )
+    return layers

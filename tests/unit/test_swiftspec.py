@@ -61,7 +61,7 @@ def test_a_round_lasts_as_long_as_its_longer_side_and_what_is_serial(d: int) -> 
     runner = simulated("swiftspec", d)
     counts = runner.parts.policy.expansions  # type: ignore[attr-defined]
     assert runner.trace is not None
-    steps = runner.trace.step
+    steps = runner.trace.timeline.step
     total = steps * TARGET_MS + counts["between"] * DRAFT_MS
     assert runner.parts.clock.now() * 1e3 == pytest.approx(total)
     assert (d - 1) * steps < counts["beside"] <= d * steps, "the last steps have no room to draft"
@@ -80,8 +80,8 @@ def test_until_ready_drafts_as_long_as_the_target_works() -> None:
     runner = simulated("swiftspec", "until_ready")
     counts = runner.parts.policy.expansions  # type: ignore[attr-defined]
     assert runner.trace is not None
-    assert counts["beside"] <= 4 * runner.trace.step
-    assert counts["beside"] > 3 * (runner.trace.step - len(PROMPTS))
+    assert counts["beside"] <= 4 * runner.trace.timeline.step
+    assert counts["beside"] > 3 * (runner.trace.timeline.step - len(PROMPTS))
 
 
 def test_draft_cache_and_rows() -> None:

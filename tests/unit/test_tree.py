@@ -248,14 +248,14 @@ class Pair:
 
     def early(self) -> None:
         ids = self.draw_ids()
-        self.tree.set_hidden(ids, *self.states(ids))
+        self.tree.set_hidden(ids, dict([self.states(ids)]))
 
     def copy(self) -> None:
         """Goes on with the copy; what happens to the original shows in neither."""
         given, self.tree = self.tree, self.tree.copy()
         given.append(np.array([0]), np.array([3]), np.array([-1.0]))
         given.set_answers(Answers(request=0, node_ids=given.ids.copy(), tokens=given.ids + 100))
-        given.set_hidden(given.ids, HiddenName(0), torch.zeros(len(given), 1))
+        given.set_hidden(given.ids, {HiddenName(0): torch.zeros(len(given), 1)})
         given.candidate_logprobs[:] = -np.inf
         given.submitted_at[:] = 5
         given.expanded[:] = True

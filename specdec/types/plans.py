@@ -1,0 +1,52 @@
+"""What is known of an executor before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a model runs.
+
+    Attributes:
+        ranks: clock ranks of its devices, in the order of its layers; 0 is the controller. Where
+            ranks are processes these are their numbers.
+        weight_bytes: bytes of weights on each of them.
+        stages: number of pipeline stages.
+        degree: number of devices that share every layer (tensor parallelism).
+    """
+
+    ranks: tuple[int, ...]
+    weight_bytes: tuple[int, ...]
+    stages: int = 1
+    degree: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorPlan:
+    """What is known of an executor before it is built; a class may add fields of its own.
+
+    Attributes:
+        latency, in_flight: see ``Executor``.
+        placements: name of a model ("target", "draft", ...) -> where it runs.
+    """
+
+    latency: int | None
+    in_flight: int
+    placements: Mapping[str, Placement]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks besides the controller."""
+        return max(rank for place in self.placements.values() for rank in place.ranks)
+
+    @property
+    def device_bytes(self) -> dict[int, int]:
+        """Rank -> bytes of all weights on it."""
+        total: dict[int, int] = {}
+        for place in self.placements.values():
+            for rank, size in zip(place.ranks, place.weight_bytes, strict=True):
+                total[rank] = total.get(rank, 0) + size
+        return dict(sorted(total.items()))

@@ -1,0 +1,81 @@
+"""Rows that are fed to the target.
+
+Shape letters: W nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.types.arrays import BoolArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeRows:
+    """Tree nodes of one request as rows of the target's forward, parents before children.
+
+    Attributes:
+        request: request id.
+        prefix_len: committed tokens before the root at submission.
+        node_ids: int64[W], stable ids.
+        tokens: int64[W].
+        parent_ids: int64[W]; ``NO_NODE`` for the root.
+        depths: int64[W], below the root at submission; position = prefix_len + depth.
+    """
+
+    request: int
+    prefix_len: int
+    node_ids: IntArray
+    tokens: IntArray
+    parent_ids: IntArray
+    depths: IntArray
+
+    @property
+    def positions(self) -> IntArray:
+        """int64[W]: absolute positions, which no later commit changes."""
+        return self.prefix_len + self.depths
+
+    def keep(self, mask: BoolArray) -> TreeRows:
+        """The rows where ``mask``, bool[W], is true (pruning in flight, SpecPipe Alg. 1)."""
+        return TreeRows(
+            request=self.request,
+            prefix_len=self.prefix_len,
+            node_ids=self.node_ids[mask],
+            tokens=self.tokens[mask],
+            parent_ids=self.parent_ids[mask],
+            depths=self.depths[mask],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """Prompt tokens ``start .. start + len(tokens)`` of one request, under a causal mask.
+
+    Prefill covers all prompt tokens but the last, which is the first root.
+    """
+
+    request: int
+    start: int
+    tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows submitted to the target in one step; an empty batch is only a step tick.
+
+    A request's prefill chunk and its first root may share a batch; the chunk comes first.
+    """
+
+    step: int
+    trees: tuple[TreeRows, ...] = ()
+    prefills: tuple[PrefillChunk, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        """Tree nodes of all requests."""
+        return sum(len(rows.node_ids) for rows in self.trees)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the target's forward: tree nodes and prefill tokens."""
+        return self.num_nodes + sum(len(chunk.tokens) for chunk in self.prefills)
