@@ -277,10 +277,11 @@ def test_the_metrics_of_a_run_are_defined(batch_size: int) -> None:
 
 # ---------------------------------------------------------------------- rejection sampling
 
-NUM_REQUESTS, NUM_TOKENS = 800, 3
+NUM_REQUESTS, NUM_TOKENS = 600, 3
 LAW_POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "a chain of 2": lambda: Chain(gamma=2),
     "a chain of levels": lambda: FixedWidth(width=1, children=1),
+    "a free draft": lambda: FreeRunning(feed_at_once=False, ahead=3),
 }
 
 
@@ -309,6 +310,7 @@ def law_tests(policy: str, sampling: str) -> list[tuple[float, float, float]]:
     ("policy", "sampling"),
     [
         ("a chain of 2", "t=1"),
+        ("a free draft", "t=1"),
         ("a chain of levels", "t=0.8 top_k=4 top_p=0.95"),
     ],
 )
