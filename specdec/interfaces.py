@@ -139,9 +139,10 @@ class Events(Protocol):
     def next(self) -> Event:
         """Waits for the next event.
 
-        On a simulated or paced clock events come in the order of their planned times, on a measured
-        clock as they happen. Of events at one time, draft passes come first, then early arrivals,
-        then the target, whose event returns at every call until the step ends.
+        On a simulated or paced clock the call waits for the earliest planned event, on a measured
+        clock for the first that happens. Of events that have happened already, draft passes come
+        first, then early arrivals, then the target, whose event returns at every call until the
+        step ends.
         """
         ...
 

@@ -188,7 +188,9 @@ def decode_steps(
 
     state = parts.new_state() if state is None else state
     tokens = sum(case.stop.max_new_tokens + len(case.prompt) for case in cases)
-    limit = _MIN_STEPS + (parts.executor.in_flight + 2) * tokens
+    executor = parts.executor
+    per_token = (executor.in_flight + 2) * (1 if executor.latency else 10)
+    limit = _MIN_STEPS + per_token * tokens
     steps = parts.decode(
         state,
         [case.request() for case in cases],
