@@ -306,6 +306,7 @@ def law_tests(policy: str, sampling: str) -> list[tuple[float, float, float]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "sampling"),
     [
