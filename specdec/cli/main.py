@@ -9,12 +9,20 @@ import sys
 from collections.abc import Sequence
 
 from specdec.errors import RankFailure, UserError
+from specdec.files import is_full
 from specdec.parts.suggest import did_you_mean
 
 BAD_INPUT = 2
 """Exit status of a ``UserError``."""
 
 _FAILED = 1
+_MAX_SHOWN = 200  # characters of a path in a message
+_NO_SUCH_PLACE = (
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+)
+"""Errors of paths that the user gives."""
+
 _INTERRUPTED = 130
 _RANK_FAILED = 3
 _COMMANDS = {
@@ -73,11 +81,16 @@ def _explain(error: Exception) -> tuple[str, int]:
             f"memory is used up ({text}): choose smaller trees (keys of policy), a smaller"
             " batch_size, shorter prompts or a smaller model"
         ), _FAILED
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and is_full(error):
         return (
             f"{error.strerror}: make room, then start the same command again; it continues after"
             " the prompts that are on disk"
         ), _FAILED
+    if isinstance(error, OSError) and error.filename and error.errno in _NO_SUCH_PLACE:
+        return (
+            f"{str(error.filename)[:_MAX_SHOWN]!r} cannot be used ({error.strerror}): give another"
+            " path"
+        ), BAD_INPUT
     return "", _FAILED
 
 
@@ -91,6 +104,12 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"specdec {__version__}")
         return 0
     command, *rest = words
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise UserError(
+                f"the argument {word!a} is not UTF-8 text: rename the file, or set the locale to"
+                " one with UTF-8 (LC_ALL=C.UTF-8)"
+            )
     if command not in _COMMANDS:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     module = importlib.import_module(f"specdec.cli.{command}")
