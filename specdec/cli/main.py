@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from specdec.errors import RankFailure, UserError
 from specdec.files import is_full
@@ -24,6 +27,7 @@ _NO_SUCH_PLACE = (
 """Errors of paths that the user gives."""
 
 _INTERRUPTED = 130
+_TERMINATED = 143
 _RANK_FAILED = 3
 _COMMANDS = {
     "run": "one strategy on one workload; -m sweeps",
@@ -48,15 +52,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 1 where disk or memory is full, 2 for bad input, 3 when a rank failed,
-        130 when interrupted. A defect of the library is an exception with its traceback, and
-        status 1.
+        130 when interrupted, 143 when ended by SIGTERM. A defect of the library is an exception
+        with its traceback, and status 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    with _terminating_like_ctrl_c():
+        return _reporting_errors(words)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which Slurm and ``timeout`` send."""
+
+
+@contextmanager
+def _terminating_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises ``_Terminated`` in the block, once: ``timeout`` sends it twice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    process = os.getpid()
+
+    def end(number: int, _frame: object) -> None:
+        if os.getpid() != process:
+            os._exit(_TERMINATED)  # a forked child, which has nothing to tidy up
+        signal.signal(number, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _reporting_errors(words: Sequence[str]) -> int:
+    """Runs the command; prints the message of an error and returns its status."""
     try:
         return _dispatch(words)
-    except KeyboardInterrupt:
-        print("specdec: interrupted; start the same command again to continue", file=sys.stderr)
-        return _INTERRUPTED
+    except KeyboardInterrupt as error:
+        ended = isinstance(error, _Terminated)
+        told = "ended by SIGTERM" if ended else "interrupted"
+        print(f"specdec: {told}; start the same command again to continue", file=sys.stderr)
+        return _TERMINATED if ended else _INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) ended; keep Python from printing an error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

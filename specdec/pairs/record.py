@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -242,7 +242,7 @@ def read_traces(path: str | Path, method: str | None = None) -> Record:
     return Record(requests=requests, about={"traces": str(path), "method": method})
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 1 <= value < _MOST
 
 
