@@ -19,7 +19,10 @@ BAD_INPUT = 2
 """Exit status of a ``UserError``."""
 
 _FAILED = 1
-_MAX_SHOWN = 200  # characters of a path in a message
+_MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
+_TORCH_FULL = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+"""What torch's errors say that has no class of its own on a CPU."""
+
 _NO_SUCH_PLACE = (
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -98,7 +101,7 @@ def _reporting_errors(words: Sequence[str]) -> int:
         # The reader (head, less) ended; keep Python from printing an error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (UserError, RankFailure, MemoryError, OSError) as error:
+    except (UserError, RuntimeError, MemoryError, OSError) as error:  # RankFailure too
         message, status = _explain(error)
         if not message or os.environ.get("SPECDEC_TRACEBACK"):
             raise
@@ -113,10 +116,11 @@ def _explain(error: Exception) -> tuple[str, int]:
         return text, BAD_INPUT
     if isinstance(error, RankFailure):
         return text, _RANK_FAILED
-    if isinstance(error, MemoryError):
+    out_of_memory = isinstance(error, RuntimeError) and any(told in text for told in _TORCH_FULL)
+    if isinstance(error, MemoryError) or out_of_memory:
         return (
-            f"memory is used up ({text}): choose smaller trees (keys of policy), a smaller"
-            " batch_size, shorter prompts or a smaller model"
+            f"memory is used up ({text[:_MAX_SHOWN]}): choose smaller trees (keys of policy), a"
+            " smaller batch_size, shorter prompts or a smaller model"
         ), _FAILED
     if isinstance(error, OSError) and is_full(error):
         return (

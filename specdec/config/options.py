@@ -64,20 +64,21 @@ def check_values_can_be_written(content: object, refusal: str, remedy: str = "")
         UserError: ``refusal (key and reason): remedy``.
     """
     for key, value in flatten(content).items():
-        reason = _unwritable(key) or _unwritable(value)
+        bits = 64 if key.endswith("seed") else 63
+        reason = _unwritable(key, bits) or _unwritable(value, bits)
         if reason:
             at = key.encode("ascii", "backslashreplace").decode()
             raise UserError(f"{refusal} ({at} {reason}){remedy and f': {remedy}'}")
 
 
-def _unwritable(value: object) -> str:
+def _unwritable(value: object, bits: int) -> str:
     if isinstance(value, dict | list):
         children = [*value, *value.values()] if isinstance(value, dict) else value
-        return next(filter(None, map(_unwritable, children)), "")
+        return next(filter(None, (_unwritable(child, bits) for child in children)), "")
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         return "has half of a surrogate pair, which is no character"
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        return "is a whole number of more than 64 bits"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << bits:
+        return f"is a whole number of more than {bits} bits"
     return ""
 
 

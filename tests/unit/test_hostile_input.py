@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ YAML: dict[str, tuple[bytes, str]] = {
     "binary": (b"\xff\xfe\x00\x81", "byte 0"),
     "control": (b"a: \x01\n", "#x0001"),
     "digits": (b"a: %s\n" % DIGITS.encode(), "4300 digits"),
-    "hex": (b"a: 0x%s\n" % (b"f" * 6000), "64 bits"),
+    "hex": (b"a: 0x%s\n" % (b"f" * 6000), "63 bits"),
     "half": (b'a: "\\ud800"\n', "surrogate"),
     "deep": (b"a: " + b"[" * 500 + b"]" * 500, "nested"),
     "alias": (b"a: &x [*x]\n", "nested"),
@@ -212,10 +213,11 @@ class TestArguments:
         "word",
         [
             *(f"{key}={DIGITS}" for key in ("max_new_tokens", "seed", "policy.gamma")),
-            *(f"sampling.temperature={DIGITS}", f"data.limit={10**30}", f"seed={10**30}"),
+            *(f"sampling.temperature={DIGITS}", f"data.limit={2**63}", f"seed={10**30}"),
             *("stop_strings=" + "[" * 500 + "]" * 500, f"model.target={'a' * 5000}"),
             *("sampling.temperature=1e-320", "sampling.temperature=1e-7"),
             *(f"output_dir={HALF}", f"stop_strings=['{HALF}']", f"{HALF}=3"),
+            *("threads=100000", f"threads={2**62}"),
             *("policy._target_=specdec.sources.PromptLookupSource", "policy._target_=[1]"),
             *("policy._target_=os.system", "executor._target_=specdec.policies.Chain"),
         ],
@@ -324,6 +326,30 @@ class TestResults:
         assert "No space left on device" in told
         engine.failing = set()
         assert main(words) == 0
+
+
+@pytest.mark.slow
+def test_ten_megabytes_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The remedy comes soon, and a line that is no JSON is not searched for long."""
+    words = ["run", "strategy=ar", "data=jsonl", "data.path=p.jsonl", "data.truncation=error"]
+    began = time.monotonic()
+    write("p.jsonl", json.dumps({"prompt": "some words " * 900_000}) + "\n")
+    refused(capsys, words, "prompt 0 of data=jsonl", "data.truncation=left")
+    write("p.jsonl", "x" * 10_000_000 + "\n")
+    refused(capsys, words, "'p.jsonl' line 1")
+    write("p.jsonl", '{"prompt": ' * 1_000_000 + "\n")
+    refused(capsys, words, "'p.jsonl' line 1")
+    assert time.monotonic() - began < 60
+
+
+def test_torch_out_of_memory_is_one_line(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.failing = {"speculative"}
+    engine.error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 64 GB")
+    assert main(["run", "model=random", "output_dir=out"]) == 1
+    assert capsys.readouterr().err.startswith("specdec: memory is used up ([enforce fail] ")
+    engine.error = RuntimeError("a defect of the library")
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["run", "model=random", "output_dir=out"])
 
 
 def test_sigterm_ends_a_run_like_ctrl_c(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
