@@ -1,10 +1,13 @@
-"""Atomic writing of result files: to a temporary name, which is then renamed."""
+"""Writes result files atomically; reads JSON and YAML with errors that say what is wrong."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
@@ -13,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import yaml
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
@@ -68,3 +72,68 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return value.as_posix()
     raise TypeError(f"{type(value).__name__} cannot be stored as JSON: {value!r}")
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: the text cannot be used; the message says why, and where: it is no JSON or not
+            UTF-8, nested too deeply, or holds a number or half a character that nothing can print.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(why_unreadable(error)) from error
+    return value
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text of plain types.
+
+    Raises:
+        ValueError: the text cannot be used; the message says why, and where.
+    """
+    try:
+        return yaml.safe_load(text)
+    except (*UNREADABLE, AttributeError) as error:  # the last is PyYAML's, of a malformed date
+        raise ValueError(why_unreadable(error)) from error
+
+
+UNREADABLE = (ValueError, RecursionError, yaml.YAMLError)
+"""What libraries raise for a text that they cannot read."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def why_unreadable(error: BaseException) -> str:
+    """The reason that an error of ``UNREADABLE`` gives, in one line for a message."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeEncodeError):
+        return f"it has {error.object[error.start]!a}, which is half of a character"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8 text"
+    if isinstance(error, AttributeError):  # PyYAML's
+        return "it has a malformed date"
+    if isinstance(error, json.JSONDecodeError):
+        line = "" if error.lineno == 1 else f"line {error.lineno} "
+        return f"{error.msg} at {line}column {error.colno}"
+    text = " ".join(str(error).partition("\n")[0].split())
+    if "integer string conversion" in text:
+        return f"it has a number of more than {sys.get_int_max_str_digits()} digits"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return text or type(error).__name__
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk, or the user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from specdec.config.options import flatten, read_yaml
 from specdec.errors import UserError
-from specdec.files import write_text
+from specdec.files import is_full, parse_json, write_text
 
 try:
     import fcntl
@@ -81,7 +81,7 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
                 f"output_dir={folder} has a run of another configuration"
                 f" ({_difference(loaded, dict(config))}): name another folder or delete that one"
             )
-        return (folder / result).is_file()
+        return bool(result) and _is_complete(folder / result)
     if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
         raise UserError(
             f"output_dir={folder} is not empty and not a run folder (it has no {CONFIG_FILE}):"
@@ -90,6 +90,21 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
     make_folder(folder)
     write_text(stored, as_yaml(config))
     return False
+
+
+def _is_complete(result: Path) -> bool:
+    if not result.is_file():
+        return False
+    try:
+        loaded = parse_json(result.read_bytes())
+        reason = "" if isinstance(loaded, dict) else "it is no JSON object"
+    except ValueError as error:
+        reason = str(error)
+    if reason:
+        raise UserError(
+            f"{result} is damaged ({reason}): delete it, and start the same command again"
+        )
+    return True
 
 
 def make_folder(folder: Path) -> None:
@@ -103,6 +118,8 @@ def make_folder(folder: Path) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        if is_full(error):
+            raise
         raise UserError(
             f"output_dir={folder} cannot be written ({error.strerror}): name another folder"
         ) from error

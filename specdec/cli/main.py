@@ -5,17 +5,32 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from specdec.errors import RankFailure, UserError
+from specdec.files import is_full
 from specdec.parts.suggest import did_you_mean
 
 BAD_INPUT = 2
 """Exit status of a ``UserError``."""
 
 _FAILED = 1
+_MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
+_TORCH_FULL = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+"""What torch's errors say that has no class of its own on a CPU."""
+
+_NO_SUCH_PLACE = (
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+)
+"""Errors of paths that the user gives."""
+
 _INTERRUPTED = 130
+_TERMINATED = 143
 _RANK_FAILED = 3
 _COMMANDS = {
     "run": "one strategy on one workload; -m sweeps",
@@ -40,20 +55,53 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 1 where disk or memory is full, 2 for bad input, 3 when a rank failed,
-        130 when interrupted. A defect of the library is an exception with its traceback, and
-        status 1.
+        130 when interrupted, 143 when ended by SIGTERM. A defect of the library is an exception
+        with its traceback, and status 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    with _terminating_like_ctrl_c():
+        return _reporting_errors(words)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which Slurm and ``timeout`` send."""
+
+
+@contextmanager
+def _terminating_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises ``_Terminated`` in the block, once: ``timeout`` sends it twice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    process = os.getpid()
+
+    def end(number: int, _frame: object) -> None:
+        if os.getpid() != process:
+            os._exit(_TERMINATED)  # a forked child, which has nothing to tidy up
+        signal.signal(number, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _reporting_errors(words: Sequence[str]) -> int:
+    """Runs the command; prints the message of an error and returns its status."""
     try:
         return _dispatch(words)
-    except KeyboardInterrupt:
-        print("specdec: interrupted; start the same command again to continue", file=sys.stderr)
-        return _INTERRUPTED
+    except KeyboardInterrupt as error:
+        ended = isinstance(error, _Terminated)
+        told = "ended by SIGTERM" if ended else "interrupted"
+        print(f"specdec: {told}; start the same command again to continue", file=sys.stderr)
+        return _TERMINATED if ended else _INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) ended; keep Python from printing an error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (UserError, RankFailure, MemoryError, OSError) as error:
+    except (UserError, RuntimeError, MemoryError, OSError) as error:  # RankFailure too
         message, status = _explain(error)
         if not message or os.environ.get("SPECDEC_TRACEBACK"):
             raise
@@ -68,16 +116,22 @@ def _explain(error: Exception) -> tuple[str, int]:
         return text, BAD_INPUT
     if isinstance(error, RankFailure):
         return text, _RANK_FAILED
-    if isinstance(error, MemoryError):
+    out_of_memory = isinstance(error, RuntimeError) and any(told in text for told in _TORCH_FULL)
+    if isinstance(error, MemoryError) or out_of_memory:
         return (
-            f"memory is used up ({text}): choose smaller trees (keys of policy), a smaller"
-            " batch_size, shorter prompts or a smaller model"
+            f"memory is used up ({text[:_MAX_SHOWN]}): choose smaller trees (keys of policy), a"
+            " smaller batch_size, shorter prompts or a smaller model"
         ), _FAILED
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and is_full(error):
         return (
             f"{error.strerror}: make room, then start the same command again; it continues after"
             " the prompts that are on disk"
         ), _FAILED
+    if isinstance(error, OSError) and error.filename and error.errno in _NO_SUCH_PLACE:
+        return (
+            f"{str(error.filename)[:_MAX_SHOWN]!r} cannot be used ({error.strerror}): give another"
+            " path"
+        ), BAD_INPUT
     return "", _FAILED
 
 
@@ -91,6 +145,12 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"specdec {__version__}")
         return 0
     command, *rest = words
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise UserError(
+                f"the argument {word!a} is not UTF-8 text: rename the file, or set the locale to"
+                " one with UTF-8 (LC_ALL=C.UTF-8)"
+            )
     if command not in _COMMANDS:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     module = importlib.import_module(f"specdec.cli.{command}")

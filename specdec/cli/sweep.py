@@ -35,7 +35,7 @@ from specdec.cli.show import command_line, run_hydra, without_hydra
 from specdec.config.hydra import combinations, compose_raw, parse, plain
 from specdec.config.job import Job, checked_job, run_job_of
 from specdec.errors import UserError
-from specdec.files import write_text
+from specdec.files import is_full, write_text
 from specdec.parts.build import locate
 
 _MAX_CHECKED = 64
@@ -201,9 +201,13 @@ def run_one(config: DictConfig, place: _Place) -> None:
         print(f"specdec: {error}", file=sys.stderr)
     except Exception as error:
         record.update(status="failed", error=f"{type(error).__name__}: {error}")
-        print(format_exc(), file=sys.stderr)
+        print(f"specdec: {error}" if is_full(error) else format_exc(), file=sys.stderr)
     record["seconds"] = round(time.monotonic() - start, 3)
-    write_text(place.notes / f"{number}.json", json.dumps(record))
+    try:
+        write_text(place.notes / f"{number}.json", json.dumps(record))
+    except OSError as error:
+        if not is_full(error):  # of a full disk the sweep's own file tells
+            raise
     remaining = _time_left(place)
     if remaining:
         print(f"[{remaining}] {name}: {record['status']}", file=sys.stderr, flush=True)

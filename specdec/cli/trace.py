@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import read_folder
 from specdec.cli.folders import CONFIG_FILE
+from specdec.config.options import read_yaml
 from specdec.errors import UserError
+from specdec.files import parse_json
 
 HELP = """\
 specdec trace RUN [steps=FROM-TO]
@@ -62,7 +63,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
         page = tree_page(trees, title=title)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(
             f"{folder} has a trace of another version ({type(error).__name__}: {error}): run it"
             " again with trace=true"
@@ -76,7 +77,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = parse_json(path.read_bytes())
     except FileNotFoundError as error:
         raise UserError(
             f"{path.parent} has no {path.name}: run with trace=true, which writes it at the end"
@@ -90,10 +91,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _title(folder: Path) -> str:
     """Title of the pictures, from the run's configuration."""
-    from omegaconf import OmegaConf
-
     path = folder / CONFIG_FILE
-    config = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+    config = read_yaml(path, f"{path} is damaged", "run it again") if path.is_file() else None
     if not isinstance(config, dict):
         return folder.name
     choices, clock = config.get("choices") or {}, config.get("clock") or {}

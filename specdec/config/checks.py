@@ -17,7 +17,7 @@ from specdec.clocks.build import check_in_process, clock_kind
 from specdec.config.options import GROUPS, PARTS
 from specdec.errors import UserError
 from specdec.parts.build import build_part, check_values, locate
-from specdec.parts.fields import Count, Index, Positive, Text, signature_of
+from specdec.parts.fields import Count, Index, Positive, Text, expects, signature_of
 
 PROTOCOLS = {
     "source": "specdec.interfaces.TokenSource",
@@ -33,6 +33,8 @@ PROTOCOLS = {
 """Section -> Protocol that the class of its ``_target_`` must implement."""
 
 
+_THREADS = "it must be a whole number from 1 to 1024"
+
 _RUN: dict[str, Any] = {
     "max_new_tokens": Count,
     "stop_strings": list[Annotated[str, Field(min_length=1, max_length=200)]],
@@ -41,7 +43,7 @@ _RUN: dict[str, Any] = {
     "batch_size": Count,
     "prefill_chunk": Count,
     "trace": bool,
-    "threads": Count | None,
+    "threads": Annotated[int, Field(ge=1, le=1024), expects(_THREADS)] | None,
     "record": bool,
     "output_dir": Text | None,
 }

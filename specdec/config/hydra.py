@@ -15,12 +15,26 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from specdec.config.options import GROUPS, config_dir, flatten, has_key, options, own_values
+from specdec.config.options import (
+    GROUPS,
+    YAML_ERRORS,
+    check_values_can_be_written,
+    config_dir,
+    flatten,
+    has_key,
+    options,
+    own_values,
+    read_yaml,
+)
 from specdec.errors import UserError
+from specdec.files import why_unreadable
 from specdec.parts.suggest import did_you_mean
 
-_FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
+_HYDRAS = (HydraException, OmegaConfBaseException)
+_FAULTS = (*_HYDRAS, TypeError, ValueError)
 """Hydra's errors of bad overrides; the last two for a group set to null or to numbers."""
+
+_MAX_SHOWN = 200  # characters of an argument in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +67,14 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([text])
         except (OverrideParseException, HydraException) as error:
             raise UserError(
-                f"cannot read the argument {text!r}: write key=value without spaces around the"
-                " equals sign, and put values with special characters in quotes inside quotes, as"
-                " in 'data.path=\"my file.txt\"'"
+                f"cannot read the argument {_shown(text)!r}: write key=value without spaces around"
+                " the equals sign, and put values with special characters in quotes inside quotes,"
+                " as in 'data.path=\"my file.txt\"'"
+            ) from error
+        except (ValueError, RecursionError) as error:  # a huge number, or deep brackets
+            raise UserError(
+                f"cannot read the argument {_shown(text)!r}: {why_unreadable(error)}; give a"
+                " shorter value"
             ) from error
     return parsed
 
@@ -94,7 +113,10 @@ def compose_raw(
             _check_experiment(override, extra)
     try:
         raw = _hydra_compose(overrides, name, extra)
-    except _FAULTS as error:
+    except (*_FAULTS, *YAML_ERRORS) as error:
+        _refuse_unreadable(overrides, extra, all_files=not isinstance(error, _HYDRAS))
+        if not isinstance(error, _FAULTS):
+            raise
         raise _explain(error, overrides, name, extra) from error
     for group, choice in raw.hydra.runtime.choices.items():
         path = PurePosixPath(str(choice))
@@ -150,6 +172,7 @@ def plain(raw: DictConfig) -> Composed:
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {_first_line(error)}") from error
     assert isinstance(values, dict)
+    check_values_can_be_written(values, "the configuration cannot be used", "give another value")
     return Composed({str(k): v for k, v in values.items()}, choices)
 
 
@@ -176,6 +199,19 @@ def _check_experiment(override: Override, extra: Sequence[Path]) -> None:
             )
     if not override.is_add():
         raise UserError(f"{override.input_line} adds a group: write +{override.input_line}")
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _refuse_unreadable(overrides: Sequence[str], extra: Sequence[Path], *, all_files: bool) -> None:
+    """Raises ``UserError`` for a YAML of the trees that cannot be read, chosen options first."""
+    chosen = {text.lstrip("+~") for text in overrides}
+    files = [path for tree in extra for path in sorted(Path(tree).rglob("*.yaml"))]
+    named = [path for path in files if f"{path.parent.name}={path.stem}" in chosen]
+    for path in [*named, *(files if all_files else ())]:
+        read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
 
 
 def _first_line(error: BaseException) -> str:

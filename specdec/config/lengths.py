@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specdec.data import Request, fit_prompt, load_prompts
+from specdec.data.files import read_json
 from specdec.errors import UserError
+from specdec.files import why_unreadable
 
 _KNOWN_TO_FIT = ("stdlib",)  # cut to a bounded length; reading it takes a second
 
@@ -32,7 +33,12 @@ def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: 
         return None
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no other class
+        raise UserError(
+            f"{file} is not a tokenizer ({why_unreadable(error)}); copy the file again"
+        ) from error
     room = max_positions - int(config["max_new_tokens"])
     bound = data["max_prompt_tokens"]
     longest = 0
@@ -54,6 +60,7 @@ def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: 
 
 def _has_chat_template(model_folder: Path) -> bool:
     file = model_folder / "tokenizer_config.json"
-    return (model_folder / "chat_template.jinja").is_file() or (
-        file.is_file() and bool(json.loads(file.read_text("utf-8")).get("chat_template"))
-    )
+    config = read_json(file) if file.is_file() else {}
+    if not isinstance(config, dict):
+        raise UserError(f"{file} is not a JSON object; copy the file again")
+    return (model_folder / "chat_template.jinja").is_file() or bool(config.get("chat_template"))

@@ -9,15 +9,19 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from specdec.errors import UserError
+from specdec.files import UNREADABLE, why_unreadable
 
 PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
 
 GROUPS = ("strategy", *PARTS, "model", "data", "sampling", "serving", "clock", "logger")
 """Groups with options for the command line; other folders of the tree are no groups."""
+
+
+YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
+"""Errors of reading a YAML; the last is PyYAML's, of a malformed date."""
 
 
 @cache
@@ -46,15 +50,41 @@ def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = Fal
         UserError: ``refusal (reason): remedy``, for a file that cannot be read.
     """
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{refusal} ({reason}){remedy and f': {remedy}'}") from error
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+    except YAML_ERRORS as error:
+        raise UserError(f"{refusal} ({why_unreadable(error)}){remedy and f': {remedy}'}") from error
+    check_values_can_be_written(content, refusal, remedy)
+    return content
+
+
+def check_values_can_be_written(content: object, refusal: str, remedy: str = "") -> None:
+    """Refuses whole numbers beyond 64 bits and half characters, which no result file can hold.
+
+    Raises:
+        UserError: ``refusal (key and reason): remedy``.
+    """
+    for key, value in flatten(content).items():
+        bits = 64 if key.endswith("seed") else 63
+        reason = _unwritable(key, bits) or _unwritable(value, bits)
+        if reason:
+            at = key.encode("ascii", "backslashreplace").decode()
+            raise UserError(f"{refusal} ({at} {reason}){remedy and f': {remedy}'}")
+
+
+def _unwritable(value: object, bits: int) -> str:
+    if isinstance(value, dict | list):
+        children = [*value, *value.values()] if isinstance(value, dict) else value
+        return next(filter(None, (_unwritable(child, bits) for child in children)), "")
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        return "has half of a surrogate pair, which is no character"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << bits:
+        return f"is a whole number of more than {bits} bits"
+    return ""
 
 
 def first_comment(path: Path) -> str:
     """The first comment line that is not Hydra's package header: the file's description."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
     return ""
@@ -62,8 +92,9 @@ def first_comment(path: Path) -> str:
 
 def own_values(path: Path) -> dict[str, Any]:
     """The values in a YAML of the tree, unresolved, without its defaults list."""
-    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    assert isinstance(loaded, dict), f"{path.name} must hold a mapping"
+    loaded = read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} holds no mapping of keys to values: correct it, or remove it")
     return {str(key): value for key, value in loaded.items() if key != "defaults"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specdec.errors import UserError
+from specdec.files import parse_json
 
 DATA_VARIABLE = "SPECDEC_DATA"
 """Environment variable with the path of the data folder."""
@@ -84,9 +84,13 @@ def read_json(path: Path) -> Any:
         UserError: it cannot be read or is not JSON.
     """
     try:
-        return json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{str(path)!r} is not JSON ({error})") from error
+        return parse_json(read_text(path))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"{str(path)!r} is not usable JSON ({error}); correct the file or copy it again"
+        ) from error
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -101,10 +105,10 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             where = f"{str(path)!r} line {number}"
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
+                record = parse_json(line)
+            except ValueError as error:
                 raise UserError(
-                    f"{where} is not JSON ({error.msg}); each line must be one object"
+                    f"{where} is not JSON ({error}); each line must be one object"
                 ) from error
             if not isinstance(record, dict):
                 raise UserError(

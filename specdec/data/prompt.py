@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +77,7 @@ def prompt_tokens(
         UserError: "always" without a template, or a template that raises.
     """
     if chat == "never" or (chat == "auto" and not tokenizer.chat_template):
-        return np.asarray(tokenizer(prompt.text)["input_ids"], np.int64)
+        return _ids(tokenizer, prompt.text)
     if not tokenizer.chat_template:
         raise UserError("data.chat=always, but this model has no chat template: use data.chat=auto")
     try:
@@ -93,7 +93,15 @@ def prompt_tokens(
             " data.chat=never uses the plain text"
         ) from error
     # The template includes the special tokens.
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+    return _ids(tokenizer, text, add_special_tokens=False)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> npt.NDArray[np.int64]:
+    """Tokens of a text of any length: what is not used costs seconds for megabytes."""
+    encoded = tokenizer(
+        text, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options
+    )
+    return np.asarray(encoded["input_ids"], np.int64)
 
 
 def fit_prompt(

@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     """Forks ranks 1 .. SIZE - 1 and waits until all have ended or standard input closes."""
     address, port, size, logs = argv[0], int(argv[1]), int(argv[2]), Path(argv[3])
     keep_logs = argv[4] == "keep"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 handles both, and then ends the ranks
     assert threading.active_count() == 1, "forking is only safe in a single-threaded process"
     ranks: dict[int, int] = {}
     for rank in range(1, size):

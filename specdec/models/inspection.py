@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from specdec.errors import UserError
+from specdec.files import parse_json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -30,6 +31,7 @@ CERTIFIED = frozenset(
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # suffixes of causal language models' class names
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_TOO_LARGE = 1 << 40  # beyond it a size is damage
 _LFS = b"version "  # first bytes of a git-lfs pointer
 
 
@@ -73,13 +75,16 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
     config = _json(folder / "config.json")
     _check_architecture(folder, config)
     text = config.get("text_config") or config
+    where = folder / "config.json"
+    if not isinstance(text, dict):
+        raise UserError(f"{where} has a text_config that is no object; copy the file again")
     return ModelInfo(
         path=folder,
         model_type=config["model_type"],
-        num_layers=_size(text, "num_hidden_layers", "n_layer"),
-        hidden_size=_size(text, "hidden_size", "n_embd"),
-        vocab_size=_size(text, "vocab_size"),
-        max_positions=_size(text, "max_position_embeddings", "n_positions"),
+        num_layers=_size(where, text, "num_hidden_layers", "n_layer"),
+        hidden_size=_size(where, text, "hidden_size", "n_embd"),
+        vocab_size=_size(where, text, "vocab_size"),
+        max_positions=_size(where, text, "max_position_embeddings", "n_positions"),
         tied=bool(config.get("tie_word_embeddings", True)),
         tensors=_tensor_files(folder),
     )
@@ -129,7 +134,7 @@ def _json(path: Path) -> dict[str, Any]:
             "(model.save_pretrained writes one)"
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); copy the file again") from error
     if not isinstance(content, dict):
@@ -145,7 +150,12 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
             f"{folder / 'config.json'} has no model_type; use the config.json of a transformers "
             "model"
         )
-    architecture = str((config.get("architectures") or [""])[0])
+    architectures = config.get("architectures") or [""]
+    if not isinstance(architectures, list):
+        raise UserError(
+            f"{folder / 'config.json'} has architectures that are no list; copy the file again"
+        )
+    architecture = str(architectures[0])
     if config.get("is_encoder_decoder"):
         raise UserError(
             f"{folder} is an encoder-decoder model ({model_type}); only decoder-only models such "
@@ -189,8 +199,10 @@ def _tensor_files(folder: Path) -> dict[str, str]:
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
         )
     shards: dict[str, str] = _json(folder / _INDEX).get("weight_map") or {}
-    if not shards:
-        raise UserError(f"{folder / _INDEX} lists no tensors; copy the file again")
+    if not (shards and isinstance(shards, dict) and all(type(v) is str for v in shards.values())):
+        raise UserError(
+            f"{folder / _INDEX} lists no tensors with the files that hold them; copy the file again"
+        )
     names = {file: set(_tensor_names(folder / file)) for file in sorted(set(shards.values()))}
     for name, file in shards.items():
         if name not in names[file]:
@@ -216,5 +228,15 @@ def _tensor_names(path: Path) -> list[str]:
         ) from error
 
 
-def _size(config: dict[str, Any], *names: str) -> int:
-    return next((int(config[name]) for name in names if config.get(name)), 0)
+def _size(where: Path, config: dict[str, Any], *names: str) -> int:
+    """The first of these sizes that a config has; 0 for none."""
+    for name in names:
+        value = config.get(name)
+        if value is not None and not (type(value) is int and 0 <= value < _TOO_LARGE):
+            raise UserError(
+                f"{where} has {name}={json.dumps(value)[:40]}, which is no size: it must be a"
+                " whole number; copy the file again"
+            )
+        if value:
+            return int(value)
+    return 0

@@ -12,17 +12,18 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from specdec.data.files import read_records
 from specdec.errors import UserError
-from specdec.files import plain, write_bytes
+from specdec.files import parse_json, plain, write_bytes
 from specdec.types import IntArray
 
 FORMAT = "specdec-record"
@@ -33,7 +34,15 @@ MAX_RANK = 256
 """Ranks are exact below it; it represents itself and all larger ranks."""
 
 _LENGTHS = "acc_len"  # key of a trace
-_ARRAYS = ("ids", "num_prompt", "num_output", "ranks", "logprobs")
+_NOT_NPZ = (
+    *(OSError, EOFError, ValueError, KeyError, AttributeError),
+    *(zipfile.BadZipFile, zlib.error, NotImplementedError),
+)
+"""What numpy raises for a file that is no archive of arrays."""
+_WHOLE = ("ids", "num_prompt", "num_output", "ranks")  # arrays of whole numbers
+_ARRAYS = (*_WHOLE, "logprobs")
+_MOST = 1 << 31  # tokens of a request
+_MAX_DIGITS = 18  # of an id, so that it fits 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +126,14 @@ def read_record(path: str | Path) -> Record:
     name = str(path)
     try:
         with np.load(path, allow_pickle=False) as file:
-            head = json.loads(str(file["head"]))
+            head = parse_json(str(file["head"]))
             arrays = {key: file[key] for key in _ARRAYS}
     except FileNotFoundError as error:
         raise UserError(
             f"model.record={name}: no such file; `specdec run record=true` writes one as"
             " record.npz in its run folder"
         ) from error
-    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+    except _NOT_NPZ as error:
         raise UserError(
             f"model.record={name} is not a record ({type(error).__name__}: {error}); give the"
             " record.npz of a run with record=true, or a .jsonl of acceptance lengths"
@@ -134,7 +143,7 @@ def read_record(path: str | Path) -> Record:
             f"model.record={name} is not a {FORMAT} of version {VERSION}; record the run again with"
             " record=true"
         )
-    _check(name, arrays)
+    _check(name, head, arrays)
     starts = np.cumsum(arrays["num_output"])[:-1]
     columns = (
         *(arrays["ids"].tolist(), arrays["num_prompt"].tolist()),
@@ -151,7 +160,19 @@ def read_record(path: str | Path) -> Record:
     )
 
 
-def _check(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def _check(name: str, head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    weights, about = head.get("weight_bytes"), head.get("about")
+    damage = [f"it has no {key} of numbers" for key in _WHOLE if arrays[key].dtype.kind not in "iu"]
+    damage += [f"its {key} is no list" for key in _WHOLE if arrays[key].ndim != 1]
+    if arrays["logprobs"].dtype.kind != "f":
+        damage.append("its log probabilities are no floating-point numbers")
+    if type(head.get("vocab_size")) is not int:
+        damage.append("its head has no number vocab_size")
+    if not (isinstance(weights, list) and [type(w) for w in weights] == [int, int]):
+        damage.append("its head has no two numbers weight_bytes")
+    if not isinstance(about, dict):
+        damage.append("its head has no section about")
+    _refuse(name, damage)
     ids, num_prompt, num_output = arrays["ids"], arrays["num_prompt"], arrays["num_output"]
     ranks, logprobs = arrays["ranks"], arrays["logprobs"]
     total = int(num_output.sum())
@@ -164,10 +185,16 @@ def _check(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         "its log probabilities are not a table": logprobs.ndim != 2 or not logprobs.shape[1:],
     }
     wrong = [text for text, is_wrong in problems.items() if is_wrong]
+    if not wrong and ((ranks < 0).any() or num_prompt.max() >= _MOST):
+        wrong.append("a rank is negative, or a length above 2**31")
     if not wrong and (np.isnan(logprobs).any() or (logprobs > 0).any()):
         wrong.append("a log probability is above 0 or not a number")
     if not wrong and (logprobs[:, 1:] > logprobs[:, :-1]).any():
         wrong.append("candidates are not in descending order")
+    _refuse(name, wrong)
+
+
+def _refuse(name: str, wrong: Sequence[str]) -> None:
     if wrong:
         raise UserError(f"model.record={name} is damaged: {wrong[0]}; record the run again")
 
@@ -215,24 +242,34 @@ def read_traces(path: str | Path, method: str | None = None) -> Record:
     return Record(requests=requests, about={"traces": str(path), "method": method})
 
 
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 1 <= value < _MOST
+
+
 def _trace(
     entry: dict[str, Any], number: int, method: str | None, where: str
 ) -> tuple[int, int, IntArray]:
     """(id, prompt tokens, emitted tokens int64[L]) of a line."""
     node = entry if method is None else entry.get(method)
     lengths = node.get(_LENGTHS) if isinstance(node, dict) else None
-    if not isinstance(lengths, list) or not all(type(v) is int and v >= 1 for v in lengths):
+    if not isinstance(lengths, list) or not all(map(_is_count, lengths)):
         methods = [k for k, v in entry.items() if isinstance(v, dict) and _LENGTHS in v]
         hint = f"choose model.method={' or '.join(methods)}" if methods else "see docs/replay.md"
         raise UserError(
             f"{where}: model.method={'null' if method is None else method} names no list {_LENGTHS}"
-            f" of whole numbers of at least 1; {hint}"
+            f" of whole numbers of at least 1 and below 2**31; {hint}"
         )
     prompt = entry.get("num_prompt", entry.get("prompt_token_ids"))
     num_prompt = len(prompt) if isinstance(prompt, list) else prompt
-    if not isinstance(num_prompt, int) or num_prompt < 1:
-        raise UserError(f"{where} needs num_prompt, a whole number of at least 1")
+    if not _is_count(num_prompt):
+        raise UserError(f"{where} needs num_prompt, a whole number of at least 1 and below 2**31")
     generated = entry.get("generated_token_ids", lengths)
+    if not isinstance(generated, list):
+        raise UserError(f"{where} has generated_token_ids that are no list; leave them out")
     text = str(entry.get("id", number))
+    if text.isdecimal() and len(text) > _MAX_DIGITS:
+        raise UserError(
+            f"{where}: the id has {len(text)} digits; give a number of at most {_MAX_DIGITS}"
+        )
     number = int(text) if text.isdecimal() else number
     return number, num_prompt, np.array(lengths[: len(generated)], np.int64)

@@ -137,7 +137,10 @@ def _trace(report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
 def _page(
     report: Report, pictures: Mapping[str, bytes], trees: Mapping[str, Any], num_texts: int
 ) -> str:
-    jobs = read_json(report.folder / "sweep.json") or ()
+    path = report.folder / "sweep.json"
+    jobs = read_json(path) or []
+    if not (isinstance(jobs, list) and all(isinstance(j, dict) and "status" in j for j in jobs)):
+        raise UserError(f"{path} is damaged (it is no list of jobs): delete it, or run it again")
     return html_template("specdec.report", "page.html").render(
         name=report.folder.resolve().name,
         palette=PALETTE,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import UserError
-from specdec.files import plain
+from specdec.files import parse_json, plain
 from specdec.metrics.results import RequestResult, RunTotals
 
 
@@ -109,7 +109,7 @@ def _complete_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     values, length = [], 0
     for number, line in enumerate(lines, start=1):
         try:
-            values += [json.loads(line)] if line.strip() else []
+            values += [parse_json(line)] if line.strip() else []
         except ValueError as error:
             if number == len(lines):
                 break

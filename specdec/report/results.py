@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from specdec.errors import UserError
+from specdec.files import parse_json, parse_yaml
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.times import decode_phase
 from specdec.report.origins import ENDS_FILE
@@ -186,16 +184,16 @@ def prompt_metrics(result: RequestResult) -> dict[str, Any]:
 
 def _read_folder(folder: Path, name: str) -> list[Result]:
     try:
-        config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         records = read_requests(folder / REQUESTS_FILE)
-        ends = read_json(folder / ENDS_FILE) or {}
+        ends = read_object(folder / ENDS_FILE) or {}
         compared = config.get("command") == "compare"
         if compared:
-            found = read_json(folder / COMPARISON_FILE) or {}
+            found = read_object(folder / COMPARISON_FILE) or {}
             configs = config["strategies"]
             summaries = {row["strategy"]: row for row in found.get("rows", ())}
         else:
-            found = read_json(folder / SUMMARY_FILE) or {}
+            found = read_object(folder / SUMMARY_FILE) or {}
             configs = {str(config["strategy"]["name"]): config}
             summaries = dict.fromkeys(configs, found or None)
         return [
@@ -213,7 +211,7 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
         ]
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder} cannot be read ({type(error).__name__}: {error}): its files are damaged or"
             " of another version; run it again"
@@ -229,9 +227,21 @@ def read_json(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): run it again") from error
+        raise UserError(f"{path} is damaged ({error}): delete it and run it again") from error
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None if the file does not exist.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
+    value = read_json(path)
+    if isinstance(value, dict) or not path.is_file():
+        return value
+    raise UserError(f"{path} is damaged (it is no JSON object): delete it and run it again")
 
 
 def _identity(result: Result) -> dict[str, Any]:

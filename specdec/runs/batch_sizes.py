@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.report.batch_curves import curves_markdown, curves_png
+from specdec.report.results import read_object
 from specdec.runs.jobs import Progress, compare_jobs
 
 Row = dict[str, Any]
@@ -43,9 +44,11 @@ def curve_jobs(
         subfolder = folder / f"batch_{size}"
         finished = subfolder / "comparison.json"
         if finished.is_file():
-            comparison = json.loads(finished.read_text(encoding="utf-8"))
+            comparison = read_object(finished) or {}
         else:
             comparison = compare_jobs(configs, subfolder, repeats, progress)
+        if not {"rows", "conditions"} <= comparison.keys():
+            raise UserError(f"{finished} is damaged (it has no rows): delete it and run it again")
         conditions = dict(comparison["conditions"])
         rows += [{**row, "batch_size": size} for row in comparison["rows"]]
     conditions["batch_size"] = list(cfgs)

@@ -262,16 +262,15 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     request = Request.of(**data)
     bounds = [b for b in (room, request.max_prompt_tokens) if b is not None]
     prompts, cut = [], 0
-    for prompt in load_prompts(request, tokenizer=tokenizer):
+    for prompt in load_prompts(request):
         tokens = prompt_tokens(prompt, tokenizer, chat=request.chat)
-        if bounds:
-            tokens, num_cut = fit_prompt(
-                tokens,
-                max_len=min(bounds),
-                truncation=request.truncation,
-                label=f"prompt {prompt.id} of data={data['name']}",
-            )
-            cut += num_cut > 0
+        tokens, num_cut = fit_prompt(
+            tokens,
+            max_len=min(bounds, default=len(tokens)),
+            truncation=request.truncation,
+            label=f"prompt {prompt.id} of data={data['name']}",
+        )
+        cut += num_cut > 0
         prompts.append(TokenPrompt(prompt.id, tokens))
     return pair, prompts, cut
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from specdec.device import Probs, to_host
@@ -27,7 +27,17 @@ from specdec.sampling.on_device import Weighted, on_accelerator
 from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.types import FloatArray, IntArray
 
-_TEMPERATURE = "it must be 0 for greedy decoding or a positive number such as 0.8"
+_TEMPERATURE = (
+    "it must be 0 for greedy decoding, or a number such as 0.8 of at least 1e-6: a smaller one"
+    " overflows 32-bit logits"
+)
+_COLDEST = 1e-6  # draws differ from greedy ones only where float32 logits are equal or adjacent
+
+
+def _not_tiny(temperature: float) -> float:
+    if 0 < temperature < _COLDEST:
+        raise ValueError
+    return temperature
 
 
 @validated
@@ -48,7 +58,9 @@ class SamplingParams:
         ValueError: for a value outside its range.
     """
 
-    temperature: Annotated[float, Field(ge=0, lt=1e6), expects(_TEMPERATURE)] = 0.0
+    temperature: Annotated[
+        float, Field(ge=0, lt=1e6), AfterValidator(_not_tiny), expects(_TEMPERATURE)
+    ] = 0.0
     top_k: Limit = 0
     top_p: PositiveShare = 1.0
     no_repeat_ngram: Limit = 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specdec.data.files import read_text
 from specdec.errors import UserError
 from specdec.types import FloatArray
 
@@ -56,7 +57,7 @@ def _read(path: Path) -> FloatArray:
             " times, one in seconds per line"
         )
     times: list[float] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -65,8 +66,8 @@ def _read(path: Path) -> FloatArray:
             at = math.nan
         if not (math.isfinite(at) and at >= 0):
             raise UserError(
-                f"serving.arrivals={path} line {number} is {line.strip()!r}: give seconds of at"
-                " least 0, one number per line"
+                f"serving.arrivals={path} line {number} is {line.strip()[:40]!r}: give seconds of"
+                " at least 0, one number per line"
             )
         times.append(at)
     return np.sort(np.array(times))
