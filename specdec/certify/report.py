@@ -18,7 +18,12 @@ from specdec.types import Lossless
 RESULT_FILE = "verify.json"
 """Name of the result file."""
 
-_LABELS = {None: "[dim]-[/]", True: "[green]passed[/]", False: "[bold red]FAILED[/]"}
+_LABELS = {
+    "skipped": "[dim]-[/]",
+    "passed": "[green]passed[/]",
+    "failed": "[bold red]FAILED[/]",
+    "note": "[yellow]note[/]",
+}
 _WIDTH = 110  # columns, if the output is not a terminal
 
 
@@ -28,13 +33,23 @@ class Check:
 
     Attributes:
         name: name of the check; see docs/verify.md.
-        passed: None if the check does not apply to this configuration.
+        passed: None if the check does not apply to this configuration, or is a note.
         detail: what was compared, or the first differences.
+        note: whether something was found that does not concern the output, such as work done
+            twice. It does not change the verdict.
     """
 
     name: str
     passed: bool | None
     detail: str
+    note: bool = False
+
+    @property
+    def result(self) -> str:
+        """The outcome in a word: "passed", "failed", "note" or "skipped" (does not apply)."""
+        if self.passed is None:
+            return "note" if self.note else "skipped"
+        return "passed" if self.passed else "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,8 @@ class Report:
             "verdict": self.verdict,
             "seconds": round(self.seconds, 2),
             "checks": [
-                {"name": c.name, "passed": c.passed, "detail": c.detail} for c in self.checks
+                {"name": c.name, "passed": c.passed, "result": c.result, "detail": c.detail}
+                for c in self.checks
             ],
         }
 
@@ -101,7 +117,7 @@ def print_report(
     table.add_column("result", no_wrap=True)
     table.add_column("detail")
     for check in report.checks:
-        table.add_row(check.name, _LABELS[check.passed], escape(check.detail))
+        table.add_row(check.name, _LABELS[check.result], escape(check.detail))
     console.print(table)
     style = "bold green" if report.lossless else "bold red"
     console.print(f"{report.verdict} ({report.seconds:.0f} s)", style=style, highlight=False)
