@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY, parity_cases
 from specdec.certify.hidden_states import FreshStates, hidden_problems
 from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
-from specdec.certify.report import Check, error_text, joined_details
+from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import VOCAB_SIZE, Decoded, Subject, decode_steps
 from specdec.state import RequestState
 from specdec.types import NO_NODE, Commit, CommitKind
@@ -34,7 +34,7 @@ class Observation:
         num_entries, num_states, num_nodes: number of cache entries and of hidden states compared
             and of tree nodes inspected.
         watch: the recorded events.
-        error: the exception that ended the run; empty if there was none.
+        error: the exception that ended the run; None if there was none.
     """
 
     caches: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Observation:
     num_states: int = 0
     num_nodes: int = 0
     watch: Watch = field(default_factory=Watch)
-    error: str = ""
+    error: Exception | None = None
 
 
 def cache_invariant(subject: Subject) -> Check:
@@ -88,11 +88,11 @@ def draft_rows(subject: Subject) -> Check:
     return _check("draft_rows", [], seen.error, detail)
 
 
-def _check(name: str, problems: list[str], error: str, detail: str) -> Check:
+def _check(name: str, problems: list[str], error: Exception | None, detail: str) -> Check:
     if problems:
         return Check(name, False, joined_details(problems))
-    if error:
-        return Check(name, False, f"raised {error}")
+    if error is not None:
+        raise error
     return Check(name, True, detail)
 
 
@@ -106,7 +106,7 @@ def observe(subject: Subject) -> Observation:
     try:
         _run(subject, seen)
     except Exception as error:  # keeps the problems of the steps before it
-        seen.error = error_text(error)
+        seen.error = error
     return seen
 
 

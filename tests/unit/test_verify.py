@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from scipy import stats
 
-from specdec.certify import Check, Report, certify
+from specdec.certify import Check, Report, certify, print_report
 from specdec.certify.cases import letters
 from specdec.certify.laws import OPPOSED_TABLE, TARGET_TABLE, chi_square, pair_laws
 from specdec.certify.numerics import distance
@@ -378,7 +380,39 @@ def test_a_breakdown_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MatchVerifier, "verify", broken)
     report = certify(config("strategy=speculative"), checks=["greedy_parity", "draft_rows"])
     assert report.failed == ("greedy_parity", "draft_rows")
-    assert "IndexError: planted" in report.checks[0].detail
+    first, second = report.checks
+    assert first.detail.startswith("raised IndexError: planted (verifier MatchVerifier.broken, ")
+    assert second.detail == "ended by the error of greedy_parity"
+    (crash,) = report.as_dict()["errors"]
+    assert crash["checks"] == ("greedy_parity", "draft_rows")
+    assert crash["part"] == "verifier MatchVerifier.broken"
+    assert (crash["request"], crash["step"]) == (11, 0)
+    assert crash["traceback"].splitlines()[-1] == "IndexError: planted"
+    assert 'raise IndexError("planted")' in crash["traceback"]
+
+
+def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch, from the frames of the part that raised."""
+    honest = DraftModelSource.commit
+
+    def broken(self, commits, output):  # type: ignore[no-untyped-def]
+        for commit in commits:
+            request_id = commit.request
+            if request_id == 14 and commit.step == 4:
+                raise KeyError(request_id)
+        honest(self, commits, output)
+
+    monkeypatch.setattr(DraftModelSource, "commit", broken)
+    cfg = config("strategy=speculative", "batch_size=4")
+    report = certify(cfg, checks=["greedy_parity"])
+    (crash,) = report.errors
+    assert (crash.part, crash.request) == ("source DraftModelSource.broken", 14)
+    assert crash.step == 5, "commits end a step: the counter is at the next"
+    console = Console(record=True, width=200, file=StringIO())
+    print_report(report, {}, console)
+    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert shown.count("KeyError: 14 (source DraftModelSource.broken,") == 1
+    assert "tracebacks are in verify.json" in shown
 
 
 # ---------------------------------------------------------------------- specdec.testing
