@@ -184,6 +184,7 @@ def decode_steps(
             request.finish_reason,
             counters.accepted + counters.hits,
             counters.misses,
+            tuple(request.output_origins),
         )
 
     state = parts.new_state() if state is None else state

@@ -6,6 +6,7 @@ Tests of the twelve planted bugs are in tests/planted; here one bug per way of l
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -291,7 +292,35 @@ def test_draws_that_forget_the_prompt_are_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(KeyedDraws, "uniform", shared)
     report = certify(config("strategy=speculative"), checks=["sampled_parity"])
-    assert "instead of" in failed(report, "sampled_parity")
+    detail = failed(report, "sampled_parity")
+    assert re.search(
+        r"output token \d+ is \d+ from (source 0|the target) instead of \d+, CDF edge \d\.\de-\d",
+        detail,
+    ), detail
+
+
+def test_a_difference_says_who_proposed_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two best tokens the second, where the draft proposes it."""
+    honest = MatchVerifier.verify
+    taken = list[tuple[int, int]]()
+
+    def gullible(self, state, requests):  # type: ignore[no-untyped-def]
+        for request in requests:
+            tree = request.tree
+            children = tree.children(0)
+            if len(children) and not len(request.output):
+                taken.append((int(tree.tokens[children[0]]), int(tree.answers[0])))
+                tree._ints[6, 0] = tree.tokens[children[0]]
+        return honest(self, state, requests)
+
+    monkeypatch.setattr(MatchVerifier, "verify", gullible)
+    detail = failed(
+        certify(config("strategy=speculative"), checks=["greedy_parity"]), "greedy_parity"
+    )
+    wrong, right = next(pair for pair in taken if pair[0] != pair[1])
+    shown = f"output token 0 is {wrong} from source 0 instead of {right}, top-two gap "
+    assert shown in detail
+    assert float(detail.split(shown)[1].split(";")[0]) > 0.0
 
 
 def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
