@@ -9,6 +9,7 @@ from typing import Any
 from specdec.certify.crashes import Crashes
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
+from specdec.certify.long_request import long_request
 from specdec.certify.numerics import numerics
 from specdec.certify.parity import batch_independence, greedy_parity, sampled_parity, stop_rules
 from specdec.certify.report import Check, Report
@@ -24,6 +25,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "tree_invariant": tree_invariant,
     "draft_rows": draft_rows,
     "stop_rules": stop_rules,
+    "long_request": long_request,
     "batch_independence": batch_independence,
     "numerics": numerics,
 }

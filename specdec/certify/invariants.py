@@ -150,6 +150,11 @@ def _run(subject: Subject, seen: Observation) -> None:
             for shadow in (s for s in targets + watch.drafts if any(s.request is r for r in live)):
                 if shadow.runner.name in fresh:
                     seen.caches += _cache_problems(shadow, fresh[shadow.runner.name], seen)
+        seen.trees += [
+            f"tree of request {request}: node {node_id} is proposed at position {position}, beyond"
+            " the last that the request can emit (last_position)"
+            for (request, node_id), position in watch.beyond.items()
+        ]
         seen.rows += _row_problems(watch, parts.source.counters.rows)
 
 

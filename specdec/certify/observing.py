@@ -22,6 +22,7 @@ from specdec.compose.workbench import Parts
 from specdec.executors.stage import ModelStage
 from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
+from specdec.policies.tree_growth import last_position
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes, Ticket
@@ -110,6 +111,8 @@ class Watch:
         records_expansions: whether ``expanded`` is recorded (a source with fixed slots cannot be
             observed).
         snapshots: each request's tree when last submitted, see ``snapshot``.
+        beyond: (request, node id) -> position of the nodes that were beyond the request's last
+            position when a batch was submitted.
         is_asynchronous: whether the source is.
         in_thread: whether its passes run while its caches would be inspected.
         proposed: (request, node id) -> candidates that such a source has returned for the node.
@@ -121,6 +124,7 @@ class Watch:
         self.expanded: set[tuple[int, int]] = set()
         self.records_expansions = False
         self.snapshots: dict[int, dict[int, tuple[int, int]]] = {}
+        self.beyond: dict[tuple[int, int], int] = {}
         self.is_asynchronous = self.in_thread = False
         self.proposed: dict[tuple[int, int], list[int]] = {}
         self._state: DecodeState | None = None
@@ -161,6 +165,8 @@ class Watch:
         def observed_submit(batch: Any) -> None:
             for request in state.requests.values():
                 self.snapshots[request.id] = snapshot(request)
+                if not request.finished:
+                    self._record_beyond(request)
             submit(batch)
 
         self.is_asynchronous = hasattr(parts.source, "start")
@@ -206,6 +212,11 @@ class Watch:
             for slot in request.tree.slots(ids).tolist():
                 path = request.tree.ids[request.tree.path(slot)].tolist()
                 self.expanded |= {(request_id, node_id) for node_id in path}
+
+    def _record_beyond(self, request: RequestState) -> None:
+        tree = request.tree
+        for slot in np.flatnonzero(tree.positions > last_position(request)).tolist():
+            self.beyond[request.id, int(tree.ids[slot])] = int(tree.positions[slot])
 
     def _record_candidates(self, nodes: Nodes, candidates: Candidates) -> None:
         if not self.is_asynchronous:

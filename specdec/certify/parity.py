@@ -15,7 +15,7 @@ from specdec.certify.cases import (
     random_prompt,
 )
 from specdec.certify.numerics import distance
-from specdec.certify.oracle import processed, target_draw
+from specdec.certify.oracle import LogitsOf, processed, target_draw
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import MAX_POSITIONS, VOCAB_SIZE, Decoded, Subject, decode_cases
 from specdec.metrics.parity import first_difference
@@ -99,6 +99,7 @@ def batch_independence(subject: Subject) -> Check:
     cases += [replace(case, id=case.id + 500) for case in cases[:4]]
     alone: dict[int, Decoded] = {}
     differing = []
+    logits = subject.oracle("mixed").logits
     with subject.composed() as parts:
         for case in cases:
             alone |= decode_cases(parts, [case])
@@ -106,11 +107,11 @@ def batch_independence(subject: Subject) -> Check:
             order = cases if size == 2 else [*cases[size % 4 :], *cases[: size % 4]][::-1]
             outputs = decode_cases(parts, order, batch_size=size, prefill_chunk=_SMALL_CHUNK)
             for case in cases:
-                difference = _difference(
-                    subject, "mixed", case, outputs.get(case.id), alone[case.id].output
+                found = difference(
+                    subject, logits, case, outputs.get(case.id), alone[case.id].output
                 )
-                if difference is not None:
-                    differing.append(f"{case.label} in batches of {size}: {difference}")
+                if found is not None:
+                    differing.append(f"{case.label} in batches of {size}: {found}")
     if differing:
         return Check("batch_independence", False, joined_details(differing))
     detail = f"{len(cases)} requests alone, in batches of 2, 5 and {len(cases)}: equal outputs"
@@ -138,14 +139,15 @@ class _Comparison:
             decoded = outputs.get(case.id)
             self.compared += 1
             self.tokens += len(expected.output)
-            difference = _difference(subject, kind, case, decoded, expected.output)
+            logits = subject.oracle(kind).logits
+            found = difference(subject, logits, case, decoded, expected.output)
             if decoded is not None:
                 self.accepted += decoded.accepted
                 self.misses += decoded.misses
-                if difference is None and decoded.reason != expected.reason:
-                    difference = f"ended by {decoded.reason} instead of {expected.reason}"
-            if difference is not None:
-                self.differing.append(f"{kind} draft, {case.label}: {difference}")
+                if found is None and decoded.reason != expected.reason:
+                    found = f"ended by {decoded.reason} instead of {expected.reason}"
+            if found is not None:
+                self.differing.append(f"{kind} draft, {case.label}: {found}")
                 output = () if decoded is None else decoded.output
                 self.positions.append(first_difference(output, expected.output) or 0)
 
@@ -167,12 +169,17 @@ class _Comparison:
         return Check(name, False, detail)
 
 
-def _difference(
-    subject: Subject, kind: str, case: Case, decoded: Decoded | None, expected: Sequence[int]
+def difference(
+    subject: Subject,
+    logits_of: LogitsOf,
+    case: Case,
+    decoded: Decoded | None,
+    expected: Sequence[int],
 ) -> str | None:
     """Describes the first difference from the expected output; None if they are equal.
 
-    Says who proposed the token, and by how much plain decoding preferred the other one.
+    Says who proposed the token, and by how much plain decoding preferred the other one, from the
+    logits of ``logits_of``.
     """
     if decoded is None:
         return "the request was lost"
@@ -185,7 +192,7 @@ def _difference(
     if at >= len(expected):
         return f"{actual} instead of the end"
     prefix = (*case.prompt, *expected[:at])
-    logits = processed(subject.oracle(kind).logits(prefix), case.sampling, prefix)
+    logits = processed(logits_of(prefix), case.sampling, prefix)
     draw = target_draw(subject.seed, case.id, len(prefix))
     margin = distance(logits, case.sampling, draw, decoded.output[at], 0.0)
     return f"{actual} instead of {expected[at]}, {margin.kind} {margin.value:.1e}"

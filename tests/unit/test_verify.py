@@ -1,23 +1,20 @@
-"""``specdec verify``: its reference, its report, and that each kind of check can fail.
+"""``specdec verify``: its reference, its distances, its report and its command.
 
-Tests of the twelve planted bugs are in tests/planted; here one bug per way of looking.
+What it finds is in test_verify_faults.py and in tests/planted.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from scipy import stats
 
-from specdec.certify import Check, Report, certify, print_report
+from specdec.certify import Check, Report
 from specdec.certify.cases import letters
 from specdec.certify.laws import OPPOSED_TABLE, TARGET_TABLE, chi_square, pair_laws
 from specdec.certify.numerics import distance
@@ -31,17 +28,15 @@ from specdec.certify.oracle import (
 )
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
-from specdec.executors import ModelStage
 from specdec.pairs import RandomPair
-from specdec.policies import Chain, FixedWidth
-from specdec.sampling.keyed_draws import KeyedDraws, Purpose, keyed_uniforms
+from specdec.policies import Chain
+from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import DraftModelSource
-from specdec.state import DecodeState, StopRules
+from specdec.state import StopRules
 from specdec.testing import assert_lossless_parts, certify_parts
-from specdec.tree import TokenTree
-from specdec.types import Candidates, Lossless, Nodes
-from specdec.verifiers import MatchVerifier, rejection
+from specdec.types import Lossless
+from specdec.verifiers import MatchVerifier
 from strategies.medusa import TypicalVerifier
 
 PARAMS = {
@@ -243,205 +238,6 @@ def test_what_cannot_be_certified_is_refused(
     assert main(words) == 2
     assert word in capsys.readouterr().err
     assert not (tmp_path / "out" / "verify.json").exists()
-
-
-# ---------------------------------------------------------------------- each check can fail
-
-
-def test_an_honest_strategy_passes() -> None:
-    checks = ["greedy_parity", "cache_invariant", "tree_invariant", "draft_rows"]
-    report = certify(config("strategy=speculative"), checks=checks)
-    assert report.lossless, report.checks
-    assert all(check.passed for check in report.checks)
-
-
-def failed(report: Report, name: str) -> str:
-    """The detail of the check that must have failed."""
-    assert not report.lossless
-    (check,) = [c for c in report.checks if c.name == name]
-    assert check.passed is False, check
-    return check.detail
-
-
-def test_a_stale_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelStage, "commit", lambda self, commits: None)
-    report = certify(config("strategy=specinfer"), checks=["cache_invariant"])
-    failed(report, "cache_invariant")
-
-
-def test_a_kept_sibling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = TokenTree.subtree
-
-    def with_sibling(self: TokenTree, slot: int) -> np.ndarray:
-        inside = honest(self, slot)
-        siblings = np.flatnonzero(self.parents == self.parents[slot])
-        if slot and len(siblings) > 1:
-            inside[siblings[-1]] = True
-        return inside
-
-    monkeypatch.setattr(TokenTree, "subtree", with_sibling)
-    report = certify(config("strategy=specpipe", "policy.width=8"), checks=["tree_invariant"])
-    assert "under" in failed(report, "tree_invariant")
-
-
-def test_draws_that_forget_the_prompt_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = KeyedDraws.uniform
-
-    def shared(self, prompt_id, positions, purpose, index=0):  # type: ignore[no-untyped-def]
-        return honest(self, 0, positions, purpose, index)
-
-    monkeypatch.setattr(KeyedDraws, "uniform", shared)
-    report = certify(config("strategy=speculative"), checks=["sampled_parity"])
-    detail = failed(report, "sampled_parity")
-    assert re.search(
-        r"output token \d+ is \d+ from (source 0|the target) instead of \d+, CDF edge \d\.\de-\d",
-        detail,
-    ), detail
-
-
-def test_a_difference_says_who_proposed_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the two best tokens the second, where the draft proposes it."""
-    honest = MatchVerifier.verify
-    taken = list[tuple[int, int]]()
-
-    def gullible(self, state, requests):  # type: ignore[no-untyped-def]
-        for request in requests:
-            tree = request.tree
-            children = tree.children(0)
-            if len(children) and not len(request.output):
-                taken.append((int(tree.tokens[children[0]]), int(tree.answers[0])))
-                tree._ints[6, 0] = tree.tokens[children[0]]
-        return honest(self, state, requests)
-
-    monkeypatch.setattr(MatchVerifier, "verify", gullible)
-    detail = failed(
-        certify(config("strategy=speculative"), checks=["greedy_parity"]), "greedy_parity"
-    )
-    wrong, right = next(pair for pair in taken if pair[0] != pair[1])
-    shown = f"output token 0 is {wrong} from source 0 instead of {right}, top-two gap "
-    assert shown in detail
-    assert float(detail.split(shown)[1].split(";")[0]) > 0.0
-
-
-def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StopRules.reason
-
-    def deaf(self: StopRules, output: list[int]) -> str | None:
-        reason = honest(self, output)
-        return None if reason == "eos" and len(output) % 2 else reason
-
-    monkeypatch.setattr(StopRules, "reason", deaf)
-    report = certify(config("strategy=speculative"), checks=["stop_rules"])
-    assert "EOS" in failed(report, "stop_rules")
-
-
-def test_rows_computed_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = DraftModelSource.commit
-
-    def forgets(self, commits, output):  # type: ignore[no-untyped-def]
-        honest(self, commits, output)
-        for commit in commits:
-            if commit.request in self._drafts:
-                self._drafts[commit.request].cache.truncate(1)
-
-    monkeypatch.setattr(DraftModelSource, "commit", forgets)
-    report = certify(config("strategy=speculative"), checks=["draft_rows", "greedy_parity"])
-    (rows, parity) = report.checks
-    assert (rows.result, rows.passed) == ("note", None), rows
-    assert "catch-up rows" in rows.detail
-    assert parity.passed, "the output itself is right"
-    assert report.lossless
-    assert report.as_dict()["checks"][0]["result"] == "note"
-
-
-class PartlyDraft:
-    """Answers every third node itself and asks the draft for the rest."""
-
-    gives_probs = False
-
-    def __init__(self, draft: DraftModelSource) -> None:
-        self._draft = draft
-        self.needs, self.vocab_size = draft.needs, draft.vocab_size
-        self.counters = draft.counters
-        self.open, self.commit, self.close = draft.open, draft.commit, draft.close
-
-    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        ids = np.concatenate([ids for _, ids in nodes.items])
-        asked = ids % 3 > 0
-        if not asked.any():
-            return Candidates.empty(len(nodes))
-        return self._draft.expand(state, nodes.where(asked), k).spread(asked)
-
-
-def test_a_source_that_leaves_some_nodes_to_the_draft_is_accounted_for() -> None:
-    """Its draft computes fewer nodes than were asked for, and no row in vain."""
-    report = certify_parts(
-        lambda bench: bench.parts(
-            source=PartlyDraft(DraftModelSource(runner=bench.draft_runner())),
-            policy=FixedWidth(width=3, children=2),
-            verifier=MatchVerifier(),
-        ),
-        checks=["greedy_parity", "draft_rows"],
-    )
-    assert [check.result for check in report.checks] == ["passed", "passed"], report.checks
-
-
-def test_a_confident_mixture_is_accounted_for() -> None:
-    cfg = config("strategy=mixture", "source.confident=0.01")
-    (rows,) = certify(cfg, checks=["draft_rows"]).checks
-    assert rows.result == "passed", rows
-    assert "distinct nodes" in rows.detail
-
-
-@pytest.mark.slow
-def test_a_correction_from_the_target_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = config("strategy=speculative", "verifier=rejection")
-    assert certify(cfg, checks=["distribution"]).lossless
-    monkeypatch.setattr(rejection, "_residual", lambda target, draft: target)
-    detail = failed(certify(cfg, checks=["distribution"]), "distribution")
-    assert "total variation" in detail
-
-
-def test_a_breakdown_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self, state, output):  # type: ignore[no-untyped-def]
-        raise IndexError("planted")
-
-    monkeypatch.setattr(MatchVerifier, "verify", broken)
-    report = certify(config("strategy=speculative"), checks=["greedy_parity", "draft_rows"])
-    assert report.failed == ("greedy_parity", "draft_rows")
-    first, second = report.checks
-    assert first.detail.startswith("raised IndexError: planted (verifier MatchVerifier.broken, ")
-    assert second.detail == "ended by the error of greedy_parity"
-    (crash,) = report.as_dict()["errors"]
-    assert crash["checks"] == ("greedy_parity", "draft_rows")
-    assert crash["part"] == "verifier MatchVerifier.broken"
-    assert (crash["request"], crash["step"]) == (11, 0)
-    assert crash["traceback"].splitlines()[-1] == "IndexError: planted"
-    assert 'raise IndexError("planted")' in crash["traceback"]
-
-
-def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a batch, from the frames of the part that raised."""
-    honest = DraftModelSource.commit
-
-    def broken(self, commits, output):  # type: ignore[no-untyped-def]
-        for commit in commits:
-            request_id = commit.request
-            if request_id == 14 and commit.step == 4:
-                raise KeyError(request_id)
-        honest(self, commits, output)
-
-    monkeypatch.setattr(DraftModelSource, "commit", broken)
-    cfg = config("strategy=speculative", "batch_size=4")
-    report = certify(cfg, checks=["greedy_parity"])
-    (crash,) = report.errors
-    assert (crash.part, crash.request) == ("source DraftModelSource.broken", 14)
-    assert crash.step == 5, "commits end a step: the counter is at the next"
-    console = Console(record=True, width=200, file=StringIO())
-    print_report(report, {}, console)
-    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert shown.count("KeyError: 14 (source DraftModelSource.broken,") == 1
-    assert "tracebacks are in verify.json" in shown
 
 
 # ---------------------------------------------------------------------- specdec.testing
