@@ -13,7 +13,7 @@ import numpy as np
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from specdec.sampling.transform import SamplingParams
-from specdec.state import RequestState, StopRules
+from specdec.state import TARGET_ORIGIN, RequestState, StopRules
 
 GREEDY = SamplingParams()
 TEMPERATURES_AND_FILTERS: dict[str, SamplingParams] = {
@@ -72,12 +72,19 @@ class Decoded:
         reason: why it ended.
         accepted: accepted draft tokens, plus the next tokens that were nodes of the tree (hits).
         misses: answers after which the tree was discarded.
+        origins: index of the source that proposed each token, ``TARGET_ORIGIN`` for none.
     """
 
     output: tuple[int, ...]
     reason: str | None
     accepted: int = 0
     misses: int = 0
+    origins: tuple[int, ...] = ()
+
+    def proposer(self, at: int) -> str:
+        """Who proposed output token ``at``."""
+        origin = self.origins[at]
+        return "the target" if origin == TARGET_ORIGIN else f"source {origin}"
 
 
 def letters(tokens: Sequence[int]) -> str:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+from specdec.certify.crashes import Crashes
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
+from specdec.certify.long_request import long_request
 from specdec.certify.numerics import numerics
 from specdec.certify.parity import batch_independence, greedy_parity, sampled_parity, stop_rules
-from specdec.certify.report import Check, Report, error_text
+from specdec.certify.report import Check, Report
 from specdec.certify.subject import Build, Subject, num_ranks
 from specdec.compose.build import compose
 from specdec.distributed.rank_groups import keep_ranks
@@ -23,6 +25,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "tree_invariant": tree_invariant,
     "draft_rows": draft_rows,
     "stop_rules": stop_rules,
+    "long_request": long_request,
     "batch_independence": batch_independence,
     "numerics": numerics,
 }
@@ -45,25 +48,28 @@ def certify(
         on_check: called with each outcome.
 
     Returns:
-        The report. A check in which the strategy raised is failed; its detail names the error.
+        The report. A check in which the strategy raised is failed; its detail names the error, or
+        the check that met the same error first.
 
     Raises:
         UserError: the configuration cannot be composed, or its strategy is transformers' own
             decoding.
     """
     start = perf_counter()
-    outcomes = []
+    outcomes, crashes = list[Check](), Crashes()
     with keep_ranks(num_ranks(cfg), threads=cfg.get("threads")):
         subject = Subject(cfg, build=build)
         for name in CHECKS if checks is None else checks:
-            outcomes.append(_run_check(name, subject))
+            outcomes.append(_run_check(name, subject, crashes))
             if on_check is not None:
                 on_check(outcomes[-1])
-    return Report(subject.name, subject.claims, tuple(outcomes), perf_counter() - start)
+    return Report(
+        subject.name, subject.claims, tuple(outcomes), perf_counter() - start, crashes.found
+    )
 
 
-def _run_check(name: str, subject: Subject) -> Check:
+def _run_check(name: str, subject: Subject, crashes: Crashes) -> Check:
     try:
         return CHECKS[name](subject)
     except Exception as error:  # a strategy that raises is not lossless, whatever it raises
-        return Check(name, False, f"raised {error_text(error)}")
+        return crashes.check(name, error)

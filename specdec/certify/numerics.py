@@ -257,7 +257,8 @@ def _compare(subject: Subject, model: PreTrainedModel, case: Case, decoded: Deco
     draw = target_draw(subject.seed, case.id, len(prefix))
     nearest = distance(logits, case.sampling, draw, decoded.output[at], error)
     text = (
-        f"{where}: {decoded.output[at]} instead of {expected.output[at]}, {nearest.kind}"
+        f"{where}: {decoded.output[at]} from {decoded.proposer(at)} instead of"
+        f" {expected.output[at]}, {nearest.kind}"
         f" {nearest.value:.1e} ({'a tie' if nearest.is_tie else 'beyond'} {nearest.allowance:.1e})"
     )
     return _Comparison(text, nearest.is_tie, error)

@@ -22,6 +22,7 @@ from specdec.compose.workbench import Parts
 from specdec.executors.stage import ModelStage
 from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
+from specdec.policies.tree_growth import last_position
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes, Ticket
@@ -38,6 +39,8 @@ class Shadow:
         nodes: (token, parent id, position) of every tree row computed into the cache, by node id.
         repeated: node ids that were computed more than once.
         node_rows, catch_up_rows: number of tree rows and of committed tokens computed.
+        held: committed tokens, from the first, that were computed into the cache so far.
+        repeated_catch_up: committed tokens that were computed although they had been.
         real: whether all node ids were those of the request's tree (a staged source has a tree
             and numbering of its own).
         heads: key/value heads in the cache (a rank's share), -1 for padding; None: all.
@@ -50,6 +53,8 @@ class Shadow:
     repeated: list[int] = field(default_factory=list)
     node_rows: int = 0
     catch_up_rows: int = 0
+    held: int = 0
+    repeated_catch_up: int = 0
     real: bool = True
     heads: tuple[int, ...] | None = None
 
@@ -64,6 +69,20 @@ class Shadow:
             if node_id in self.nodes:
                 self.repeated.append(node_id)
             self.nodes[node_id] = row
+
+    def record_prefix(self, num: int) -> None:
+        """Records that the next ``num`` committed tokens are about to be computed."""
+        start = self.cache.cached_len
+        self.catch_up_rows += num
+        self.repeated_catch_up += max(0, min(start + num, self.held) - start)
+        self.held = max(self.held, start + num)
+
+    def commit(self, commit: Commit) -> None:
+        """Adds the committed nodes that were computed to the ``held`` tokens."""
+        position = commit.prefix_len - len(commit.retired_ids)
+        for node_id in commit.retired_ids.tolist():
+            self.held += node_id in self.nodes and self.held == position
+            position += 1
 
     def _is_real(self, ids: IntArray, tokens: IntArray) -> bool:
         if self.request is None or not len(ids):
@@ -87,11 +106,13 @@ class Watch:
     Attributes:
         shadows: one per cache, in order of creation.
         passes: rows of each pass, by model name.
-        expanded: (request, node id) of the nodes that the source expanded and of their ancestors.
-        records_expansions: whether ``expanded`` and ``catch_up`` are recorded (a source with
-            fixed slots cannot be observed).
-        catch_up: committed tokens that the draft's cache lacked, summed over the expansions.
+        expanded: (request, node id) of the nodes that the source was asked for and of their
+            ancestors.
+        records_expansions: whether ``expanded`` is recorded (a source with fixed slots cannot be
+            observed).
         snapshots: each request's tree when last submitted, see ``snapshot``.
+        beyond: (request, node id) -> position of the nodes that were beyond the request's last
+            position when a batch was submitted.
         is_asynchronous: whether the source is.
         in_thread: whether its passes run while its caches would be inspected.
         proposed: (request, node id) -> candidates that such a source has returned for the node.
@@ -102,11 +123,10 @@ class Watch:
         self.passes: dict[str, list[int]] = {}
         self.expanded: set[tuple[int, int]] = set()
         self.records_expansions = False
-        self.catch_up = 0
         self.snapshots: dict[int, dict[int, tuple[int, int]]] = {}
+        self.beyond: dict[tuple[int, int], int] = {}
         self.is_asynchronous = self.in_thread = False
         self.proposed: dict[tuple[int, int], list[int]] = {}
-        self._cached: dict[int, int] = {}
         self._state: DecodeState | None = None
 
     def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
@@ -145,6 +165,8 @@ class Watch:
         def observed_submit(batch: Any) -> None:
             for request in state.requests.values():
                 self.snapshots[request.id] = snapshot(request)
+                if not request.finished:
+                    self._record_beyond(request)
             submit(batch)
 
         self.is_asynchronous = hasattr(parts.source, "start")
@@ -178,16 +200,11 @@ class Watch:
         _replace(source, "poll", observed_poll)
 
     def step(self, commits: Sequence[Commit]) -> None:
-        """Follows the commits of a step to track how many tokens the draft has cached."""
-        for commit in commits:
-            if commit.request not in self._cached:
-                continue
-            position = commit.prefix_len - len(commit.retired_ids)
-            for node_id in commit.retired_ids.tolist():
-                expanded = (commit.request, node_id) in self.expanded
-                if expanded and self._cached[commit.request] == position:
-                    self._cached[commit.request] += 1
-                position += 1
+        """Follows the commits of a step to track which committed tokens each cache has had."""
+        by_request = {commit.request: commit for commit in commits}
+        for shadow in self.shadows:
+            if shadow.request is not None and shadow.request.id in by_request:
+                shadow.commit(by_request[shadow.request.id])
 
     def _record_expansion(self, state: DecodeState, nodes: Nodes) -> None:
         for request_id, ids in nodes.items:
@@ -195,8 +212,11 @@ class Watch:
             for slot in request.tree.slots(ids).tolist():
                 path = request.tree.ids[request.tree.path(slot)].tolist()
                 self.expanded |= {(request_id, node_id) for node_id in path}
-            self.catch_up += request.prefix_len - self._cached.get(request_id, 0)
-            self._cached[request_id] = request.prefix_len
+
+    def _record_beyond(self, request: RequestState) -> None:
+        tree = request.tree
+        for slot in np.flatnonzero(tree.positions > last_position(request)).tolist():
+            self.beyond[request.id, int(tree.ids[slot])] = int(tree.positions[slot])
 
     def _record_candidates(self, nodes: Nodes, candidates: Candidates) -> None:
         if not self.is_asynchronous:
@@ -214,7 +234,7 @@ class Watch:
         rows = cache.rows
 
         def recorded(**inputs: IntArray) -> Rows:
-            shadow.catch_up_rows += len(inputs.get("prefix_tokens", EMPTY))
+            shadow.record_prefix(len(inputs.get("prefix_tokens", EMPTY)))
             names = ("node_ids", "node_tokens", "parent_ids", "node_positions")
             shadow.record(*(inputs.get(name, EMPTY) for name in names))
             return rows(**inputs)

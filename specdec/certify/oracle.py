@@ -44,7 +44,13 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 def target_draw(seed: int, prompt_id: int, position: int) -> float:
     """The uniform draw of the target's token at an absolute position."""
-    counter = (position & _WORD, 0, prompt_id & _WORD, (prompt_id >> 32) & _WORD)
+    return reference_draw(seed, prompt_id, position, purpose=0, index=0)
+
+
+def reference_draw(seed: int, prompt_id: int, position: int, purpose: int, index: int) -> float:
+    """The uniform draw of a key of ``KeyedDraws``."""
+    words = (prompt_id & _WORD, (prompt_id >> 32) & _WORD)
+    counter = (position & _WORD, index | purpose << 24, *words)
     high, low, _, _ = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
     return ((high << 21) | (low >> 11)) / 2.0**53
 

@@ -14,6 +14,8 @@ from specdec.certify.cases import (
     parity_cases,
     random_prompt,
 )
+from specdec.certify.numerics import distance
+from specdec.certify.oracle import LogitsOf, processed, target_draw
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import MAX_POSITIONS, VOCAB_SIZE, Decoded, Subject, decode_cases
 from specdec.metrics.parity import first_difference
@@ -97,6 +99,7 @@ def batch_independence(subject: Subject) -> Check:
     cases += [replace(case, id=case.id + 500) for case in cases[:4]]
     alone: dict[int, Decoded] = {}
     differing = []
+    logits = subject.oracle("mixed").logits
     with subject.composed() as parts:
         for case in cases:
             alone |= decode_cases(parts, [case])
@@ -104,9 +107,11 @@ def batch_independence(subject: Subject) -> Check:
             order = cases if size == 2 else [*cases[size % 4 :], *cases[: size % 4]][::-1]
             outputs = decode_cases(parts, order, batch_size=size, prefill_chunk=_SMALL_CHUNK)
             for case in cases:
-                difference = _difference(outputs.get(case.id), alone[case.id].output)
-                if difference is not None:
-                    differing.append(f"{case.label} in batches of {size}: {difference}")
+                found = difference(
+                    subject, logits, case, outputs.get(case.id), alone[case.id].output
+                )
+                if found is not None:
+                    differing.append(f"{case.label} in batches of {size}: {found}")
     if differing:
         return Check("batch_independence", False, joined_details(differing))
     detail = f"{len(cases)} requests alone, in batches of 2, 5 and {len(cases)}: equal outputs"
@@ -134,14 +139,15 @@ class _Comparison:
             decoded = outputs.get(case.id)
             self.compared += 1
             self.tokens += len(expected.output)
-            difference = _difference(decoded, expected.output)
+            logits = subject.oracle(kind).logits
+            found = difference(subject, logits, case, decoded, expected.output)
             if decoded is not None:
                 self.accepted += decoded.accepted
                 self.misses += decoded.misses
-                if difference is None and decoded.reason != expected.reason:
-                    difference = f"ended by {decoded.reason} instead of {expected.reason}"
-            if difference is not None:
-                self.differing.append(f"{kind} draft, {case.label}: {difference}")
+                if found is None and decoded.reason != expected.reason:
+                    found = f"ended by {decoded.reason} instead of {expected.reason}"
+            if found is not None:
+                self.differing.append(f"{kind} draft, {case.label}: {found}")
                 output = () if decoded is None else decoded.output
                 self.positions.append(first_difference(output, expected.output) or 0)
 
@@ -163,14 +169,30 @@ class _Comparison:
         return Check(name, False, detail)
 
 
-def _difference(decoded: Decoded | None, expected: Sequence[int]) -> str | None:
-    """Describes the first difference from the expected output; None if they are equal."""
+def difference(
+    subject: Subject,
+    logits_of: LogitsOf,
+    case: Case,
+    decoded: Decoded | None,
+    expected: Sequence[int],
+) -> str | None:
+    """Describes the first difference from the expected output; None if they are equal.
+
+    Says who proposed the token, and by how much plain decoding preferred the other one, from the
+    logits of ``logits_of``.
+    """
     if decoded is None:
         return "the request was lost"
     at = first_difference(decoded.output, expected)
     if at is None:
         return None
-    actual, correct = (
-        output[at] if at < len(output) else "the end" for output in (decoded.output, expected)
-    )
-    return f"output token {at} is {actual} instead of {correct}"
+    if at >= len(decoded.output):
+        return f"output token {at} is the end instead of {expected[at]}"
+    actual = f"output token {at} is {decoded.output[at]} from {decoded.proposer(at)}"
+    if at >= len(expected):
+        return f"{actual} instead of the end"
+    prefix = (*case.prompt, *expected[:at])
+    logits = processed(logits_of(prefix), case.sampling, prefix)
+    draw = target_draw(subject.seed, case.id, len(prefix))
+    margin = distance(logits, case.sampling, draw, decoded.output[at], 0.0)
+    return f"{actual} instead of {expected[at]}, {margin.kind} {margin.value:.1e}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,12 @@ from specdec.types import Lossless
 RESULT_FILE = "verify.json"
 """Name of the result file."""
 
-_LABELS = {None: "[dim]-[/]", True: "[green]passed[/]", False: "[bold red]FAILED[/]"}
+_LABELS = {
+    "skipped": "[dim]-[/]",
+    "passed": "[green]passed[/]",
+    "failed": "[bold red]FAILED[/]",
+    "note": "[yellow]note[/]",
+}
 _WIDTH = 110  # columns, if the output is not a terminal
 
 
@@ -28,13 +33,56 @@ class Check:
 
     Attributes:
         name: name of the check; see docs/verify.md.
-        passed: None if the check does not apply to this configuration.
+        passed: None if the check does not apply to this configuration, or is a note.
         detail: what was compared, or the first differences.
+        note: whether something was found that does not concern the output, such as work done
+            twice. It does not change the verdict.
     """
 
     name: str
     passed: bool | None
     detail: str
+    note: bool = False
+
+    @property
+    def result(self) -> str:
+        """The outcome in a word: "passed", "failed", "note" or "skipped" (does not apply)."""
+        if self.passed is None:
+            return "note" if self.note else "skipped"
+        return "passed" if self.passed else "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """An error that a strategy raised.
+
+    Attributes:
+        checks: names of the checks that it ended.
+        error: its type and message, in one line.
+        part: the part that raised, with class and method; empty if it is not known.
+        request: id of the request it was working on; None if unknown.
+        step: the decode loop's step; after the commit of a step it is the next one. None if the
+            error is from outside the loop.
+        traceback: as Python prints it.
+    """
+
+    checks: tuple[str, ...]
+    error: str
+    part: str
+    request: int | None
+    step: int | None
+    traceback: str
+
+    @property
+    def where(self) -> str:
+        """What is known of part, request and step, in parentheses; empty if nothing is."""
+        known = [
+            self.part,
+            "" if self.request is None else f"request {self.request}",
+            "" if self.step is None else f"step {self.step}",
+        ]
+        text = ", ".join(filter(None, known))
+        return f" ({text})" if text else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +94,14 @@ class Report:
         claims: the losslessness that the verifier declares.
         checks: outcomes in the order in which they ran.
         seconds: duration of all checks.
+        errors: what the strategy raised, each error once.
     """
 
     strategy: str
     claims: Lossless
     checks: tuple[Check, ...]
     seconds: float = 0.0
+    errors: tuple[Crash, ...] = ()
 
     @property
     def lossless(self) -> bool:
@@ -82,8 +132,10 @@ class Report:
             "verdict": self.verdict,
             "seconds": round(self.seconds, 2),
             "checks": [
-                {"name": c.name, "passed": c.passed, "detail": c.detail} for c in self.checks
+                {"name": c.name, "passed": c.passed, "result": c.result, "detail": c.detail}
+                for c in self.checks
             ],
+            "errors": [asdict(crash) for crash in self.errors],
         }
 
 
@@ -101,8 +153,10 @@ def print_report(
     table.add_column("result", no_wrap=True)
     table.add_column("detail")
     for check in report.checks:
-        table.add_row(check.name, _LABELS[check.passed], escape(check.detail))
+        table.add_row(check.name, _LABELS[check.result], escape(check.detail))
     console.print(table)
+    if report.errors:
+        console.print(f"tracebacks are in {RESULT_FILE}, under errors", highlight=False)
     style = "bold green" if report.lossless else "bold red"
     console.print(f"{report.verdict} ({report.seconds:.0f} s)", style=style, highlight=False)
 

@@ -27,6 +27,7 @@ Build = Callable[[Mapping[str, Any], ModelPair], Parts]
 
 VOCAB_SIZE = 96
 MAX_POSITIONS = 64
+LONG_POSITIONS = 640  # of ``long_request``: five blocks of draws
 MAX_STAGES = 4  # pipeline stages in one process
 MAX_RANKS = 8  # pipeline stages that are processes
 _MIN_LAYERS = 3
@@ -99,15 +100,19 @@ class Subject:
         Args:
             kind: "mixed": the draft agrees with the target about every second time; "perfect": it
                 always agrees, and the distributions are more peaked; "ties": as "mixed", with
-                logits rounded so that equal ones are common.
+                logits rounded so that equal ones are common; "long": as "perfect", with more
+                positions.
         """
+        perfect = kind in ("perfect", "long")
         layers = int(self.small["model"]["num_layers"])
         section = dict(self.small["model"])
-        section["draft_layers"] = layers if kind == "perfect" else layers - 1
+        section["draft_layers"] = layers if perfect else layers - 1
         if self.cfg["model"].get("middle") or self.cfg["model"].get("middle_layers"):
             section["middle_layers"] = section["draft_layers"]
             section["draft_layers"] -= 1
-        section["logit_scale"] = _PERFECT_SCALE if kind == "perfect" else _MIXED_SCALE
+        section["logit_scale"] = _PERFECT_SCALE if perfect else _MIXED_SCALE
+        if kind == "long":
+            section["max_positions"] = LONG_POSITIONS
         if kind == "ties":
             section["logit_step"] = _LOGIT_STEP
         return section
@@ -184,6 +189,7 @@ def decode_steps(
             request.finish_reason,
             counters.accepted + counters.hits,
             counters.misses,
+            tuple(request.output_origins),
         )
 
     state = parts.new_state() if state is None else state

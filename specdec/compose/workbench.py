@@ -31,6 +31,7 @@ from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
 from specdec.pairs import HuggingFacePair, ModelPair, PartsOnly
+from specdec.parts.build import require
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.serving.rules import MakeScheduler, ServingRules
 from specdec.serving.scheduler import FifoScheduler
@@ -244,6 +245,8 @@ class Workbench:
             )
         plan, serving = executor.plan, ServingRules() if serving is None else serving
         # Check before the target is loaded and ranks start.
+        for part, protocol in (source, TokenSource), (policy, TreePolicy), (verifier, Verifier):
+            require(part, protocol, type(part).__name__)
         serving.budget(policy, plan.in_flight)
         refusals.check_choice(policy, verifier, self.clock)
         refusals.check_source(source, policy, verifier, self.pair.vocab_size)

@@ -48,7 +48,7 @@ def locate(target: object, where: str, protocol: type | None = None) -> type:
         ) from error
     if not isinstance(cls, type):
         raise UserError(f"{at} is not a class: name one that has the methods of the {where} part")
-    _require(cls, protocol, at)
+    require(cls, protocol, at)
     return cls
 
 
@@ -150,12 +150,21 @@ def build_part(
         if isinstance(error, UserError):
             raise
         raise UserError(f"{where} ({cls.__name__}): {error}") from error
-    _require(part, protocol, f"{where}._target_={node['_target_']}")
+    require(part, protocol, f"{where}._target_={node['_target_']}")
     return part
 
 
-def _require(candidate: Any, expected: type | None, at: str) -> None:
-    """Refuses a class without the methods of a Protocol, or an object without its members."""
+def require(candidate: Any, expected: type | None, at: str) -> None:
+    """Refuses a class without the methods of a Protocol, or an object without its members.
+
+    Args:
+        candidate: the class or object.
+        expected: the Protocol, or a base class; None refuses nothing.
+        at: what the candidate is called in the message.
+
+    Raises:
+        UserError: with the names of what is missing.
+    """
     if expected is None:
         return
     is_class = isinstance(candidate, type)
@@ -165,7 +174,7 @@ def _require(candidate: Any, expected: type | None, at: str) -> None:
             name
             for name, member in members.items()
             if (callable(member) or not (is_class or isinstance(member, property)))
-            and not (name in _OPTIONAL or hasattr(candidate, name))
+            and not (name in _OPTIONAL or _has(candidate, name, member))
         )
     else:
         fits = issubclass(candidate if is_class else type(candidate), expected)
@@ -175,6 +184,15 @@ def _require(candidate: Any, expected: type | None, at: str) -> None:
             f"{at} is not a {expected.__name__}: it lacks {', '.join(missing)}; name a class that"
             f" implements {expected.__module__}.{expected.__name__}"
         )
+
+
+def _has(candidate: Any, name: str, member: Any) -> bool:
+    """Whether there is the member; the stub of an inherited Protocol does not return a value."""
+    if not hasattr(candidate, name):
+        return False
+    returns = getattr(member, "__annotations__", {}).get("return")
+    owner = candidate if isinstance(candidate, type) else type(candidate)
+    return returns in (None, "None") or getattr(owner, name, None) is not member
 
 
 def _expected(hint: Any) -> type | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.certify import Report, certify
+from specdec.certify import CHECKS, Report, certify
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
@@ -218,4 +218,4 @@ def test_the_sound_toys_certify(name: str) -> None:
     """Without a fault every check passes; otherwise finding faults proves nothing."""
     report = certified(BUILDS[name], checks=None)
     assert report.lossless, report.as_dict()
-    assert len(report.checks) == 9
+    assert len(report.checks) == len(CHECKS)
