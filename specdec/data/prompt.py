@@ -97,11 +97,8 @@ def prompt_tokens(
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> npt.NDArray[np.int64]:
-    """Tokens of a text of any length: what is not used costs seconds for megabytes."""
-    encoded = tokenizer(
-        text, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options
-    )
-    return np.asarray(encoded["input_ids"], np.int64)
+    """Token ids of a text."""
+    return np.asarray(tokenizer(text, **options)["input_ids"], np.int64)
 
 
 def fit_prompt(
