@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, Case, random_prompt
-from specdec.certify.numerics import SingleToken
-from specdec.certify.oracle import plain_decode, reference_draw
+from specdec.certify.numerics import SingleToken, plain_output
+from specdec.certify.oracle import reference_draw
 from specdec.certify.parity import difference
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import LONG_POSITIONS, VOCAB_SIZE, Subject, decode_cases
@@ -40,14 +40,7 @@ def long_request(subject: Subject) -> Check:
         except UserError as error:  # the configured cache is too small
             return Check("long_request", None, str(error))
     single = SingleToken(pair.target)
-    expected = plain_decode(
-        single,
-        seed=subject.seed,
-        prompt_id=case.id,
-        prompt=case.prompt,
-        sampling=case.sampling,
-        stop=case.stop,
-    )
+    expected = plain_output(subject, single, case)
     decoded, rows = outputs.get(case.id), single.rows
     found = difference(
         subject, lambda tokens: rows[len(tokens) - 1], case, decoded, expected.output

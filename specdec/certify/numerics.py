@@ -234,9 +234,9 @@ class _Comparison:
     error: float
 
 
-def _compare(subject: Subject, model: PreTrainedModel, case: Case, decoded: Decoded) -> _Comparison:
-    single = SingleToken(model)
-    expected = plain_decode(
+def plain_output(subject: Subject, single: SingleToken, case: Case) -> Decoded:
+    """The output of plain decoding for a case, by the logits of ``single``."""
+    return plain_decode(
         single,
         seed=subject.seed,
         prompt_id=case.id,
@@ -244,6 +244,11 @@ def _compare(subject: Subject, model: PreTrainedModel, case: Case, decoded: Deco
         sampling=case.sampling,
         stop=case.stop,
     )
+
+
+def _compare(subject: Subject, model: PreTrainedModel, case: Case, decoded: Decoded) -> _Comparison:
+    single = SingleToken(model)
+    expected = plain_output(subject, single, case)
     sequence = (*case.prompt, *expected.output[:-1])
     error = batching_error(model, sequence, single.rows)
     at = first_difference(decoded.output, expected.output)

@@ -47,12 +47,12 @@ class PlannedModels(Protocol):
 
     @property
     def head_cost(self) -> float:
-        """Cost of the output head in layers."""
+        """Cost of the output head in layers: its number of weights over that of a layer."""
         ...
 
     @property
     def weight_bytes(self) -> Mapping[str, int]:
-        """Name of each model ("target", "draft", ...) -> bytes of its weights."""
+        """Name of each model ("target", "draft", "middle") -> bytes of its weights."""
         ...
 
     @property

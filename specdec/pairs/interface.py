@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from specdec.clocks.meter import Meter
-from specdec.executors.answerer import Answerer
-from specdec.executors.exits import ExitStage
-from specdec.executors.stage import Stage
+from specdec.executors.models import TargetModels
 from specdec.models.runner import ModelRunner
-from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import SourcePair
-from specdec.types import HiddenName
 
 
-class ModelPair(SourcePair, Protocol):
+class ModelPair(SourcePair, TargetModels, Protocol):
     """A target and its draft, as builders of strategies see them.
 
     Optional methods:
@@ -40,36 +35,6 @@ class ModelPair(SourcePair, Protocol):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
-
-    def stage(
-        self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
-    ) -> Stage:
-        """Target layers ``first`` .. ``last`` (exclusive).
-
-        Args:
-            first, last: layers of the slice.
-            meter: counts the passes.
-            capture: hidden states, of layers of the slice, that every pass returns.
-        """
-        ...
-
-    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """Target layers ``first`` .. ``last`` with exit heads.
-
-        Args:
-            first, last, meter: as for ``stage``.
-            exits: number of layers before each exit.
-        """
-        ...
-
-    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Turns the target's logits into answers.
-
-        Args:
-            draws: of the run.
-            needs_probs: whether answers carry the whole target distribution.
-        """
-        ...
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
         """Runner of a whole model besides the target.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
+
+from specdec.executors.models import PlannedModels
 
 A = TypeVar("A")
 
 
-class SourcePair(Protocol):
+class SourcePair(PlannedModels, Protocol):
     """A target and its draft, as sources see them; ``specdec.pairs.ModelPair`` has the rest."""
 
     is_synthetic: bool
@@ -18,30 +19,6 @@ class SourcePair(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the target."""
-        ...
-
-    @property
-    def head_cost(self) -> float:
-        """Cost of the output head in layers: its number of weights over that of a layer."""
-        ...
-
-    @property
-    def weight_bytes(self) -> Mapping[str, int]:
-        """Name of each model ("target", "draft", "middle") -> bytes of its weights."""
-        ...
-
-    @property
-    def exit_layer(self) -> int:
-        """Number of layers before the early exit.
-
-        Raises:
-            UserError: the pair has no early exit.
-        """
-        ...
 
     def artefact(self, kind: type[A], **options: Any) -> A:
         """Weights or tables that accompany the models, such as ``MedusaHeads`` or ``KatzModel``.
