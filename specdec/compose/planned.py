@@ -20,7 +20,7 @@ class Planned:
     """An executor class with its plan.
 
     Attributes:
-        cls: the class, an ``PlannedExecutor``.
+        cls: the class, a ``PlannedExecutor``.
         plan: the result of its ``plan``.
     """
 
@@ -59,7 +59,7 @@ def planned(cls: type[Any], pair: ModelPair, **keys: Any) -> Planned:
         executor = planned(PipelineExecutor, pair, stages=8)
 
     Args:
-        cls: the executor's class, an ``PlannedExecutor``.
+        cls: the executor's class, a ``PlannedExecutor``.
         pair: target and draft.
         keys: configuration keys of the executor.
 

@@ -168,6 +168,8 @@ class Workbench:
             RankFailure: a rank failed while loading.
         """
         ranks, place = self.ranks, None if plan is None else plan.placements.get("draft")
+        if not getattr(plan, "distributed", False):
+            ranks = None
         if plan is None or ranks is None or place is None or place.degree == 1:
             return self.pair.runner("draft", self.meter)
         assert isinstance(self.pair, HuggingFacePair), "only real drafts are run"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -74,6 +74,8 @@ class DistributedExecutor:
         wakeup: see ``Executor``.
     """
 
+    latency: int | None
+
     def __init__(
         self,
         *,
@@ -97,7 +99,7 @@ class DistributedExecutor:
             UserError: a rank refuses the configuration, or there are too few ranks.
         """
         self._draft = draft
-        self.in_flight, self.latency = plan.num_groups, cast("int | None", plan.num_groups)
+        self.latency = self.in_flight = plan.num_groups
         self._plan = plan
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
@@ -124,7 +126,7 @@ class DistributedExecutor:
         # Replies of this step -> tick at which each is sent, and its rows
         self._expected: dict[ReplyKey, tuple[int, Batch]] = {}
         self._polled: set[ReplyKey] = set()  # those of them that ``poll`` has returned
-        self._in_step = False
+        self._in_step = self._is_waiting = False
         self._handle = GroupHandle(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
         self._group = self._handle.group
         try:
@@ -165,6 +167,7 @@ class DistributedExecutor:
             self._due = self._in_flight.take(self._tick)
         self._expected = self._expected_replies()
         self._polled.clear()
+        self._is_waiting = False
         self._packed_entry = pack_entry(entry)
         if not entry.is_empty:
             begin = pack_message(Kind.BEGIN, self._session, self._tick, self._packed_entry)
@@ -198,7 +201,11 @@ class DistributedExecutor:
         self._group.wakeup = event
 
     def poll(self) -> Output | None:
-        """Exits and early hidden states that have arrived in this step."""
+        """Exits and early hidden states that have arrived in this step.
+
+        Raises:
+            RankFailure: see ``collect``.
+        """
         self._group.check()
         arrived = {
             key: self._group.reply(key, self._session, tick, self._timeout_s)
@@ -206,7 +213,13 @@ class DistributedExecutor:
             if key[0] in _EARLY and key not in self._polled and self._group.has_reply(key)
         }
         self._polled |= arrived.keys()
-        return self._read(arrived) if arrived else None
+        if arrived:
+            self._is_waiting = False
+            return self._read(arrived)
+        if not all(self._group.has_reply(key) for key in self._expected.keys() - self._polled):
+            self._group.check_progress(self._timeout_s, begins=not self._is_waiting)
+            self._is_waiting = True
+        return None
 
     def collect(self, *, wait: bool = True) -> Output:
         """Waits for the step's replies: answers, exits, and hidden states of the answered rows.

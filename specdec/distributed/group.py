@@ -160,17 +160,29 @@ class RankGroup:
             try:
                 received = self._replies[key].get(timeout=_POLL_S)
             except queue.Empty:
-                if not waiting:
-                    self._failures.expect_progress()
-                    waiting = True
-                self.check()
-                if self._failures.silent_s() > timeout_s:
-                    raise self.hung(timeout_s) from None
+                self.check_progress(timeout_s, begins=not waiting)
+                waiting = True
                 continue
             if received is None:
                 raise self.failed()
             if (received.session, received.tick) == (session, tick):
                 return received.reply
+
+    def check_progress(self, timeout_s: float, *, begins: bool) -> None:
+        """Raises a failure, or that no rank has made progress for ``timeout_s`` of a wait.
+
+        Args:
+            timeout_s: limit in seconds.
+            begins: whether the wait begins now.
+
+        Raises:
+            RankFailure: see ``reply``.
+        """
+        if begins:
+            self._failures.expect_progress()
+        self.check()
+        if self._failures.silent_s() > timeout_s:
+            raise self.hung(timeout_s) from None
 
     def check(self) -> None:
         """Raises a rank's failure, if one has been noticed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from specdec.clocks.wall import PacedClock
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Workbench
 from specdec.distributed.executor import Ranks
+from specdec.distributed.group import RankGroup
+from specdec.errors import RankFailure
 from specdec.executors import PipelineExecutor
 from specdec.sources import DraftModelSource
 from specdec.sources.background import Background
@@ -59,3 +62,25 @@ def test_lossless_beside_ranks(kind: str, stages: int, batch_size: int) -> None:
 @pytest.mark.distributed
 def test_lossless_beside_processes() -> None:
     assert decoded({"kind": "measured"}, stages=2, batch_size=3).log.count(EventKind.DRAFT) > 5
+
+
+@pytest.mark.distributed
+def test_a_wait_for_events_ends_when_ranks_are_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sees no reply, as if the ranks were stuck; the limit of ``collect`` holds here too."""
+    ranks = Ranks(
+        model={"kind": "random", **toys.MODEL},
+        clock={"kind": "measured"},
+        threads=1,
+        timeout_s=1.0,
+    )
+    bench = Workbench(toys.pair(), seed=toys.SEED, ranks=ranks)
+    source = DraftModelSource(runner=bench.draft_runner())
+    parts = bench.parts(source=source, policy=FreeRunning(), verifier=MatchVerifier(), stages=2)
+    monkeypatch.setattr(RankGroup, "has_reply", lambda _group, _key: False)
+    start = monotonic()
+    try:
+        with pytest.raises(RankFailure, match="nothing has moved for executor.timeout_s=1 s"):
+            decode_cases(parts, toys.cases(12)[:1])
+    finally:
+        parts.executor.shutdown()
+    assert monotonic() - start < 20.0

@@ -71,6 +71,9 @@ class ThreadGroup:
             if (received.session, received.tick) == (session, tick):
                 return received.reply
 
+    def check_progress(self, timeout_s: float, *, begins: bool) -> None:
+        self.check()
+
     def check(self) -> None:
         """Failures are put into the reply queues."""
 
