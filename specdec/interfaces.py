@@ -97,7 +97,7 @@ class TokenSource(Protocol):
 
 @runtime_checkable
 class AsynchronousSource(TokenSource, Protocol):
-    """A source whose passes run while the caller goes on.
+    """A source whose passes run in the background.
 
     ``sources.Background`` makes one of any source. A pass that runs is not preempted: commits and
     closes that arrive meanwhile take effect when it has ended, and candidates of nodes pruned

@@ -135,7 +135,7 @@ class Replicas:
         times = [self._clock.ends_s(rank) or 0.0 for rank in self._ranks]
         first = min(range(len(times)), key=lambda i: (times[i], self._random.random()))
         rank, answers = self._ranks[first], self._copies[first].answer(batch)
-        self._clock.start(CONTROLLER)  # the copy's work is none of its own
+        self._clock.start(CONTROLLER)  # so that the copy's work is not counted as the controller's
         self._clock.align(rank, CONTROLLER)
         self._clock.charge(rank, Work.STAGE, self._copies[first].num_rows)
         self._clock.charge(rank, Work.HEAD, batch.num_nodes)

@@ -82,7 +82,7 @@ class Roofline:
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Charges of the controller go to ``rank``: a draft with a device of its own."""
+        """Inside the block, charges of the controller go to ``rank``, such as a draft's device."""
         self.align(rank, CONTROLLER)
         self._acting = rank
         try:

@@ -32,11 +32,11 @@ class FreshStates:
         return state
 
     def _after_layers(self, path: tuple[int, ...]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
 
         def note(_module: object, _inputs: object, output: object) -> None:
             rows = output if isinstance(output, torch.Tensor) else output[0]  # type: ignore[index]
-            found.append(rows[0, -1])
+            states.append(rows[0, -1])
 
         layers = self._model.get_submodule(layers_name(self._model))
         hooks = [layer.register_forward_hook(note) for layer in layers.children()]
@@ -47,7 +47,7 @@ class FreshStates:
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        return states
 
 
 def hidden_problems(
@@ -59,21 +59,21 @@ def hidden_problems(
         The number of states, and those that are not the states of their nodes' paths.
     """
     tree = request.tree
-    found = [
+    given_states = [
         (node_id, request.path_tokens(slot), name, state)
         for slot, node_id in enumerate(tree.ids.tolist())
         for name, state in tree.hidden.get(node_id, {}).items()
     ]
     if commit is not None:
         first = commit.prefix_len - len(commit.retired_ids) + 1
-        found += [
+        given_states += [
             (node_id, request.tokens[:length], name, states[row])
             for name, states in commit.hidden.items()
             for row, node_id in enumerate(commit.retired_ids.tolist())
             if (length := first + row) <= len(request.tokens)  # the others were cut
         ]
     problems = []
-    for node_id, tokens, name, given in found:
+    for node_id, tokens, name, given in given_states:
         expected = fresh.state(tokens, name)
         error = float((given.to(expected.device) - expected).abs().max())
         if not error <= TOLERANCE:
@@ -81,4 +81,4 @@ def hidden_problems(
                 f"tree of request {request.id}: the state of node {node_id} after layer"
                 f" {name.layer} differs from a fresh forward by {error:.1e}"
             )
-    return len(found), problems
+    return len(given_states), problems

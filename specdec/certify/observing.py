@@ -39,7 +39,7 @@ class Shadow:
         nodes: (token, parent id, position) of every tree row computed into the cache, by node id.
         repeated: node ids that were computed more than once.
         node_rows, catch_up_rows: number of tree rows and of committed tokens computed.
-        held: committed tokens, from the first, that were computed into the cache so far.
+        num_computed: committed tokens, from the first, that were computed into the cache so far.
         repeated_catch_up: committed tokens that were computed although they had been.
         real: whether all node ids were those of the request's tree (a staged source has a tree
             and numbering of its own).
@@ -53,7 +53,7 @@ class Shadow:
     repeated: list[int] = field(default_factory=list)
     node_rows: int = 0
     catch_up_rows: int = 0
-    held: int = 0
+    num_computed: int = 0
     repeated_catch_up: int = 0
     real: bool = True
     heads: tuple[int, ...] | None = None
@@ -74,14 +74,14 @@ class Shadow:
         """Records that the next ``num`` committed tokens are about to be computed."""
         start = self.cache.cached_len
         self.catch_up_rows += num
-        self.repeated_catch_up += max(0, min(start + num, self.held) - start)
-        self.held = max(self.held, start + num)
+        self.repeated_catch_up += max(0, min(start + num, self.num_computed) - start)
+        self.num_computed = max(self.num_computed, start + num)
 
     def commit(self, commit: Commit) -> None:
-        """Adds the committed nodes that were computed to the ``held`` tokens."""
+        """Counts the committed nodes that had been computed as committed tokens."""
         position = commit.prefix_len - len(commit.retired_ids)
         for node_id in commit.retired_ids.tolist():
-            self.held += node_id in self.nodes and self.held == position
+            self.num_computed += node_id in self.nodes and self.num_computed == position
             position += 1
 
     def _is_real(self, ids: IntArray, tokens: IntArray) -> bool:

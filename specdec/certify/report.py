@@ -35,7 +35,7 @@ class Check:
         name: name of the check; see docs/verify.md.
         passed: None if the check does not apply to this configuration, or is a note.
         detail: what was compared, or the first differences.
-        note: whether something was found that does not concern the output, such as work done
+        note: whether the detail reports a problem that leaves the output right, such as work done
             twice. It does not change the verdict.
     """
 

@@ -21,7 +21,7 @@ BAD_INPUT = 2
 _FAILED = 1
 _MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
 _TORCH_FULL = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
-"""What torch's errors say that has no class of its own on a CPU."""
+"""Texts of torch's out-of-memory errors, which are plain ``RuntimeError`` on a CPU."""
 
 _NO_SUCH_PLACE = (
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),

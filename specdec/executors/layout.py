@@ -113,7 +113,7 @@ class PipelinePlan(ExecutorPlan):
 
     Attributes:
         layout: placement of the layers.
-        distributed: whether every device is a process of its own.
+        distributed: whether every device is a separate process.
     """
 
     layout: StageLayout

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def asynchronous(source: TokenSource) -> AsynchronousSource:
-    """``source`` itself if it is asynchronous; otherwise its passes take their time at once."""
+    """``source`` if it is asynchronous, else an adapter that runs each pass when it starts."""
     return cast("AsynchronousSource", source if hasattr(source, "start") else _AtOnce(source))
 
 
@@ -44,7 +44,7 @@ class _AtOnce:
 
 
 class Background:
-    """Makes a source asynchronous: its passes run on a device of their own, one after another.
+    """Makes a source asynchronous: its passes run on a separate device, one after another.
 
     On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
     ``free_rank``; on a measured clock it runs in a thread, over a copy of the trees. Commits that

@@ -62,7 +62,7 @@ class LoopEvents:
                 clock.wait_until(first)
             elif clock.kind is ClockKind.SIMULATED:
                 raise RuntimeError(f"nothing happened at {first} s, when a part is due")
-            else:  # what is due first has not arrived yet
+            else:  # the earliest result is late
                 self._wait()
         return event
 

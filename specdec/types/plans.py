@@ -1,4 +1,4 @@
-"""What is known of an executor before it is built."""
+"""Plans of executors: devices and weights of each model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorPlan:
-    """What is known of an executor before it is built; a class may add fields of its own.
+    """Properties of an executor before it is built; executor classes may add fields.
 
     Attributes:
         latency, in_flight: see ``Executor``.

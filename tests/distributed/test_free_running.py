@@ -79,7 +79,7 @@ def test_a_wait_for_events_ends_when_ranks_are_stuck(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RankGroup, "has_reply", lambda _group, _key: False)
     start = monotonic()
     try:
-        with pytest.raises(RankFailure, match="nothing has moved for executor.timeout_s=1 s"):
+        with pytest.raises(RankFailure, match=r"nothing has moved for executor\.timeout_s=1 s"):
             decode_cases(parts, toys.cases(12)[:1])
     finally:
         parts.executor.shutdown()

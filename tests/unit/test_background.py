@@ -71,7 +71,7 @@ class TestBackgroundOnPlannedTime:
         clock = SimulatedClock(PROFILE)
         state, source = new_state(clock), Background(source=Source(), free_rank=DRAFT_RANK)
         source.start(state, nodes(1), 2)
-        clock.charge(CONTROLLER, Work.DRAFT, 1)  # the controller's own work goes on
+        clock.charge(CONTROLLER, Work.DRAFT, 1)  # the controller works meanwhile
         assert dict(clock.busy_s) == pytest.approx({DRAFT_RANK: PASS_S, CONTROLLER: PASS_S})
         assert not clock.busy(DRAFT_RANK)
 

@@ -1,4 +1,4 @@
-"""A draft that runs free: passes go on over the end of a step, and target and draft wait for none.
+"""A free-running draft: passes may outlive a step; target and draft do not wait for each other.
 
 AMUSD is such a draft beside a target on one stage or several; DSI feeds copies of the target while
 others work. Both with a target that is faster than its draft, and slower.
