@@ -5,15 +5,15 @@ record again, and say in the commit which figure and why:
 
     python -m tests.matrix.record_presets [PRESET ...]
 
-``record_presets.py`` has the runs. Each preset decodes two prompts one after the other, greedily and
-sampled, and five prompts sampled in batches of four. The records have:
+``record_presets.py`` has the runs. Each preset decodes two prompts one after the other, greedily
+and sampled, and five prompts sampled in batches of four. The records have:
 
 - of each request: tokens, their sources, when each was emitted, why it ended, all counters;
 - of the run: the clock, busy time by rank, drafting time and how much of it is hidden, steps, load,
   the counters of executor and source, rows per stage, model passes.
 
 ``test_the_records_prove_something`` checks what happens in them. In every case every preset but ar
-has correct drafts, accepted or hit (of the emitted tokens 24 % to all greedily, 20 % to 97 % sampled,
+has right drafts, accepted or hit (of the emitted tokens 24 % to all greedily, 20 % to 97 % sampled,
 13 % to 96 % in batches), and sampled all have misses too. Decided tokens are cut at the end of
 requests, which end by length and by an end token, and pipelines fill, flush, refill and prune.
 
