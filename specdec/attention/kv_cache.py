@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from specdec.attention.kv_storage import CacheSpec, Contiguous, Storage, Store
+from specdec.attention.kv_storage import Buffers, CacheSpec, Contiguous, Storage, Store
 from specdec.types import BoolArray, Commit, IntArray
 
 EMPTY: IntArray = np.zeros(0, np.int64)
@@ -112,6 +112,10 @@ class TreeCache:
     def writer(self, rows: Rows) -> Store:
         """Write and read access for the pass over ``rows``."""
         return self._kv.writer(rows.start, rows.end)
+
+    def buffers(self, rows: Rows) -> Buffers:
+        """Memory for a pass that appends the keys and values of ``rows`` itself."""
+        return self._kv.buffers(rows.start, rows.end)
 
     @property
     def num_nodes(self) -> int:

@@ -58,6 +58,14 @@ Store = Callable[[int, Tensor, Tensor], Pair]
 D]."""
 
 
+Buffers = tuple[Tensor, Callable[[], None]]
+"""Keys and values as ``layer_views``, with at least n slots, and what to call after the pass."""
+
+
+def _nothing() -> None:
+    """What contiguous memory needs after a pass."""
+
+
 class Contiguous:
     """One tensor per request, read and written in place.
 
@@ -94,6 +102,10 @@ class Contiguous:
             return read[2 * layer], read[2 * layer + 1]
 
         return store
+
+    def buffers(self, start: int, end: int) -> Buffers:
+        """Memory for a pass that appends the slots ``start`` .. ``end`` - 1 itself."""
+        return self.layers, _nothing
 
     def contents(self) -> Tensor:
         """All slots, [L, 2, G, C, D]; read-only, because paged storage returns a copy."""
@@ -211,6 +223,16 @@ class Paged:
             return read[2 * layer], read[2 * layer + 1]
 
         return store
+
+    def buffers(self, start: int, end: int) -> Buffers:
+        """A copy of the slots, of which the new ones are written back afterwards."""
+        index = self._index(np.arange(end))
+        copy = self._pool.rows.index_select(3, index)
+
+        def write_back() -> None:
+            self._pool.rows.index_copy_(3, index[start:], copy[..., start:, :])
+
+        return copy, write_back
 
     def contents(self) -> Tensor:
         rows = self._pool.rows.index_select(3, self._index(np.arange(self.capacity)))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from specdec.attention.backends import (
     two_level_attention,
 )
 from specdec.attention.kv_cache import Rows
-from specdec.attention.kv_storage import Pair
+from specdec.attention.kv_storage import Pair, Store
 from specdec.device import to_device
 from specdec.types import HiddenName
 
@@ -156,15 +157,20 @@ class StepCache:
         return 0
 
 
-class _RequestPart:
+class RequestPart:
     """One request's share of a pass; the masks are for tensors of its cache's type and device."""
 
-    def __init__(self, rows: Rows, offset: int) -> None:
+    def __init__(self, rows: Rows, offset: int = 0) -> None:
+        """Masks are made when first needed; ``offset``: rows of the pass before these."""
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self.store = rows.cache.writer(rows)
         self._masks: dict[int | None, Tensor | None] = {}
         self._bits: Visibility | None = None
+
+    @cached_property
+    def store(self) -> Store:
+        """Write and read access to the request's cache."""
+        return self.rows.cache.writer(self.rows)
 
     def mask(self, window: int | None) -> Tensor | None:
         """The additive mask [R, n]; None: every row sees every slot."""
@@ -223,7 +229,7 @@ class AttentionStep(Step):
         offset = 0
         for part in rows:
             if len(part):
-                self._parts.append(_RequestPart(part, offset))
+                self._parts.append(RequestPart(part, offset))
                 offset += len(part)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
@@ -241,7 +247,7 @@ class AttentionStep(Step):
         return torch.cat(outputs, 2).transpose(1, 2)
 
     def _attend_one(
-        self, part: _RequestPart, query: Tensor, stored: Pair, options: ScoreOptions
+        self, part: RequestPart, query: Tensor, stored: Pair, options: ScoreOptions
     ) -> Tensor:
         """[1, H, R, D]: one request's rows over its cache, ``stored`` [1, G, n, D] each."""
         scaling, window, softcap = options.scaling, options.window, options.softcap

@@ -25,11 +25,13 @@ class Execution:
         graphs: a value of ``specdec.kernels.graphs.Graphs``.
         kernels: "torch", or "triton" for fused norm + projections and norm + SwiGLU.
         compile: whether to compile the forward by ``torch.compile``.
+        backend: "eager" for PyTorch, "onnx" for ONNX Runtime.
     """
 
     graphs: str = "off"
     kernels: str = "torch"
     compile: bool = False
+    backend: str = "eager"
 
 
 PLAIN = Execution()

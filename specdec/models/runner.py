@@ -35,6 +35,7 @@ from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
 from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
+from specdec.models.onnx_passes import OnnxPasses
 from specdec.models.slicing import layers_name, slice_model
 from specdec.types import HiddenName, IntArray
 
@@ -57,6 +58,7 @@ class ModelRunner:
         is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
         spec: shape and type of its caches.
         static: its captured passes; None if ``execution.graphs`` is off.
+        onnx: its passes in ONNX Runtime; None with ``execution.backend`` eager.
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
     """
@@ -103,6 +105,7 @@ class ModelRunner:
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
         self.static: StaticPasses | None = None
+        self.onnx: OnnxPasses | None = None
         self._capture = tuple(capture)
         self._output = HiddenName(last_layer - 1)
         self._model = slice_model(
@@ -120,6 +123,8 @@ class ModelRunner:
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
         self.static = self._static_passes(execution)
+        if execution.backend == "onnx":
+            self.onnx = self._onnx_passes()
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
             self._compare_with(model)
@@ -153,7 +158,7 @@ class ModelRunner:
         """
         assert (hidden is None) == self.is_first, "hidden states enter every slice but the first"
         wants_logits = self.is_last and (logits_rows is None or len(logits_rows) > 0)
-        run = self._run_plain
+        run = self._run_plain if self.onnx is None else self.onnx.run
         if self.static is not None and self.static.serves(rows):
             run = self.static.run
         with torch.inference_mode(), self._guard:
@@ -234,6 +239,22 @@ class ModelRunner:
             reads_lengths=self._attention in (Attention.TRITON, Attention.FLASH),
         )
 
+    def _onnx_passes(self) -> OnnxPasses:
+        """Passes in ONNX Runtime, compared with eager ones on a few tokens."""
+        passes = OnnxPasses(
+            self._model,
+            options=self._options,
+            output=self._output,
+            capture=self._capture,
+            spec=self.spec,
+            first_layer=self.first_layer,
+            is_first=self.is_first,
+            is_last=self.is_last,
+        )
+        with torch.inference_mode():
+            passes.compare(self._run_plain)
+        return passes
+
     def _inputs(self, tokens: Tensor, positions: Tensor, cache: StepCache) -> dict[str, Any]:
         """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
         plain = self._call in (None, self._model)
@@ -279,6 +300,7 @@ class ModelRunner:
                 "with full and sliding attention only, such as llama, qwen3 or gemma3_text"
             )
         num_kv_heads, head_dim = probe.shapes[0]
+        self._options = probe.options
         return CacheSpec(
             num_layers=self.num_layers,
             num_kv_heads=num_kv_heads,
@@ -331,12 +353,14 @@ class _Probe(Step):
 
     Attributes:
         shapes: layer of the slice -> (G, D).
+        options: layer of the slice -> how it computes its scores.
         windowed: layers of the slice with a sliding window.
     """
 
     def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor) -> None:
         super().__init__(first_layer=first_layer, hidden=hidden)
         self.shapes: dict[int, tuple[int, int]] = {}
+        self.options: dict[int, ScoreOptions] = {}
         self.windowed: set[int] = set()
         self._model_type = model_type
 
@@ -350,6 +374,7 @@ class _Probe(Step):
                 "a plain decoder-only family such as llama, qwen3 or gpt2"
             )
         self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
+        self.options[self.cache.layer] = options
         if options.window is not None:
             self.windowed.add(self.cache.layer)
         return rearrange(torch.zeros_like(query), "b h r d -> b r h d")

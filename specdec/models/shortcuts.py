@@ -53,7 +53,7 @@ class _FusedNorm(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.weight: Tensor = norm.weight  # type: ignore[assignment]
-        self.eps = _epsilon(norm)
+        self.eps = epsilon(norm)
         self.shape = tuple(self.weight.shape)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
     Families round at different places and scale differently, so this is tested on samples. In
     float64, for example, they differ, because transformers' norms compute in float32.
     """
-    weight, eps = getattr(module, "weight", None), _epsilon(module)
+    weight, eps = getattr(module, "weight", None), epsilon(module)
     names = {name for name, _ in module.named_parameters()}
     if not isinstance(eps, float) or names != {"weight"} or list(module.children()):
         return False
@@ -84,5 +84,6 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
     return True
 
 
-def _epsilon(module: nn.Module) -> Any:
+def epsilon(module: nn.Module) -> Any:
+    """The constant that a norm adds to the mean square; None if ``module`` has none."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))

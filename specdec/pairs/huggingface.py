@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
@@ -22,6 +22,7 @@ from specdec.kernels.graphs import Graphs
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
+from specdec.models.onnx_passes import problem as onnx_problem
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.models.slicing import final_norm
@@ -42,6 +43,7 @@ AttentionName = Literal["auto", "dense", "two_level", "triton", "flash", "flex"]
 GraphsName = Literal["off", "auto", "cuda", "replay"]
 KernelsName = Literal["torch", "triton"]
 QuantizationName = Literal["none", "int8", "int4"]
+BackendName = Literal["eager", "onnx", "auto"]
 ExitHeadName = Literal["norm", "transformer"]
 
 
@@ -70,6 +72,7 @@ class HuggingFacePair:
         kernels: KernelsName,
         compile: bool,
         quantization: QuantizationName,
+        backend: BackendName,
         exit_layer: Count | None,
         exit_head: ExitHeadName,
     ) -> None:
@@ -81,6 +84,8 @@ class HuggingFacePair:
             attention: a value of ``specdec.attention.backends.Attention``, or auto (dense).
             graphs, kernels, compile: see ``specdec.models.execution.Execution``.
             quantization: a value of ``Quantization``, for both models.
+            backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can
+                run each of them with the other options.
             exit_layer: number of layers before the early exit; None for no exit.
             exit_head: norm or transformer.
         """
@@ -88,10 +93,40 @@ class HuggingFacePair:
         self._exit_layer = exit_layer
         self.dtype: str = dtype
         self._execution = Execution(graphs=graphs, kernels=kernels, compile=compile)
-        self._quantization = quantization
+        self._quantization, self._backend = quantization, backend
         has_gpu = torch.cuda.is_available()
         self.device = ("cuda" if has_gpu else "cpu") if device == "auto" else device
         self._attention = "dense" if attention == "auto" else attention
+
+    @cached_property
+    def backend(self) -> str:
+        """What runs the passes of all models: eager or onnx.
+
+        Raises:
+            UserError: ``model.backend=onnx`` cannot run here, or with the other options.
+        """
+        if self._backend == "eager":
+            return "eager"
+        options = {"graphs": "off", "kernels": "torch", "compile": False}
+        stated = {name: getattr(self._execution, name) for name in options}
+        stated |= {"quantization": self._quantization, "attention": self._attention}
+        options |= {"quantization": "none", "attention": "dense"}
+        where = getattr(torch, self.dtype), torch.device(self.device)
+        reasons = [onnx_problem(config, *where) for config in self.configs]
+        reasons += [
+            f"it has no model.{k}={stated[k]}" for k, v in options.items() if stated[k] != v
+        ]
+        reason = next(filter(None, reasons), None)
+        if reason is None:
+            return "onnx"
+        if self._backend == "auto":
+            return "eager"
+        raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
+
+    @cached_property
+    def configs(self) -> Sequence[PreTrainedConfig]:
+        """Configurations of all models; by default the loaded models' own."""
+        return [self.model(name).config.get_text_config() for name in self.names]
 
     @property
     def target(self) -> PreTrainedModel:
@@ -222,13 +257,21 @@ class HuggingFacePair:
                 f"model.quantization={self._quantization} cannot be cut into shares: use"
                 " executor.target_degree and draft_degree of 1 (null), or plain weights"
             )
+        execution = PLAIN if group is not None else self._execution
+        if group is None:
+            execution = replace(execution, backend=self.backend)
+        elif self._backend == "onnx":
+            raise UserError(
+                "model.backend=onnx cannot run shares of a tensor-parallel group: use"
+                " model.backend=eager, or executor.target_degree and draft_degree of 1 (null)"
+            )
         with nullcontext() if group is None else group.paused():
             return ModelRunner(
                 model=load(),
                 name=name,
                 meter=meter,
                 attention=self._attention,
-                execution=self._execution if group is None else PLAIN,
+                execution=execution,
                 **layers,
             )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
@@ -17,6 +17,7 @@ from specdec.models.loading import end_tokens, load_model, load_stage, load_toke
 from specdec.models.quantize import Quantization, quantize
 from specdec.pairs.huggingface import (
     AttentionName,
+    BackendName,
     Device,
     Dtype,
     ExitHeadName,
@@ -58,6 +59,7 @@ class PretrainedPair(HuggingFacePair):
         kernels: KernelsName = "torch",
         compile: bool = False,
         quantization: QuantizationName = "none",
+        backend: BackendName = "eager",
         exit_layer: Count | None = None,
         exit_head: ExitHeadName = "transformer",
         exit_heads: Text | None = None,
@@ -68,8 +70,8 @@ class PretrainedPair(HuggingFacePair):
             target: path, hub id or ``bundled:NAME``.
             draft, middle: likewise; None if no strategy needs them.
             ngram: safetensors file of token samples for n-gram counts.
-            dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
-                exit_head: see ``HuggingFacePair``.
+            dtype, device, attention, graphs, kernels, compile, quantization, backend,
+                exit_layer, exit_head: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
 
         Raises:
@@ -83,6 +85,7 @@ class PretrainedPair(HuggingFacePair):
             kernels=kernels,
             compile=compile,
             quantization=quantization,
+            backend=backend,
             exit_layer=exit_layer,
             exit_head=exit_head,
         )
@@ -103,6 +106,12 @@ class PretrainedPair(HuggingFacePair):
             )
         for name, info in self._infos.items():
             check_vocabularies(self.info, info, name)
+
+    @cached_property
+    def configs(self) -> Sequence[PreTrainedConfig]:
+        """Configurations of all models, without their weights."""
+        infos = (self.info, *self._infos.values())
+        return [AutoConfig.from_pretrained(info.path).get_text_config() for info in infos]
 
     @cached_property
     def target(self) -> PreTrainedModel:

@@ -15,6 +15,7 @@ from specdec.models.quantize import Quantization, quantize
 from specdec.models.random import random_model
 from specdec.pairs.huggingface import (
     AttentionName,
+    BackendName,
     Device,
     Dtype,
     ExitHeadName,
@@ -52,6 +53,7 @@ class RandomPair(HuggingFacePair):
         kernels: KernelsName = "torch",
         compile: bool = False,
         quantization: QuantizationName = "none",
+        backend: BackendName = "eager",
         exit_layer: Count | None = None,
         exit_head: ExitHeadName = "norm",
     ) -> None:
@@ -67,8 +69,8 @@ class RandomPair(HuggingFacePair):
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
             logit_step: both models' logits are rounded to multiples of it, which makes ties
                 frequent; 0 for no rounding.
-            dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
-                exit_head: see ``HuggingFacePair``. Exit heads are untrained.
+            dtype, device, attention, graphs, kernels, compile, quantization, backend,
+                exit_layer, exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
             UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
@@ -81,6 +83,7 @@ class RandomPair(HuggingFacePair):
             kernels=kernels,
             compile=compile,
             quantization=quantization,
+            backend=backend,
             exit_layer=exit_layer,
             exit_head=exit_head,
         )

@@ -33,6 +33,7 @@ def conditions_of(
         "batch_size": cfg["batch_size"],
         "model": model["kind"],
         "dtype": model.get("dtype"),
+        "backend": getattr(pair, "backend", None),
         "threads": torch.get_num_threads(),
         "repeats": repeats,
     }

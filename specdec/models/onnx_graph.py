@@ -1,0 +1,312 @@
+"""ONNX graphs of Llama-like models, for ONNX Runtime on a CPU.
+
+A graph is one pass over R rows of one request. Attention is ONNX Runtime's GroupQueryAttention,
+which appends the rows' keys and values to buffers of fixed capacity in place; the buffers are the
+request's own cache, and what a row of a tree sees comes as an additive mask. Weights are no part of
+the graph: the session reads them from memory.
+
+Shape letters: R rows, N slots in use after the pass, C capacity in slots, A rows whose logits are
+computed, E hidden size, H query heads, G key/value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from specdec.attention.tree_attention import ScoreOptions
+from specdec.models.shortcuts import epsilon
+from specdec.models.slicing import final_norm, layers_name
+from specdec.types import HiddenName
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Families whose layers this module can write as a graph."""
+
+_FAMILIES = ", ".join(sorted(FAMILIES))
+_HEAD_SIZES = 16  # ONNX Runtime's rotary embeddings take multiples of it
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # tables of all positions exist
+_OPSET, _IR_VERSION = 18, 10
+_MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
+_FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
+
+
+def mask_name(window: int | None) -> str:
+    """Name of the graph's input for the additive mask of layers with this sliding window."""
+    return "mask" if window is None else f"mask_{window}"
+
+
+@dataclass(kw_only=True, eq=False)
+class Graph:
+    """A model's graph and the weights that it reads.
+
+    Attributes:
+        model: serialised ``onnx.ModelProto``; its initializers are external data.
+        weights: name -> float32 array of every large initializer.
+        hidden_names: names of the outputs that are hidden states [R, E], in the order of the
+            requested states; the slice's own output first.
+    """
+
+    model: bytes
+    weights: dict[str, np.ndarray[Any, Any]]
+    hidden_names: tuple[str, ...]
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """D of a model with this configuration."""
+    size: int = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return size
+
+
+def unsupported(config: PreTrainedConfig) -> str | None:
+    """Why no graph can be built of models with this configuration; None if one can."""
+    if config.model_type not in FAMILIES:
+        return f"it has no graphs of {config.model_type} models, only of {_FAMILIES}"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _ROPE_TYPES:
+        return f"rotary embeddings are {rope!r}, not one of {', '.join(_ROPE_TYPES)}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"the activation {config.hidden_act!r} is not silu"
+    if head_size(config) % _HEAD_SIZES:
+        return f"the head size {head_size(config)} is not a multiple of {_HEAD_SIZES}"
+    return None
+
+
+def build_graph(
+    model: PreTrainedModel,
+    *,
+    options: Mapping[int, ScoreOptions],
+    states: Sequence[HiddenName],
+    first_layer: int,
+    is_first: bool,
+    is_last: bool,
+) -> Graph:
+    """Writes the pass of a slice of layers as a graph.
+
+    Args:
+        model: the slice, of a family in ``FAMILIES`` (see ``unsupported``).
+        options: layer of the slice -> scaling and window of its attention.
+        states: hidden states to return; the first one is the slice's output.
+        first_layer: global index of the slice's first layer.
+        is_first, is_last: whether the slice has the embeddings, the final norm and output head.
+    """
+    writer = _Writer(model, options)
+    config = model.config.get_text_config()
+    writer.declare_inputs(is_first=is_first, is_last=is_last, hidden_size=config.hidden_size)
+    if is_first:
+        table = writer.weight("embeddings", model.get_input_embeddings().weight)
+        stream = writer.op("Gather", table, "tokens")
+    else:
+        stream = "hidden"
+    found: dict[HiddenName, str] = {}
+    update: str | None = None
+    for index, layer in enumerate(model.get_submodule(layers_name(model))):  # type: ignore[arg-type]
+        stream, update = writer.layer(index, layer, stream, update)
+        if HiddenName(first_layer + index) in states or index == len(options) - 1:
+            stream, update = writer.op("Add", stream, update), None
+            found[HiddenName(first_layer + index)] = stream
+    if is_last:
+        normed, _ = writer.norm(final_norm(model), stream, None)
+        found[HiddenName(first_layer + len(options) - 1, normed=True)] = normed
+        output = model.get_output_embeddings()
+        assert isinstance(output, nn.Linear)
+        chosen = writer.op("Gather", normed, "logits_rows", axis=1)
+        writer.output("logits", writer.linear("output", [output], chosen), ["one", "A", "V"])
+    for state in states:
+        writer.output(f"state_{len(writer.hidden_names)}", found[state], ["one", "R", "E"])
+    return writer.finish()
+
+
+@dataclass
+class _Writer:
+    """Collects nodes, inputs and weights of one graph."""
+
+    model: PreTrainedModel
+    options: Mapping[int, ScoreOptions]
+    weights: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    nodes: list[Any] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    constants: list[Any] = field(default_factory=list)
+    hidden_names: list[str] = field(default_factory=list)
+
+    def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+        """Adds a node with one output and returns the output's name."""
+        return self.ops(kind, inputs, [f"v{len(self.nodes)}"], domain, **attributes)[0]
+
+    def ops(
+        self,
+        kind: str,
+        inputs: Sequence[str],
+        outputs: list[str],
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[str]:
+        """Adds a node and returns the names of its outputs."""
+        from onnx import helper
+
+        self.nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
+        return outputs
+
+    def declare(self, where: list[Any], name: str, kind: int, shape: Sequence[int | str]) -> str:
+        """Declares an input or output of the graph."""
+        from onnx import helper
+
+        where.append(helper.make_tensor_value_info(name, kind, shape))
+        return name
+
+    def output(self, name: str, value: str, shape: Sequence[int | str]) -> None:
+        """Returns a value under a name of its own."""
+        self.ops("Identity", [value], [name])
+        self.declare(self.outputs, name, _FLOAT, shape)
+        if name != "logits":
+            self.hidden_names.append(name)
+
+    def declare_inputs(self, *, is_first: bool, is_last: bool, hidden_size: int) -> None:
+        """Declares all inputs but the caches of layers."""
+        if is_first:
+            self.declare(self.inputs, "tokens", _INT64, [1, "R"])
+        else:
+            self.declare(self.inputs, "hidden", _FLOAT, [1, "R", hidden_size])
+        self.declare(self.inputs, "positions", _INT64, [1, "R"])
+        self.declare(self.inputs, "last_slot", _INT32, [1])
+        self.declare(self.inputs, "num_slots", _INT32, [1])
+        for window in dict.fromkeys(option.window for option in self.options.values()):
+            self.declare(self.inputs, mask_name(window), _FLOAT, [1, 1, "R", "N"])
+        if is_last:
+            self.declare(self.inputs, "logits_rows", _INT64, ["A"])
+
+    def weight(self, name: str, value: Tensor) -> str:
+        """Registers a weight, shared by name."""
+        if name not in self.weights:
+            self.weights[name] = np.ascontiguousarray(value.detach().float().cpu().numpy())
+        return name
+
+    def linear(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
+        """One product with the weights of several layers that read the same value, side by side."""
+        matrix = torch.cat([part.weight for part in parts]).T
+        product = self.op("MatMul", value, self.weight(f"{name}.weight", matrix))
+        if parts[0].bias is None:
+            return product
+        bias = torch.cat([part.bias for part in parts])
+        return self.op("Add", product, self.weight(f"{name}.bias", bias))
+
+    def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
+        """Root-mean-square norm of ``value + update``; returns it and the sum."""
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        name, eps = self.weight(f"norm{len(self.nodes)}.weight", weight), float(epsilon(module))
+        if update is None:
+            out = self.op("SimplifiedLayerNormalization", value, name, axis=-1, epsilon=eps)
+            return out, value
+        outputs = [f"v{len(self.nodes)}", "", "", f"sum{len(self.nodes)}"]
+        kind = "SkipSimplifiedLayerNormalization"
+        self.ops(kind, [value, update, name], outputs, _MICROSOFT, epsilon=eps)
+        return outputs[0], outputs[3]
+
+    def layer(self, index: int, layer: Any, stream: str, update: str | None) -> tuple[str, str]:
+        """One decoder layer over the residual stream ``stream + update``; returns the same two."""
+        normed, stream = self.norm(layer.input_layernorm, stream, update)
+        attended = self.attention(index, layer.self_attn, normed)
+        update = self.linear(f"{index}.o", [layer.self_attn.o_proj], attended)
+        normed, stream = self.norm(layer.post_attention_layernorm, stream, update)
+        mlp = layer.mlp
+        both = self.linear(f"{index}.gate_up", [mlp.gate_proj, mlp.up_proj], normed)
+        gate, up = self.split(both, [mlp.gate_proj.out_features, mlp.up_proj.out_features])
+        # x * sigmoid(x): QuickGelu with factor 1.
+        gate = self.op("QuickGelu", gate, domain=_MICROSOFT, alpha=1.0)
+        product = self.op("Mul", gate, up)
+        return stream, self.linear(f"{index}.down", [mlp.down_proj], product)
+
+    def attention(self, index: int, attention: Any, value: str) -> str:
+        """Attention of one layer before its output projection, [1, R, H D]."""
+        config, options = self.model.config.get_text_config(), self.options[index]
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        size = head_size(config)
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+        packed = self.linear(f"{index}.qkv", parts, value)
+        query, key, values = packed, "", ""
+        if hasattr(attention, "q_norm"):  # of every head
+            query, key, values = self.split(packed, [part.out_features for part in parts])
+            query = self.head_norm(attention.q_norm, query, heads, size)
+            key = self.head_norm(attention.k_norm, key, groups, size)
+        shape = [1, groups, "C", size]
+        past = [
+            self.declare(self.inputs, f"past_{name}_{index}", _FLOAT, shape)
+            for name in ("keys", "values")
+        ]
+        new = [
+            self.declare(self.outputs, f"{name}_{index}", _FLOAT, shape)
+            for name in ("keys", "values")
+        ]
+        cos, sin = self.rotary_tables()
+        mask = mask_name(options.window)
+        return self.ops(
+            "GroupQueryAttention",
+            [query, key, values, *past, "last_slot", "num_slots", cos, sin, "positions", mask],
+            [f"attended_{index}", *new],
+            _MICROSOFT,
+            num_heads=heads,
+            kv_num_heads=groups,
+            do_rotary=1,
+            scale=float(options.scaling or size**-0.5),
+        )[0]
+
+    def head_norm(self, module: nn.Module, value: str, heads: int, size: int) -> str:
+        """Norm over each head's own entries."""
+        apart = self.op("Reshape", value, self.constant(f"apart_{heads}", [1, -1, heads, size]))
+        normed, _ = self.norm(module, apart, None)
+        return self.op("Reshape", normed, self.constant(f"flat_{heads}", [1, -1, heads * size]))
+
+    def split(self, value: str, sizes: list[int]) -> list[str]:
+        """Cuts the last dimension."""
+        names = [f"part{len(self.nodes)}_{i}" for i in range(len(sizes))]
+        constant = self.constant("sizes_" + "_".join(map(str, sizes)), sizes)
+        return self.ops("Split", [value, constant], names, axis=-1)
+
+    def constant(self, name: str, values: list[int]) -> str:
+        """A small int64 constant, shared by name."""
+        from onnx import numpy_helper
+
+        if name not in {known.name for known in self.constants}:
+            self.constants.append(numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
+
+    def rotary_tables(self) -> tuple[str, str]:
+        """Cosines and sines of all positions, [positions, D / 2] each."""
+        if "cosines" not in self.weights:
+            config = self.model.config.get_text_config()
+            rotary: Callable[..., Any] = self.model.base_model.rotary_emb  # type: ignore[assignment]
+            places = torch.arange(config.max_position_embeddings)[None]
+            with torch.inference_mode():
+                tables = rotary(torch.zeros(1), places)
+            for name, table in zip(("cosines", "sines"), tables, strict=True):
+                self.weight(name, table[0, :, : head_size(config) // 2])
+        return "cosines", "sines"
+
+    def finish(self) -> Graph:
+        """The whole graph."""
+        from onnx import TensorProto, helper
+
+        external = []
+        for name, array in self.weights.items():
+            entry = TensorProto(name=name, data_type=_FLOAT, dims=array.shape)
+            entry.data_location = TensorProto.EXTERNAL
+            entry.external_data.add(key="location", value="memory")
+            external.append(entry)
+        graph = helper.make_graph(
+            self.nodes, "specdec", self.inputs, self.outputs, [*external, *self.constants]
+        )
+        domains = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)]
+        proto = helper.make_model(graph, opset_imports=domains, ir_version=_IR_VERSION)
+        return Graph(
+            model=proto.SerializeToString(),
+            weights=self.weights,
+            hidden_names=tuple(self.hidden_names),
+        )
