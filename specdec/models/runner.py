@@ -64,6 +64,8 @@ class ModelRunner:
     """
 
     _call: Any = None  # the model, or its compiled form; None during the probe
+    static: StaticPasses | None = None
+    onnx: OnnxPasses | None = None
 
     def __init__(
         self,
@@ -104,8 +106,6 @@ class ModelRunner:
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
-        self.static: StaticPasses | None = None
-        self.onnx: OnnxPasses | None = None
         self._capture = tuple(capture)
         self._output = HiddenName(last_layer - 1)
         self._model = slice_model(
@@ -123,8 +123,7 @@ class ModelRunner:
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
         self.static = self._static_passes(execution)
-        if execution.backend == "onnx":
-            self.onnx = self._onnx_passes()
+        self.onnx = self._onnx_passes() if execution.backend == "onnx" else None
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
             self._compare_with(model)

@@ -70,8 +70,7 @@ class PretrainedPair(HuggingFacePair):
             target: path, hub id or ``bundled:NAME``.
             draft, middle: likewise; None if no strategy needs them.
             ngram: safetensors file of token samples for n-gram counts.
-            dtype, device, attention, graphs, kernels, compile, quantization, backend,
-                exit_layer, exit_head: see ``HuggingFacePair``.
+            dtype, ..., backend, exit_layer, exit_head: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
 
         Raises:
