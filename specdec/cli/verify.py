@@ -27,6 +27,7 @@ configured models in the configured dtype and tells ties from faults. Writes ver
   stop_rules           EOS, stop strings, limits inside a path; short and long prompts
   long_request         so does one request of 530 tokens; draws of 640 positions do not repeat
   batch_independence   a request's output is the same alone and in any batch
+  sampler              tokens and distributions of the target's sampler, row by row
   numerics             configured models and dtype: differences are ties, not faults
 
 --fail-fast ends with the first check that fails.

@@ -89,6 +89,7 @@ def test_names_are_unique_and_known(code: Path, capsys: pytest.CaptureFixture[st
     assert "has no mutant two" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_process_ends_with(code: Path, tmp_path: Path) -> None:
     """Its status is that of ``python -m``; one that hangs is ended, with its own children."""
     (code / "pkg" / "hangs.py").write_text(
