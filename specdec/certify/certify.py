@@ -13,6 +13,7 @@ from specdec.certify.long_request import long_request
 from specdec.certify.numerics import numerics
 from specdec.certify.parity import batch_independence, greedy_parity, sampled_parity, stop_rules
 from specdec.certify.report import Check, Report
+from specdec.certify.sampler import sampler
 from specdec.certify.subject import Build, Subject, num_ranks
 from specdec.compose.build import compose
 from specdec.distributed.rank_groups import keep_ranks
@@ -27,6 +28,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "stop_rules": stop_rules,
     "long_request": long_request,
     "batch_independence": batch_independence,
+    "sampler": sampler,
     "numerics": numerics,
 }
 """Check functions by name, in the order in which they run."""
@@ -38,6 +40,7 @@ def certify(
     build: Build = compose,
     checks: Sequence[str] | None = None,
     on_check: Callable[[Check], None] | None = None,
+    fail_fast: bool = False,
 ) -> Report:
     """Certifies a configuration.
 
@@ -46,6 +49,7 @@ def certify(
         build: builds the parts of a configuration on a pair (default: ``compose``).
         checks: names of the checks to run (default: all).
         on_check: called with each outcome.
+        fail_fast: end with the first check that fails.
 
     Returns:
         The report. A check in which the strategy raised is failed; its detail names the error, or
@@ -63,6 +67,8 @@ def certify(
             outcomes.append(_run_check(name, subject, crashes))
             if on_check is not None:
                 on_check(outcomes[-1])
+            if fail_fast and outcomes[-1].passed is False:
+                break
     return Report(
         subject.name, subject.claims, tuple(outcomes), perf_counter() - start, crashes.found
     )

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
-
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, Case, random_prompt
+from specdec.certify.draws import draw_problems
 from specdec.certify.numerics import SingleToken, plain_output
-from specdec.certify.oracle import reference_draw
 from specdec.certify.parity import difference
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import LONG_POSITIONS, VOCAB_SIZE, Subject, decode_cases
 from specdec.errors import UserError
 from specdec.pairs import RandomPair
-from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.state import StopRules
 from specdec.types import Lossless
 
 NUM_TOKENS = 530  # more than four blocks of draws (``keyed_draws``) of 128 positions
 _PROMPT = random_prompt(7, 5, VOCAB_SIZE)
-_INDICES = 3
-_SPAN = 7  # positions per request for draws, which divides no block
 
 
 def long_request(subject: Subject) -> Check:
@@ -34,7 +27,7 @@ def long_request(subject: Subject) -> Check:
     pair = subject.pair("long")
     assert isinstance(pair, RandomPair)
     with subject.composed("long") as parts:
-        problems = list(_draw_problems(parts.draws, case.id))
+        problems = list(draw_problems(parts.draws, case.id))
         try:
             outputs = decode_cases(parts, [case])
         except UserError as error:  # the configured cache is too small
@@ -54,24 +47,3 @@ def long_request(subject: Subject) -> Check:
         f"{NUM_TOKENS} tokens ({how}) equal plain decoding; {LONG_POSITIONS} positions of draws"
     )
     return Check("long_request", True, detail)
-
-
-def _draw_problems(draws: KeyedDraws, prompt_id: int) -> Iterator[str]:
-    """Draws that differ from a second implementation of the generator, the first per purpose."""
-    indices = np.arange(_INDICES)[:, None]
-    for purpose in Purpose:
-        for start in range(0, LONG_POSITIONS, _SPAN):
-            positions = np.arange(start, start + _SPAN)
-            drawn = draws.uniform(prompt_id, positions, purpose, indices)
-            expected = [
-                [
-                    reference_draw(draws.seed, prompt_id, at, purpose, index)
-                    for at in positions.tolist()
-                ]
-                for index in range(_INDICES)
-            ]
-            wrong = (drawn != np.array(expected)).any(axis=0)
-            if wrong.any():
-                at = int(positions[wrong][0])
-                yield f"the {purpose.name.lower()} draw of position {at} is not the generator's"
-                break

@@ -22,7 +22,6 @@ from specdec.compose.workbench import Parts
 from specdec.executors.stage import ModelStage
 from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
-from specdec.policies.tree_growth import last_position
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes, Ticket
@@ -215,7 +214,8 @@ class Watch:
 
     def _record_beyond(self, request: RequestState) -> None:
         tree = request.tree
-        for slot in np.flatnonzero(tree.positions > last_position(request)).tolist():
+        last = request.num_prompt - 1 + request.stop.max_new_tokens  # as DecodeState.emit counts
+        for slot in np.flatnonzero(tree.positions > last).tolist():
             self.beyond[request.id, int(tree.ids[slot])] = int(tree.positions[slot])
 
     def _record_candidates(self, nodes: Nodes, candidates: Candidates) -> None:

@@ -12,7 +12,7 @@ from specdec.cli.show import show_config
 from specdec.config.job import run_job_of
 
 HELP = """\
-specdec verify [--cfg] [--config-dir DIR] [group=option] [key=value] ...
+specdec verify [--cfg] [--fail-fast] [--config-dir DIR] [group=option] [key=value] ...
 
 Certifies that a configuration is lossless, or names what is wrong. Takes what `specdec run` takes.
 Most checks run on small random models in float64, so that every difference is a fault; one runs the
@@ -27,7 +27,10 @@ configured models in the configured dtype and tells ties from faults. Writes ver
   stop_rules           EOS, stop strings, limits inside a path; short and long prompts
   long_request         so does one request of 530 tokens; draws of 640 positions do not repeat
   batch_independence   a request's output is the same alone and in any batch
+  sampler              tokens and distributions of the target's sampler, row by row
   numerics             configured models and dtype: differences are ties, not faults
+
+--fail-fast ends with the first check that fails.
 
 Exit status: 0 lossless, 1 not (or a lossy verifier), 2 a configuration that cannot be used.
 
@@ -40,7 +43,7 @@ Examples
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    arguments = read_arguments(words, flags=("--cfg",))
+    arguments = read_arguments(words, flags=("--cfg", "--fail-fast"))
     if arguments.cfg:
         return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
     # Imported here: torch and transformers take seconds to import.
@@ -52,7 +55,11 @@ def main(words: Sequence[str]) -> int:
 
     def verify(progress: Any) -> Report:
         progress.phase(f"{job.name}: checking", len(CHECKS))
-        report = certify(job.config, on_check=lambda c: progress.advance(detail=c.name))
+        report = certify(
+            job.config,
+            on_check=lambda c: progress.advance(detail=c.name),
+            fail_fast="--fail-fast" in arguments.flags,
+        )
         write_report(folder, report)
         return report
 

@@ -5,22 +5,17 @@ python -m tests.planted.hunt [BUG ...]
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.planted.bugs import BUGS, SOUND
+from tests.planted.certificate import Certificate, certificate
+from tests.planted.warm import Warm, on_each
 
-ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 2
-TIMEOUT_S = 900
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,65 +24,39 @@ class HuntResult:
 
     Attributes:
         bug: name of the bug.
-        status: exit status of the command.
-        checks: names of the failed checks.
         fired: number of calls in which the planted code differed from the shipped code.
-        seconds: duration of the command.
-        output: the end of the printed output.
+        found: how the command ended.
     """
 
     bug: str
-    status: int
-    checks: tuple[str, ...]
     fired: int
-    seconds: float
-    output: str
+    found: Certificate
 
     @property
     def caught(self) -> bool:
         """Whether the bug had an effect, the exit status is 1 and a check failed."""
-        return self.fired > 0 and self.status == 1 and bool(self.checks)
+        return self.fired > 0 and self.found.failed
 
 
 def hunt(names: Sequence[str]) -> list[HuntResult]:
     """Tests bugs, ``PROCESSES`` at a time."""
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        return list(pool.map(find, names))
+    return list(on_each(find, names, min(PROCESSES, len(names))))
 
 
-def find(name: str) -> HuntResult:
+def find(warm: Warm, name: str) -> HuntResult:
     """Runs ``specdec verify`` with one bug planted; ``SOUND`` plants none."""
     with tempfile.TemporaryDirectory() as folder:
-        out, count = Path(folder) / "certificate", Path(folder) / "fired"
-        arguments = ["verify", *BUGS[name].overrides, f"output_dir={out}"]
-        command = [sys.executable, "-m", "tests.planted.plant", name, str(count), *arguments]
-        start = time.perf_counter()
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        seconds = time.perf_counter() - start
-        result = out / "verify.json"
-        checks = json.loads(result.read_text("utf-8"))["checks"] if result.is_file() else []
-        return HuntResult(
-            bug=name,
-            status=done.returncode,
-            checks=tuple(c["name"] for c in checks if c["passed"] is False),
-            fired=int(count.read_text("utf-8")) if count.is_file() else 0,
-            seconds=seconds,
-            output=(done.stdout + done.stderr)[-3000:],
-        )
+        count = Path(folder) / "fired"
+        words = ["tests.planted.plant", name, str(count), "verify", *BUGS[name].overrides]
+        found = certificate(warm, words, Path(folder))
+        return HuntResult(name, int(count.read_text("utf-8")) if count.is_file() else 0, found)
 
 
 def table(results: Sequence[HuntResult]) -> str:
     """A line per bug with the checks that failed, then the count."""
     width = max(len(one.bug) for one in results)
     lines = [
-        f"{one.bug:<{width}}  {', '.join(one.checks) if one.caught else 'NOT FOUND'}"
+        f"{one.bug:<{width}}  {', '.join(one.found.checks) if one.caught else 'NOT FOUND'}"
         for one in results
     ]
     listed = [one for one in results if BUGS[one.bug].listed]
@@ -103,7 +72,10 @@ def main(names: Sequence[str]) -> int:
     results = hunt(names or [name for name in BUGS if name not in SOUND])
     for one in results:
         if not one.caught:
-            print(f"{one.bug}: exit status {one.status}, fired {one.fired}\n{one.output}\n")
+            print(
+                f"{one.bug}: exit status {one.found.status}, fired {one.fired}\n"
+                f"{one.found.output}\n"
+            )
     print(table(results))
     return 0 if all(one.caught for one in results) else 1
 

@@ -6,14 +6,14 @@ import pytest
 
 from tests.planted.bugs import BUGS, SOUND
 from tests.planted.conftest import TABLE
-from tests.planted.hunt import find, hunt, table
+from tests.planted.hunt import hunt, table
 
 
 @pytest.mark.slow
 def test_every_planted_bug_is_found(request: pytest.FixtureRequest) -> None:
     results = hunt([name for name in BUGS if name not in SOUND])
     request.config.stash[TABLE] = table(results)
-    missed = {result.bug: result.output for result in results if not result.caught}
+    missed = {result.bug: result.found.output for result in results if not result.caught}
     assert not missed, f"not detected: {missed}"
 
 
@@ -21,6 +21,6 @@ def test_every_planted_bug_is_found(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("name", sorted(SOUND))
 def test_the_sound_code_passes(name: str) -> None:
     """Without a bug the same commands return 0; otherwise detecting bugs proves nothing."""
-    result = find(name)
-    assert result.status == 0, result.output
-    assert not result.checks
+    (result,) = hunt([name])
+    assert result.found.status == 0, result.found.output
+    assert not result.found.checks

@@ -1,0 +1,178 @@
+"""Check (i): the sampler of the target's answers, row by row.
+
+The answerer of the composed pair gets rows of generated logits: vocabularies beyond one block of a
+cumulative sum and of no multiple of it, requests with different parameters in one batch, ids and
+seeds of more than 32 bits, positions in no order. Tokens and distributions are compared with the
+reference (``oracle``).
+
+Shape letters: A rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from specdec.certify.cases import Case
+from specdec.certify.oracle import processed, reference_draw, reference_probs, reference_token
+from specdec.certify.report import Check, joined_details
+from specdec.certify.subject import Subject
+from specdec.device import on_host
+from specdec.executors.answerer import Answerer
+from specdec.pairs import HuggingFacePair
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
+from specdec.sampling.transform import SamplingParams
+from specdec.state import StopRules
+from specdec.types import NO_NODE, Batch, FloatArray, IntArray, TreeRows
+
+TOLERANCE = 1e-9
+"""Largest allowed error of a probability."""
+
+VOCAB_SIZES = (61, 320, 1000, 4133)
+"""Within one block, whole blocks, and two numbers that are no multiples of a block."""
+
+_ROWS = 5  # a chain of nodes per request
+_SEED_BITS = 7 << 32  # added to the configured seed
+_STARTS = (700, 250, 120, 9)  # positions of the first node: later batches go back
+
+
+class _InPlace:
+    """A processor that writes into its scores, as transformers' interface allows."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores[:, input_ids[0]] -= 1.5
+        return scores
+
+
+# Neighbours differ in one parameter each, so that results of one must not serve the other.
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "t=1": SamplingParams(temperature=1.0),
+    "t=1.3": SamplingParams(temperature=1.3),
+    "t=1.3 top_p=0.8": SamplingParams(temperature=1.3, top_p=0.8),
+    "t=1.3 top_p=0.31": SamplingParams(temperature=1.3, top_p=0.31),
+    "t=1.3 top_k=7": SamplingParams(temperature=1.3, top_k=7),
+    "t=1.3 top_k=50": SamplingParams(temperature=1.3, top_k=50),
+    "t=0.7 top_k=50 top_p=0.9": SamplingParams(temperature=0.7, top_k=50, top_p=0.9),
+    "greedy, two processors": SamplingParams(
+        processors=(_InPlace(), RepetitionPenaltyLogitsProcessor(1.7))
+    ),
+    "t=0.9 no_repeat_ngram=2, a processor": SamplingParams(
+        temperature=0.9, no_repeat_ngram=2, processors=(_InPlace(),)
+    ),
+}
+"""Parameters of the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one request: a chain that follows its prompt.
+
+    Attributes:
+        label: name of the parameters.
+        case: the request.
+        rows: its nodes.
+        logits: float64[A, V].
+    """
+
+    label: str
+    case: Case
+    rows: TreeRows
+    logits: FloatArray
+
+
+def sampler(subject: Subject) -> Check:
+    """(i) Tokens and distributions of the target's rows are those of the reference."""
+    pair = subject.pair("mixed")
+    if not isinstance(pair, HuggingFacePair):
+        return Check("sampler", None, "the models' answers are not sampled from logits")
+    problems: list[str] = []
+    count = 0
+    for needs_probs in (False, True):
+        for high in (0, _SEED_BITS):
+            draws = KeyedDraws(seed=subject.seed + high)
+            answerer = pair.answerer(draws=draws, needs_probs=needs_probs)
+            for number, vocab_size in enumerate(VOCAB_SIZES):
+                parts = list(_parts(number, vocab_size))
+                problems += _differences(answerer, parts, draws.seed, pair.device)
+                count += sum(len(part.logits) for part in parts)
+    if problems:
+        return Check("sampler", False, joined_details(problems))
+    widest = max(VOCAB_SIZES)
+    return Check("sampler", True, f"{count} rows of up to {widest} logits as in the reference")
+
+
+def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
+    """Rows of every transform."""
+    rng = np.random.default_rng([number, vocab_size])
+    for index, (label, params) in enumerate(SAMPLINGS.items()):
+        logits = 3.0 * rng.standard_normal((_ROWS, vocab_size))
+        logits[1] = np.round(logits[1])  # ties
+        logits[2] *= 0.1  # nearly flat: the draw may be anywhere
+        request_id = 20 * number + index + (index % 2 << 33)
+        prompt = tuple(rng.integers(0, vocab_size, 4).tolist())
+        case = Case(request_id, label, prompt, params, StopRules(max_new_tokens=1))
+        ids = np.arange(_ROWS)
+        rows = TreeRows(
+            request=request_id,
+            prefix_len=_STARTS[number] + index,
+            node_ids=ids,
+            tokens=np.array([prompt[-1], *rng.integers(0, vocab_size, _ROWS - 1)]),
+            parent_ids=np.where(ids == 0, NO_NODE, ids - 1),
+            depths=ids,
+        )
+        yield _Rows(label, case, rows, logits)
+
+
+def _differences(
+    answerer: Answerer, parts: Sequence[_Rows], seed: int, device: str
+) -> Iterator[str]:
+    """Answers that differ from the reference: all requests in one batch, then one by one."""
+    for part in parts:
+        answerer.open(part.case.request())
+    for batch in (list(parts), *([part] for part in parts)):
+        logits = torch.from_numpy(np.concatenate([part.logits for part in batch])).to(device)
+        trees = tuple(part.rows for part in batch)
+        answers = answerer.answer(Batch(step=0, trees=trees), logits)
+        for part, answer in zip(batch, answers, strict=True):
+            probs = None if answer.probs is None else on_host(answer.probs)
+            for row, (tokens, scores) in enumerate(_histories(part)):
+                found = _difference(part, row, scores, seed, answer.tokens, probs)
+                if found:
+                    size = part.logits.shape[1]
+                    how = "alone" if len(batch) == 1 else "in a batch"
+                    yield f"{part.label}, {size} logits, {len(tokens)} tokens, {how}: {found}"
+                    break
+    for part in parts:
+        answerer.close(part.case.id)
+
+
+def _histories(part: _Rows) -> Iterator[tuple[tuple[int, ...], FloatArray]]:
+    """(tokens up to a row's node, its processed logits) per row."""
+    for row, logits in enumerate(part.logits):
+        tokens = (*part.case.prompt, *part.rows.tokens[1 : row + 1].tolist())
+        yield tokens, processed(logits, part.case.sampling, tokens)
+
+
+def _difference(
+    part: _Rows,
+    row: int,
+    scores: FloatArray,
+    seed: int,
+    tokens: IntArray,
+    probs: FloatArray | None,
+) -> str | None:
+    params, position = part.case.sampling, int(part.rows.positions[row]) + 1
+    draw = reference_draw(seed, part.case.id, position, Purpose.TARGET, 0)
+    expected = reference_token(scores, params, draw)
+    if int(tokens[row]) != expected:
+        return f"row {row} gets token {tokens[row]} instead of {expected}"
+    if probs is None:
+        return None
+    law = reference_probs(scores, SamplingParams(temperature=1.0) if params.greedy else params)
+    error = float(np.abs(probs[row] - law).max())
+    return None if error <= TOLERANCE else f"a probability of row {row} differs by {error:.1e}"
