@@ -202,9 +202,10 @@ class _Decoding:
         runners = self.runners
         for runner in runners:
             self._progress.advance(measured.resume(runner.name))
-        for turn, together in enumerate(
-            [[p] for p in self._prompts] if self._each else [self._prompts]
-        ):
+        # Prompts run together if they share batches or arrive over time.
+        alone = self._base["batch_size"] == 1 and self._at_once
+        groups = [[prompt] for prompt in self._prompts] if alone else [self._prompts]
+        for turn, together in enumerate(groups):
             shift = (turn + repeat) % len(runners)  # rows take turns in running on a cold cache
             for runner in [*runners[shift:], *runners[:shift]]:
                 done = measured.records[runner.name][repeat]
