@@ -91,7 +91,12 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
     Raises:
         UserError: another line is damaged.
     """
-    records = [_record(line) for line in _complete_lines(Path(path))[0]]
+    records = []
+    for number, line in _complete_lines(Path(path))[0]:
+        try:
+            records.append(_record(line))
+        except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
+            raise _damaged(path, number) from error
     return list({record.key: record for record in records}.values())
 
 
@@ -118,20 +123,22 @@ def _record(line: dict[str, Any]) -> RequestRecord:
     return RequestRecord(strategy, repeat, result, totals, prompt, times, disturbed)
 
 
-def _complete_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The complete lines' values, and the number of bytes up to the end of the last one."""
+def _damaged(path: str | Path, number: int) -> UserError:
+    return UserError(f"{str(path)!r} line {number} is damaged; move the file away to start anew")
+
+
+def _complete_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+    """The complete lines' numbers and values, and the bytes up to the end of the last one."""
     if not path.exists():
         return [], 0
     *lines, _ = path.read_bytes().split(b"\n")  # without a newline the last line is incomplete
-    values, length = [], 0
+    values, length = list[tuple[int, dict[str, Any]]](), 0
     for number, line in enumerate(lines, start=1):
         try:
-            values += [parse_json(line)] if line.strip() else []
+            values += [(number, parse_json(line))] if line.strip() else []
         except ValueError as error:
             if number == len(lines):
                 break
-            raise UserError(
-                f"{str(path)!r} line {number} is damaged; move the file away to start anew"
-            ) from error
+            raise _damaged(path, number) from error
         length += len(line) + 1
     return values, length
