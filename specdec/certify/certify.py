@@ -10,7 +10,7 @@ from specdec.certify.crashes import Crashes
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
 from specdec.certify.long_request import long_request
-from specdec.certify.numerics import numerics
+from specdec.certify.numerics import CannotCompose, numerics
 from specdec.certify.parity import batch_independence, greedy_parity, sampled_parity, stop_rules
 from specdec.certify.report import Check, Report
 from specdec.certify.sampler import sampler
@@ -77,5 +77,7 @@ def certify(
 def _run_check(name: str, subject: Subject, crashes: Crashes) -> Check:
     try:
         return CHECKS[name](subject)
+    except CannotCompose:
+        raise
     except Exception as error:  # a strategy that raises is not lossless, whatever it raises
         return crashes.check(name, error)

@@ -22,6 +22,7 @@ from specdec.certify.cases import GREEDY, Case
 from specdec.certify.oracle import plain_decode, processed, reference_probs, target_draw
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Decoded, Subject, decode_cases
+from specdec.errors import UserError
 from specdec.metrics.parity import first_difference
 from specdec.pairs import HuggingFacePair
 from specdec.runs.jobs import prepare, stop_rules
@@ -171,13 +172,25 @@ def _filtered(
     return certain & (highest < params.top_p), possible & (lowest < params.top_p)
 
 
+class CannotCompose(UserError):
+    """The configured models cannot be decoded by the strategy, which is no fault of either."""
+
+
 def numerics(subject: Subject) -> Check:
-    """(c) Differences from plain decoding on the configured models are ties."""
+    """(c) Differences from plain decoding on the configured models are ties.
+
+    Raises:
+        CannotCompose: the strategy does not fit the configured models.
+    """
     kind = subject.cfg["model"]["kind"]
     if kind not in ("pretrained", "random"):
         return Check("numerics", None, f"model={kind} has no logits")
     cfg = _limited(subject.cfg)
-    pair, prompts, _ = prepare(cfg)
+    try:
+        pair, prompts, _ = prepare(cfg)
+        parts = subject.build(cfg, pair)
+    except UserError as refusal:
+        raise CannotCompose(str(refusal)) from refusal
     assert isinstance(pair, HuggingFacePair)
     params = subject.sampling if subject.claims is Lossless.TOKEN else GREEDY
     stop = stop_rules(cfg, pair)
@@ -185,7 +198,6 @@ def numerics(subject: Subject) -> Check:
         Case(p.id, f"prompt {p.id}", tuple(p.tokens.tolist()[-_MAX_PROMPT_TOKENS:]), params, stop)
         for p in prompts
     ]
-    parts = subject.build(cfg, pair)
     try:
         outputs = decode_cases(
             parts,

@@ -90,6 +90,8 @@ def checked_job(composed: Composed) -> Job:
         num_layers, notices = _check_models(name, config)
     else:
         num_layers, notices = config["model"].get("num_layers", 1), ()
+        if "num_layers" in config["model"]:
+            _check_stages(config, num_layers, f"model={choices.get('model')}")
     config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
     return Job(name, config, values["output_dir"], notices)
@@ -148,12 +150,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
 
     model = config["model"]
     target = inspect_model(family_path(model["target"]))
-    stages = config.get("executor", {}).get("stages")
-    if stages is not None and stages > target.num_layers:
-        raise UserError(
-            f"executor.stages={stages} is more than the {target.num_layers} layers of"
-            f" model.target={model['target']}: choose 1 to {target.num_layers}"
-        )
+    _check_stages(config, target.num_layers, f"model.target={model['target']}")
     if config["max_new_tokens"] >= target.max_positions:
         raise UserError(
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
@@ -184,6 +181,15 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
         f" {target.max_positions}: beyond them nothing is drafted, and all rates count those"
         " tokens too (max_new_tokens and data.max_prompt_tokens limit the length)",
     )
+
+
+def _check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None:
+    stages = config.get("executor", {}).get("stages")
+    if stages is not None and stages > num_layers:
+        raise UserError(
+            f"executor.stages={stages} is more than the {num_layers} layers of {model}: choose 1"
+            f" to {num_layers}"
+        )
 
 
 def _uses_draft_model(config: Mapping[str, Any]) -> bool:

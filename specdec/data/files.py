@@ -93,6 +93,14 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises as ``read_json``, also for a value that is no object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{str(path)!r} is not a JSON object; correct the file or copy it again")
+    return value
+
+
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object) of a JSON-lines file, without blank lines.
 

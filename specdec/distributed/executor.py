@@ -272,6 +272,11 @@ class DistributedExecutor:
         return self._group.reports(self._session, len(self._ranks))
 
     @property
+    def pids(self) -> list[int] | None:
+        """Process ids of the ranks; None if a launcher has started them, perhaps elsewhere."""
+        return self._group.pids
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that rank 0 has sent since the ranks were started."""
         return self._group.num_bytes

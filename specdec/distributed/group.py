@@ -113,6 +113,11 @@ class RankGroup:
         if self.alive:
             self.send(pack_message(Kind.RELEASE, session, 0), range(1, self.size))
 
+    @property
+    def pids(self) -> list[int] | None:
+        """Process ids of the ranks; None if a launcher has started them, perhaps elsewhere."""
+        return None if self._processes is None else self._processes.pids
+
     def reports(self, session: int, num_ranks: int) -> list[dict[str, Any]]:
         """``Worker.report`` of ranks 1 .. ``num_ranks``.
 

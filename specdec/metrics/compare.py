@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specdec.metrics.paired import paired_figures
 from specdec.metrics.parity import lossless_against
 from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
@@ -25,6 +26,7 @@ def comparison_row(
     ar_runs: Sequence[Run] | None = None,
     *,
     claims: str = "token",
+    disturbed: Sequence[Collection[int]] = (),
 ) -> dict[str, Any]:
     """One row of ``comparison.json``.
 
@@ -36,6 +38,7 @@ def comparison_row(
         ar_runs: plain decoding's runs of the same prompts, by repeat; None if there are none.
         claims: what the verifier promises (``types.Lossless``); tokens are compared only under
             "token".
+        disturbed: see ``paired_figures``.
 
     Raises:
         ValueError: no runs, or another number of repeats than ``ar`` has.
@@ -55,7 +58,7 @@ def comparison_row(
     row["num_differing"] = len({d.id for d in parity.differing})
     row["differing"] = [asdict(d) | {"distance": None} for d in parity.differing]
     row["ties"] = []  # it and ``distance`` stay in the files: only ``certify`` measures distances
-    row.update(_speedups(runs, ar_runs))
+    row.update(_speedups(runs, ar_runs, disturbed))
     return row
 
 
@@ -141,9 +144,11 @@ def decoded_by_prompt(results: Sequence[RequestResult]) -> dict[int, tuple[float
     return totals
 
 
-def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, Any]:
+def _speedups(
+    runs: Sequence[Run], ar_runs: Sequence[Run] | None, disturbed: Sequence[Collection[int]]
+) -> dict[str, Any]:
     names = ("speedup_wall", "speedup_wall_range", "speedup_wall_interval", "speedup_theoretical")
-    speedups: dict[str, Any] = dict.fromkeys(names)
+    speedups: dict[str, Any] = dict.fromkeys(names) | paired_figures((), ())
     if not ar_runs:
         return speedups
     if len(ar_runs) != len(runs):
@@ -160,6 +165,7 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, A
         interval = speed_ratio_interval(pooled(runs), pooled(ar_runs))
         values = (median(ratios), [min(ratios), max(ratios)], list(interval) if interval else None)
         speedups |= dict(zip(names, values, strict=False))
+    speedups |= paired_figures(runs, ar_runs, disturbed)
     theories = [theoretical_speedup(run, ar) for run, ar in pairs]
     known = [theory for theory in theories if theory is not None]
     speedups["speedup_theoretical"] = median(known) if known else None

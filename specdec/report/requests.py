@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.errors import UserError
 from specdec.files import parse_json, plain
+from specdec.metrics.contention import CpuTimes
 from specdec.metrics.results import RequestResult, RunTotals
 
 
@@ -22,6 +23,8 @@ class RequestRecord:
         result: the finished request.
         totals: the run's totals during this request; None if requests shared steps.
         prompt: name of the prompt ("humaneval/3"), or "".
+        cpu: CPU times beside the wall time; None where they are not measured.
+        disturbed: why the times do not count; "" if they do.
     """
 
     strategy: str
@@ -29,6 +32,8 @@ class RequestRecord:
     result: RequestResult
     totals: RunTotals | None = None
     prompt: str = ""
+    cpu: CpuTimes | None = None
+    disturbed: str = ""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -59,10 +64,17 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         repeat: int = 0,
         totals: RunTotals | None = None,
         prompt: str = "",
+        cpu: CpuTimes | None = None,
+        disturbed: str = "",
     ) -> None:
-        """Appends one finished request and flushes the file."""
+        """Appends one finished request (see ``RequestRecord``) and flushes the file.
+
+        A request that is measured again is appended again; readers use its last line.
+        """
         line = {"strategy": strategy, "repeat": repeat, "prompt": prompt, **result.to_json()}
         line["totals"] = None if totals is None else totals.to_json()
+        if cpu is not None:
+            line |= {"cpu": cpu.to_json(), "disturbed": disturbed}
         self._stream.write(json.dumps(plain(line), allow_nan=False) + "\n")
         self._stream.flush()
 
@@ -73,12 +85,19 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
 def read_requests(path: str | Path) -> list[RequestRecord]:
     """Reads the finished requests; an empty list if the file does not exist.
 
-    An incomplete last line, left by a killed process, is ignored.
+    An incomplete last line, left by a killed process, is ignored. Of a request that was measured
+    again only the last line is read.
 
     Raises:
         UserError: another line is damaged.
     """
-    return [_record(line) for line in _complete_lines(Path(path))[0]]
+    records = []
+    for number, line in _complete_lines(Path(path))[0]:
+        try:
+            records.append(_record(line))
+        except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
+            raise _damaged(path, number) from error
+    return list({record.key: record for record in records}.values())
 
 
 def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, RequestRecord]:
@@ -98,23 +117,28 @@ def _record(line: dict[str, Any]) -> RequestRecord:
     strategy, repeat, prompt = line.pop("strategy"), line.pop("repeat"), line.pop("prompt")
     totals = line.pop("totals")
     totals = None if totals is None else RunTotals.from_json(totals)
-    return RequestRecord(strategy, repeat, RequestResult.from_json(line), totals, prompt)
+    cpu, disturbed = line.pop("cpu", None), line.pop("disturbed", "")
+    result = RequestResult.from_json(line)
+    times = None if cpu is None else CpuTimes(**cpu)
+    return RequestRecord(strategy, repeat, result, totals, prompt, times, disturbed)
 
 
-def _complete_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The complete lines' values, and the number of bytes up to the end of the last one."""
+def _damaged(path: str | Path, number: int) -> UserError:
+    return UserError(f"{str(path)!r} line {number} is damaged; move the file away to start anew")
+
+
+def _complete_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+    """The complete lines' numbers and values, and the bytes up to the end of the last one."""
     if not path.exists():
         return [], 0
     *lines, _ = path.read_bytes().split(b"\n")  # without a newline the last line is incomplete
-    values, length = [], 0
+    values, length = list[tuple[int, dict[str, Any]]](), 0
     for number, line in enumerate(lines, start=1):
         try:
-            values += [parse_json(line)] if line.strip() else []
+            values += [(number, parse_json(line))] if line.strip() else []
         except ValueError as error:
             if number == len(lines):
                 break
-            raise UserError(
-                f"{str(path)!r} line {number} is damaged; move the file away to start anew"
-            ) from error
+            raise _damaged(path, number) from error
         length += len(line) + 1
     return values, length

@@ -174,6 +174,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         if row.get("paced_counts") is False
     ]
     notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
+    notes += _disturbed_note(rows)
     few = [
         row
         for row in rows
@@ -188,6 +189,14 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
             f" {', '.join(texts)}."
         )
+    medians = [r for r in rows if r.get("speedup_prompt_median_interval") and r["strategy"] != "ar"]
+    if medians:
+        text = "{} {:.2f}x ({:.2f}-{:.2f}x)"
+        figures = ("speedup_prompt_median", "speedup_prompt_median_interval")
+        texts = [text.format(r["strategy"], r[figures[0]], *r[figures[1]]) for r in medians]
+        notes.append(
+            f"Medians over prompts of their own `vs ar`, with 95 % intervals: {', '.join(texts)}."
+        )
     shares = [row["loop_share"] for row in rows if row.get("loop_share") is not None]
     if shares and max(shares) >= 0.2:
         notes.append(
@@ -195,6 +204,22 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             " flatter every speculative method: compare under sampling=t06 or no_repeat4 too."
         )
     return notes
+
+
+def _disturbed_note(rows: Sequence[Row]) -> list[str]:
+    """One line that names the rows with disturbed measurements; none without such rows."""
+    found = [row for row in rows if row.get("disturbed")]
+    if not found:
+        return []
+    counts = [
+        f"{row['strategy']} {row['disturbed']} of {row['num_prompts'] * row.get('repeats', 1)}"
+        for row in found
+    ]
+    return [
+        f"DISTURBED measurements, also when repeated: {', '.join(counts)}"
+        f" ({found[0]['disturbed_because']}). The times may be wrong: end other work on this"
+        " machine and measure again."
+    ]
 
 
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +21,10 @@ from specdec.data import (
 from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
 from specdec.files import write_json
-from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
+from specdec.metrics import RequestResult, comparison_row, summarise
 from specdec.pairs import ModelPair, build_pair, check_recordable, record_run, write_record
 from specdec.report import (
     RequestWriter,
-    finished,
     print_table,
     provenance,
     write_comparison,
@@ -38,6 +38,7 @@ from specdec.runs.conditions import (
     note_unused_options,
 )
 from specdec.runs.hf_generate import HFBaseline
+from specdec.runs.measurements import Measurements, meter_of
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
@@ -79,13 +80,13 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     (runner,), pair = decoding.runners, decoding.pair
     if runner.trace is not None:
         _write_trace(runner, pair, output_dir)
-    (run,) = decoding.merged()[runner.name]
+    (run,) = decoding.measured.merged()[runner.name]
     summary = {
         "strategy": runner.name,
         "claims": str(runner.claims),
         **summarise(run.results, run.totals),
     }
-    summary |= further_figures(cfg, pair)
+    summary |= further_figures(cfg, pair) | decoding.measured.figures(runner.name)
     conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
     write_run(output_dir, summary, run.results, conditions)
@@ -111,10 +112,18 @@ def compare_jobs(
     """
     decoding = _Decoding(cfgs, output_dir, progress)
     decoding.decode(repeats)
-    conditions, merged = decoding.conditions(repeats), decoding.merged()
+    measured, conditions = decoding.measured, decoding.conditions(repeats)
+    merged = measured.merged()
     rows = [
-        comparison_row(r.name, merged[r.name], merged.get("ar"), claims=r.claims)
+        comparison_row(
+            r.name,
+            merged[r.name],
+            merged.get("ar"),
+            claims=r.claims,
+            disturbed=measured.disturbed_ids(r.name, "ar"),
+        )
         | further_figures(cfg, decoding.pair)
+        | measured.figures(r.name)
         for r, cfg in zip(decoding.runners, cfgs, strict=True)
     ]
     _write_provenance(cfgs[0], output_dir, strategies=list(merged))
@@ -127,8 +136,10 @@ class _Decoding:
     """The prompts of the first configuration, decoded with every strategy.
 
     Attributes:
-        runs: strategy -> repeat -> finished requests with their totals.
+        measured: the finished prompts.
     """
+
+    measured: Measurements
 
     def __init__(self, cfgs: Sequence[dict[str, Any]], folder: Path, progress: Progress) -> None:
         self._cfgs, self._folder, self._progress = cfgs, folder, progress
@@ -138,7 +149,6 @@ class _Decoding:
         progress.phase("loading models", None)
         self.pair, self._prompts, self._cut = prepare(self._base)
         self.runners: list[Runner] = []
-        self.runs: dict[str, list[list[tuple[RequestResult, RunTotals]]]] = {}
         note_replay(self.pair, progress.note)
         note_unused_options(cfgs, self.pair, progress.note)
 
@@ -149,7 +159,6 @@ class _Decoding:
             with rank_logs_in(self._folder / LOGS_FOLDER):
                 for cfg in self._cfgs:
                     self.runners.append(build_runner(cfg, self.pair, stop_rules(cfg, self.pair)))
-                    self.runs[self.runners[-1].name] = []
             if base.get("record"):
                 check_recordable(self.pair, self.runners[0].name, self.runners[0].claims)
             if base.get("clock", {}).get("kind", "measured") != "simulated":
@@ -160,12 +169,14 @@ class _Decoding:
             total = repeats * len(self._prompts) * len(self.runners)
             progress.phase("decoding", total)
             with RequestWriter(self._folder / "requests.jsonl") as writer:
+                self.measured = self._measurements(writer)
                 for repeat in range(repeats):
-                    self._repeat(repeat, writer)
+                    self._repeat(repeat, self.measured)
+                self.measured.mark()
         finally:
             for runner in self.runners:
                 runner.close()
-        results = {name: [result for result, _ in runs[0]] for name, runs in self.runs.items()}
+        results = self.measured.results()
         if base.get("record"):
             self._write_record(results[self.runners[0].name])
         write_token_ends(self._folder, results, self.pair.tokenizer)
@@ -174,33 +185,35 @@ class _Decoding:
         """The conditions that all rows share."""
         return conditions_of(self._base, self.pair, len(self._prompts), self._cut, repeats)
 
-    def merged(self) -> dict[str, list[Run]]:
-        """Strategy -> repeat -> its requests and totals."""
-        return {n: [Run.of(counted) for counted in runs] for n, runs in self.runs.items()}
+    @property
+    def _at_once(self) -> bool:
+        """Whether no prompt is waited for."""
+        return bool((self._base.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE)
 
-    def _repeat(self, repeat: int, writer: RequestWriter) -> None:
-        runners, left = self.runners, {}
+    def _measurements(self, writer: RequestWriter) -> Measurements:
+        on_gpu = not str(getattr(self.pair, "device", "cpu")).startswith("cpu")
+        return Measurements(
+            writer,
+            new_meter=partial(meter_of, waits=on_gpu or not self._at_once),
+            on_finish=lambda name: self._progress.advance(detail=name),
+        )
+
+    def _repeat(self, repeat: int, measured: Measurements) -> None:
+        runners = self.runners
         for runner in runners:
-            done = finished(writer.path, runner.name, repeat)
-            counted = [(r.result, r.totals) for r in done.values() if r.totals is not None]
-            self.runs[runner.name].append(counted)
-            left[runner.name] = {prompt.id for prompt in self._prompts if prompt.id not in done}
-            self._progress.advance(len(counted))
+            self._progress.advance(measured.resume(runner.name))
         # Prompts run together if they share batches or arrive over time.
-        at_once = (self._base.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE
-        each = self._base["batch_size"] == 1 and at_once
-        for turn, together in enumerate([[p] for p in self._prompts] if each else [self._prompts]):
+        alone = self._base["batch_size"] == 1 and self._at_once
+        groups = [[prompt] for prompt in self._prompts] if alone else [self._prompts]
+        for turn, together in enumerate(groups):
             shift = (turn + repeat) % len(runners)  # rows take turns in running on a cold cache
             for runner in [*runners[shift:], *runners[:shift]]:
-                group = [prompt for prompt in together if prompt.id in left[runner.name]]
-
-                def book(result: RequestResult, total: RunTotals, name: str = runner.name) -> None:
-                    writer.write(name, result, repeat=repeat, totals=total)
-                    self.runs[name][-1].append((result, total))
-                    self._progress.advance(detail=name)
-
+                done = measured.records[runner.name][repeat]
+                group = [prompt for prompt in together if prompt.id not in done]
                 if group:
-                    runner.run(group, lambda _: None, book)
+                    measured.measure(runner, repeat, group)
+        if alone:
+            measured.measure_again(runners, self._prompts)
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
         """``record=true``: a draft pass per prompt of the first row, excluded from all metrics."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.data.files import read_json_object
 from specdec.errors import UserError
 from specdec.files import plain, write_bytes, write_json
 from specdec.train.model import LanguageModel, ModelShape, grow, load_weights, weights_of
@@ -259,7 +259,7 @@ def keep_settings(path: Path, settings: Mapping[str, Any], products: Iterable[Pa
     remedy = f"give another work_dir, or delete {path.parent} to start over"
     if not path.exists():
         raise UserError(f"{path.parent} holds work without a record of its settings: {remedy}")
-    recorded = json.loads(path.read_text())
+    recorded = read_json_object(path)
     changed = [
         f"{key} was {recorded.get(key)}, is {current.get(key)}"
         for key in {**recorded, **current}

@@ -9,7 +9,6 @@ Shape letters: B sequences, S positions, E hidden, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
+from specdec.data.files import read_json_object
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
 from specdec.parts.fields import Count, Positive
@@ -65,6 +65,7 @@ _CONFIG_KEYS = {
     "max_positions": "max_position_embeddings",
 }
 """transformers' names of ModelShape's fields."""
+_REQUIRED_SIZES = ("num_layers", "hidden", "feed_forward", "num_heads", "num_kv_heads")
 _FORMAT = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -219,11 +220,17 @@ def read_shape(folder: Path) -> ModelShape:
     """Sizes of the model that a folder's config.json describes.
 
     Raises:
-        UserError: the model is of another family, or has untied embeddings, biases, another norm,
-            scaled rotary frequencies or an end token other than 0.
+        UserError: the file is damaged, or the model is of another family, or has untied embeddings,
+            biases, another norm, scaled rotary frequencies or an end token other than 0.
     """
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    path = folder / "config.json"
+    config = read_json_object(path)
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        stated = config.get(key) or {}
+        if not isinstance(stated, dict):
+            raise UserError(f"{path} has {key}={stated!r}, which is no object: copy it again")
+        rope |= stated
     required = {"model_type": "llama", **_FORMAT, "rope_type": "default"}
     defaults = {"tie_word_embeddings": False, "eos_token_id": 2}  # of transformers
     actual = required | defaults | config | {"rope_type": rope.get("rope_type", "default")}
@@ -235,8 +242,14 @@ def read_shape(folder: Path) -> ModelShape:
             " `specdec train target` writes it"
         )
     sizes = {name: config[key] for name, key in _CONFIG_KEYS.items() if config.get(key)}
-    sizes.setdefault("head_dim", sizes["hidden"] // sizes["num_heads"])
+    wrong = [f"{_CONFIG_KEYS[n]}={v!r}" for n, v in sizes.items() if type(v) is not int or v < 1]
+    wrong += [f"no {_CONFIG_KEYS[name]}" for name in _REQUIRED_SIZES if name not in sizes]
     rope_theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    if not (type(rope_theta) in (int, float) and 0 < rope_theta < float("inf")):
+        wrong.append(f"rope_theta={rope_theta!r}")
+    if wrong:
+        raise UserError(f"{path} lacks usable sizes ({', '.join(wrong)}): copy it again")
+    sizes.setdefault("head_dim", sizes["hidden"] // sizes["num_heads"])
     return ModelShape(**sizes, rope_theta=rope_theta)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from specdec.train import cli, recipes, session
 from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
 from specdec.train.exits import ExitHeads, HeadSpec, SelfDistillation
-from specdec.train.lm import Loss, Pretraining, held_out_loss
+from specdec.train.lm import Loss, Pretraining, held_out_loss, keep_settings
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import RunPlan
 from specdec.train.samples import Sampling, generate, sample_documents
@@ -189,6 +190,34 @@ class TestRefusals:
         (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
         with pytest.raises(UserError, match=f"{'rope_type' if 'rope' in key else key}="):
             load_hf(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("content", "named"),
+        [
+            ("[1]", "not a JSON object"),
+            ("[" * 100_000, "nested too deeply"),
+            ({"hidden_size": "many"}, "hidden_size='many'"),
+            ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5"),
+            ({"intermediate_size": None}, "no intermediate_size"),
+            ({"rope_parameters": [1]}, "rope_parameters=[1]"),
+            ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x'"),
+        ],
+        ids=["list", "deep", "text", "fraction", "missing", "rope", "theta"],
+    )
+    def test_damaged_configs(self, content: object, named: str, tmp_path: Path) -> None:
+        save_hf(toy(), tmp_path)
+        path = tmp_path / "config.json"
+        if isinstance(content, dict):
+            content = json.dumps(json.loads(path.read_text()) | content)
+        path.write_text(str(content))
+        with pytest.raises(UserError, match=re.escape(named)):
+            load_hf(tmp_path)
+
+    def test_a_damaged_record_of_settings(self, tmp_path: Path) -> None:
+        (tmp_path / "work").touch()
+        (tmp_path / "settings.json").write_text("[" * 100_000)
+        with pytest.raises(UserError, match="nested too deeply"):
+            keep_settings(tmp_path / "settings.json", {"a": 1}, [tmp_path / "work"])
 
 
 class TestNumbers:

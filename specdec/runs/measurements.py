@@ -1,0 +1,192 @@
+"""The finished prompts of a run or comparison; disturbed ones are measured again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specdec.clocks import ClockKind
+from specdec.metrics import RequestResult, Run, RunTotals
+from specdec.metrics.contention import disturbed_figures, slow_repeats
+from specdec.report.requests import RequestRecord, RequestWriter, finished
+from specdec.runs.cpu_times import CpuMeter
+from specdec.runs.runners import Runner, TokenPrompt
+
+MAX_ATTEMPTS = 3
+"""Times that a prompt is measured at most, per strategy and repeat."""
+
+_AGAIN_SHARE = 0.25  # of a repeat's measurements
+_AGAIN_TOGETHER = 4  # a machine on which none of so many is better stays busy
+
+Key = tuple[str, int, int]
+"""(strategy, repeat, prompt id)"""
+
+
+class Measurements:
+    """Measures prompts, writes them to ``requests.jsonl``, and keeps the best attempt at each.
+
+    Attributes:
+        records: strategy -> repeat -> prompt id -> its finished request.
+    """
+
+    def __init__(
+        self,
+        writer: RequestWriter,
+        *,
+        new_meter: Callable[[Runner], CpuMeter | None],
+        on_finish: Callable[[str], None],
+    ) -> None:
+        """Starts without measurements.
+
+        Args:
+            writer: of ``requests.jsonl``, whose finished prompts are not measured.
+            new_meter: makes the meter of a runner, as ``meter_of`` does.
+            on_finish: called with the strategy when a prompt has its first measurement.
+        """
+        self.records: dict[str, list[dict[int, RequestRecord]]] = {}
+        self._writer = writer
+        self._new_meter = new_meter
+        self._on_finish = on_finish
+        self._attempts: dict[Key, int] = {}
+
+    def resume(self, strategy: str) -> int:
+        """Begins a strategy's next repeat with what an earlier process has finished of it.
+
+        Returns:
+            The number of its finished prompts.
+        """
+        repeats = self.records.setdefault(strategy, [])
+        repeats.append(finished(self._writer.path, strategy, len(repeats)))
+        return len(repeats[-1])
+
+    def measure(self, runner: Runner, repeat: int, prompts: Sequence[TokenPrompt]) -> None:
+        """Decodes prompts with a strategy; each is written when it is finished."""
+        meter = self._new_meter(runner)
+
+        def book(result: RequestResult, totals: RunTotals) -> None:
+            cpu = None if meter is None else meter.stop()
+            reason = "" if cpu is None else cpu.disturbance
+            record = RequestRecord(runner.name, repeat, result, totals, cpu=cpu, disturbed=reason)
+            self._keep(record)
+            if meter is not None:
+                meter.start()
+
+        if meter is not None:
+            meter.start()
+        runner.run(prompts, lambda _: None, book)
+
+    def measure_again(self, runners: Sequence[Runner], prompts: Sequence[TokenPrompt]) -> None:
+        """Measures disturbed prompts again, within bounds, and marks those that stay disturbed.
+
+        Bounds: ``MAX_ATTEMPTS`` per prompt; per call, a quarter of a repeat's measurements, and no
+        more when several in succession were disturbed again. Runs that are traced are not repeated.
+        """
+        named = {runner.name: runner for runner in runners if runner.trace is None}
+        by_id = {prompt.id: prompt for prompt in prompts}
+        left = max(_AGAIN_TOGETHER, int(_AGAIN_SHARE * len(runners) * len(prompts)))
+        while left > 0:
+            tries = [
+                key
+                for key in self.disturbed()
+                if self._attempts.get(key, 1) < MAX_ATTEMPTS and key[0] in named and key[2] in by_id
+            ][: min(left, _AGAIN_TOGETHER)]
+            for name, repeat, prompt in tries:
+                self.measure(named[name], repeat, [by_id[prompt]])
+            if self.disturbed().keys() >= {*tries}:
+                break
+            left -= len(tries)
+
+    def mark(self) -> None:
+        """Writes again the lines whose mark is no longer right: slow against other repeats."""
+        reasons = self.disturbed()
+        for record in self._all():
+            reason = reasons.get(record.key, "")
+            if record.disturbed != reason:
+                self._write(replace(record, disturbed=reason))
+
+    def disturbed(self) -> dict[Key, str]:
+        """The disturbed measurements, and why."""
+        reasons = {r.key: r.cpu.disturbance for r in self._all() if r.cpu is not None}
+        walls: dict[tuple[str, int], dict[int, float]] = {}
+        for record in self._all():
+            if record.cpu is not None:
+                walls.setdefault((record.strategy, record.result.id), {})[record.repeat] = (
+                    record.cpu.wall_s
+                )
+        for (strategy, prompt), seconds in walls.items():
+            for repeat, reason in slow_repeats(seconds).items():
+                reasons[strategy, repeat, prompt] = reasons[strategy, repeat, prompt] or reason
+        return {key: reason for key, reason in reasons.items() if reason}
+
+    def disturbed_ids(self, *strategies: str) -> list[set[int]]:
+        """Per repeat the prompts that were disturbed in one of these strategies."""
+        keys = [key for key in self.disturbed() if key[0] in strategies]
+        repeats = len(self.records[strategies[0]])
+        return [{prompt for _, at, prompt in keys if at == repeat} for repeat in range(repeats)]
+
+    def figures(self, strategy: str) -> dict[str, Any]:
+        """See ``disturbed_figures``; empty where disturbance is not measured."""
+        records = [r for repeat in self.records[strategy] for r in repeat.values()]
+        if any(record.cpu is None for record in records):
+            return {}
+        found = self.disturbed()
+        return disturbed_figures(found.get(record.key, "") for record in records)
+
+    def merged(self) -> dict[str, list[Run]]:
+        """Strategy -> repeat -> its requests and totals."""
+        return {
+            name: [
+                Run.of((r.result, r.totals) for r in repeat.values() if r.totals is not None)
+                for repeat in repeats
+            ]
+            for name, repeats in self.records.items()
+        }
+
+    def results(self) -> Mapping[str, list[RequestResult]]:
+        """Strategy -> finished requests of its first repeat."""
+        return {n: [r.result for r in repeats[0].values()] for n, repeats in self.records.items()}
+
+    def _keep(self, record: RequestRecord) -> None:
+        """Keeps a measurement unless an earlier attempt at the prompt was better."""
+        self._attempts[record.key] = self._attempts.get(record.key, 0) + 1
+        earlier = self.records[record.strategy][record.repeat].get(record.result.id)
+        if earlier is None:
+            self._write(record)
+            self._on_finish(record.strategy)
+        elif not record.disturbed or _wall_s(record) < _wall_s(earlier):
+            self._write(record)
+
+    def _write(self, record: RequestRecord) -> None:
+        self.records[record.strategy][record.repeat][record.result.id] = record
+        self._writer.write(
+            record.strategy,
+            record.result,
+            repeat=record.repeat,
+            totals=record.totals,
+            cpu=record.cpu,
+            disturbed=record.disturbed,
+        )
+
+    def _all(self) -> list[RequestRecord]:
+        repeats = [repeat for repeats in self.records.values() for repeat in repeats]
+        return [record for repeat in repeats for record in repeat.values()]
+
+
+def meter_of(runner: Runner, *, waits: bool) -> CpuMeter | None:
+    """Measures the CPU times of a runner's processes; None on a clock that is not measured.
+
+    Args:
+        runner: its ranks on this machine are measured too.
+        waits: see ``CpuTimes``; ranks that another launcher has started are waited for too.
+    """
+    if runner.parts is None:
+        return CpuMeter(waits=waits)
+    if runner.parts.clock.kind is not ClockKind.MEASURED:
+        return None
+    pids = getattr(runner.parts.executor, "pids", ())
+    return CpuMeter(ranks=pids or (), waits=waits or pids is None)
+
+
+def _wall_s(record: RequestRecord) -> float:
+    return 0.0 if record.cpu is None else record.cpu.wall_s
