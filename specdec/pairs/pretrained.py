@@ -29,6 +29,8 @@ from specdec.parts.fields import Count, Text, validated
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
 
+_UNTRAINED = Path("untrained")  # value of ``eagle_head``
+
 
 class PretrainedPair(HuggingFacePair):
     """Models from local folders, from the hub, or from the bundled family.
@@ -61,6 +63,7 @@ class PretrainedPair(HuggingFacePair):
         exit_layer: Count | None = None,
         exit_head: ExitHeadName = "transformer",
         exit_heads: Text | None = None,
+        eagle_head: Text | None = None,
     ) -> None:
         """Checks paths and vocabularies; loads nothing yet.
 
@@ -71,6 +74,7 @@ class PretrainedPair(HuggingFacePair):
             dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
                 exit_head: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
+            eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
 
         Raises:
             UserError: a path without a usable model, or vocabularies that differ.
@@ -93,6 +97,7 @@ class PretrainedPair(HuggingFacePair):
                     f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
                     " or use untrained heads with model.exit_heads=null"
                 )
+        self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
         self.info = inspect_model(family_path(target))
         paths = {"draft": draft, "middle": middle}
         self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
@@ -176,6 +181,19 @@ class PretrainedPair(HuggingFacePair):
             return super().weight_bytes
         infos = {"target": self.info, **self._infos}
         return {name: weight_bytes(info, self.dtype) for name, info in infos.items()}
+
+    def eagle_folder(self) -> Path | None:
+        """Folder of the EAGLE head; None: an untrained one.
+
+        Raises:
+            UserError: none is configured.
+        """
+        if self._eagle is None:
+            raise UserError(
+                "this strategy drafts with an EAGLE head; give model.eagle_head=FOLDER (config.json"
+                " and model.safetensors, trained for model.target), or choose another source"
+            )
+        return None if self._eagle == _UNTRAINED else self._eagle
 
     def token_samples(self) -> IntArray:
         """The samples of ``model.ngram``, read once per process.
