@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
+_VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
 _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
 
 
@@ -77,7 +78,7 @@ class EagleSource:
         *,
         pair: SourcePair,
         meter: Meter,
-        version: Literal[1, 3] = 3,
+        untrained: Literal["eagle", "eagle3"] = "eagle3",
         early: bool = False,
         sample: bool = False,
         prefill_chunk: Count = 512,
@@ -87,7 +88,8 @@ class EagleSource:
         Args:
             pair: the model pair, with the head of ``model.eagle_head`` or an untrained one.
             meter: counts the passes as "eagle".
-            version: of an untrained head; a head from disk has its own. Default: 3.
+            untrained: kind of an untrained head, EAGLE-1 or 3; a head from disk has its own.
+                Default: "eagle3".
             early: read hidden states as soon as their layer has computed them, instead of with the
                 answers. Default: false.
             sample: sample candidates and return their distribution, for rejection verifiers.
@@ -96,7 +98,7 @@ class EagleSource:
         Raises:
             UserError: the pair has no hidden states, or no head that fits its target.
         """
-        self._runner = pair.artefact(EagleRunner, version=version, meter=meter)
+        self._runner = pair.artefact(EagleRunner, version=_VERSIONS[untrained], meter=meter)
         names = self._runner.head.config.names
         self._names = names
         self.needs = Needs(
