@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,6 +86,21 @@ class HeadFiles:
         with _opened(path) as file:
             tensor: Tensor = file.get_tensor(stored)
         return tensor
+
+    @property
+    def num_weights(self) -> int:
+        """Number of stored weights; the map of the draft vocabulary is not one."""
+        return sum(prod(shape) for name, shape in self.shapes.items() if name != "d2t")
+
+    def num_shared(self, vocab_size: int) -> int:
+        """Number of the target's weights that the head uses: embedding and output matrices.
+
+        Args:
+            vocab_size: V, of the target.
+        """
+        names = ("embed_tokens.weight", "lm_head.weight")
+        missing = sum(name not in self.shapes for name in names)
+        return missing * vocab_size * self.shapes["fc.weight"][0]
 
     def head_config(self, target: Any) -> EagleConfig:
         """Sizes and variants of the head for a target.

@@ -12,8 +12,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
+from specdec.models.eagle_loading import HeadFiles
 from specdec.models.inspection import ModelInfo, inspect_model
-from specdec.models.loading import end_tokens, load_model, load_stage, load_tokenizer, weight_bytes
+from specdec.models.loading import (
+    end_tokens,
+    load_model,
+    load_stage,
+    load_tokenizer,
+    torch_dtype,
+    weight_bytes,
+)
 from specdec.models.quantize import Quantization, quantize
 from specdec.pairs.huggingface import (
     AttentionName,
@@ -180,7 +188,24 @@ class PretrainedPair(HuggingFacePair):
         if self._quantization != Quantization.NONE:
             return super().weight_bytes
         infos = {"target": self.info, **self._infos}
-        return {name: weight_bytes(info, self.dtype) for name, info in infos.items()}
+        sizes = {name: weight_bytes(info, self.dtype) for name, info in infos.items()}
+        if (head := self._eagle_files) is not None:
+            num = head.num_weights + head.num_shared(self.info.vocab_size)
+            sizes["eagle"] = num * torch_dtype(self.dtype).itemsize
+        return sizes
+
+    @property
+    def shared_bytes(self) -> Mapping[str, int]:
+        """Name of a model -> bytes of it that are the target's own matrices."""
+        if (head := self._eagle_files) is None:
+            return {}
+        shared = head.num_shared(self.info.vocab_size)
+        return {"eagle": shared * torch_dtype(self.dtype).itemsize}
+
+    @cached_property
+    def _eagle_files(self) -> HeadFiles | None:
+        """The head's files; None without a head from disk."""
+        return None if self._eagle in (None, _UNTRAINED) else HeadFiles(self._eagle)
 
     def eagle_folder(self) -> Path | None:
         """Folder of the EAGLE head; None: an untrained one.
