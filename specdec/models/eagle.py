@@ -1,0 +1,341 @@
+"""Heads that draft from the target's hidden states: EAGLE-1, EAGLE-3 and EAGLE-3.1.
+
+A head is a small decoder over states. Its row for the token at position p reads that token's
+embedding and a *state* of position p - 1, and predicts the token at p + 1. Below known tokens the
+state is the head's own output of the row before.
+
+EAGLE (arXiv 2401.15077, section 3.2; EAGLE-2 uses the same weights): the state is the target's last
+hidden state after its final norm; ``fc`` reads [embedding; state], and one Llama layer without
+its first norm follows; logits by the target's output matrix.
+
+EAGLE-3 (arXiv 2503.01840, section 3.1): the state is ``fc`` of three residual streams of the
+target; the first layer's queries, keys and values read [norm(embedding); norm(state)]; logits over
+a draft vocabulary by a norm and a matrix of its own. EAGLE-3.1 (arXiv 2605.09992) adds a norm of
+each stream (``fc_norm``) and feeds the output back after the head's norm (``norm_output``).
+
+Shape letters: B sequences, T tokens, E hidden size of the head, S size of a feature (streams of the
+target, concatenated), V vocabulary, U draft vocabulary, H query heads, G key/value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from specdec.types import HiddenName
+
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, query [B, H, T, D], key [B, G, T, D], value [B, G, T, D]) -> [B, T, H, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """Sizes and variants of a head.
+
+    Attributes:
+        version: 1 (also EAGLE-2 and HASS) or 3.
+        layers: target layers, from 0, whose outputs the head reads, in the order of its ``fc``; for
+            version 1 the target's last layer, read after the final norm.
+        hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim: of the head's layers.
+        target_hidden_size: of the target.
+        vocab_size: V, of the target.
+        draft_vocab_size: U; below V, the head has a map of its tokens.
+        num_layers: of the head; further ones are plain Llama layers. Default: 1.
+        eps: of the norms. Default: 1e-6.
+        rope: transformers' ``rope_parameters``. Default: theta 10000.
+        max_positions: longest sequence. Default: 2048.
+        activation: of the MLP, by transformers' name. Default: "silu".
+        fc_bias, attention_bias, mlp_bias: whether the linear layers have biases. Default: False.
+        norm_before_residual: the first layer's residual is the normed state. Default: False.
+        norm_before_fc: one norm over the concatenated streams. Default: False.
+        fc_norm: a norm per stream before they are concatenated (EAGLE-3.1). Default: False.
+        norm_output: the output after the head's norm is fed back (EAGLE-3.1). Default: False.
+        own_embedding: the head has an embedding matrix; False: the target's. Default: False.
+        own_output: the head has an output matrix; False: the target's. Default: version 3 has.
+    """
+
+    version: Literal[1, 3]
+    layers: tuple[int, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_layers: int = 1
+    eps: float = 1e-6
+    rope: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
+    max_positions: int = 2048
+    activation: str = "silu"
+    fc_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+    own_output: bool = True
+
+    @property
+    def names(self) -> tuple[HiddenName, ...]:
+        """The target's hidden states that the head reads, in the order of its ``fc``."""
+        return tuple(HiddenName(layer, normed=self.version == 1) for layer in self.layers)
+
+    @property
+    def feature_size(self) -> int:
+        """S, size of the concatenated hidden states."""
+        return len(self.layers) * self.target_hidden_size
+
+    def llama(self) -> LlamaConfig:
+        """The head's layers as transformers describes them."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_positions,
+            rms_norm_eps=self.eps,
+            rope_parameters=dict(self.rope),
+            hidden_act=self.activation,
+            attention_bias=self.attention_bias,
+            mlp_bias=self.mlp_bias,
+        )
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """Target layers whose outputs EAGLE-3 reads if its config names none.
+
+    They are the streams that enter layers 2, L // 2 and L - 3, as in the authors' code; in targets
+    of few layers the nearest ones, which may repeat.
+
+    Args:
+        num_layers: L, of the target.
+    """
+    low, middle, high = (
+        min(max(entering - 1, 0), num_layers - 1)
+        for entering in (2, num_layers // 2, num_layers - 3)
+    )
+    return low, middle, high
+
+
+def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
+    """Attention over the sequence itself; see ``Attend``."""
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+class EagleHead(nn.Module):
+    """The modules of a head; parameters are named as in ``layers.0.*`` checkpoints.
+
+    Attributes:
+        config: sizes and variants.
+        target_ids: int64[U], the target's id of each draft token; None: they are equal. A buffer.
+    """
+
+    target_ids: Tensor | None
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        *,
+        embedding: Tensor | None = None,
+        output: nn.Module | None = None,
+    ) -> None:
+        """Creates the head, with weights as torch initialises them.
+
+        Args:
+            config: sizes and variants.
+            embedding: [V, E], the target's embedding matrix; used unless ``own_embedding``.
+            output: [.., E] -> [.., V], the target's output head; used unless ``own_output``.
+
+        Raises:
+            ValueError: a matrix of the target is needed and missing.
+        """
+        super().__init__()
+        self.config = config
+        size, llama = config.hidden_size, config.llama()
+        if not config.own_embedding and embedding is None:
+            raise ValueError("a head without embeddings needs the target's")
+        if not config.own_output and output is None:
+            raise ValueError("a head without an output matrix needs the target's")
+        # In tuples: the target's modules are no modules of the head, and are not stored with it.
+        self._target_embedding, self._target_output = (embedding,), (output,)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        if config.version == 1:
+            self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        else:
+            self.fc = nn.Linear(config.feature_size, size, bias=config.fc_bias)
+            self.norm = nn.RMSNorm(size, eps=config.eps)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(config.feature_size, eps=config.eps)
+        if config.fc_norm:
+            norms = (nn.RMSNorm(config.target_hidden_size, eps=config.eps) for _ in config.layers)
+            self.fc_norm = nn.ModuleList(norms)
+        self.layers = nn.ModuleList(_Layer(config, llama, i) for i in range(config.num_layers))
+        if config.own_output:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(llama)
+        self.register_buffer("target_ids", None)
+
+    @property
+    def shared_output_bytes(self) -> int:
+        """Bytes of the target's output head, if the head uses it."""
+        (output,) = self._target_output
+        if self.config.own_output or output is None:
+            return 0
+        return sum(p.nbytes for p in output.parameters())
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[.., E]: embeddings of int64[..] tokens of the target."""
+        if self.config.own_embedding:
+            embedded: Tensor = self.embed_tokens(tokens)
+            return embedded
+        (matrix,) = self._target_embedding
+        assert matrix is not None
+        return F.embedding(tokens, matrix)
+
+    def states(self, features: Tensor) -> Tensor:
+        """[.., E]: the states that the target's features [.., S] give.
+
+        Args:
+            features: hidden states ``config.names``, concatenated in their order.
+        """
+        config = self.config
+        if config.version == 1:
+            return features
+        if config.fc_norm:
+            streams = features.split(config.target_hidden_size, -1)
+            parts = [norm(stream) for norm, stream in zip(self.fc_norm, streams, strict=True)]
+            features = torch.cat(parts, -1)
+        if config.norm_before_fc:
+            features = self.input_norm(features)
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def forward(
+        self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend = causal
+    ) -> Tensor:
+        """[B, T, E]: outputs of the last layer.
+
+        Args:
+            tokens: int64[B, T].
+            states: [B, T, E], of the position before each token: results of ``states`` or of
+                ``fed_back``.
+            positions: int64[B or 1, T].
+            attend: attention of a layer. Default: causal over the sequence.
+        """
+        embedded = self.embed(tokens)
+        rotation = self.rotary(embedded, positions)
+        hidden = states
+        if self.config.version == 1:
+            hidden = self.fc(torch.cat([embedded, states], -1))
+        for layer in self.layers:
+            hidden = layer(hidden, embedded, rotation, attend)
+        return hidden
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[.., U]: logits over the draft vocabulary of outputs [.., E]."""
+        if self.config.version == 3:
+            outputs = self.norm(outputs)
+        if self.config.own_output:
+            own: Tensor = self.lm_head(outputs)
+            return own
+        (output,) = self._target_output
+        assert output is not None
+        logits: Tensor = output(outputs)
+        return logits
+
+    def fed_back(self, outputs: Tensor) -> Tensor:
+        """[.., E]: outputs [.., E] as the states of the next tokens."""
+        return self.norm(outputs) if self.config.norm_output else outputs
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """[.., V]: draft logits [.., U] by the target's ids; -inf for tokens without one."""
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        full[..., self.target_ids] = logits
+        return full
+
+
+class _Layer(nn.Module):
+    """A Llama layer; the first one has other inputs, see the module.
+
+    The first layer of version 1 has no ``input_layernorm``; that of version 3 also has
+    ``hidden_norm``, for the state.
+    """
+
+    def __init__(self, config: EagleConfig, llama: LlamaConfig, index: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.first = index == 0 and config.version == 3
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = _Attention(config, index, width=2 * size if self.first else size)
+        self.mlp = LlamaMLP(llama)
+        plain = index > 0 or self.first
+        self.input_layernorm: nn.Module = (
+            nn.RMSNorm(size, eps=config.eps) if plain else nn.Identity()
+        )
+        if self.first:
+            self.hidden_norm = nn.RMSNorm(size, eps=config.eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.eps)
+
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """[B, T, E]; ``hidden`` [B, T, E] is the state where this is the first layer."""
+        residual = hidden
+        if self.first:
+            normed = self.hidden_norm(hidden)
+            if self.norm_before_residual:
+                residual = normed
+            inputs = torch.cat([self.input_layernorm(embedded), normed], -1)
+        else:
+            inputs = self.input_layernorm(hidden)
+        hidden = residual + self.self_attn(inputs, rotation, attend)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class _Attention(nn.Module):
+    """Llama's projections and rotation around ``attend``."""
+
+    def __init__(self, config: EagleConfig, index: int, *, width: int) -> None:
+        super().__init__()
+        self.index, self.head_dim = index, config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
+
+    def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[B, T, E] of inputs [B, T, width]."""
+        query, key, value = (
+            projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotation)
+        out: Tensor = self.o_proj(attend(self.index, query, key, value).flatten(2))
+        return out

@@ -1,0 +1,383 @@
+"""Reads and writes folders of EAGLE heads: config.json and safetensors, in both known layouts.
+
+The authors' layout names the first layer of EAGLE-3 ``midlayer.*`` and has a flat Llama config; the
+layout of ``speculators`` names it ``layers.0.*`` and nests that config. Layer ids in configs count
+the streams that *enter* layers (transformers' ``hidden_states[id]``), so id i is the output of
+layer i - 1.
+
+Shape letters: E hidden size, S feature size, V vocabulary, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specdec.errors import UserError
+from specdec.files import parse_json, write_bytes, write_json
+from specdec.models.eagle import EagleConfig, EagleHead, default_layers
+
+_LEGACY = {
+    "midlayer.": "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+_UNUSED = ("verifier_", "rotary_emb.", "t2d")  # of training, or derived from other tensors
+_CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; w ='
+    " torch.load('{bin}', map_location='cpu', weights_only=True); save_file({{k: v.contiguous()"
+    " for k, v in w.items()}}, '{out}')\""
+)
+
+
+class HeadFiles:
+    """A folder with a head, as it is on disk.
+
+    Attributes:
+        folder: where it is.
+        config: config.json.
+        version: 1 or 3, see ``EagleConfig``.
+        shapes: name -> shape of each tensor; names as in ``EagleHead``, and ``d2t``.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Reads config.json and the names and shapes of the tensors.
+
+        Args:
+            folder: local folder with config.json and ``*.safetensors``.
+
+        Raises:
+            UserError: no such folder, no safetensors, a damaged file, or no EAGLE head.
+        """
+        self.folder = Path(folder).expanduser()
+        if not self.folder.is_dir():
+            raise UserError(
+                f"source.head={folder} is not a folder: give the local folder of an EAGLE head,"
+                " with config.json and model.safetensors"
+            )
+        self.config = _json(self.folder / "config.json")
+        self._places: dict[str, tuple[Path, str]] = {}  # our name -> file, its name there
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in _weight_files(self.folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    own = _own_name(name)
+                    if own.startswith(_UNUSED):
+                        continue
+                    self._places[own] = (path, name)
+                    self.shapes[own] = tuple(file.get_slice(name).get_shape())
+        self.version: Literal[1, 3] = _version(self.folder, self.config, self.shapes)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by our name."""
+        path, stored = self._places[name]
+        with _opened(path) as file:
+            tensor: Tensor = file.get_tensor(stored)
+        return tensor
+
+    def head_config(self, target: Any) -> EagleConfig:
+        """Sizes and variants of the head for a target.
+
+        Args:
+            target: transformers' config of the target.
+
+        Raises:
+            UserError: if the head cannot belong to the target.
+        """
+        text, raw, shapes = target.get_text_config(), self.config, self.shapes
+        layer = raw.get("transformer_layer_config") or raw
+        llama = _llama(self.folder, layer)
+        third = self.version == 3
+        hidden, width = shapes["fc.weight"]
+        target_size = int(text.hidden_size)
+        layers: tuple[int, ...] = (int(text.num_hidden_layers) - 1,)
+        if third:
+            layers = self._layers(int(text.num_hidden_layers), width, target_size)
+        elif (hidden, width) != (target_size, 2 * target_size):
+            self._refuse_size(width // 2, target_size)
+        output = shapes.get("lm_head.weight")
+        draft_vocab = int(raw.get("draft_vocab_size") or (output or [text.vocab_size])[0])
+        if output is not None:
+            draft_vocab = output[0]
+        own_embedding = "embed_tokens.weight" in shapes
+        if not own_embedding and hidden != target_size:
+            self._refuse_size(hidden, target_size)
+        return EagleConfig(
+            version=3 if third else 1,
+            layers=layers,
+            hidden_size=hidden,
+            intermediate_size=llama.intermediate_size,
+            num_heads=llama.num_attention_heads,
+            num_kv_heads=llama.num_key_value_heads,
+            head_dim=llama.head_dim,
+            target_hidden_size=target_size,
+            vocab_size=int(text.vocab_size),
+            draft_vocab_size=draft_vocab,
+            num_layers=llama.num_hidden_layers,
+            eps=llama.rms_norm_eps,
+            rope=dict(llama.rope_parameters),
+            max_positions=max(llama.max_position_embeddings, int(text.max_position_embeddings)),
+            activation=llama.hidden_act,
+            fc_bias="fc.bias" in shapes,
+            attention_bias="layers.0.self_attn.q_proj.bias" in shapes,
+            mlp_bias="layers.0.mlp.gate_proj.bias" in shapes,
+            norm_before_residual=bool(raw.get("norm_before_residual", False)),
+            norm_before_fc="input_norm.weight" in shapes,
+            fc_norm="fc_norm.0.weight" in shapes,
+            norm_output=bool(raw.get("norm_output", False)),
+            own_embedding=own_embedding,
+            own_output=output is not None,
+        )
+
+    def _layers(self, num_layers: int, width: int, target_size: int) -> tuple[int, ...]:
+        """Target layers whose outputs ``fc`` reads; its input is ``width`` wide."""
+        nested = self.config.get("eagle_config") or {}
+        key = "eagle_aux_hidden_state_layer_ids"
+        ids = self.config.get(key) or nested.get(key)
+        layers = default_layers(num_layers) if ids is None else tuple(int(i) - 1 for i in ids)
+        if ids is not None and len(ids) > 1 and width == (len(ids) - 1) * target_size:
+            layers = layers[:-1]  # the last one is the training target, not an input
+        if width != len(layers) * target_size:
+            self._refuse_size(width // max(len(layers), 1), target_size)
+        outside = [layer + 1 for layer in layers if not 0 <= layer < num_layers]
+        if outside:
+            raise UserError(
+                f"source.head={self.folder} reads the streams that enter layers {outside}, but the"
+                f" target has layers 1 .. {num_layers}; use the head of this target"
+            )
+        return layers
+
+    def _refuse_size(self, size: int, target_size: int) -> None:
+        raise UserError(
+            f"source.head={self.folder} was trained for a target with hidden states of size {size},"
+            f" but model.target has {target_size}; use the head of this target"
+        )
+
+
+def load_head(
+    files: HeadFiles,
+    config: EagleConfig,
+    *,
+    embedding: Tensor,
+    output: nn.Module | None,
+) -> EagleHead:
+    """Loads a head in evaluation mode and without gradients.
+
+    A stored embedding matrix that equals the target's is not kept twice.
+
+    Args:
+        files: the folder.
+        config: ``files.head_config(target)``, perhaps with another reading of its variants.
+        embedding: [V, E] of the target, which defines dtype and device.
+        output: the target's output head; None if the head has one.
+
+    Raises:
+        UserError: tensors that are missing, unknown or of another shape, or a bad ``d2t``.
+    """
+    tensors = {name: files.tensor(name) for name in files.shapes if name != "d2t"}
+    tensors = {n: t.to(embedding.device, embedding.dtype) for n, t in tensors.items()}
+    stored = tensors.get("embed_tokens.weight")
+    if stored is not None and stored.shape == embedding.shape and torch.equal(stored, embedding):
+        del tensors["embed_tokens.weight"]
+        config = replace(config, own_embedding=False)
+    with init_empty_weights(include_buffers=False):
+        head = EagleHead(config, embedding=embedding, output=output)
+    _check_tensors(files.folder, dict(head.named_parameters()), tensors)
+    head.load_state_dict(tensors, strict=True, assign=True)
+    head.target_ids = _target_ids(files, config)
+    return head.requires_grad_(False).to(embedding.device).eval()
+
+
+def save_head(head: EagleHead, folder: str | Path) -> Path:
+    """Writes a head in the authors' layout, which ``HeadFiles`` reads. Returns the folder.
+
+    Args:
+        head: any head; weights that it shares with the target are not written.
+        folder: created where it does not exist.
+    """
+    folder, config = Path(folder), head.config
+    tensors = {name: p.detach().cpu() for name, p in head.named_parameters()}
+    llama = config.llama()
+    raw: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.eps,
+        "rope_parameters": dict(llama.rope_parameters),
+        "hidden_act": config.activation,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "bias": config.fc_bias,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
+    }
+    if config.version == 3:
+        tensors = {_authors_name(name): tensor for name, tensor in tensors.items()}
+        raw |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.layers]},
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            "fc_norm": config.fc_norm,
+            "norm_output": config.norm_output,
+        }
+    if head.target_ids is not None:
+        ids = head.target_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    write_bytes(folder / "model.safetensors", save({n: t.contiguous() for n, t in tensors.items()}))
+    write_json(folder / "config.json", raw)
+    return folder
+
+
+def _own_name(name: str) -> str:
+    """Our name of a stored tensor."""
+    name = name.removeprefix("model.")
+    for legacy, own in _LEGACY.items():
+        if name.startswith(legacy):
+            return own + name.removeprefix(legacy)
+    return name
+
+
+def _authors_name(name: str) -> str:
+    """The authors' name of one of our tensors of EAGLE-3."""
+    return name.replace("layers.0.", "midlayer.", 1)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("*.safetensors"))
+    if paths:
+        return paths
+    pickles = sorted(p for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
+    if not pickles:
+        raise UserError(f"source.head={folder} has no *.safetensors; give the folder of a head")
+    command = _CONVERT.format(bin=pickles[0], out=folder / "model.safetensors")
+    raise UserError(
+        f"source.head={folder} has its weights in {pickles[0].name} only, a pickle, which can run"
+        f" code and is not read; convert it where you trust it: {command}"
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}); copy or download it again") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"source.head={path.parent} has no {path.name}; give the folder of a head")
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); copy the file again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object; copy the file again")
+    return content
+
+
+def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Literal[1, 3]:
+    """Which EAGLE a folder has: by its config, else by names and shapes of its tensors."""
+    stated = config.get("speculators_model_type")
+    if stated is not None and stated not in {"eagle", "eagle3"}:
+        raise UserError(
+            f"source.head={folder} is a head of kind {stated!r} (speculators_model_type), which is"
+            " not supported; use an EAGLE-1 or EAGLE-3 head"
+        )
+    names = config.get("architectures") or []
+    fc = shapes.get("fc.weight")
+    if fc is None or "layers.0.self_attn.q_proj.weight" not in shapes:
+        raise UserError(
+            f"source.head={folder} has no EAGLE head: fc.weight and the projections of a Llama"
+            f" layer are missing (architectures: {names or 'none'}); give the folder of a head"
+        )
+    if stated == "eagle3" or any("eagle3" in str(name).lower() for name in names):
+        return 3
+    is_third = "d2t" in shapes or "layers.0.hidden_norm.weight" in shapes
+    if stated is None and (is_third or fc[1] == 3 * fc[0]):
+        return 3
+    if fc[1] != 2 * fc[0] or "layers.0.input_layernorm.weight" in shapes:
+        raise UserError(
+            f"source.head={folder} is no known EAGLE head: fc.weight has shape {tuple(fc)}; version"
+            " 1 has [E, 2 E] and no norm before its first layer, version 3 has d2t or hidden_norm"
+        )
+    return 1
+
+
+def _llama(folder: Path, layer: Mapping[str, Any]) -> LlamaConfig:
+    """The head's layers as transformers reads their config."""
+    kind = layer.get("model_type", "llama")
+    if kind != "llama":
+        raise UserError(
+            f"source.head={folder} has layers of model_type {kind!r}; only Llama layers are"
+            " supported"
+        )
+    known = {key: value for key, value in layer.items() if value is not None}
+    try:
+        return LlamaConfig(**known)
+    except Exception as error:  # transformers validates in several ways
+        raise UserError(
+            f"{folder / 'config.json'} is not accepted by transformers ({error}); correct it"
+        ) from error
+
+
+def _check_tensors(
+    folder: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> None:
+    """Compares names and shapes of tensors."""
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected)
+    if missing or unknown:
+        raise UserError(
+            f"source.head={folder}: tensors {missing or 'none'} are missing and {unknown or 'none'}"
+            " unknown; config.json and weights must belong to one EAGLE head"
+        )
+    for name, parameter in expected.items():
+        if parameter.shape != found[name].shape:
+            raise UserError(
+                f"source.head={folder}: tensor {name} has shape {tuple(found[name].shape)}, but its"
+                f" config.json and the target need {tuple(parameter.shape)}"
+            )
+
+
+def _target_ids(files: HeadFiles, config: EagleConfig) -> Tensor | None:
+    """int64[U], the target's ids of the draft tokens; None: they are equal."""
+    if "d2t" not in files.shapes:
+        if config.draft_vocab_size != config.vocab_size:
+            raise UserError(
+                f"source.head={files.folder} has {config.draft_vocab_size} draft tokens, the target"
+                f" {config.vocab_size}, and no tensor d2t that maps them; use the head of this"
+                " target"
+            )
+        return None
+    offsets = files.tensor("d2t").long()
+    ids = offsets + torch.arange(len(offsets))
+    in_range = len(ids) and int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
+    if len(ids) != config.draft_vocab_size or not in_range or len(ids.unique()) < len(ids):
+        raise UserError(
+            f"source.head={files.folder}: d2t does not map {config.draft_vocab_size} draft tokens"
+            f" to different ones of the target's {config.vocab_size}; use the head of this target"
+        )
+    return ids

@@ -1,0 +1,171 @@
+"""Incremental passes of an EAGLE head over this library's caches.
+
+A row of the head's cache is the token at position p with the state of position p - 1; its position
+in the cache is p - 1, so a sequence begins with its second token.
+
+Shape letters: R rows of a pass, F of them whose state is a feature of the target, A rows whose
+logits are computed, E hidden size, S feature size, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.attention.backends import Attention, attention_kernel
+from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.kv_storage import CacheSpec
+from specdec.attention.tree_attention import AttentionStep, ScoreOptions
+from specdec.clocks.meter import Meter
+from specdec.device import to_device
+from specdec.kernels.graphs import device_guard
+from specdec.models.eagle import EagleHead
+from specdec.types import IntArray
+
+METER_NAME = "eagle"
+"""Label of the head's passes in the meter."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutput:
+    """Results of one pass.
+
+    Attributes:
+        states: [R, E], the states that children of the rows read.
+        logits: [A, U].
+    """
+
+    states: Tensor
+    logits: Tensor
+
+
+class EagleRunner:
+    """Runs a head over the rows of one or more requests.
+
+    Attributes:
+        head: the modules.
+        spec: shape and type of its caches.
+        max_positions: number of rows of a cache at most.
+        weight_bytes: bytes of weights that a pass reads, those shared with the target included,
+            except rows of the embedding matrix.
+        own_bytes: bytes of the head's own weights.
+    """
+
+    def __init__(self, head: EagleHead, *, meter: Meter, attention: str = Attention.DENSE) -> None:
+        """Wraps a head, whose weights must not change shape afterwards.
+
+        Args:
+            head: the modules, in evaluation mode.
+            meter: records the time of every pass as "eagle".
+            attention: a value of ``Attention``.
+
+        Raises:
+            UserError: for a kernel that cannot be used here.
+        """
+        weight, config = head.fc.weight, head.config
+        self.head = head
+        self._meter = meter
+        self.device = weight.device
+        self._guard = device_guard(self.device)
+        self._attention = Attention(attention)
+        self._kernel = attention_kernel(attention, self.device, weight.dtype)
+        self.spec = CacheSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=weight.dtype,
+            device=self.device,
+        )
+        self.max_positions = config.max_positions
+        self.own_bytes = sum(p.nbytes for p in head.parameters())
+        embedding = head.embed_tokens.weight.nbytes if config.own_embedding else 0
+        self.weight_bytes = self.own_bytes - embedding + head.shared_output_bytes
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """An empty cache for one request with ``capacity`` slots at first."""
+        return TreeCache(spec=self.spec, capacity=capacity)
+
+    def forward(
+        self,
+        rows: Sequence[Rows],
+        *,
+        features: Tensor,
+        feature_rows: IntArray,
+        states: Tensor,
+        logits_rows: IntArray,
+    ) -> HeadOutput:
+        """Runs one packed pass and fills the caches.
+
+        Args:
+            rows: results of ``TreeCache.rows`` or ``rewritten`` in packing order; several of one
+                cache see those before them.
+            features: [F, S], the target's hidden states of the position before each of F rows.
+            feature_rows: int64[F], packed indices of these rows.
+            states: [R - F, E], the head's own output at the parents of the other rows, in packed
+                order.
+            logits_rows: int64[A], packed indices.
+        """
+        tokens = np.concatenate([part.tokens for part in rows])
+        positions = np.concatenate([part.positions for part in rows])
+        with torch.inference_mode(), self._guard:
+            start = perf_counter()
+            step = AttentionStep(
+                rows=rows, first_layer=0, attention=self._attention, kernel=self._kernel
+            )
+
+            def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                step.cache.update(key, value, layer)
+                return step.attend(query, key, value, ScoreOptions())
+
+            ids, places = (to_device(array, self.device)[None] for array in (tokens, positions))
+            inputs = self._inputs(len(tokens), features, feature_rows, states)
+            outputs = self.head(ids, inputs[None], places, attend)[0]
+            kept = outputs[to_device(logits_rows, self.device)]
+            result = HeadOutput(self.head.fed_back(outputs), self.head.logits(kept))
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            self._meter.add(METER_NAME, perf_counter() - start)
+        return result
+
+    def _inputs(
+        self, num_rows: int, features: Tensor, feature_rows: IntArray, states: Tensor
+    ) -> Tensor:
+        """[R, E]: the state that each row reads."""
+        if not len(feature_rows):
+            return states
+        fused = self.head.states(features.to(self.device, self.spec.dtype))
+        if len(feature_rows) == num_rows:
+            return fused
+        is_own = np.ones(num_rows, np.bool_)
+        is_own[feature_rows] = False
+        inputs = fused.new_empty(num_rows, fused.shape[1])
+        inputs[to_device(feature_rows, self.device)] = fused
+        inputs[to_device(np.flatnonzero(is_own), self.device)] = states
+        return inputs
+
+
+def rewritten(cache: TreeCache, tokens: IntArray, start: int) -> Rows:
+    """Rows that compute entries of a cache's prefix again, in place.
+
+    Args:
+        cache: a cache whose prefix has these entries.
+        tokens: int64[R], their tokens.
+        start: slot of the first one, which is its position.
+    """
+    num = len(tokens)
+    assert start + num <= cache.cached_len, "only entries of the prefix can be computed again"
+    return Rows(
+        cache=cache,
+        tokens=tokens,
+        positions=np.arange(start, start + num),
+        node_ids=np.zeros(0, np.int64),
+        num_prefix=num,
+        start=start,
+        first_masked=start,
+        visible=np.tri(num, dtype=np.bool_),
+    )

@@ -1,0 +1,280 @@
+"""EAGLE heads: incremental passes over caches equal passes over whole sequences; files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec.clocks.meter import Meter
+from specdec.errors import UserError
+from specdec.models.eagle import EagleHead, default_layers
+from specdec.models.eagle_loading import HeadFiles, load_head, save_head
+from specdec.models.eagle_runner import EagleRunner, rewritten
+from tests import eagle
+
+T = 9  # tokens of a sequence
+NO_IDS = np.zeros(0, np.int64)
+
+
+def sequence(head: EagleHead) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64[T], and the feature [T, S] of the position before each."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(head.config.vocab_size, (T,), generator=generator)
+    shape = T, head.config.feature_size
+    return tokens, torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def whole(head: EagleHead, tokens: Any, states: torch.Tensor) -> torch.Tensor:
+    """[T, E]: outputs of one causal pass."""
+    ids = torch.as_tensor(tokens)[None]
+    return head(ids, states[None], torch.arange(ids.shape[1])[None])[0]
+
+
+@pytest.mark.parametrize("variant", eagle.VARIANTS)
+def test_incremental_passes_equal_whole_sequences(variant: str) -> None:
+    """Prefix rows read features; two branches of nodes below read the head's own outputs."""
+    head = eagle.random_head(eagle.config(variant))
+    tokens, features = sequence(head)
+    runner = EagleRunner(head, meter=Meter())
+    cache = runner.new_cache(4)
+    empty = torch.zeros(0, head.config.hidden_size, dtype=torch.float64)
+    parts = []
+    for first, last in ((0, 4), (4, T)):
+        rows = cache.rows(prefix_tokens=tokens[first:last].numpy())
+        num = np.arange(last - first)
+        parts.append(
+            runner.forward(
+                [rows],
+                features=features[first:last],
+                feature_rows=num,
+                states=empty,
+                logits_rows=num,
+            )
+        )
+    expected = whole(head, tokens, head.states(features))
+    torch.testing.assert_close(
+        torch.cat([p.logits for p in parts]), head.logits(expected), rtol=1e-9, atol=1e-9
+    )
+    fed = torch.cat([p.states for p in parts])
+    torch.testing.assert_close(fed, head.fed_back(expected), rtol=1e-9, atol=1e-9)
+
+    # Two branches: nodes 0 and 1 below the prefix, node 2 below node 1, which both see.
+    states, paths = {-1: fed[-1]}, {0: [0], 1: [1], 2: [1, 2]}
+    node_tokens = np.array([5, 7, 11])
+    for level in ([0, 1], [2]):
+        ids = np.array(level)
+        parents = np.where(ids == 2, 1, -1)
+        rows = cache.rows(
+            node_ids=ids,
+            node_tokens=node_tokens[ids],
+            parent_ids=parents,
+            node_positions=T + (ids == 2),
+        )
+        out = runner.forward(
+            [rows],
+            features=features[:0],
+            feature_rows=NO_IDS,
+            states=torch.stack([states[int(p)] for p in parents]),
+            logits_rows=np.arange(len(ids)),
+        )
+        for row, node in enumerate(level):
+            states[node] = out.states[row]
+            path = paths[node]
+            inputs = [head.states(features), fed[-1:], *(states[n][None] for n in path[:-1])]
+            sequence_tokens = torch.cat([tokens, torch.as_tensor(node_tokens[path])])
+            fresh = whole(head, sequence_tokens, torch.cat(inputs))[-1]
+            torch.testing.assert_close(out.logits[row], head.logits(fresh), rtol=1e-9, atol=1e-9)
+
+
+def test_entries_computed_again_replace_the_old_ones() -> None:
+    """Rows of wrong states are corrected in place, in the pass of the rows that see them."""
+    head = eagle.random_head(eagle.config("eagle3 of two layers"))
+    tokens, features = sequence(head)
+    runner = EagleRunner(head, meter=Meter())
+    cache = runner.new_cache(2)
+    wrong = features.clone()
+    wrong[4:7] += 1.0
+
+    def run(parts: list[Any], given: torch.Tensor) -> Any:
+        rows = np.arange(len(given))
+        none = torch.zeros(0, head.config.hidden_size, dtype=torch.float64)
+        return runner.forward(
+            parts, features=given, feature_rows=rows, states=none, logits_rows=rows
+        )
+
+    run([cache.rows(prefix_tokens=tokens[:7].numpy())], wrong[:7])
+    node = {
+        "node_ids": np.array([0, 1]),
+        "node_tokens": tokens[7:].numpy(),
+        "parent_ids": np.array([-1, 0]),
+        "node_positions": np.array([7, 8]),
+    }
+    again = rewritten(cache, tokens[4:7].numpy(), 4)
+    logits = run([again, cache.rows(**node)], features[4:]).logits
+    expected = head.logits(whole(head, tokens, head.states(features)))[4:]
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    stale = head.logits(whole(head, tokens, head.states(torch.cat([wrong[:7], features[7:]]))))
+    assert (stale[7:] - expected[3:]).abs().max() > 1e-3, "a control: without the correction"
+
+
+def target(num_layers: int = 4, hidden: int = 16, vocab: int = 48) -> Any:
+    """A config with the sizes that a head needs."""
+    text = SimpleNamespace(
+        num_hidden_layers=num_layers,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        max_position_embeddings=64,
+    )
+    return SimpleNamespace(get_text_config=lambda: text)
+
+
+def load(folder: Path, head: EagleHead, **variant: Any) -> EagleHead:
+    files = HeadFiles(folder)
+    config = files.head_config(target())
+    (embedding,), (output,) = head._target_embedding, head._target_output
+    assert embedding is not None
+    return load_head(files, config, embedding=embedding, output=output, **variant)
+
+
+def to_speculators(folder: Path) -> None:
+    """Rewrites a folder in the other layout."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+    config = json.loads((folder / "config.json").read_text())
+    keys = ("draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
+    nested = {key: value for key, value in config.items() if key not in keys}
+    ids = nested.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]
+    outer = {key: config[key] for key in keys} | {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "transformer_layer_config": nested,
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(outer))
+
+
+@pytest.mark.parametrize("layout", ["authors", "speculators", "no config"])
+@pytest.mark.parametrize("variant", eagle.VARIANTS)
+def test_files_give_the_head_again(variant: str, layout: str, tmp_path: Path) -> None:
+    head = eagle.random_head(eagle.config(variant))
+    save_head(head, tmp_path)
+    if head.config.version == 3 and layout == "speculators":
+        to_speculators(tmp_path)
+    if layout == "no config":  # the version is read from the tensors alone
+        config = json.loads((tmp_path / "config.json").read_text())
+        config.pop("architectures")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load(tmp_path, head)
+    tokens, features = sequence(head)
+    assert loaded.config.names == head.config.names
+    found, wanted = (
+        one.target_logits(one.logits(whole(one, tokens, one.states(features))))
+        for one in (loaded, head)
+    )
+    # Tensors of a file are aligned differently, which may change the order of summation.
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    if head.config.draft_vocab_size < head.config.vocab_size:
+        assert int(torch.isfinite(found[0]).sum()) == head.config.draft_vocab_size
+        assert torch.isfinite(found[0, 1::2][:20]).all()
+
+
+def test_a_stored_embedding_that_is_the_targets_is_not_kept_twice(tmp_path: Path) -> None:
+    head = eagle.random_head(eagle.config("eagle3"))
+    save_head(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (embedding,) = head._target_embedding
+    assert embedding is not None
+    save_file(tensors | {"embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
+    assert not load(tmp_path, head).config.own_embedding
+
+
+def test_default_layers_are_the_streams_that_enter_2_half_and_third_from_last() -> None:
+    assert default_layers(32) == (1, 15, 28)  # hidden_states[2], [16], [29]
+    assert default_layers(4) == (1, 1, 0)
+
+
+def broken(tmp_path: Path, change: str) -> EagleHead:
+    """A stored head with one thing wrong."""
+    head = eagle.random_head(eagle.config("eagle3"))
+    save_head(head, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors, config = load_file(path), json.loads((tmp_path / "config.json").read_text())
+    if change == "pickle":
+        path.rename(tmp_path / "pytorch_model.bin")
+        return head
+    if change == "damaged":
+        path.write_bytes(path.read_bytes()[:100])
+        return head
+    if change == "missing":
+        del tensors["midlayer.mlp.up_proj.weight"]
+    if change == "unknown":
+        tensors["midlayer.gate.weight"] = torch.zeros(2)
+    if change == "shape":
+        tensors["norm.weight"] = torch.zeros(3)
+    if change == "d2t":
+        tensors["d2t"] += 40
+    if change == "no d2t":
+        del tensors["d2t"], tensors["t2d"]
+    if change == "layers":
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 9]
+    if change == "fc":
+        tensors["fc.weight"] = torch.zeros(16, 60)
+    if change == "kind":
+        config["speculators_model_type"] = "dflash"
+    if change == "family":
+        config["model_type"] = "qwen3"
+    if change == "no head":
+        tensors = {"lm_head.weight": torch.zeros(2, 2)}
+    save_file(tensors, path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return head
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("pickle", "pytorch_model.bin only, a pickle.*convert it where you trust it: python -c"),
+        ("damaged", "is damaged"),
+        ("missing", "layers.0.mlp.up_proj.weight'\\] are missing"),
+        ("unknown", "layers.0.gate.weight'\\] unknown"),
+        ("shape", "norm.weight has shape \\(3,\\)"),
+        ("d2t", "d2t does not map 20 draft tokens"),
+        ("no d2t", "20 draft tokens, the target 48, and no tensor d2t"),
+        ("layers", "enter layers \\[9\\]"),
+        ("fc", "hidden states of size 20, but model.target has 16"),
+        ("kind", "kind 'dflash'"),
+        ("family", "model_type 'qwen3'"),
+        ("no head", "has no EAGLE head"),
+    ],
+)
+def test_bad_folders_are_refused(change: str, message: str, tmp_path: Path) -> None:
+    head = broken(tmp_path, change)
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, head)
+
+
+def test_the_printed_command_converts_a_pickle(tmp_path: Path) -> None:
+    head = eagle.random_head(eagle.config("eagle3"))
+    save_head(head, tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="convert it") as caught:
+        HeadFiles(tmp_path)
+    source = str(caught.value).split('python -c "')[1].rstrip('"')
+    exec(source, {})
+    assert load(tmp_path, head).config == head.config
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a folder"):
+        HeadFiles(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"no config\.json"):
+        HeadFiles(tmp_path)
