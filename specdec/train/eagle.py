@@ -51,12 +51,15 @@ class Eagle3Spec:
         layers: numbers of the target's layers before each stream that the head reads; None: 2,
             L // 2 and L - 3.
         feed_forward: inner width of its MLP; None: the target's.
+        num_heads, num_kv_heads: of its attention; None: the target's.
         draft_vocabulary: number of its tokens, the most frequent of the training text; None: all.
         norm_before_residual, fc_norm, norm_output: see ``EagleConfig``.
     """
 
     layers: tuple[Count, ...] | None = None
     feed_forward: Count | None = None
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
     draft_vocabulary: Count | None = None
     norm_before_residual: bool = False
     fc_norm: bool = False
@@ -94,8 +97,8 @@ def head_config(target: LanguageModel, spec: Eagle3Spec) -> EagleConfig:
         layers=tuple(layer - 1 for layer in layers),
         hidden_size=config.hidden_size,
         intermediate_size=spec.feed_forward or config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_heads=spec.num_heads or config.num_attention_heads,
+        num_kv_heads=spec.num_kv_heads or config.num_key_value_heads,
         head_dim=config.head_dim,
         target_hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -120,10 +123,9 @@ def frequent_tokens(mixture: Mixture, limit: int, vocab_size: int) -> Tensor:
 def new_head(
     target: LanguageModel, config: EagleConfig, ids_U: Tensor | None, seed: int
 ) -> TrainedHead:
-    """A head that begins as the target's last read stream under the target's norm and output.
+    """A head under the target's norm and output matrix, its rows of ``ids_U`` if given.
 
-    Its matrices are random (normal, of deviation INIT_STD), but ``fc``, which passes the last
-    stream on, and the output matrix, the target's rows of ``ids_U``.
+    Its other matrices are random: normal, of deviation INIT_STD.
     """
     head = TrainedHead(config, embedding=target.get_input_embeddings().weight)
     head.shape, head.target_ids = target.shape, ids_U
@@ -131,9 +133,8 @@ def new_head(
     for weight in head.parameters():
         if weight.dim() == 2:
             nn.init.normal_(weight, std=INIT_STD, generator=generator)
-    size, matrix = config.hidden_size, target.get_output_embeddings().weight
+    matrix = target.get_output_embeddings().weight
     with torch.no_grad():
-        head.fc.weight[:, -size:] += torch.eye(size)
         head.norm.weight.copy_(target.model.norm.weight)
         head.lm_head.weight.copy_(matrix if ids_U is None else matrix[ids_U])
     return head.to(target.device)

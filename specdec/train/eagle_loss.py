@@ -109,20 +109,35 @@ class Objective(StrEnum):
     ACCEPTANCE = "acceptance"
 
 
-def objective_loss(
-    kind: Objective, draft_NU: Tensor, target_NV: Tensor, ids_U: Tensor | None
-) -> Tensor:
-    """Mean loss of positions, of float32 logits; ``ids_U`` are the draft vocabulary's target ids.
+def wanted(
+    objective: Objective, target_BSV: Tensor, ids_U: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What ``step_loss`` compares with: probabilities [B, S, U] and which positions count, [B, S].
 
-    A cross entropy without any position whose likeliest token is in the draft vocabulary is 0.
+    Args:
+        objective: defines whether the probabilities of a position sum to 1.
+        target_BSV: the target's logits, float32.
+        ids_U: ids of the draft vocabulary; None: all tokens, and all positions count.
     """
-    kept_NU = target_NV if ids_U is None else target_NV[:, ids_U]
-    if kind == Objective.ACCEPTANCE:
-        p_NU = (kept_NU - target_NV.logsumexp(-1, keepdim=True)).exp()
+    if ids_U is None:
+        return target_BSV.softmax(-1), None
+    kept_BSU = target_BSV[..., ids_U]
+    if objective == Objective.ACCEPTANCE:
+        return (kept_BSU - target_BSV.logsumexp(-1, keepdim=True)).exp(), None
+    return kept_BSU.softmax(-1), kept_BSU.amax(-1) == target_BSV.amax(-1)
+
+
+def step_loss(
+    objective: Objective, draft_NU: Tensor, p_NU: Tensor, counts_N: Tensor | None
+) -> Tensor:
+    """Mean loss of positions, of float32 logits and of what ``wanted`` returned; 0 of no position."""
+    if objective == Objective.ACCEPTANCE:
         return 1.0 - torch.minimum(p_NU, draft_NU.softmax(-1)).sum(-1).mean()
-    losses_N = -(kept_NU.softmax(-1) * draft_NU.log_softmax(-1)).sum(-1)
-    inside_N = kept_NU.amax(-1) == target_NV.amax(-1)
-    return (losses_N * inside_N).sum() / inside_N.sum().clamp(min=1)
+    inner_N = torch.bmm(p_NU[:, None], draft_NU[..., None]).flatten()  # p sums to 1
+    losses_N = draft_NU.logsumexp(-1) - inner_N
+    if counts_N is None:
+        return losses_N.mean()
+    return (losses_N * counts_N).sum() / counts_N.sum().clamp(min=1)
 
 
 @validated
@@ -167,18 +182,19 @@ class TrainingTimeTest(Loss):
         rows_A = torch.arange(first, last, self.every, device=inputs_BS.device)
         with torch.no_grad():
             features, last_BSE = self._read(head, inputs_BS)
-            logits_BSV = self.target.logits(last_BSE)
+            logits_BSV = self.target.logits(last_BSE) / self.temperature
+            p_BSU, counts_BS = wanted(self.objective, logits_BSV, head.target_ids)
         weights = torch.tensor([self.decay**step for step in range(self.steps)])
         total = inputs_BS.new_zeros((), dtype=torch.float32)
         with self.target.autocast():
             unrolled = unroll(head, inputs_BS, features, self.steps, rows_A)
             for step, (weight, outputs) in enumerate(zip(weights, unrolled, strict=True)):
-                target_BAV = logits_BSV[:, rows_A + 1 + step] if step else logits_BSV[:, 1:]
-                loss = objective_loss(
+                at = rows_A + 1 + step if step else slice(1, None)
+                loss = step_loss(
                     self.objective,
                     head.logits(outputs).float().flatten(0, 1) / self.temperature,
-                    target_BAV.flatten(0, 1) / self.temperature,
-                    head.target_ids,
+                    p_BSU[:, at].flatten(0, 1),
+                    None if counts_BS is None else counts_BS[:, at].flatten(),
                 )
                 total = total + weight * loss
         return total / weights.sum()
@@ -194,7 +210,10 @@ class TrainingTimeTest(Loss):
             read = self._kept.get(key)
             if read is None:
                 features, last_1SE = read_target(self.target, head, row_1S)
-                read = features.to(self.target.compute_dtype), last_1SE.to(self.target.compute_dtype)
+                read = (
+                    features.to(self.target.compute_dtype),
+                    last_1SE.to(self.target.compute_dtype),
+                )
                 if len(self._kept) < self.remember:
                     self._kept[key] = read
             rows.append(read)
@@ -208,9 +227,7 @@ class TrainingTimeTest(Loss):
         self._calls = state["calls"]
 
 
-def read_target(
-    target: LanguageModel, head: EagleHead, tokens_BS: Tensor
-) -> tuple[Tensor, Tensor]:
+def read_target(target: LanguageModel, head: EagleHead, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
     """The features [B, S, F] that a head reads, and the stream after the last layer, [B, S, E]."""
     depth = target.shape.num_layers
     streams = target.residuals(tokens_BS, {layer + 1 for layer in head.config.layers})

@@ -4,12 +4,11 @@
     scratch/bin/pip install speculators==0.9.0 transformers==5.19.0 torch==2.13.0
     scratch/bin/python tests/parity/record_eagle3.py
 
-writes eagle3/VARIANT/ beside this file: the head as speculators saves it (config.json,
-model.safetensors), and recorded.safetensors with
+writes eagle3/ beside this file: per variant a folder with the head as speculators saves it
+(config.json, model.safetensors), and VARIANT.safetensors with
 
     hidden [T, F E]   the target's residual streams, one after the other
     tokens [T]        the token after each of them, which the head embeds
-    embedding [V, E]  of the target
     logits [S, T, D]  at step s, when the head was fed its own output s times
 
 At step s > 0 a position embeds the token s places later; the last s rows have no such token there
@@ -108,6 +107,7 @@ def logits_of(head: Eagle3DraftModel, hidden: Tensor, tokens: Tensor) -> Tensor:
 
 
 def main() -> None:
+    """Writes every variant."""
     for number, (name, values) in enumerate(VARIANTS.items()):
         generator = torch.Generator().manual_seed(number)
         head = random_head(config_of(values), generator)
@@ -116,12 +116,11 @@ def main() -> None:
         recorded = {
             "hidden": hidden,
             "tokens": tokens,
-            "embedding": head.embed_tokens.weight.detach().clone(),
             "logits": logits_of(head, hidden, tokens),
         }
         head.save_pretrained(FOLDER / name)
-        save_file(recorded, FOLDER / name / "recorded.safetensors")
-        print(name, sum(path.stat().st_size for path in (FOLDER / name).iterdir()), "bytes")
+        (FOLDER / name / "config.py").unlink(missing_ok=True)  # a copy of speculators' own module
+        save_file(recorded, FOLDER / f"{name}.safetensors")
 
 
 if __name__ == "__main__":
