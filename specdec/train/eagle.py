@@ -20,11 +20,12 @@ from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.models.eagle import EagleConfig, EagleHead, default_layers
 from specdec.models.eagle_loading import HeadFiles, load_head, save_head
+from specdec.models.eagle_unroll import unroll
 from specdec.parts.build import build
 from specdec.parts.fields import Count
 from specdec.train.agreement import agreement_by_data, check_data_name
 from specdec.train.draft import sample_target
-from specdec.train.eagle_loss import TrainingTimeTest, read_target, unroll
+from specdec.train.eagle_loss import TrainingTimeTest, read_target
 from specdec.train.lm import Pretraining
 from specdec.train.model import (
     INIT_STD,
@@ -182,25 +183,26 @@ def train_eagle3(
     config = head_config(target, spec)
     objective = build(TrainingTimeTest, loss, "loss", target=target)
     _check_before_sampling(target, schedule, evaluation)
+    start = None if initial is None else need(Path(initial), "eagle3_head")
     work = session.work / "heads" / NAME
     streams["samples"] = sample_target(teacher, sampling, work, seed=seed, report=report)
     mixture = Mixture(streams, weights, seed)
     ids_U = None
     if spec.draft_vocabulary not in (None, config.vocab_size):
         ids_U = frequent_tokens(mixture, config.draft_vocab_size, config.vocab_size)
-    if initial is None:
+    if start is None:
         trained = new_head(target, config, ids_U, seed)
     else:
-        trained = stored_head(target, need(Path(initial), "eagle3_head"), config)
+        trained = stored_head(target, start, config)
     about = {"head": asdict(spec), "initial": weights_hash(trained), "loss": loss}
     settings = {"target": weights_hash(target), **about}
     model: Any = trained
     run = Pretraining(
         model, mixture, schedule, work, loss=objective, settings=settings, report=report
     )
-    about |= {"weights": weights, "sampled_tokens": len(streams["samples"])}
+    extra = {**about, "weights": weights, "sampled_tokens": len(streams["samples"])}
     save: Any = partial(_save, folder=folder)
-    train_and_save(run, folder / "training.json", save, about)
+    train_and_save(run, folder / "training.json", save, extra)
     if rank_and_size()[0] == 0:
         rows = evaluate(teacher, trained, evaluation, objective.steps, session)
         write_json(folder / "measured.json", rows)

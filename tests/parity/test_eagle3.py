@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle_loading import HeadFiles, load_head
-from specdec.train.eagle_loss import unroll
+from specdec.models.eagle_unroll import unroll
 
 FOLDER = Path(__file__).with_name("eagle3")
 VARIANTS = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
