@@ -10,7 +10,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from specdec.errors import UserError
 from specdec.parts.build import build, check_values
 from specdec.parts.fields import signature_of
-from specdec.train import card, draft, exits, recipes, unlikelihood
+from specdec.train import card, draft, eagle, exits, recipes, unlikelihood
 from specdec.train.session import Recipe, Session, start
 
 RECIPES: dict[str, Recipe] = {
@@ -22,6 +22,7 @@ RECIPES: dict[str, Recipe] = {
     "exit_head": exits.train_exit_heads,
     "bundled_heads": exits.train_exit_heads,
     "medusa_heads": exits.train_exit_heads,
+    "eagle3_head": eagle.train_eagle3,
     "card": card.make_card,
 }
 

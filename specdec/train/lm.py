@@ -29,7 +29,11 @@ from specdec.train.session import (
 )
 from specdec.train.streams import Mixture
 
-_TABLES = ("embed_tokens.weight", "output.weight")  # one row per token: not trained by Muon
+_TABLES = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "output.weight",
+)  # one row per token: not trained by Muon
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:

@@ -188,7 +188,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copies what ``weights_of`` returned into a module; UserError where names differ."""
     missing, unknown = module.load_state_dict(weights, strict=False)
-    missing = sorted({*missing} - {"lm_head.weight"})  # tied to the embeddings
+    missing = sorted({*missing} & weights_of(module).keys())  # not buffers, nor what is tied
     if missing or unknown:
         raise UserError(f"weights do not fit the model: missing {missing}, unknown {unknown}")
 

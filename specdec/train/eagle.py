@@ -1,0 +1,278 @@
+"""EAGLE-3 heads of a frozen target: recipe and evaluation.
+
+Shape letters: B sequences, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.errors import UserError
+from specdec.files import write_json
+from specdec.models.eagle import EagleConfig, EagleHead, default_layers
+from specdec.models.eagle_loading import HeadFiles, load_head, save_head
+from specdec.models.eagle_unroll import unroll
+from specdec.parts.build import build
+from specdec.parts.fields import Count
+from specdec.train.agreement import agreement_by_data, check_data_name
+from specdec.train.draft import sample_target
+from specdec.train.eagle_loss import TrainingTimeTest, read_target
+from specdec.train.lm import Pretraining
+from specdec.train.model import (
+    INIT_STD,
+    LanguageModel,
+    ModelShape,
+    load_weights,
+    weights_hash,
+    weights_of,
+)
+from specdec.train.plan import RunPlan
+from specdec.train.recipes import Teacher, need, read_teacher, train_and_save
+from specdec.train.session import Session, rank_and_size
+from specdec.train.streams import Mixture
+
+NAME = "eagle3"
+"""Folder of the head in output_dir."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Spec:
+    """Configuration of a head that is trained from the target's weights.
+
+    Attributes:
+        layers: numbers of the target's layers before each stream that the head reads; None: 2,
+            L // 2 and L - 3.
+        feed_forward: inner width of its MLP; None: the target's.
+        num_heads, num_kv_heads: of its attention; None: the target's.
+        draft_vocabulary: number of its tokens, the most frequent of the training text; None: all.
+        norm_before_residual, fc_norm, norm_output: see ``EagleConfig``.
+    """
+
+    layers: tuple[Count, ...] | None = None
+    feed_forward: Count | None = None
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    draft_vocabulary: Count | None = None
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class TrainedHead(EagleHead):
+    """An EAGLE head with the attributes that ``lm.Pretraining`` reads.
+
+    Attributes:
+        shape: of the target.
+    """
+
+    shape: ModelShape
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.fc.weight.device
+
+
+def head_config(target: LanguageModel, spec: Eagle3Spec) -> EagleConfig:
+    """Sizes of a head for a target; UserError for layers or tokens that it lacks."""
+    config, depth = target.config, target.shape.num_layers
+    layers = spec.layers or tuple(layer + 1 for layer in default_layers(depth))
+    if max(layers) > depth:
+        raise UserError(f"head.layers={list(layers)}: the target has {depth} layers only")
+    vocabulary = spec.draft_vocabulary or config.vocab_size
+    if vocabulary > config.vocab_size:
+        raise UserError(
+            f"head.draft_vocabulary={vocabulary}: the target has {config.vocab_size} tokens only"
+        )
+    return EagleConfig(
+        version=3,
+        layers=tuple(layer - 1 for layer in layers),
+        hidden_size=config.hidden_size,
+        intermediate_size=spec.feed_forward or config.intermediate_size,
+        num_heads=spec.num_heads or config.num_attention_heads,
+        num_kv_heads=spec.num_kv_heads or config.num_key_value_heads,
+        head_dim=config.head_dim,
+        target_hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=vocabulary,
+        eps=config.rms_norm_eps,
+        rope=config.rope_parameters,
+        max_positions=config.max_position_embeddings,
+        norm_before_residual=spec.norm_before_residual,
+        fc_norm=spec.fc_norm,
+        norm_output=spec.norm_output,
+    )
+
+
+def frequent_tokens(mixture: Mixture, limit: int, vocab_size: int) -> Tensor:
+    """int64[limit], ids of the most frequent tokens of a mixture of streams, in rising order."""
+    share_V = np.zeros(vocab_size)
+    for share, ids in zip(mixture.share, mixture.streams.values(), strict=True):
+        share_V += share * np.bincount(ids, minlength=vocab_size) / len(ids)
+    return torch.from_numpy(np.sort(np.argsort(-share_V, kind="stable")[:limit]))
+
+
+def new_head(
+    target: LanguageModel, config: EagleConfig, ids_U: Tensor | None, seed: int
+) -> TrainedHead:
+    """A head under the target's norm and output matrix, its rows of ``ids_U`` if given.
+
+    Its other matrices are random: normal, of deviation INIT_STD.
+    """
+    head = TrainedHead(config, embedding=target.get_input_embeddings().weight)
+    head.shape, head.target_ids = target.shape, ids_U
+    generator = torch.Generator().manual_seed(seed)
+    for weight in head.parameters():
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=INIT_STD, generator=generator)
+    matrix = target.get_output_embeddings().weight
+    with torch.no_grad():
+        head.norm.weight.copy_(target.model.norm.weight)
+        head.lm_head.weight.copy_(matrix if ids_U is None else matrix[ids_U])
+    return head.to(target.device)
+
+
+def stored_head(target: LanguageModel, folder: Path, config: EagleConfig) -> TrainedHead:
+    """The head of a folder, in float32, to be trained on; UserError if its sizes differ."""
+    files = HeadFiles(folder)
+    stored = files.head_config(target.config)
+    if stored != config:
+        different = [
+            f"{key} is {value}, not {asdict(config)[key]}"
+            for key, value in asdict(stored).items()
+            if asdict(config)[key] != value
+        ]
+        raise UserError(f"initial={folder} has another head ({'; '.join(different)}): change head")
+    embedding = target.get_input_embeddings().weight
+    loaded = load_head(files, stored, embedding=embedding, output=None)
+    head = TrainedHead(config, embedding=embedding)
+    load_weights(head, weights_of(loaded))
+    head.shape, head.target_ids = target.shape, loaded.target_ids
+    return head.to(target.device)
+
+
+def train_eagle3(
+    session: Session,
+    *,
+    head: dict[str, Any],
+    initial: str | None,
+    loss: dict[str, Any],
+    plan: dict[str, Any],
+    weights: dict[str, float],
+    sampling: dict[str, Any],
+    evaluation: dict[str, Any],
+) -> None:
+    """Trains an EAGLE-3 head of output_dir/target; the target is not changed.
+
+    Writes output_dir/eagle3: the head (bfloat16), training.json (record of the run) and
+    measured.json (agreement by data set and step). Arguments: conf/train/eagle3_head.yaml.
+    """
+    seed, report, folder = session.seed, session.report, session.out / NAME
+    spec, schedule = build(Eagle3Spec, head, "head"), RunPlan.of(plan)
+    teacher = read_teacher(session)
+    target, streams = teacher.model, dict(teacher.streams)
+    config = head_config(target, spec)
+    objective = build(TrainingTimeTest, loss, "loss", target=target)
+    _check_before_sampling(target, schedule, evaluation)
+    start = None if initial is None else need(Path(initial), "eagle3_head")
+    work = session.work / "heads" / NAME
+    streams["samples"] = sample_target(teacher, sampling, work, seed=seed, report=report)
+    mixture = Mixture(streams, weights, seed)
+    ids_U = None
+    if spec.draft_vocabulary not in (None, config.vocab_size):
+        ids_U = frequent_tokens(mixture, config.draft_vocab_size, config.vocab_size)
+    if start is None:
+        trained = new_head(target, config, ids_U, seed)
+    else:
+        trained = stored_head(target, start, config)
+    about = {"head": asdict(spec), "initial": weights_hash(trained), "loss": loss}
+    settings = {"target": weights_hash(target), **about}
+    model: Any = trained
+    run = Pretraining(
+        model, mixture, schedule, work, loss=objective, settings=settings, report=report
+    )
+    extra = {**about, "weights": weights, "sampled_tokens": len(streams["samples"])}
+    save: Any = partial(_save, folder=folder)
+    train_and_save(run, folder / "training.json", save, extra)
+    if rank_and_size()[0] == 0:
+        rows = evaluate(teacher, trained, evaluation, objective.steps, session)
+        write_json(folder / "measured.json", rows)
+
+
+def _save(head: TrainedHead, folder: Path) -> None:
+    """Writes the head with weights in bfloat16."""
+    stored = EagleHead(head.config, embedding=torch.empty(0)).bfloat16()
+    load_weights(stored, weights_of(head))
+    stored.target_ids = head.target_ids
+    save_head(stored, folder)
+
+
+def _check_before_sampling(
+    target: LanguageModel, schedule: RunPlan, evaluation: Mapping[str, Any]
+) -> None:
+    """Refuses what would otherwise fail after minutes of sampling or training."""
+    if any(phase.layers is not None for phase in schedule.phases):
+        raise UserError("plan.phases: an EAGLE-3 head does not grow; leave `layers` out")
+    schedule.check(target.shape)
+    for name in evaluation["prompts"]:
+        check_data_name(name)
+    if evaluation["new_tokens"] >= target.shape.max_positions:
+        raise UserError(
+            f"evaluation.new_tokens={evaluation['new_tokens']} leaves no room for a prompt in the"
+            f" model's {target.shape.max_positions} positions"
+        )
+
+
+def predictions(
+    target: LanguageModel, head: EagleHead, tokens: Tensor, steps: int
+) -> list[tuple[int, Tensor]]:
+    """Logits of each step for the next token at each position; see ``agreement.Predict``.
+
+    Row t of step s predicts token t + 1 from the target's features up to position t - 1 - s, and
+    the head's own outputs beyond. The first s + 1 rows, which have no prediction, repeat the next.
+    """
+    length = tokens.shape[1]
+    padded = F.pad(tokens, (0, steps - 1))  # every step then has rows up to the last token
+    features, _ = read_target(target, head, padded)
+    result = []
+    with target.autocast():
+        for step, outputs in enumerate(unroll(head, padded, features, steps)):
+            logits = head.target_logits(head.logits(outputs[0, : length - 1 - step]).float())
+            missing = logits[:1].expand(step + 1, -1)
+            result.append((0, torch.cat([missing, logits])))
+    return result
+
+
+def evaluate(
+    teacher: Teacher,
+    head: EagleHead,
+    evaluation: Mapping[str, Any],
+    steps: int,
+    session: Session,
+) -> list[dict[str, Any]]:
+    """Each step's top-k agreement with the target's own continuations, in and outside loops.
+
+    Step s is the agreement of a draft's token s + 1 where those before it were right.
+    """
+    target = teacher.model
+
+    def predict(tokens: Tensor) -> list[tuple[int, Tensor]]:
+        return predictions(target, head, tokens, steps)
+
+    rows = []
+    sizes = evaluation["prompts"], evaluation["new_tokens"]
+    for records in agreement_by_data(target, predict, teacher.tokenizer, *sizes, session.seed):
+        rows += [{"head": NAME, "step": step, **row} for step, row in enumerate(records)]
+        shares = " ".join(f"{row['outside'][0]:.3f}" for row in records)
+        about = records[0]
+        session.report(1.0, f"{about['data']}, {about['sampling']}: {shares} outside loops")
+    return rows
