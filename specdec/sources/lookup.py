@@ -14,6 +14,7 @@ from specdec.types import Candidates, Commit, Needs, Nodes, Output
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
+
 class PromptLookupSource:
     """Proposes the continuations of each node's longest match in prompt and output.
 

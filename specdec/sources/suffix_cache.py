@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +15,13 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.files import parse_json, write_bytes
+from specdec.files import NOT_ARRAYS, parse_json, write_bytes
 from specdec.sources.suffix import SuffixAutomaton
 from specdec.types import IntArray
 
 FORMAT = "specdec-suffix-cache"
 VERSION = 1
 _ARRAYS = ("tokens", "lengths", "num_prompt")
-_NOT_NPZ = (
-    *(OSError, EOFError, ValueError, KeyError, AttributeError),
-    *(zipfile.BadZipFile, zlib.error, NotImplementedError),
-)
-"""What numpy raises for a file that is no archive of arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +141,7 @@ def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -
         raise UserError(
             f"{at}: no such file; source.save=FILE writes one at the end of a run"
         ) from error
-    except _NOT_NPZ as error:
+    except NOT_ARRAYS as error:
         raise UserError(
             f"{at} is not a suffix cache ({type(error).__name__}: {error}); give a file that"
             " source.save=FILE has written"
@@ -178,7 +171,7 @@ def _damage(arrays: dict[str, Any], vocab_size: int) -> str:
     tokens, lengths, num_prompt = (arrays[name] for name in _ARRAYS)
     if len(lengths) != len(num_prompt):
         return f"{len(lengths)} lengths but {len(num_prompt)} prompts"
-    if len(lengths) and (lengths.min() < 1 or (num_prompt < 0).any() or (num_prompt > lengths).any()):
+    if (lengths < 1).any() or (num_prompt < 0).any() or (num_prompt > lengths).any():
         return "a length is below 1 or shorter than its prompt"
     if sum(lengths.tolist()) != len(tokens):
         return f"its lengths add up to {sum(lengths.tolist())}, but it has {len(tokens)} tokens"

@@ -20,7 +20,6 @@ from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
-    from specdec.tree import TokenTree
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class SuffixSource:
         vocab_size: Count,
         min_match: Count = 1,
         max_match: Count = 32,
-        factor: Positive = 2.0,
+        factor: Positive = 4.0,
         max_depth: Count = 32,
         max_tokens: Count = 100_000,
         repeats: bool = False,
@@ -80,7 +79,7 @@ class SuffixSource:
             vocab_size: of the target, for saved caches.
             min_match: minimum number of matching tokens. Default: 1.
             max_match: maximum number; longer matches count as this length. Default: 32.
-            factor: draft tokens per matching token (the paper's alpha). Default: 2.
+            factor: draft tokens per matching token (the paper's alpha). Default: 4.
             max_depth: maximum number of draft tokens. Default: 32.
             max_tokens: tokens of finished requests that are kept; the oldest requests are evicted.
                 Default: 100,000.
@@ -105,7 +104,7 @@ class SuffixSource:
         self._bounds = {"min_match": min_match, "max_match": max_match}
         self._factor, self._max_depth = factor, max_depth
         self._repeats, self._save = repeats, save
-        self._confidences = Confidence(), Confidence()  # of own text and of the cache
+        self._confidence = Confidence()  # of the cache, over all requests
         self._texts: dict[int, _Texts] = {}
         for text in [] if path is None else read_texts(path, vocab_size=vocab_size):
             self.cache.add(text)
@@ -116,7 +115,7 @@ class SuffixSource:
             self.cache.forget(request.tokens)
         own = TreeMatches(SuffixAutomaton(), Confidence(), **self._bounds)
         extend(own, request.tokens.tolist())
-        cache = TreeMatches(self.cache.automaton, self._confidences[1], **self._bounds)
+        cache = TreeMatches(self.cache.automaton, self._confidence, **self._bounds)
         self._texts[request.id] = _Texts(request, own, cache)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
@@ -127,9 +126,7 @@ class SuffixSource:
             texts = self._texts[request_id]
             for slot in tree.slots(ids).tolist():
                 deep = self._deep_enough(self._current(texts), int(tree.depths[slot]))
-                rows.append(
-                    continuations(deep, tree, slot, k, min_match=self._bounds["min_match"])
-                )
+                rows.append(continuations(deep, tree, slot, k, min_match=self._bounds["min_match"]))
         return ranked_candidates(rows, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:

@@ -126,7 +126,9 @@ def test_both_texts_propose_and_the_surer_one_leads():
     assert np.exp(got.logprobs[0, : got.counts[0]]).sum() < 1
 
 
-@pytest.mark.parametrize(("factor", "max_depth", "depth"), [(1.0, 32, 3), (2.0, 32, 6), (2.0, 4, 4)])
+@pytest.mark.parametrize(
+    ("factor", "max_depth", "depth"), [(1.0, 32, 3), (2.0, 32, 6), (2.0, 4, 4)]
+)
 def test_drafts_are_as_long_as_the_match_allows(factor, max_depth, depth):
     """A match of three tokens allows factor x 3 draft tokens, at most max_depth."""
     source, state = SuffixSource(vocab_size=VOCAB, factor=factor, max_depth=max_depth), make_state()
@@ -220,6 +222,9 @@ def test_files_that_are_no_archives_are_refused(tmp_path):
     assert (only.tokens.tolist(), only.num_prompt) == ([1, 2, 3], 1)
     with pytest.raises(UserError, match="no such file"):
         read_texts(tmp_path / "none.npz", vocab_size=VOCAB)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(UserError, match="not a suffix cache"):
+        read_texts(tmp_path / "one.npy", vocab_size=VOCAB)
     (tmp_path / "text.npz").write_text("hello")
     with pytest.raises(UserError, match="not a suffix cache"):
         read_texts(tmp_path / "text.npz", vocab_size=VOCAB)
