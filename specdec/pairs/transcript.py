@@ -17,17 +17,22 @@ from typing import Any
 
 import numpy as np
 
+from specdec.clocks.meter import Meter
 from specdec.data.edits import chosen_turns, edits_provenance
 from specdec.data.files import read_records, text_field
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
 from specdec.models.loading import load_tokenizer
+from specdec.models.runner import ModelRunner
 from specdec.pairs.synthetic import HiddenModels
 from specdec.parts.fields import Count, Text, validated
+from specdec.sources.pair import A
 from specdec.types import IntArray
 
 EDITS = "edits"
 """Value of ``model.texts`` for the turns of ``data.edits``."""
+
+_COPIES = "use source=suffix or source=prompt_lookup, or model=tiny or model=hf"
 
 
 class GivenTexts:
@@ -117,6 +122,14 @@ class TranscriptModels(HiddenModels):
         """Conditions in place of the configuration's: the text is given, whatever the sampling."""
         note = "the target's text is given: passes and tokens are exact, times are not a target's"
         return {"sampling": "given text", "dtype": None, "replay": note, **self._facts}
+
+    def artefact(self, kind: type[A], **options: Any) -> A:
+        """Raises ``UserError``: there are no weights."""
+        raise UserError(f"{kind.__name__} needs a model, which model=transcript has not; {_COPIES}")
+
+    def runner(self, name: str, meter: Meter) -> ModelRunner:
+        """Raises ``UserError``: there is no model."""
+        raise UserError(f"model=transcript has no {name} model; {_COPIES}")
 
     def fitted_source(self, source: Any, policy: Any) -> Any:
         """The source node, unchanged: there is no draft model, which ``runner`` says."""

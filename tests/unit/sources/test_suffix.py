@@ -75,6 +75,14 @@ def _occurs(piece, whole):
     return any(whole[i : i + len(piece)] == piece for i in range(len(whole) - len(piece) + 1))
 
 
+@pytest.mark.parametrize("planted", ["begin", "remove"])
+def test_planted_faults_are_found(planted, monkeypatch):
+    """Texts that run into each other, and removed texts that stay counted."""
+    monkeypatch.setattr(SuffixAutomaton, planted, lambda *arguments: None)
+    with pytest.raises(AssertionError):
+        test_counts_over_many_texts_are_those_of_a_search(0)
+
+
 def test_the_search_can_fail():
     """An automaton that runs texts together counts followers that no text has."""
     automaton = SuffixAutomaton()
