@@ -8,6 +8,8 @@ import math
 import os
 import re
 import sys
+import zipfile
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
@@ -109,6 +111,12 @@ def parse_yaml(text: str) -> Any:
 
 UNREADABLE = (ValueError, RecursionError, yaml.YAMLError)
 """What libraries raise for a text that they cannot read."""
+
+NOT_ARRAYS = (
+    *(OSError, EOFError, ValueError, KeyError, AttributeError, TypeError),
+    *(zipfile.BadZipFile, zlib.error, NotImplementedError),
+)
+"""What numpy raises for a file that is no archive of arrays."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,7 @@ import numpy.typing as npt
 
 from specdec.data.files import read_records
 from specdec.errors import UserError
-from specdec.files import parse_json, plain, write_bytes
+from specdec.files import NOT_ARRAYS, parse_json, plain, write_bytes
 from specdec.types import IntArray
 
 FORMAT = "specdec-record"
@@ -34,11 +32,6 @@ MAX_RANK = 256
 """Ranks are exact below it; it represents itself and all larger ranks."""
 
 _LENGTHS = "acc_len"  # key of a trace
-_NOT_NPZ = (
-    *(OSError, EOFError, ValueError, KeyError, AttributeError),
-    *(zipfile.BadZipFile, zlib.error, NotImplementedError),
-)
-"""What numpy raises for a file that is no archive of arrays."""
 _WHOLE = ("ids", "num_prompt", "num_output", "ranks")  # arrays of whole numbers
 _ARRAYS = (*_WHOLE, "logprobs")
 _MOST = 1 << 31  # tokens of a request
@@ -133,7 +126,7 @@ def read_record(path: str | Path) -> Record:
             f"model.record={name}: no such file; `specdec run record=true` writes one as"
             " record.npz in its run folder"
         ) from error
-    except _NOT_NPZ as error:
+    except NOT_ARRAYS as error:
         raise UserError(
             f"model.record={name} is not a record ({type(error).__name__}: {error}); give the"
             " record.npz of a run with record=true, or a .jsonl of acceptance lengths"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -30,6 +31,9 @@ _FROM_TWO = expects("it must be a whole number of at least 2; the root alone is 
 UNTIL_READY = "until_ready"
 """Value of ``d`` for as many expansions as fit into the target's pass."""
 
+COMPLETE = "complete"
+"""Value of ``d`` for expansions until the submitted subgraph can no longer change."""
+
 
 class BestFirst(Stateless):
     """Expands the most probable leaves and verifies the most probable connected subgraph.
@@ -47,6 +51,14 @@ class BestFirst(Stateless):
     *Asynchronous form* (SwiftSpec, Alg. 1): the ``d`` expansions run in ``overlap``, while the
     target verifies; ``select`` only adds what is missing to ``bs`` nodes (lines 13-15).
 
+    *Complete trees* (``d="complete"``, serial): only leaves among the ``bs`` best nodes and
+    candidates are expanded, at most ``w`` per call of the source, until there are none. The result
+    is the best subgraph of ``bs`` nodes of the source's infinite tree, because a child's score is
+    at most its parent's. For a source that proposes for all positions without a pass of its own per
+    level (Medusa heads, block drafters) this is DDTree's heap over products of marginals
+    (arXiv 2604.12989), in whole levels instead of single nodes; with a draft model it takes as many
+    draft passes as the tree is deep.
+
     Both forms wait for answers before they submit again; ``PipelineBestFirst`` submits at every
     step.
 
@@ -63,7 +75,7 @@ class BestFirst(Stateless):
         *,
         bs: Annotated[int, Field(ge=2), _FROM_TWO],
         w: Count,
-        d: Count | Literal["until_ready", "ratio", "ratio_plus_one"] | None,
+        d: Count | Literal["until_ready", "complete", "ratio", "ratio_plus_one"] | None,
         children: Count | None = None,
         asynchronous: bool = False,
         min_mass: Share = 0.0,
@@ -74,9 +86,9 @@ class BestFirst(Stateless):
         Args:
             bs: nodes per target pass, root included, at least 2 (the paper: 8).
             w: leaves per expansion (the paper: 8).
-            d: expansions per target pass; "until_ready" or None (asynchronous form only): until the
-                target is ready. The configuration replaces "ratio" and "ratio_plus_one" by a
-                number derived from the latency profile.
+            d: expansions per target pass; "complete" (serial form only): see above; "until_ready"
+                or None (asynchronous form only): until the target is ready. The configuration
+                replaces "ratio" and "ratio_plus_one" by a number derived from the latency profile.
             children: candidates per expanded leaf. Default: max(bs, w).
             asynchronous: expand in ``overlap`` instead of in ``select``. Default: false.
             min_mass: serial form: a request's expansions end early once the ``w`` best leaves have
@@ -95,11 +107,17 @@ class BestFirst(Stateless):
                 f"policy.d={UNTIL_READY} (expand until the target is ready) needs"
                 " policy.asynchronous=true; set policy.d to a number of expansions"
             )
-        if isinstance(d, str):
+        self._complete = d == COMPLETE
+        if self._complete and asynchronous:
+            raise ValueError(
+                "policy.d=complete drafts the whole tree before it is submitted: use"
+                " policy.asynchronous=false, or a number of expansions"
+            )
+        if isinstance(d, str) and not self._complete:
             raise ValueError(f"policy.d={d} needs a latency profile; set a number in Python")
         self.bs = bs
         self.w = w
-        self.d = d
+        self.d = None if isinstance(d, str) else d
         self.asynchronous = asynchronous
         self.min_mass = min_mass
         self.min_prob = min_prob
@@ -117,7 +135,8 @@ class BestFirst(Stateless):
         unanswered: dict[int, IntArray] = {}
         if not self.asynchronous:
             growing = requests
-            for _ in range(self.d or 0):
+            rounds = itertools.count() if self._complete else range(self.d or 0)
+            for _ in rounds:
                 growing = self._grow(state, source, growing, unanswered, self.min_mass)
                 if not growing:
                     break
@@ -165,7 +184,8 @@ class BestFirst(Stateless):
         leaves = []
         for request in requests:
             excluded = unanswered.get(request.id, NO_SLOTS)
-            slots = best_leaves(request, self.w, excluded=excluded, min_score=self._min_score)
+            least = self._least_score(request.tree)
+            slots = best_leaves(request, self.w, excluded=excluded, min_score=least)
             if len(slots) and (not min_mass or _mass(request.tree, slots) >= min_mass):
                 leaves.append((request, slots))
         all_counts = expand(state, source, leaves, self._children)
@@ -174,6 +194,17 @@ class BestFirst(Stateless):
                 excluded = unanswered.get(request.id, NO_SLOTS)
                 unanswered[request.id] = np.concatenate([excluded, slots[counts == 0]])
         return [request for request, _ in leaves]
+
+    def _least_score(self, tree: TokenTree) -> float:
+        """Least score of a leaf that is expanded."""
+        if not self._complete or _num_available(tree) < self.bs:
+            return self._min_score
+        # Children of the last of the bs best score no more than it does, so it needs none.
+        scores = np.concatenate(
+            [tree.scores, (tree.candidate_logprobs + tree.scores[:, None]).ravel()]
+        )
+        last = np.partition(scores, -self.bs)[-self.bs]
+        return max(float(np.nextafter(last, np.inf)), self._min_score)
 
 
 def _mass(tree: TokenTree, slots: IntArray) -> float:

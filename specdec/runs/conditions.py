@@ -56,12 +56,12 @@ def further_figures(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
 
 
 def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
-    """Notes that data and sampling of a replay are the record's, not the configuration's."""
+    """Notes that data and sampling of a replay are its own, not the configuration's."""
     if not hasattr(pair, "conditions"):
         return
     about = {k: v for k, v in pair.conditions().items() if isinstance(v, str) and k != "replay"}
     shown = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
-    note(f"model=replay plays what was recorded: {shown}")
+    note(f"model={getattr(pair, 'option', 'replay')} plays what was recorded: {shown}")
 
 
 def note_unused_options(

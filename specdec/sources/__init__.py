@@ -12,6 +12,7 @@ from specdec.sources.mixture import MixtureSource
 from specdec.sources.ngram import NGramSource
 from specdec.sources.null import NullSource
 from specdec.sources.random import RandomSource
+from specdec.sources.suffix_source import SuffixSource
 from specdec.sources.synthetic import SyntheticPair, SyntheticSource
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "NullSource",
     "PromptLookupSource",
     "RandomSource",
+    "SuffixSource",
     "SyntheticPair",
     "SyntheticSource",
 ]

@@ -18,7 +18,7 @@ Shape letters: W nodes, K candidates, V vocabulary, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.metrics.counters import SourceCounters
 from specdec.models.medusa import MedusaHeads
-from specdec.parts.fields import Count, validated
+from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.candidates import candidates_of
 from specdec.sampling.transform import SamplingTransform
 from specdec.types import Candidates, Commit, HiddenName, Needs, Nodes, Output
@@ -73,6 +73,7 @@ class MedusaSource:
         clock: Clock,
         meter: Meter,
         heads: Count = 4,
+        temperature: Positive | None = None,
         sample: bool = False,
     ) -> None:
         """Loads the heads.
@@ -83,6 +84,8 @@ class MedusaSource:
                 an output head, is not charged.
             meter: counts the passes as "medusa".
             heads: number of heads, which is the number of tokens guessed after the root.
+            temperature: of the heads' distributions whose products rank nodes; sampled candidates
+                ignore it. Default: the target's, 1 if greedy.
             sample: sample candidates and return their distribution, for rejection verifiers.
 
         Raises:
@@ -90,7 +93,7 @@ class MedusaSource:
             UserError: the pair has no hidden states, or not as many trained heads.
         """
         self._heads = pair.artefact(MedusaHeads, num_heads=heads, meter=meter)
-        self._clock = clock
+        self._clock, self._temperature = clock, temperature
         self.needs = Needs(hidden=(HiddenName(self._heads.layer),), real_nodes=True)
         self.vocab_size: int | None = self._heads.vocab_size
         self.gives_probs = sample
@@ -169,7 +172,10 @@ class MedusaSource:
         """Candidates of a request's nodes that have a head; computed once per depth if possible."""
         request, last = state.requests[request_id], self._last[request_id]
         assert last is not None, "a node without a hidden state has no head"
-        transform = SamplingTransform(request.sampling)
+        sampling = request.sampling
+        if self._temperature is not None and not self.gives_probs:
+            sampling = replace(sampling, temperature=self._temperature)
+        transform = SamplingTransform(sampling)
         slots = request.tree.slots(ids)
         histories = None
         rows = np.arange(len(ids))

@@ -1,0 +1,247 @@
+"""Suffix decoding: one automaton of many texts, a bounded cache, and where proposals come from."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from specdec.errors import UserError
+from specdec.sources import SuffixSource
+from specdec.sources.suffix import SuffixAutomaton
+from specdec.sources.suffix_cache import CachedText, SuffixCache, read_texts
+
+from .support import VOCAB, commit, expand, make_request, make_state, open_request
+
+
+def text(tokens, num_prompt=1):
+    return CachedText(np.asarray(tokens, np.int64), num_prompt)
+
+
+def followers(texts, piece):
+    """How often each token follows ``piece``, over all texts, by search."""
+    found = Counter()
+    for whole in texts:
+        for at in range(len(whole) - len(piece)):
+            if whole[at : at + len(piece)] == piece:
+                found[whole[at + len(piece)]] += 1
+    return found
+
+
+def counted(automaton, piece):
+    """The same by the automaton; the extra count of the latest one taken off."""
+    state = 0
+    for token in piece:
+        if not automaton.has(state, token):
+            return Counter()
+        state = automaton.next[state][token]
+    weights = automaton.followers(state)
+    return Counter({t: automaton.count[automaton.next[state][t]] for t in weights})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_over_many_texts_are_those_of_a_search(seed):
+    """Texts come and go; every substring's followers are counted over the texts that are left."""
+    rng = np.random.default_rng(seed)
+    automaton, texts = SuffixAutomaton(), []
+    for _ in range(14):
+        if len(texts) > 2 and rng.random() < 0.4:
+            automaton.remove(texts.pop(int(rng.integers(len(texts)))))
+        tokens = rng.integers(0, 3, int(rng.integers(1, 14))).tolist()
+        automaton.begin()
+        for token in tokens:
+            automaton.append(token)
+        texts.append(tokens)
+        for _ in range(12):
+            source = texts[int(rng.integers(len(texts)))]
+            start = int(rng.integers(len(source)))
+            piece = source[start : start + int(rng.integers(0, 5))]
+            assert counted(automaton, piece) == followers(texts, piece), (texts, piece)
+        path = rng.integers(0, 4, 6).tolist()
+        state, length = 0, 0
+        for at, token in enumerate(path, 1):
+            state, length = automaton.advance(state, length, token, 100)
+            longest = max(
+                n
+                for n in range(at + 1)
+                if n == 0 or any(_occurs(path[at - n : at], whole) for whole in texts)
+            )
+            assert length == longest
+
+
+def _occurs(piece, whole):
+    return any(whole[i : i + len(piece)] == piece for i in range(len(whole) - len(piece) + 1))
+
+
+@pytest.mark.parametrize("planted", ["begin", "remove"])
+def test_planted_faults_are_found(planted, monkeypatch):
+    """Texts that run into each other, and removed texts that stay counted."""
+    monkeypatch.setattr(SuffixAutomaton, planted, lambda *arguments: None)
+    with pytest.raises(AssertionError):
+        test_counts_over_many_texts_are_those_of_a_search(0)
+
+
+def test_the_search_can_fail():
+    """An automaton that runs texts together counts followers that no text has."""
+    automaton = SuffixAutomaton()
+    for token in [1, 2, *(3, 4)]:  # two texts, without ``begin`` between them
+        automaton.append(token)
+    assert counted(automaton, [2]) != followers([[1, 2], [3, 4]], [2])
+
+
+def test_the_oldest_requests_are_evicted_and_memory_stays_bounded():
+    cache = SuffixCache(max_tokens=40)
+    for first in range(60):
+        cache.add(text([first % 7, 8, 9, first % 5, 10, 11, 12]))
+        assert cache.num_tokens <= 40
+        assert cache.automaton.size <= 80
+        assert len(cache.automaton.next) <= 2 * 80 + 1  # a text of n tokens has < 2 n states
+    assert [t.tokens[0] for t in cache.texts] == [first % 7 for first in range(55, 60)]
+    assert counted(cache.automaton, [8, 9]) == Counter(first % 5 for first in range(55, 60))
+    cache.add(text(range(50)))
+    assert [t.tokens.tolist() for t in cache.texts] == [list(range(10, 50))]
+    assert counted(cache.automaton, [8]) == Counter(), "evicted"
+
+
+def test_a_request_copies_from_finished_ones_only():
+    source, state = SuffixSource(vocab_size=VOCAB), make_state()
+    open_request(state, source, make_request(1, [1, 2, 3]))
+    commit(state, [source], 1, [], 4)
+    commit(state, [source], 1, [], 5)
+    open_request(state, source, make_request(2, [9, 2, 3]))
+    assert expand(state, source, {2: [0]}, 2).counts.tolist() == [0], "request 1 is still open"
+    source.close(1)
+    got = expand(state, source, {2: [0]}, 2)
+    assert got.tokens[0, : got.counts[0]].tolist() == [4]
+    child = state.requests[2].tree.take(np.array([0]), np.array([0]))
+    got = expand(state, source, {2: child.tolist()}, 2)
+    assert got.tokens[0, 0] == 5
+    commit(state, [source], 2, child.tolist(), 7)
+    source.close(2)
+    assert [t.tokens.tolist() for t in source.cache.texts] == [[1, 2, 3, 4, 5], [9, 2, 3, 4, 7]]
+
+
+def test_both_texts_propose_and_the_surer_one_leads():
+    """The request's own text has a match of three tokens, the finished one a match of one."""
+    source, state = SuffixSource(vocab_size=VOCAB), make_state()
+    open_request(state, source, make_request(1, [20, 3, 7]))
+    source.close(1)
+    open_request(state, source, make_request(2, [1, 2, 3, 4, 1, 2, 3]))
+    got = expand(state, source, {2: [0]}, 4)
+    assert got.tokens[0, : got.counts[0]].tolist()[:2] == [4, 7]
+    assert np.exp(got.logprobs[0, : got.counts[0]]).sum() < 1
+
+
+@pytest.mark.parametrize(
+    ("factor", "max_depth", "depth"), [(1.0, 32, 3), (2.0, 32, 6), (2.0, 4, 4)]
+)
+def test_drafts_are_as_long_as_the_match_allows(factor, max_depth, depth):
+    """A match of three tokens allows factor x 3 draft tokens, at most max_depth."""
+    source, state = SuffixSource(vocab_size=VOCAB, factor=factor, max_depth=max_depth), make_state()
+    open_request(state, source, make_request(1, [1, 2, 3, *range(10, 25)]))
+    source.close(1)
+    request = open_request(state, source, make_request(2, [30, 1, 2, 3]))
+    slot, found = 0, 0
+    while expand(state, source, {2: [slot]}, 1).counts[0]:
+        slot = int(request.tree.take(np.array([slot]), np.array([0]))[0])
+        assert request.tree.tokens[slot] == 10 + found
+        found += 1
+    assert found == depth
+
+
+def test_the_same_prompt_does_not_copy_its_own_earlier_output():
+    """Warm-up and repeated measurements would flatter themselves."""
+    prompt = [1, 2, 3]
+    for repeats, count in ((False, 0), (True, 1)):
+        source, state = SuffixSource(vocab_size=VOCAB, repeats=repeats), make_state()
+        open_request(state, source, make_request(1, prompt))
+        commit(state, [source], 1, [], 4)
+        source.close(1)
+        open_request(state, source, make_request(1, prompt))
+        assert expand(state, source, {1: [0]}, 1).counts.tolist() == [count]
+
+
+def test_a_loaded_cache_proposes_as_the_saved_one(tmp_path):
+    file = tmp_path / "cache.npz"
+    source, state = SuffixSource(vocab_size=VOCAB, save=str(file)), make_state()
+    for i, prompt in enumerate([[1, 2, 3], [4, 2, 3], [2, 3]]):
+        open_request(state, source, make_request(i, prompt))
+        commit(state, [source], i, [], 5 + i)
+        assert not file.exists() or i
+        source.close(i)
+    loaded = SuffixSource(vocab_size=VOCAB, path=str(file))
+    assert [t.tokens.tolist() for t in loaded.cache.texts] == [
+        t.tokens.tolist() for t in source.cache.texts
+    ]
+    rows = []
+    for each in (source, loaded):
+        fresh = make_state()
+        open_request(fresh, each, make_request(9, [8, 2, 3]))
+        rows.append(expand(fresh, each, {9: [0]}, 4))
+    assert rows[0].tokens.tolist() == rows[1].tokens.tolist()
+    assert sorted(rows[1].tokens[0, : rows[1].counts[0]].tolist()) == [5, 6, 7]
+
+
+def arrays(**changed):
+    head = {"format": "specdec-suffix-cache", "version": 1, "vocab_size": VOCAB}
+    usual = {
+        "head": np.array(json.dumps(head)),
+        "tokens": np.array([1, 2, 3], np.int32),
+        "lengths": np.array([3]),
+        "num_prompt": np.array([1]),
+    }
+    return {name: array for name, array in {**usual, **changed}.items() if array is not None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"tokens": None}, "not a suffix cache"),
+        ({"head": np.array("{")}, "not a suffix cache"),
+        ({"head": np.array('{"format": "other"}')}, "not a specdec-suffix-cache of version 1"),
+        (
+            {"head": np.array(str(arrays()["head"]).replace(str(VOCAB), "7"))},
+            "vocabulary of 7, the target has 32",
+        ),
+        ({"tokens": np.array([1, 2, VOCAB])}, "not in 0 .. 31"),
+        ({"tokens": np.array([1, -2, 3])}, "not in 0 .. 31"),
+        ({"tokens": np.array([1.0, 2.0, 3.0])}, "tokens is float64"),
+        ({"lengths": np.array([4])}, "add up to 4, but it has 3"),
+        ({"lengths": np.array([[3]])}, r"lengths is int64\[1, 1\]"),
+        ({"num_prompt": np.array([4])}, "shorter than its prompt"),
+        ({"num_prompt": np.array([1, 1])}, "1 lengths but 2 prompts"),
+        ({"tokens": np.array([{}], object)}, "not a suffix cache"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path, changed, complaint):
+    file = tmp_path / "cache.npz"
+    np.savez(file, **arrays(**changed))
+    with pytest.raises(UserError, match=complaint) as caught:
+        read_texts(file, vocab_size=VOCAB)
+    assert "\n" not in str(caught.value)
+    assert "source.save" in str(caught.value) or "same model family" in str(caught.value)
+
+
+def test_files_that_are_no_archives_are_refused(tmp_path):
+    np.savez(tmp_path / "good.npz", **arrays())
+    (only,) = read_texts(tmp_path / "good.npz", vocab_size=VOCAB)
+    assert (only.tokens.tolist(), only.num_prompt) == ([1, 2, 3], 1)
+    with pytest.raises(UserError, match="no such file"):
+        read_texts(tmp_path / "none.npz", vocab_size=VOCAB)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(UserError, match="not a suffix cache"):
+        read_texts(tmp_path / "one.npy", vocab_size=VOCAB)
+    (tmp_path / "text.npz").write_text("hello")
+    with pytest.raises(UserError, match="not a suffix cache"):
+        read_texts(tmp_path / "text.npz", vocab_size=VOCAB)
+    cut = (tmp_path / "good.npz").read_bytes()[:-30]
+    (tmp_path / "cut.npz").write_bytes(cut)
+    with pytest.raises(UserError, match="not a suffix cache"):
+        read_texts(tmp_path / "cut.npz", vocab_size=VOCAB)
+
+
+def test_bad_bounds_are_refused():
+    with pytest.raises(ValueError, match="min_match=5"):
+        SuffixSource(vocab_size=VOCAB, min_match=5, max_match=3)
