@@ -25,11 +25,13 @@ class Execution:
         graphs: a value of ``specdec.kernels.graphs.Graphs``.
         kernels: "torch", or "triton" for fused norm + projections and norm + SwiGLU.
         compile: whether to compile the forward by ``torch.compile``.
+        exact: whether a row's bits must not depend on the other rows (``ExactPasses``).
     """
 
     graphs: str = "off"
     kernels: str = "torch"
     compile: bool = False
+    exact: bool = False
 
 
 PLAIN = Execution()

@@ -33,9 +33,12 @@ from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
 from specdec.models.captured import RunnerOutput, StaticPasses
+from specdec.models.exact_passes import ExactPasses, Slice
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
+from specdec.models.row_counts import Setting, eager_operators
 from specdec.models.slicing import layers_name, slice_model
+from specdec.tensor_parallel.collective import Collective
 from specdec.types import HiddenName, IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
@@ -57,6 +60,7 @@ class ModelRunner:
         is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
         spec: shape and type of its caches.
         static: its captured passes; None if ``execution.graphs`` is off.
+        exact: its exact passes; None unless ``execution.exact``.
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
     """
@@ -74,6 +78,7 @@ class ModelRunner:
         capture: Sequence[HiddenName] = (),
         attention: str = Attention.DENSE,
         execution: Execution = PLAIN,
+        group: Collective | None = None,
     ) -> None:
         """Prepares the slice and runs one token through it as a check.
 
@@ -84,7 +89,8 @@ class ModelRunner:
             first_layer, last_layer: the slice; None: to the last layer.
             capture: hidden states, of layers of the slice, that every pass returns.
             attention: a value of ``Attention``.
-            execution: graphs, fused modules, compilation.
+            execution: graphs, fused modules, compilation, exactness.
+            group: tensor-parallel ranks that share the layers; exact passes only.
 
         Raises:
             UserError: for a family, kernel or mode of graphs that cannot be used here.
@@ -103,6 +109,7 @@ class ModelRunner:
         self.max_positions: int = config.max_position_embeddings
         self._meter = meter
         self.static: StaticPasses | None = None
+        self.exact: ExactPasses | None = None
         self._capture = tuple(capture)
         self._output = HiddenName(last_layer - 1)
         self._model = slice_model(
@@ -120,6 +127,8 @@ class ModelRunner:
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
         self.static = self._static_passes(execution)
+        if execution.exact:
+            self.exact = self._exact_passes(config, group)
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
             self._compare_with(model)
@@ -156,6 +165,8 @@ class ModelRunner:
         run = self._run_plain
         if self.static is not None and self.static.serves(rows):
             run = self.static.run
+        elif self.exact is not None:
+            run = self.exact.run
         with torch.inference_mode(), self._guard:
             # Times include making masks and cache views: so do the times of the baselines, which
             # run transformers' own forward.
@@ -234,6 +245,27 @@ class ModelRunner:
             reads_lengths=self._attention in (Attention.TRITON, Attention.FLASH),
         )
 
+    def _exact_passes(self, config: Any, group: Collective | None) -> ExactPasses:
+        """The exact passes, whose operators are proved here."""
+        setting = Setting.here(self.dtype, self.device)
+        shapes = [(n, tuple(p.shape), p.stride()) for n, p in self._model.named_parameters()]
+        return ExactPasses(
+            spec=self.spec,
+            layers=Slice(
+                key=(config.to_json_string(), self.first_layer, self.last_layer, *shapes),
+                first_layer=self.first_layer,
+                hidden_size=None if self.is_first else self.hidden_size,
+                vocab_size=self.vocab_size,
+                max_positions=self.max_positions,
+                has_logits=self.is_last,
+            ),
+            # A weak reference: a cycle would keep weights alive until collected.
+            compute=partial(ModelRunner._compute, proxy(self)),
+            operators=eager_operators(self._model, self._num_heads, self.spec, setting),
+            setting=setting,
+            group=group,
+        )
+
     def _inputs(self, tokens: Tensor, positions: Tensor, cache: StepCache) -> dict[str, Any]:
         """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
         plain = self._call in (None, self._model)
@@ -279,6 +311,7 @@ class ModelRunner:
                 "with full and sliding attention only, such as llama, qwen3 or gemma3_text"
             )
         num_kv_heads, head_dim = probe.shapes[0]
+        self._num_heads = probe.num_heads
         return CacheSpec(
             num_layers=self.num_layers,
             num_kv_heads=num_kv_heads,
@@ -331,12 +364,14 @@ class _Probe(Step):
 
     Attributes:
         shapes: layer of the slice -> (G, D).
+        num_heads: H.
         windowed: layers of the slice with a sliding window.
     """
 
     def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor) -> None:
         super().__init__(first_layer=first_layer, hidden=hidden)
         self.shapes: dict[int, tuple[int, int]] = {}
+        self.num_heads = 0
         self.windowed: set[int] = set()
         self._model_type = model_type
 
@@ -350,6 +385,7 @@ class _Probe(Step):
                 "a plain decoder-only family such as llama, qwen3 or gpt2"
             )
         self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
+        self.num_heads = query.shape[1]
         if options.window is not None:
             self.windowed.add(self.cache.layer)
         return rearrange(torch.zeros_like(query), "b h r d -> b r h d")

@@ -29,7 +29,7 @@ from specdec.parts.fields import Count, expects
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
-from specdec.tensor_parallel import Collective, sharded
+from specdec.tensor_parallel import Collective, InRankOrder, sharded
 from specdec.types import HiddenName, IntArray
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -72,6 +72,7 @@ class HuggingFacePair:
         quantization: QuantizationName,
         exit_layer: Count | None,
         exit_head: ExitHeadName,
+        exact: bool,
     ) -> None:
         """Stores how to load and run the models.
 
@@ -83,7 +84,14 @@ class HuggingFacePair:
             quantization: a value of ``Quantization``, for both models.
             exit_layer: number of layers before the early exit; None for no exit.
             exit_head: norm or transformer.
+            exact: whether a target row's bits must not depend on the pass (docs/exact.md).
+
+        Raises:
+            UserError: ``exact`` with passes that are not proved row by row.
         """
+        if exact:
+            self._refuse_inexact(attention, graphs, kernels, compile, quantization)
+        self._exact = exact
         self.exit_head = exit_head
         self._exit_layer = exit_layer
         self.dtype: str = dtype
@@ -92,6 +100,25 @@ class HuggingFacePair:
         has_gpu = torch.cuda.is_available()
         self.device = ("cuda" if has_gpu else "cpu") if device == "auto" else device
         self._attention = "dense" if attention == "auto" else attention
+
+    @staticmethod
+    def _refuse_inexact(
+        attention: str, graphs: str, kernels: str, compile: bool, quantization: str
+    ) -> None:
+        """Names the first setting that exact passes do not have."""
+        chosen = {
+            "attention": (attention, "auto"),
+            "graphs": (graphs, "off"),
+            "kernels": (kernels, "torch"),
+            "compile": (str(compile).lower(), "false"),
+            "quantization": (quantization, "none"),
+        }
+        for key, (value, needed) in chosen.items():
+            if value != needed:
+                raise UserError(
+                    f"model.{key}={value} is not proved to give a row the same bits in every pass,"
+                    f" which model.exact=true needs: use model.{key}={needed}, or model.exact=false"
+                )
 
     @property
     def target(self) -> PreTrainedModel:
@@ -189,6 +216,8 @@ class HuggingFacePair:
     ) -> ModelStage:
         """Target layers ``first`` .. ``last``, or this rank's share of them.
 
+        With ``exact`` the bits of a row do not depend on the pass; ranks then sum in their order.
+
         Args:
             first, last, meter, capture: see ``ModelPair.stage``.
             group: tensor-parallel ranks that share the layers; all of them must run the same
@@ -197,11 +226,14 @@ class HuggingFacePair:
         Raises:
             UserError: a ``group`` with quantised weights.
         """
+        if self._exact and group is not None:
+            group = InRankOrder(group)
         runner = self._runner(
             "target",
             meter,
             lambda: self.part(first, last) if group is None else self.share(first, last, group),
             group,
+            exact=self._exact,
             first_layer=first,
             last_layer=last,
             capture=capture,
@@ -214,6 +246,8 @@ class HuggingFacePair:
         meter: Meter,
         load: Callable[[], PreTrainedModel],
         group: Collective | None = None,
+        *,
+        exact: bool = False,
         **layers: Any,
     ) -> ModelRunner:
         """Runner of the loaded model, or of this rank's share of it in a ``group``."""
@@ -222,13 +256,15 @@ class HuggingFacePair:
                 f"model.quantization={self._quantization} cannot be cut into shares: use"
                 " executor.target_degree and draft_degree of 1 (null), or plain weights"
             )
+        execution = replace(self._execution if group is None else PLAIN, exact=exact)
         with nullcontext() if group is None else group.paused():
             return ModelRunner(
                 model=load(),
                 name=name,
                 meter=meter,
                 attention=self._attention,
-                execution=self._execution if group is None else PLAIN,
+                execution=execution,
+                group=group,
                 **layers,
             )
 

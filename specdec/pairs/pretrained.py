@@ -61,6 +61,7 @@ class PretrainedPair(HuggingFacePair):
         exit_layer: Count | None = None,
         exit_head: ExitHeadName = "transformer",
         exit_heads: Text | None = None,
+        exact: bool = False,
     ) -> None:
         """Checks paths and vocabularies; loads nothing yet.
 
@@ -69,7 +70,7 @@ class PretrainedPair(HuggingFacePair):
             draft, middle: likewise; None if no strategy needs them.
             ngram: safetensors file of token samples for n-gram counts.
             dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
-                exit_head: see ``HuggingFacePair``.
+                exit_head, exact: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
 
         Raises:
@@ -85,6 +86,7 @@ class PretrainedPair(HuggingFacePair):
             quantization=quantization,
             exit_layer=exit_layer,
             exit_head=exit_head,
+            exact=exact,
         )
         if exit_heads is not None:
             self.heads_folder = Path(family_path(exit_heads))

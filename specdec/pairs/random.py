@@ -54,6 +54,7 @@ class RandomPair(HuggingFacePair):
         quantization: QuantizationName = "none",
         exit_layer: Count | None = None,
         exit_head: ExitHeadName = "norm",
+        exact: bool = False,
     ) -> None:
         """Describes the models; they are created on first use.
 
@@ -68,7 +69,7 @@ class RandomPair(HuggingFacePair):
             logit_step: both models' logits are rounded to multiples of it, which makes ties
                 frequent; 0 for no rounding.
             dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
-                exit_head: see ``HuggingFacePair``. Exit heads are untrained.
+                exit_head, exact: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
             UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
@@ -83,6 +84,7 @@ class RandomPair(HuggingFacePair):
             quantization=quantization,
             exit_layer=exit_layer,
             exit_head=exit_head,
+            exact=exact,
         )
         self._layers = _layers(num_layers, draft_layers, middle_layers)
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
