@@ -36,7 +36,8 @@ BLOCK = 128
 
 _ONES = 8  # columns of ones beside the values, whose products are the sums of the weights
 _LEAST_ROWS = 8  # query rows of the smallest product
-_PIECE = 32768  # elements per call of exp and tanh: torch computes this many on one thread
+_PIECE = 32768  # elements: torch's grain size, which it computes on one thread
+_REGISTERS = 64  # elements: two registers of 512 bits, of 16-bit numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +214,7 @@ class _KeySet:
         own = own.expand(-1, -1, num_blocks, -1, -1)
         products = torch.bmm(own.reshape(-1, *own.shape[3:]), keys.flatten(0, 2).transpose(1, 2))
         if softcap is not None:
-            products = products.div_(softcap)
-            _in_pieces(torch.tanh, products)
-            products = products.mul_(softcap)
+            products = in_pieces(torch.tanh, products.div_(softcap)).mul_(softcap)
         scores = products.view(groups, num_sets, num_blocks, -1, BLOCK)
         rows = scores[:, :, :, :used].unflatten(3, (-1, per_group))
         return _KeySet(scores, rows, values)
@@ -253,8 +252,7 @@ class _KeySet:
         """
         groups, num_sets, _, num_rows, per_group, _ = self.rows.shape
         self.rows.sub_(top.view(groups, num_sets, 1, num_rows, per_group, 1))
-        weights = self.scores.flatten(0, 2)
-        _in_pieces(torch.exp, weights)
+        weights = in_pieces(torch.exp, self.scores.flatten(0, 2))
         products = torch.bmm(weights, self.values.flatten(0, 2))
         sums = products.view(*self.scores.shape[:4], -1)[:, :, :, : num_rows * per_group]
         for block in sums.unflatten(3, (num_rows, per_group)).unbind(2):
@@ -266,15 +264,21 @@ def padded_rows(num: int) -> int:
     return max(_LEAST_ROWS, 1 << (num - 1).bit_length())
 
 
-def _in_pieces(function: Callable[..., Tensor], tensor: Tensor) -> None:
-    """Applies exp or tanh in place.
+def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Applies an elementwise function so that an element has the same bits in every tensor.
 
-    torch cuts large tensors among threads, and computes what is left over at the end of a thread's
-    share by other instructions, whose last bit may differ. Pieces of this size are not cut.
+    On a CPU torch computes exp, tanh and the like in vector registers, and what is left over at the
+    end of a tensor, or of a thread's share of it, by scalar functions, whose last bit may differ.
+    Here pieces fill whole registers and run on one thread. Sums, products, quotients and roots are
+    rounded exactly and need no such care.
     """
-    size = tensor.numel() if tensor.is_cuda else _PIECE
-    for piece in tensor.view(-1).split(size):
-        function(piece, out=piece)
+    if tensor.is_cuda:
+        return function(tensor)
+    size = tensor.numel()
+    flat = pad(tensor.reshape(-1), (0, -size % _REGISTERS))
+    pieces = [function(piece) for piece in flat.split(_PIECE)]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return whole[:size].view(tensor.shape)
 
 
 def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[RowRange]]:

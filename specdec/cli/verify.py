@@ -28,6 +28,7 @@ configured models in the configured dtype and tells ties from faults. Writes ver
   long_request         so does one request of 530 tokens; draws of 640 positions do not repeat
   batch_independence   a request's output is the same alone and in any batch
   numerics             configured models and dtype: differences are ties, not faults
+  exact_dtype          with model.exact=true: long outputs in that dtype have no difference
 
 Exit status: 0 lossless, 1 not (or a lossy verifier), 2 a configuration that cannot be used.
 

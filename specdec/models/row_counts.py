@@ -12,11 +12,14 @@ Proofs are cached for the life of the process.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from specdec.attention.exact import BLOCK, Context, exact_attention
@@ -32,6 +35,8 @@ MOST_ROWS = ROW_COUNTS[-1]
 EAGER = "torch eager"
 """Name of the backend that runs transformers' modules operation by operation."""
 
+_DISTINCT = 1024  # distinct columns of a matrix product's sample, repeated beyond
+_NORM_ELEMENTS = 1 << 19  # of a norm's samples
 _FOLLOWING = ("dynamic", "longrope")  # rope types
 
 Layout = Callable[[int, int], Sequence[Tensor]]
@@ -115,7 +120,7 @@ def _proved(operator: Operator) -> Iterator[int]:
     reference = operator.layouts[0](0, size)
     for count in ROW_COUNTS:
         num = min(count, size)
-        starts = {0, size - num}
+        starts = {0, (size - num) // 2, size - num}
         if all(
             _equal(layout(start, start + num), [part[start : start + num] for part in reference])
             for layout in operator.layouts
@@ -176,40 +181,71 @@ def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
     seen = set()
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        kind = type(module).__name__
         if not isinstance(weight, Tensor) or weight.is_meta or isinstance(module, nn.Embedding):
             continue
-        if weight.dim() == 2:
-            transposed = kind == "Conv1D" or getattr(module, "transposed", False)
-            outputs, inputs = weight.T.shape if transposed else weight.shape
-            split = getattr(module, "split", None)  # a share that receives all inputs
-            width = inputs if split is None else split.stop
-            name = f"linear {inputs} x {outputs}"
-        elif weight.dim() == 1:
-            width, name = len(weight), f"norm of {len(weight)}"
-        else:
-            continue
         biased = getattr(module, "bias", None) is not None
-        key = (kind, width, tuple(weight.shape), weight.stride(), biased)
-        if (name, key) not in seen:
-            seen.add((name, key))
-            yield _row_operator(name, key, module.forward, width, setting)
+        key = (type(module).__name__, tuple(weight.shape), weight.stride(), biased)
+        if weight.dim() > 2 or key in seen:
+            continue
+        seen.add(key)
+        make = _linear_operator if weight.dim() == 2 else _norm_operator
+        yield make(module, weight, key, setting)
+
+
+def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
+    """A matrix product, on matrices whose results are nothing but rounding errors.
+
+    Half of the terms of every sum are the others' negatives, in random order. The sum would be 0 in
+    exact arithmetic, so another order of additions shows in most results. With the model's own
+    values, the rounding of a result to 16 bits hides it almost always.
+    """
+    transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
+    outputs, inputs = weight.T.shape if transposed else weight.shape
+    half, generator = inputs // 2, torch.Generator().manual_seed(0)
+    order = torch.randperm(2 * half, generator=generator)
+
+    def drawn(num: int) -> Tensor:
+        return torch.randn(num, half, generator=generator) * 16.0
+
+    terms = drawn(min(outputs, _DISTINCT))[torch.arange(outputs) % _DISTINCT]
+    matrix = pad(torch.cat([terms, -terms], 1)[:, order], (0, inputs - 2 * half))
+    sample = pad(drawn(MOST_ROWS).repeat(1, 2)[:, order], (0, inputs - 2 * half))
+    split = getattr(module, "split", None)  # of a share that receives all inputs
+    if split is not None:
+        sample = pad(sample[:, : split.stop - split.start], (split.start, 0))
+    probe = copy.copy(module)
+    probe.__dict__["weight"] = torch.empty_like(weight).copy_(matrix.T if transposed else matrix)
+    if getattr(module, "bias", None) is not None:
+        probe.__dict__["bias"] = torch.zeros_like(module.bias)
+    name = f"linear {inputs} x {outputs}"
+    return _row_operator(name, key, probe.forward, [sample], setting)
+
+
+def _norm_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
+    """A norm, on many samples: another order of additions changes few results after rounding."""
+    generator, width = torch.Generator().manual_seed(0), len(weight)
+    num = max(1, _NORM_ELEMENTS // (MOST_ROWS * width))
+    samples = [torch.randn(MOST_ROWS, width, generator=generator) for _ in range(num)]
+    return _row_operator(f"norm of {width}", key, module.forward, samples, setting)
 
 
 def _row_operator(
-    name: str, key: Hashable, run: Callable[[Tensor], Tensor], width: int, setting: Setting
+    name: str,
+    key: Hashable,
+    run: Callable[[Tensor], Tensor],
+    samples: Sequence[Tensor],
+    setting: Setting,
 ) -> Operator:
-    """An operator on rows [R, ``width``], alone and with the rows of the pass rotated."""
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(MOST_ROWS, width, generator=generator)
-    sample = sample.to(dtype=setting.dtype, device=setting.device)
+    """An operator on rows [1, R, I]: as they are, and with the rows of the pass rotated."""
+    samples = [sample.to(dtype=setting.dtype, device=setting.device) for sample in samples]
 
     def straight(start: int, stop: int) -> list[Tensor]:
-        return [run(sample[None, start:stop].clone())[0]]
+        return [run(sample[None, start:stop].clone())[0] for sample in samples]
 
     def rotated(start: int, stop: int) -> list[Tensor]:
         shift = max(1, (stop - start) // 3)
-        return [run(sample[None, start:stop].roll(shift, 1))[0].roll(-shift, 0)]
+        rolled = [sample[None, start:stop].roll(shift, 1) for sample in samples]
+        return [run(rows)[0].roll(-shift, 0) for rows in rolled]
 
     return Operator(name, key, MOST_ROWS, (straight, rotated))
 
@@ -227,7 +263,9 @@ def attention_operator(
 
     def sample(*shape: int) -> Tensor:
         drawn = torch.randn(*shape, generator=generator)
-        return drawn.to(dtype=setting.dtype, device=setting.device)
+        # In 16 bits the rounding of the output would hide what is summed in float32.
+        dtype = torch.float64 if setting.dtype == torch.float64 else torch.float32
+        return drawn.to(dtype=dtype, device=setting.device)
 
     query = sample(num_heads, MOST_ROWS, head_dim)
     key, value = sample(2, num_kv_heads, length, head_dim)
@@ -260,4 +298,4 @@ def attention_operator(
 def _from(order: Tensor, num_blocks: int, end: int) -> Tensor:
     """Slots of the positions from ``num_blocks`` blocks on, padded with 0 to whole blocks."""
     slots = order[num_blocks * BLOCK : end]
-    return torch.nn.functional.pad(slots, (0, -len(slots) % BLOCK))
+    return pad(slots, (0, -len(slots) % BLOCK))

@@ -33,6 +33,7 @@ from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
 from specdec.models.captured import RunnerOutput, StaticPasses
+from specdec.models.exact_modules import use_exact_modules
 from specdec.models.exact_passes import ExactPasses, Slice
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
@@ -124,6 +125,8 @@ class ModelRunner:
         self._kernel = attention_kernel(attention, self.device, self.dtype)
         self._attention = Attention(attention)
         self._embedding_dim: int = model.get_input_embeddings().embedding_dim
+        if execution.exact:
+            use_exact_modules(self._model)
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
         self.static = self._static_passes(execution)
