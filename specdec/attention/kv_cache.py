@@ -111,7 +111,11 @@ class TreeCache:
 
     def writer(self, rows: Rows) -> Store:
         """Write and read access for the pass over ``rows``."""
-        return self._kv.writer(rows.start, rows.end)
+        return self.slot_writer(rows.start, rows.end)
+
+    def slot_writer(self, start: int, end: int) -> Store:
+        """The same for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
+        return self._kv.writer(start, end)
 
     def buffers(self, rows: Rows) -> Buffers:
         """Memory for a pass that appends the keys and values of ``rows`` itself."""

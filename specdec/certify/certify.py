@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from specdec.certify.crashes import Crashes
+from specdec.certify.exact_dtype import exact_dtype
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
 from specdec.certify.long_request import long_request
@@ -30,6 +31,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "batch_independence": batch_independence,
     "sampler": sampler,
     "numerics": numerics,
+    "exact_dtype": exact_dtype,
 }
 """Check functions by name, in the order in which they run."""
 

@@ -278,6 +278,7 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
         "device": "cpu" if device == "mps" else device,  # mps has no float64
         "attention": model.get("attention", "auto"),
         "graphs": model.get("graphs", "off"),
+        "exact": bool(model.get("exact", False)),
         **exits,
     }
     if small["model"]["attention"] in _NO_FLOAT64:

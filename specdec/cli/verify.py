@@ -29,6 +29,7 @@ configured models in the configured dtype and tells ties from faults. Writes ver
   batch_independence   a request's output is the same alone and in any batch
   sampler              tokens and distributions of the target's sampler, row by row
   numerics             configured models and dtype: differences are ties, not faults
+  exact_dtype          with model.exact=true: long outputs in that dtype have no difference
 
 --fail-fast ends with the first check that fails.
 

@@ -171,7 +171,7 @@ class StaticPasses:
                 part_hidden = None if hidden is None else hidden[start:stop]
                 outputs.append(_cut(self._replay(part, part_hidden, wants_logits), len(part)))
                 start = stop
-        output = outputs[0] if len(outputs) == 1 else _concatenate(outputs)
+        output = outputs[0] if len(outputs) == 1 else concatenate(outputs)
         if logits_rows is None or output.logits is None:
             return output
         if np.array_equal(logits_rows, np.arange(len(output.logits))):
@@ -225,7 +225,8 @@ def _cut(output: RunnerOutput, num_rows: int) -> RunnerOutput:
     )
 
 
-def _concatenate(parts: list[RunnerOutput]) -> RunnerOutput:
+def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
+    """The outputs of consecutive rows as one."""
     logits = [part.logits for part in parts if part.logits is not None]
     layers = parts[0].captured
     return RunnerOutput(

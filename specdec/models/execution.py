@@ -26,12 +26,14 @@ class Execution:
         kernels: "torch", or "triton" for fused norm + projections and norm + SwiGLU.
         compile: whether to compile the forward by ``torch.compile``.
         backend: "eager" for PyTorch, "onnx" for ONNX Runtime.
+        exact: whether a row's bits must not depend on the other rows (``ExactPasses``).
     """
 
     graphs: str = "off"
     kernels: str = "torch"
     compile: bool = False
     backend: str = "eager"
+    exact: bool = False
 
 
 PLAIN = Execution()

@@ -14,7 +14,6 @@ from weakref import proxy
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +22,6 @@ from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.attention.tree_attention import (
     AttentionStep,
-    ScoreOptions,
     Step,
     StepCache,
     attending,
@@ -33,20 +31,21 @@ from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
 from specdec.models.captured import RunnerOutput, StaticPasses
+from specdec.models.exact_modules import use_exact_modules
+from specdec.models.exact_passes import ExactPasses, Slice
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.onnx_passes import OnnxPasses
+from specdec.models.probe import Probe
+from specdec.models.row_counts import Setting, eager_operators
 from specdec.models.slicing import layers_name, slice_model
+from specdec.tensor_parallel.collective import Collective
 from specdec.types import HiddenName, IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 """``logits_rows`` of a pass without logits, such as prefill."""
 
 _SAMPLE = 8  # tokens on which an untested family is compared with transformers
-
-_IGNORED = frozenset(
-    {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
-)
 
 
 class ModelRunner:
@@ -59,6 +58,7 @@ class ModelRunner:
         spec: shape and type of its caches.
         static: its captured passes; None if ``execution.graphs`` is off.
         onnx: its passes in ONNX Runtime; None with ``execution.backend`` eager.
+        exact: its exact passes; None unless ``execution.exact``.
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
     """
@@ -66,6 +66,7 @@ class ModelRunner:
     _call: Any = None  # the model, or its compiled form; None during the probe
     static: StaticPasses | None = None
     onnx: OnnxPasses | None = None
+    exact: ExactPasses | None = None
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class ModelRunner:
         capture: Sequence[HiddenName] = (),
         attention: str = Attention.DENSE,
         execution: Execution = PLAIN,
+        group: Collective | None = None,
     ) -> None:
         """Prepares the slice and runs one token through it as a check.
 
@@ -88,7 +90,8 @@ class ModelRunner:
             first_layer, last_layer: the slice; None: to the last layer.
             capture: hidden states, of layers of the slice, that every pass returns.
             attention: a value of ``Attention``.
-            execution: graphs, fused modules, compilation.
+            execution: graphs, fused modules, compilation, exactness.
+            group: tensor-parallel ranks that share the layers; exact passes only.
 
         Raises:
             UserError: for a family, kernel or mode of graphs that cannot be used here.
@@ -120,10 +123,13 @@ class ModelRunner:
         self._kernel = attention_kernel(attention, self.device, self.dtype)
         self._attention = Attention(attention)
         self._embedding_dim: int = model.get_input_embeddings().embedding_dim
+        if execution.exact:
+            use_exact_modules(self._model)
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
         self.static = self._static_passes(execution)
         self.onnx = self._onnx_passes() if execution.backend == "onnx" else None
+        self.exact = self._exact_passes(config, group) if execution.exact else None
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
             self._compare_with(model)
@@ -160,6 +166,8 @@ class ModelRunner:
         run = self._run_plain if self.onnx is None else self.onnx.run
         if self.static is not None and self.static.serves(rows):
             run = self.static.run
+        elif self.exact is not None:
+            run = self.exact.run
         with torch.inference_mode(), self._guard:
             # Times include making masks and cache views: so do the times of the baselines, which
             # run transformers' own forward.
@@ -254,6 +262,27 @@ class ModelRunner:
             passes.compare(self._run_plain)
         return passes
 
+    def _exact_passes(self, config: Any, group: Collective | None) -> ExactPasses:
+        """The exact passes, whose operators are proved here."""
+        setting = Setting.here(self.dtype, self.device)
+        shapes = [(n, tuple(p.shape), p.stride()) for n, p in self._model.named_parameters()]
+        return ExactPasses(
+            spec=self.spec,
+            layers=Slice(
+                key=(config.to_json_string(), self.first_layer, self.last_layer, *shapes),
+                first_layer=self.first_layer,
+                hidden_size=None if self.is_first else self.hidden_size,
+                vocab_size=self.vocab_size,
+                max_positions=self.max_positions,
+                has_logits=self.is_last,
+            ),
+            # A weak reference: a cycle would keep weights alive until collected.
+            compute=partial(ModelRunner._compute, proxy(self)),
+            operators=eager_operators(self._model, self._num_heads, self.spec, setting),
+            setting=setting,
+            group=group,
+        )
+
     def _inputs(self, tokens: Tensor, positions: Tensor, cache: StepCache) -> dict[str, Any]:
         """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
         plain = self._call in (None, self._model)
@@ -269,7 +298,7 @@ class ModelRunner:
     def _probe(self, model_type: str) -> CacheSpec:
         """Runs one token through the slice to determine the shape of its keys and values."""
         hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
-        probe = _Probe(model_type=model_type, first_layer=self.first_layer, hidden=hidden)
+        probe = Probe(model_type=model_type, first_layer=self.first_layer, hidden=hidden)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             with torch.inference_mode(), attending(probe):
@@ -300,6 +329,7 @@ class ModelRunner:
             )
         num_kv_heads, head_dim = probe.shapes[0]
         self._options = probe.options
+        self._num_heads = probe.num_heads
         return CacheSpec(
             num_layers=self.num_layers,
             num_kv_heads=num_kv_heads,
@@ -345,35 +375,3 @@ def _check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName
             raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
         if normed and layer != total - 1:
             raise ValueError(f"layer {layer} has no final norm: layer {total - 1} has it")
-
-
-class _Probe(Step):
-    """A step that records the shapes of keys and rejects unsupported attention arguments.
-
-    Attributes:
-        shapes: layer of the slice -> (G, D).
-        options: layer of the slice -> how it computes its scores.
-        windowed: layers of the slice with a sliding window.
-    """
-
-    def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor) -> None:
-        super().__init__(first_layer=first_layer, hidden=hidden)
-        self.shapes: dict[int, tuple[int, int]] = {}
-        self.options: dict[int, ScoreOptions] = {}
-        self.windowed: set[int] = set()
-        self._model_type = model_type
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
-        """Returns zeros of the right shape."""
-        unknown = [k for k, v in options.others.items() if k not in _IGNORED and v is not None]
-        if unknown or key.shape != value.shape:
-            raise UserError(
-                f"model type {self._model_type!r} cannot be used: tree attention does not support "
-                f"features of its attention ({', '.join(unknown) or 'unequal key and value'}); use "
-                "a plain decoder-only family such as llama, qwen3 or gpt2"
-            )
-        self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
-        self.options[self.cache.layer] = options
-        if options.window is not None:
-            self.windowed.add(self.cache.layer)
-        return rearrange(torch.zeros_like(query), "b h r d -> b r h d")

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import UserError
-from specdec.pairs.huggingface import HuggingFacePair, PartsOnly
+from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.interface import ModelPair
+from specdec.pairs.parts_only import PartsOnly
 from specdec.pairs.pretrained import PretrainedPair
 from specdec.pairs.random import RandomPair
 from specdec.pairs.record import Record, read_record, read_traces, write_record

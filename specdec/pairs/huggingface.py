@@ -7,10 +7,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from pydantic import Field
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.clocks.meter import Meter
@@ -26,25 +25,24 @@ from specdec.models.onnx_passes import problem as onnx_problem
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.models.slicing import final_norm
-from specdec.parts.fields import Count, expects
+from specdec.pairs.options import (
+    AttentionName,
+    BackendName,
+    Device,
+    Dtype,
+    ExitHeadName,
+    GraphsName,
+    KernelsName,
+    QuantizationName,
+    refuse_inexact,
+    special_options,
+)
+from specdec.parts.fields import Count
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
-from specdec.tensor_parallel import Collective, sharded
+from specdec.tensor_parallel import Collective, InRankOrder, sharded
 from specdec.types import HiddenName, IntArray
-
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
-Device = Annotated[
-    str,
-    Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$"),
-    expects("it must be auto, cpu, mps, cuda or cuda:NUMBER"),
-]
-AttentionName = Literal["auto", "dense", "two_level", "triton", "flash", "flex"]
-GraphsName = Literal["off", "auto", "cuda", "replay"]
-KernelsName = Literal["torch", "triton"]
-QuantizationName = Literal["none", "int8", "int4"]
-BackendName = Literal["eager", "onnx", "auto"]
-ExitHeadName = Literal["norm", "transformer"]
 
 
 class HuggingFacePair:
@@ -75,6 +73,7 @@ class HuggingFacePair:
         backend: BackendName,
         exit_layer: Count | None,
         exit_head: ExitHeadName,
+        exact: bool,
     ) -> None:
         """Stores how to load and run the models.
 
@@ -88,7 +87,22 @@ class HuggingFacePair:
                 run each of them with the other options.
             exit_layer: number of layers before the early exit; None for no exit.
             exit_head: norm or transformer.
+            exact: whether a target row's bits must not depend on the pass (docs/exact.md).
+
+        Raises:
+            UserError: ``exact`` with passes that are not proved row by row.
         """
+        self._special = special_options(
+            attention=attention,
+            graphs=graphs,
+            kernels=kernels,
+            compile=compile,
+            quantization=quantization,
+            exact=exact,
+        )
+        if exact:
+            refuse_inexact(self._special, backend)
+        self._exact = exact
         self.exit_head = exit_head
         self._exit_layer = exit_layer
         self.dtype: str = dtype
@@ -107,15 +121,9 @@ class HuggingFacePair:
         """
         if self._backend == "eager":
             return "eager"
-        options = {"graphs": "off", "kernels": "torch", "compile": False}
-        stated = {name: getattr(self._execution, name) for name in options}
-        stated |= {"quantization": self._quantization, "attention": self._attention}
-        options |= {"quantization": "none", "attention": "dense"}
         where = getattr(torch, self.dtype), torch.device(self.device)
         reasons = [onnx_problem(config, *where) for config in self.configs]
-        reasons += [
-            f"it has no model.{k}={stated[k]}" for k, v in options.items() if stated[k] != v
-        ]
+        reasons += [f"it has no model.{option}" for option in self._special]
         reason = next(filter(None, reasons), None)
         if reason is None:
             return "onnx"
@@ -224,6 +232,8 @@ class HuggingFacePair:
     ) -> ModelStage:
         """Target layers ``first`` .. ``last``, or this rank's share of them.
 
+        With ``exact`` the bits of a row do not depend on the pass; ranks then sum in their order.
+
         Args:
             first, last, meter, capture: see ``ModelPair.stage``.
             group: tensor-parallel ranks that share the layers; all of them must run the same
@@ -232,11 +242,14 @@ class HuggingFacePair:
         Raises:
             UserError: a ``group`` with quantised weights.
         """
+        if self._exact and group is not None:
+            group = InRankOrder(group)
         runner = self._runner(
             "target",
             meter,
             lambda: self.part(first, last) if group is None else self.share(first, last, group),
             group,
+            exact=self._exact,
             first_layer=first,
             last_layer=last,
             capture=capture,
@@ -249,6 +262,8 @@ class HuggingFacePair:
         meter: Meter,
         load: Callable[[], PreTrainedModel],
         group: Collective | None = None,
+        *,
+        exact: bool = False,
         **layers: Any,
     ) -> ModelRunner:
         """Runner of the loaded model, or of this rank's share of it in a ``group``."""
@@ -257,7 +272,7 @@ class HuggingFacePair:
                 f"model.quantization={self._quantization} cannot be cut into shares: use"
                 " executor.target_degree and draft_degree of 1 (null), or plain weights"
             )
-        execution = PLAIN if group is not None else self._execution
+        execution = replace(self._execution if group is None else PLAIN, exact=exact)
         if group is None:
             execution = replace(execution, backend=self.backend)
         elif self._backend == "onnx":
@@ -272,6 +287,7 @@ class HuggingFacePair:
                 meter=meter,
                 attention=self._attention,
                 execution=execution,
+                group=group,
                 **layers,
             )
 
@@ -379,25 +395,3 @@ class HuggingFacePair:
         if group is None:
             return self._runner(name, meter, lambda: self.model(name))
         return self._runner(name, meter, lambda: self.model_share(name, group), group)
-
-
-class PartsOnly:
-    """A view of a pair for a process that does not run the target.
-
-    ``part`` loads the requested layers alone (``lone_part``); everything else is the pair's.
-    """
-
-    def __init__(self, pair: HuggingFacePair) -> None:
-        """Wraps ``pair``."""
-        self._pair = pair
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pair, name)
-
-    def part(self, first: int, last: int) -> PreTrainedModel:
-        """Layers ``first`` .. ``last`` of the target and no others."""
-        return self._pair.lone_part(first, last)
-
-    def artefact(self, kind: type[A], **options: Any) -> A:
-        """The artefact, loaded from this view."""
-        return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]

@@ -23,14 +23,14 @@ from specdec.models.loading import (
     weight_bytes,
 )
 from specdec.models.quantize import Quantization, quantize
-from specdec.pairs.huggingface import (
+from specdec.pairs.huggingface import HuggingFacePair
+from specdec.pairs.options import (
     AttentionName,
     BackendName,
     Device,
     Dtype,
     ExitHeadName,
     GraphsName,
-    HuggingFacePair,
     KernelsName,
     QuantizationName,
 )
@@ -74,6 +74,7 @@ class PretrainedPair(HuggingFacePair):
         exit_head: ExitHeadName = "transformer",
         exit_heads: Text | None = None,
         eagle_head: Text | None = None,
+        exact: bool = False,
     ) -> None:
         """Checks paths and vocabularies; loads nothing yet.
 
@@ -81,7 +82,7 @@ class PretrainedPair(HuggingFacePair):
             target: path, hub id or ``bundled:NAME``.
             draft, middle: likewise; None if no strategy needs them.
             ngram: safetensors file of token samples for n-gram counts.
-            dtype, ..., backend, exit_layer, exit_head: see ``HuggingFacePair``.
+            dtype, ..., backend, exit_layer, exit_head, exact: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
 
@@ -99,6 +100,7 @@ class PretrainedPair(HuggingFacePair):
             backend=backend,
             exit_layer=exit_layer,
             exit_head=exit_head,
+            exact=exact,
         )
         if exit_heads is not None:
             self.heads_folder = Path(family_path(exit_heads))

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 from specdec.errors import UserError
 from specdec.models.quantize import Quantization, quantize
 from specdec.models.random import random_model
-from specdec.pairs.huggingface import (
+from specdec.pairs.huggingface import HuggingFacePair
+from specdec.pairs.options import (
     AttentionName,
     BackendName,
     Device,
     Dtype,
     ExitHeadName,
     GraphsName,
-    HuggingFacePair,
     KernelsName,
     QuantizationName,
 )
@@ -56,6 +56,7 @@ class RandomPair(HuggingFacePair):
         backend: BackendName = "eager",
         exit_layer: Count | None = None,
         exit_head: ExitHeadName = "norm",
+        exact: bool = False,
     ) -> None:
         """Describes the models; they are created on first use.
 
@@ -70,7 +71,7 @@ class RandomPair(HuggingFacePair):
             logit_step: both models' logits are rounded to multiples of it, which makes ties
                 frequent; 0 for no rounding.
             dtype, device, attention, graphs, kernels, compile, quantization, backend,
-                exit_layer, exit_head: see ``HuggingFacePair``. Exit heads are untrained.
+                exit_layer, exit_head, exact: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
             UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
@@ -86,6 +87,7 @@ class RandomPair(HuggingFacePair):
             backend=backend,
             exit_layer=exit_layer,
             exit_head=exit_head,
+            exact=exact,
         )
         self._layers = _layers(num_layers, draft_layers, middle_layers)
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)

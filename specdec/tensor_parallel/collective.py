@@ -65,3 +65,26 @@ class Collective:
 
     def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
         raise NotImplementedError
+
+
+class InRankOrder(Collective):
+    """A group whose sums add the ranks' parts in the order of ranks.
+
+    A ring adds each part of a tensor in another order, so that an element's last bit depends on
+    its place in the tensor, that is on the number of rows.
+    """
+
+    def __init__(self, group: Collective) -> None:
+        """Communicates through ``group``."""
+        super().__init__(rank=group.rank, size=group.size)
+        self._inner = group
+
+    def _add(self, tensor: Tensor) -> Tensor:
+        parts = self._gather(tensor)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
+        return self._inner.gather(tensor).chunk(self.size, -1)

@@ -1,0 +1,306 @@
+"""``model.exact=true``: the bits of a row in every pass, the proofs, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import specdec.attention.exact as exact_module
+from specdec.attention.backends import capped_attention
+from specdec.attention.exact import BLOCK, Context, RowRange, context_of, exact_attention
+from specdec.attention.kv_storage import BlockPool
+from specdec.attention.tree_attention import ScoreOptions
+from specdec.clocks.meter import Meter
+from specdec.errors import UserError
+from specdec.models.execution import PLAIN, Execution
+from specdec.models.inspection import CERTIFIED
+from specdec.models.random import random_model
+from specdec.models.row_counts import EAGER, Operator, Setting, proved_counts
+from specdec.models.runner import ModelRunner
+from specdec.pairs import RandomPair
+from specdec.tensor_parallel import InRankOrder, sharded
+from tests.shares import run_group
+
+EXACT = Execution(exact=True)
+LENGTH = BLOCK + 40  # tokens of the sequence whose logits are compared
+NUM_NODES = 24  # of them, the last ones as nodes of a tree
+HALF = ["bfloat16", "float16"]
+OPTIONS = {
+    "mistral": {"sliding_window": 50},
+    "gemma2": {"sliding_window": 50, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 50},
+}
+
+
+def _runner(family="llama", dtype="bfloat16", *, execution=EXACT, **layers) -> ModelRunner:
+    sizes = {"hidden_size": 64, "vocab_size": 61, "num_layers": 2}
+    options = OPTIONS.get(family)
+    model = random_model(family, dtype=dtype, scale=0.15, options=options, **sizes)
+    return ModelRunner(model=model, name="target", meter=Meter(), execution=execution, **layers)
+
+
+def _tokens(length: int = LENGTH, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 61, length)
+
+
+def _plain(runner: ModelRunner, tokens: np.ndarray) -> torch.Tensor:
+    """Logits of a prompt's prefill, then of passes over one row each, as in plain decoding."""
+    cache, split = runner.new_cache(len(tokens)), max(0, len(tokens) - NUM_NODES - 8)
+    first = [] if not split else [runner.forward([cache.rows(prefix_tokens=tokens[:split])]).logits]
+    rows = [
+        runner.forward([cache.rows(prefix_tokens=tokens[i : i + 1])]).logits
+        for i in range(split, len(tokens))
+    ]
+    return torch.cat([*first, *rows])
+
+
+def _chunks(runner, tokens, size, cache=None) -> torch.Tensor:
+    cache = cache or runner.new_cache(len(tokens))
+    parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+    return torch.cat([runner.forward([cache.rows(prefix_tokens=p)]).logits for p in parts])
+
+
+def _tree(runner, tokens, cache=None) -> torch.Tensor:
+    """The last tokens as a path of a tree with siblings before, between and after its nodes."""
+    cache = cache or runner.new_cache(8)
+    split = len(tokens) - NUM_NODES
+    first = runner.forward([cache.rows(prefix_tokens=tokens[:split])]).logits
+    ids, parents, values, depths, path = [], [], [], [], []
+    last = -1
+    for depth in range(NUM_NODES):
+        for wrong in range(depth % 3):  # siblings that the path does not see
+            ids.append(1000 * (wrong + 1) + depth)
+            parents.append(last)
+            values.append((tokens[split + depth] + 1 + wrong) % 61)
+            depths.append(depth)
+        path.append(len(ids))
+        ids.append(depth)
+        parents.append(last)
+        values.append(tokens[split + depth])
+        depths.append(depth)
+        last = depth
+    rows = cache.rows(
+        node_ids=np.array(ids),
+        node_tokens=np.array(values),
+        parent_ids=np.array(parents),
+        node_positions=split + np.array(depths),
+    )
+    return torch.cat([first, runner.forward([rows]).logits[path]])
+
+
+@pytest.mark.parametrize("dtype", [*HALF, "float32", "float64"])
+def test_a_row_has_the_same_bits_in_every_pass(dtype):
+    """One row, chunks, a prompt of more than 64 rows, a tree with siblings, a paged cache."""
+    runner, tokens = _runner(dtype=dtype), _tokens()
+    expected = _plain(runner, tokens)
+    pool = BlockPool(spec=runner.spec, num_blocks=40, block_tokens=7)
+    got = {
+        "chunks of 7": _chunks(runner, tokens, 7),
+        "one prompt": _chunks(runner, tokens, len(tokens)),
+        "tree": _tree(runner, tokens),
+        "paged": _tree(runner, tokens, runner.new_cache(8, pool)),
+    }
+    for name, logits in got.items():
+        assert torch.equal(logits, expected), name
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in sorted(CERTIFIED - {"gemma2"}))],
+)
+def test_families(family):
+    """Windows shorter than the context, soft caps, learned positions, one key/value head."""
+    runner, tokens = _runner(family), _tokens()
+    expected = _plain(runner, tokens)
+    assert torch.equal(_tree(runner, tokens), expected)
+    assert torch.equal(_chunks(runner, tokens, 50), expected)
+
+
+def test_requests_that_share_a_pass_do_not_matter():
+    """Six requests of other lengths, one with a prefill chunk and a root in the same pass."""
+    runner = _runner()
+    prompts = [_tokens(30 + 9 * i, seed=i) for i in range(6)]
+    expected = [_plain(runner, prompt) for prompt in prompts]
+    caches = [runner.new_cache(8) for _ in prompts]
+    packed = []
+    for prompt, cache in zip(prompts, caches, strict=True):
+        root = {"node_ids": np.array([0]), "parent_ids": np.array([-1])}
+        rows = cache.rows(
+            prefix_tokens=prompt[:-1],
+            node_tokens=prompt[-1:],
+            node_positions=np.array([len(prompt) - 1]),
+            **root,
+        )
+        packed.append(rows)
+    assert sum(map(len, packed)) > 2 * 64
+    logits = runner.forward(packed).logits.split([len(p) for p in prompts])
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_chosen_logits_keep_their_order():
+    runner, tokens = _runner(), _tokens(100)
+    every = _chunks(runner, tokens, 100)
+    chosen = np.array([99, 3, 70, 3])
+    cache = runner.new_cache(8)
+    assert torch.equal(
+        runner.forward([cache.rows(prefix_tokens=tokens)], logits_rows=chosen).logits, every[chosen]
+    )
+
+
+def test_slices_of_layers_give_the_whole_models_bits():
+    runner, tokens = _runner(), _tokens(90)
+    front, back = _runner(last_layer=1), _runner(first_layer=1)
+    caches = [stage.new_cache(8) for stage in (front, back)]
+    hidden = front.forward([caches[0].rows(prefix_tokens=tokens)]).hidden
+    logits = back.forward([caches[1].rows(prefix_tokens=tokens)], hidden=hidden).logits
+    assert torch.equal(logits, _plain(runner, tokens))
+
+
+def test_without_it_the_bits_differ():
+    """Control: the passes above differ where nothing is padded or ordered."""
+    runner, tokens = _runner(execution=PLAIN), _tokens()
+    expected = _plain(runner, tokens)
+    assert not torch.equal(_tree(runner, tokens), expected)
+    assert not torch.equal(_chunks(runner, tokens, 7), expected)
+
+
+def test_keys_in_the_order_of_slots_are_found(monkeypatch):
+    """A planted fault: the sum over the tree's part of a path in the order of slots."""
+
+    def by_slot(part: RowRange, device: torch.device) -> Context:
+        context = context_of(part, device)
+        slots = context.slots.clone()
+        for row, position in zip(slots, context.positions.tolist(), strict=False):
+            used = row[: position + 1 - context.num_blocks * BLOCK]
+            used.copy_(used.flip(0))  # the node's own slot first
+        return Context(context.positions, context.num_blocks, slots)
+
+    runner, tokens = _runner(dtype="float32"), _tokens()
+    expected = _plain(runner, tokens)
+    monkeypatch.setattr(exact_module, "context_of", by_slot)
+    assert not torch.equal(_tree(runner, tokens), expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 100])
+def test_exact_attention_is_attention(softcap, window):
+    """Against one softmax in float64, to rounding."""
+    generator = torch.Generator().manual_seed(1)
+    length, num_rows = 2 * BLOCK + 9, 5
+    query = torch.randn(6, num_rows, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 3, length, 8, generator=generator, dtype=torch.float64)
+    positions = torch.arange(length - num_rows, length)
+    slots = torch.nn.functional.pad(torch.arange(2 * BLOCK, length), (0, BLOCK - 9))[None]
+    options = ScoreOptions(0.3, window, softcap)
+    ours = exact_attention(query, key, value, Context(positions, 2, slots), options)
+    keys = torch.arange(length)
+    hidden = keys > positions[:, None]
+    if window is not None:
+        hidden |= keys <= positions[:, None] - window
+    mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -1e300)
+    theirs = capped_attention(query[None], key[None], value[None], mask, 0.3, softcap)
+    assert (ours.transpose(0, 1) - theirs[0]).abs().max() < 1e-13
+
+
+# ------------------------------------------------------------ proofs
+
+SETTING = Setting(torch.float32, torch.device("cpu"), 1, EAGER)
+
+
+def _operator(run, name="planted") -> Operator:
+    sample = torch.arange(64.0)[:, None] + 1.0
+    return Operator(name, run.__name__, 64, (lambda start, stop: [run(sample[start:stop], start)],))
+
+
+def test_numbers_of_rows_that_differ_are_not_used():
+    def by_number(rows, start):
+        return rows * (1.0 if len(rows) >= 8 else 1.0 + 2**-20)
+
+    assert proved_counts([_operator(by_number)], SETTING) == (8, 16, 32, 64)
+
+
+def test_an_operator_that_depends_on_the_place_is_refused_by_name():
+    def by_place(rows, start):
+        places = torch.arange(len(rows))[:, None]
+        return rows * torch.where(places == 0, 1.0 + 2**-20, 1.0)
+
+    first, *_ = (_operator(by_place, "linear 3 x 5"),)
+    rolled = Operator(
+        first.name,
+        "rolled",
+        64,
+        (*first.layouts, lambda a, b: [first.layouts[0](a, b)[0].roll(1, 0).roll(-1, 0) * 1.5]),
+    )
+    with pytest.raises(UserError, match=r"linear 3 x 5 in float32 on cpu with 1 threads"):
+        proved_counts([rolled], SETTING)
+
+
+def test_proofs_are_cached_by_setting():
+    calls = []
+
+    def counted(rows, start):
+        calls.append(len(rows))
+        return rows
+
+    operator = _operator(counted, "counted")
+    proved_counts([operator], SETTING)
+    done = len(calls)
+    proved_counts([operator], SETTING)
+    assert len(calls) == done
+    proved_counts([operator], Setting(torch.float32, torch.device("cpu"), 1, "another backend"))
+    assert len(calls) == 2 * done
+
+
+def test_unequal_numbers_of_a_group_are_intersected():
+    """Ranks that have proved other numbers use the common ones, and sum in their order."""
+    model = random_model("llama", dtype="bfloat16", num_layers=1, vocab_size=61)
+
+    def work(group):
+        group = InRankOrder(group)
+        with group.paused():
+            share = sharded(model, group)
+            runner = ModelRunner(
+                model=share, name="target", meter=Meter(), execution=EXACT, group=group
+            )
+        if group.rank:
+            runner.exact.counts = runner.exact.counts[1:]
+        logits = _chunks(runner, _tokens(9), 9), _plain(runner, _tokens(9))
+        return runner.exact.counts, *logits
+
+    (counts, together, alone), (others, *_), _ = run_group(3, work)
+    assert counts == others
+    assert torch.equal(together, alone)
+
+
+def test_rank_order_keeps_the_bits_of_any_tensor_size():
+    """((a + b) + c) in float32, wherever an element lies."""
+    parts = torch.randn(3, 40, 7, generator=torch.Generator().manual_seed(0))
+    sums = run_group(3, lambda group: InRankOrder(group).add(parts[group.rank]))
+    assert all(torch.equal(total, (parts[0] + parts[1]) + parts[2]) for total in sums)
+
+
+# ------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [
+        ("attention", "two_level", "auto"),
+        ("graphs", "replay", "off"),
+        ("kernels", "triton", "torch"),
+        ("compile", True, "false"),
+        ("quantization", "int8", "none"),
+    ],
+)
+def test_what_is_not_proved_is_refused(key, value, needed):
+    with pytest.raises(UserError, match=f"use model.{key}={needed}, or model.exact=false"):
+        RandomPair(exact=True, **{key: value})
+
+
+def test_frequencies_that_follow_the_pass_are_refused():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = random_model("llama", options={"rope_parameters": rope})
+    with pytest.raises(UserError, match="rope_type=dynamic"):
+        ModelRunner(model=model, name="target", meter=Meter(), execution=EXACT)
