@@ -111,12 +111,7 @@ class ModelRunner:
         self._meter = meter
         self._capture = tuple(capture)
         self._output = HiddenName(last_layer - 1)
-        self._model = slice_model(
-            model,
-            first_layer=first_layer,
-            last_layer=last_layer,
-            capture={*capture, self._output},
-        )
+        self._model = slice_model(model, first_layer, last_layer, {*capture, self._output})
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self._guard = device_guard(self.device)

@@ -88,7 +88,7 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 
 
 def slice_model(
-    model: PreTrainedModel, *, first_layer: int, last_layer: int, capture: Iterable[HiddenName]
+    model: PreTrainedModel, first_layer: int, last_layer: int, capture: Iterable[HiddenName]
 ) -> PreTrainedModel:
     """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
 

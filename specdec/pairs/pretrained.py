@@ -102,13 +102,7 @@ class PretrainedPair(HuggingFacePair):
             exit_head=exit_head,
             exact=exact,
         )
-        if exit_heads is not None:
-            self.heads_folder = Path(family_path(exit_heads))
-            if not self.heads_folder.is_dir():
-                raise UserError(
-                    f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
-                    " or use untrained heads with model.exit_heads=null"
-                )
+        self.heads_folder = None if exit_heads is None else _heads_folder(exit_heads)
         self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
         self.info = inspect_model(family_path(target))
         paths = {"draft": draft, "middle": middle}
@@ -275,3 +269,13 @@ def _read_samples(path: Path) -> IntArray:
             f"model.ngram={path.name} cannot be used ({type(error).__name__}: {error}); give a"
             " safetensors file with a 1-d integer tensor `tokens`, as `specdec train ngram` writes"
         ) from error
+
+
+def _heads_folder(name: str) -> Path:
+    folder = Path(family_path(name))
+    if not folder.is_dir():
+        raise UserError(
+            f"model.exit_heads={name} is not a folder: give the folder of the heads, or use"
+            " untrained heads with model.exit_heads=null"
+        )
+    return folder

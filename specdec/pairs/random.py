@@ -62,14 +62,12 @@ class RandomPair(HuggingFacePair):
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers: of the target.
-            draft_layers, middle_layers: of the draft and of the middle model, which are the
+            num_layers, draft_layers, middle_layers: of each model; draft and middle model are the
                 target's first layers; None: no middle model.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
-            logit_step: both models' logits are rounded to multiples of it, which makes ties
-                frequent; 0 for no rounding.
+            logit_step: logits are rounded to its multiples, which makes ties frequent; 0: not.
             dtype, device, attention, graphs, kernels, compile, quantization, backend,
                 exit_layer, exit_head, exact: see ``HuggingFacePair``. Exit heads are untrained.
 
@@ -91,8 +89,8 @@ class RandomPair(HuggingFacePair):
         )
         self._layers = _layers(num_layers, draft_layers, middle_layers)
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
-        at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device}
-        self._make_model = partial(random_model, family, **at, **sizes)
+        at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device, **sizes}
+        self._make_model = partial(random_model, family, **at)
         self._logits = (logit_scale, logit_step)
 
     @cached_property

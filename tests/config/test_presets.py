@@ -20,7 +20,7 @@ from specdec.errors import UserError
 
 PRESETS = sorted(options("strategy"))
 OURS = [name for name in PRESETS if not name.startswith("hf_")]
-RANDOM = "model=random"  # a model without files: these tests are about the tree
+RANDOM = ("model=random", "model.num_layers=80")  # without files; layers for every pipeline
 
 KEYS_OF_ALL = {
     "max_new_tokens": 7,
@@ -59,7 +59,7 @@ def test_every_key_of_the_preset_can_be_overridden(preset: str) -> None:
                 if isinstance(value, int) and not isinstance(value, bool):
                     asked[f"{group}.{key}"] = value + 1
     words = [f"{key}={json.dumps(value)}" for key, value in asked.items()]
-    job = run_job_of([f"strategy={preset}", RANDOM, *words])
+    job = run_job_of([f"strategy={preset}", *RANDOM, *words])
     found = flatten(job.config)
     assert job.output_dir == asked.pop("output_dir")
     assert {key: found[key] for key in asked} == asked
@@ -76,7 +76,7 @@ def alone(group: str, option: str) -> dict[str, object]:
 
 @cache
 def job_of(preset: str) -> Job:
-    return run_job_of([f"strategy={preset}", RANDOM])
+    return run_job_of([f"strategy={preset}", *RANDOM])
 
 
 def test_presets_state_nothing_but_their_choices_and_names() -> None:
@@ -94,7 +94,7 @@ def test_a_replaced_part_is_wholly_replaced(preset: str) -> None:
     for turn in range(max(map(len, choices.values()))):
         chosen = {group: names[turn % len(names)] for group, names in choices.items()}
         words = [f"{group}={option}" for group, option in chosen.items()]
-        job = run_job_of([f"strategy={preset}", RANDOM, *words])
+        job = run_job_of([f"strategy={preset}", *RANDOM, *words])
         for group, option in chosen.items():
             assert job.config[group] == alone(group, option)
             assert job.config["choices"][group] == option
@@ -111,7 +111,7 @@ def test_every_option_of_a_group_composes(
     file.write_text('{"q": "text"}\n', encoding="utf-8")
     needs = {"jsonl": [f"data.path={file}", "data.field=q"], "text": [f"data.path={file}"]}
     for option in options(group):
-        job = run_job_of([RANDOM, f"{group}={option}", *needs.get(option, [])])
+        job = run_job_of([*RANDOM, f"{group}={option}", *needs.get(option, [])])
         assert job.config["choices"][group] == option
 
 
@@ -119,7 +119,7 @@ def test_every_option_of_a_group_composes(
 def test_every_profile_crosses_the_door_with_its_costs(name: str) -> None:
     from specdec.clocks import CostCurve
 
-    clock = run_job_of([RANDOM, "clock=simulated", f"clock.profile={name}"]).config["clock"]
+    clock = run_job_of([*RANDOM, "clock=simulated", f"clock.profile={name}"]).config["clock"]
     assert clock["profile"] == name
     assert clock["note"]
     for curve in clock["costs"].values():
@@ -131,7 +131,7 @@ def test_the_pinned_profile_gives_the_pinned_stage_times() -> None:
     """T(1) = 37.8 ms, T(64) = 48 ms with prune and transfer, 6 ms per 64 more."""
     from specdec.clocks import CostCurve
 
-    costs = run_job_of([RANDOM, "clock=simulated", "clock.profile=specpipe_8x3090"]).config[
+    costs = run_job_of([*RANDOM, "clock=simulated", "clock.profile=specpipe_8x3090"]).config[
         "clock"
     ]["costs"]
     curve = {
@@ -189,13 +189,13 @@ def test_every_key_of_a_recipe_has_a_comment() -> None:
 
 class TestCompare:
     def test_rows_are_what_run_would_compose(self) -> None:
-        rows = compose_comparison(["strategies=[ar,specpipe,hf_generate]", RANDOM])
+        rows = compose_comparison(["strategies=[ar,specpipe,hf_generate]", *RANDOM])
         for job in rows.jobs:
             assert job.config == job_of(job.name).config
 
     def test_a_key_reaches_the_rows_that_have_it_and_the_rest_is_told(self) -> None:
         rows = compose_comparison(
-            ["strategies=[ar,fixed_width,speculative]", RANDOM, "policy.width=3"]
+            ["strategies=[ar,fixed_width,speculative]", *RANDOM, "policy.width=3"]
         )
         by_name = {job.name: job.config for job in rows.jobs}
         assert by_name["fixed_width"]["policy"]["width"] == 3
@@ -208,7 +208,7 @@ class TestCompare:
     def test_yardsticks_keep_their_parts(self) -> None:
         """An `ar` row with another source would no longer be what the others are measured by."""
         rows = compose_comparison(
-            ["strategies=[ar,hf_generate,staged]", RANDOM, "source=ngram", "policy=chain"]
+            ["strategies=[ar,hf_generate,staged]", *RANDOM, "source=ngram", "policy=chain"]
         )
         by_name = {job.name: job.config for job in rows.jobs}
         assert by_name["ar"]["source"] == {"_target_": "specdec.sources.NullSource"}
@@ -217,14 +217,14 @@ class TestCompare:
 
     def test_stages_put_every_row_on_a_pipeline(self) -> None:
         rows = compose_comparison(
-            ["strategies=[ar,specinfer,pipedec]", RANDOM, "executor.stages=4"]
+            ["strategies=[ar,specinfer,pipedec]", *RANDOM, "executor.stages=4"]
         )
         for job in rows.jobs:
             assert job.config["executor"]["_target_"] == "specdec.executors.PipelineExecutor"
             assert job.config["executor"]["stages"] == 4
 
     def test_executor_is_applied_to_every_row(self) -> None:
-        rows = compose_comparison(["strategies=[ar,specpipe]", RANDOM, "executor=local"])
+        rows = compose_comparison(["strategies=[ar,specpipe]", *RANDOM, "executor=local"])
         assert all("stages" not in job.config["executor"] for job in rows.jobs)
 
     @pytest.mark.parametrize(
@@ -245,4 +245,4 @@ class TestCompare:
     )
     def test_what_cannot_be_compared_is_refused(self, overrides: list[str], word: str) -> None:
         with pytest.raises(UserError, match=word):
-            compose_comparison([RANDOM, *overrides])
+            compose_comparison([*RANDOM, *overrides])
