@@ -63,12 +63,19 @@ def _keys(**hints: Any) -> type:
 
 _PRESET = {"name": Text, "title": Text, "baseline": bool}
 _HF_METHOD = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
+_RIVAL_METHOD = Annotated[
+    str,
+    Field(pattern=r"^(ort|openvino)_(generate|draft|lookup)$"),
+    expects("it must be ort or openvino, then _generate, _draft or _lookup"),
+]
 _PROFILED = _keys(profile=Text, scale=Positive)
 
 _TAKERS: dict[str, str | type] = {
     "strategy=parts": _keys(**_PRESET),
     "strategy=hf": _keys(**_PRESET, method=_HF_METHOD, options=dict[str, Any]),
-    "strategy.options": "specdec.runs.hf_generate.HFOptions",
+    "strategy=rival": _keys(**_PRESET, method=_RIVAL_METHOD, options=dict[str, Any]),
+    "options of hf": "specdec.runs.hf_generate.HFOptions",
+    "options of rival": "specdec.runs.rival.RivalOptions",
     "sampling": "specdec.sampling.transform.SamplingParams",
     "serving": "specdec.serving.rules.ServingRules.of",
     "data": "specdec.data.request.DataOptions",
@@ -104,7 +111,8 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         if has_parts or section not in PARTS:
             check_section(section, config.get(section), choices)
     if not has_parts:
-        check_section("strategy.options", config["strategy"]["options"], choices)
+        taker = _resolved(_TAKERS[f"options of {config['strategy']['kind']}"])
+        check_values(taker, config["strategy"]["options"], "strategy.options")
     elif config["executor"]["_target_"].endswith(".PipelineExecutor"):
         from specdec.executors.layout import PipelineOptions  # torch comes with its package
 
@@ -131,7 +139,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
         cls: Any = locate(kind, section, _resolved(PROTOCOLS[section]))
         taker = taker or cls.plan
     if taker is not None:
-        complete = section not in ("strategy.options", "executor")
+        complete = section != "executor"
         check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
     elif section in PROTOCOLS and ("_target_" in node or section in PARTS):
         keys = signature_of(common).plain if common else ()

@@ -48,7 +48,7 @@ def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
     """
     _refuse_foreign_keys(overrides)
     composed = compose_config(overrides, extra=extra)
-    if composed.values["strategy"].get("kind") == "hf":
+    if composed.values["strategy"].get("kind") != "parts":
         _refuse_parts(composed, overrides)
     return checked_job(composed)
 
@@ -74,8 +74,8 @@ def checked_job(composed: Composed) -> Job:
     if "profile" in config["clock"] and "_target_" not in config["clock"]:
         config["clock"] = config["clock"] | load_profile(config["clock"]["profile"], composed.trees)
     config = fit(config)
-    if config["strategy"]["kind"] == "hf":
-        _check_hf(name, config)
+    if config["strategy"]["kind"] != "parts":
+        _check_own_decoding(name, config)
         for part in PARTS:
             del config[part]
             choices.pop(part, None)
@@ -111,18 +111,18 @@ def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
 
 
 def _refuse_parts(composed: Composed, overrides: Sequence[str]) -> None:
-    """Refuses overrides of parts for transformers' own decoding, which has none."""
+    """Refuses overrides of parts for another program's decoding, which has none."""
     name = composed.values["strategy"]["name"]
     for override in parse(overrides):
         part = str(override.key_or_group).split(".")[0]
         if part in PARTS and not (part == "executor" and str(override.value()) == "local"):
             raise UserError(
-                f"{override.input_line} does not fit strategy={name}: that is transformers' own"
-                f" decoding, which has no {part}; choose another strategy or leave it out"
+                f"{override.input_line} does not fit strategy={name}: that is decoding of"
+                f" another program, which has no {part}; choose another strategy or leave it out"
             )
 
 
-def _check_hf(name: str, config: Mapping[str, Any]) -> None:
+def _check_own_decoding(name: str, config: Mapping[str, Any]) -> None:
     executor = str(config["executor"].get("_target_", ""))
     wrong = {
         "executor": not executor.endswith(".LocalExecutor"),
@@ -134,7 +134,7 @@ def _check_hf(name: str, config: Mapping[str, Any]) -> None:
     for key, is_wrong in wrong.items():
         if is_wrong:
             raise UserError(
-                f"strategy={name} is transformers' own decoding: one device, one prompt at a time,"
+                f"strategy={name} is decoding of another program: one device, one prompt at a time,"
                 f" measured time, real models; this {key} does not fit. Leave the strategy or the"
                 f" {key} out"
             )
@@ -194,8 +194,8 @@ def _check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> Non
 
 def _uses_draft_model(config: Mapping[str, Any]) -> bool:
     """Whether a checked configuration runs a draft model."""
-    if config["strategy"]["kind"] == "hf":
-        return bool(config["strategy"]["method"] == "hf_assisted")
+    if config["strategy"]["kind"] != "parts":
+        return str(config["strategy"]["method"]).endswith(("_assisted", "_draft"))
     return any(target.endswith(".DraftModelSource") for target in _targets(config["source"]))
 
 

@@ -115,6 +115,17 @@ class PretrainedPair(HuggingFacePair):
         for name, info in self._infos.items():
             check_vocabularies(self.info, info, name)
 
+    def folder(self, name: str) -> Path:
+        """The folder of a model.
+
+        Raises:
+            UserError: there is no such model.
+        """
+        infos = {"target": self.info, **self._infos}
+        if name not in infos:
+            raise UserError(f"this strategy needs model.{name}=PATH")
+        return infos[name].path
+
     @cached_property
     def configs(self) -> Sequence[PreTrainedConfig]:
         """Configurations of all models, without their weights."""

@@ -96,8 +96,8 @@ def limits(config: Mapping[str, Any], device: str) -> list[str]:
         options.append("model.compile=true")
     if not options:
         return []
-    if config["strategy"]["kind"] == "hf":
-        return [f"{', '.join(options)}: not used, transformers' own generate runs its own passes"]
+    if config["strategy"]["kind"] != "parts":
+        return [f"{', '.join(options)}: not used by another program, which runs its own passes"]
     notes = []
     executor, kv_tokens = config["executor"], config["serving"].get("kv_tokens")
     degrees = {key: executor.get(key) or 1 for key in ("target_degree", "draft_degree")}

@@ -39,6 +39,7 @@ from specdec.runs.conditions import (
 )
 from specdec.runs.hf_generate import HFBaseline
 from specdec.runs.measurements import Measurements, meter_of
+from specdec.runs.rival import RivalBaseline
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
@@ -238,10 +239,10 @@ class _Decoding:
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    """The runner of a strategy: transformers' own for kind ``hf``, else ours."""
-    if cfg["strategy"]["kind"] == "hf":
-        return HFBaseline.of(cfg, pair, stop)
-    return PartsRunner(cfg=cfg, pair=pair, stop=stop)
+    """The runner of a strategy: ours for kind ``parts``, transformers', or another runtime's."""
+    kinds: dict[str, Any] = {"hf": HFBaseline.of, "rival": RivalBaseline.of}
+    make = kinds.get(cfg["strategy"]["kind"])
+    return PartsRunner(cfg=cfg, pair=pair, stop=stop) if make is None else make(cfg, pair, stop)
 
 
 def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:

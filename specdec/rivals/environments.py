@@ -1,0 +1,173 @@
+"""Python environments of other runtimes, and models converted to their formats.
+
+Everything lies in one cache folder: ``SPECDEC_CACHE``, else ``~/.cache/specdec``. An environment is
+made once by ``specdec rivals install NAME``; a model is converted when it is first used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec.errors import UserError
+
+_WORKERS = Path(__file__).parent / "workers"
+_DONE = "specdec.json"  # written last: a folder without it is incomplete
+_LAST_LINES = 400  # characters of a failed program's output that a message shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """A runtime and how it is installed.
+
+    Attributes:
+        title: for tables and messages.
+        packages: pip requirements of the environment that decodes.
+        converter: pip requirements of the environment that converts models; empty: the same one.
+        worker: script in ``workers/`` that decodes, run by the environment's Python.
+        convert: script in ``workers/`` that converts one model folder.
+        sees_torch: whether the converter also imports torch and transformers of this environment.
+    """
+
+    title: str
+    packages: tuple[str, ...]
+    worker: str
+    convert: str
+    converter: tuple[str, ...] = ()
+    sees_torch: bool = False
+
+
+RUNTIMES: Mapping[str, Runtime] = {
+    "ort": Runtime(
+        title="ONNX Runtime GenAI",
+        packages=("onnxruntime-genai==0.18.0", "onnx==1.23.2", "onnx-ir==1.1.0"),
+        worker="decode_ort.py",
+        convert="convert_ort.py",
+        sees_torch=True,
+    ),
+    "openvino": Runtime(
+        title="OpenVINO GenAI",
+        packages=("openvino-genai==2026.4.1.0",),
+        worker="decode_openvino.py",
+        convert="convert_openvino.py",
+        converter=("torch==2.13.0", "optimum-intel==2.2.0"),
+    ),
+}
+"""Name -> runtime."""
+
+
+def cache_dir() -> Path:
+    """The folder of all environments and converted models."""
+    return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser() / "rivals"
+
+
+def python_of(name: str, *, converter: bool = False) -> Path:
+    """The interpreter of a runtime's environment.
+
+    Raises:
+        UserError: the environment is not installed.
+    """
+    runtime = RUNTIMES[name]
+    kind = "converter" if converter and runtime.converter else "run"
+    folder = cache_dir() / f"{name}-{kind}"
+    if _read(folder / _DONE) != {"packages": list(_packages(runtime, kind))}:
+        raise UserError(
+            f"{runtime.title} is not installed: run `specdec rivals install {name}`, or leave its"
+            " rows out"
+        )
+    return folder / "bin" / "python"
+
+
+def install(name: str, note: Callable[[str], None]) -> None:
+    """Makes the environments of a runtime; those that exist already are kept.
+
+    Args:
+        name: key of ``RUNTIMES``.
+        note: called with a line of progress.
+
+    Raises:
+        UserError: pip failed; with the end of its output.
+    """
+    runtime = RUNTIMES[name]
+    for kind in ("run", "converter") if runtime.converter else ("run",):
+        folder, packages = cache_dir() / f"{name}-{kind}", _packages(runtime, kind)
+        if _read(folder / _DONE) == {"packages": list(packages)}:
+            note(f"{folder} is installed")
+            continue
+        note(f"installing {', '.join(packages)} into {folder}")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        base = getattr(sys, "_base_executable", sys.executable)
+        _run([base, "-m", "venv", str(folder)], f"a Python environment for {runtime.title}")
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+        _run([*pip, "install", "-q", *packages], f"{runtime.title} (pip)")
+        (folder / _DONE).write_text(json.dumps({"packages": list(packages)}) + "\n")
+
+
+def converted(name: str, model: Path, note: Callable[[str], None]) -> Path:
+    """The folder of a model in a runtime's format, float32; converts it on first use.
+
+    Args:
+        name: key of ``RUNTIMES``.
+        model: a Hugging Face folder with a config and safetensors.
+        note: called with a line of progress.
+
+    Raises:
+        UserError: the runtime is not installed, or cannot convert the model.
+    """
+    runtime = RUNTIMES[name]
+    folder = cache_dir() / "models" / f"{name}-{_fingerprint(model, runtime)}"
+    if (folder / _DONE).is_file():
+        return folder
+    note(f"converting {model} for {runtime.title}")
+    python = python_of(name, converter=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    # Appended, so that the environment's own packages come first.
+    sites = [sysconfig.get_path("purelib")] if runtime.sees_torch else []
+    words = [str(python), str(_WORKERS / runtime.convert), str(model), str(folder), *sites]
+    _run(words, f"{model}, which {runtime.title} could not convert")
+    (folder / _DONE).write_text(json.dumps({"model": str(model)}) + "\n")
+    return folder
+
+
+def worker_command(name: str) -> list[str]:
+    """The command that starts a runtime's worker."""
+    return [str(python_of(name)), str(_WORKERS / RUNTIMES[name].worker)]
+
+
+def _packages(runtime: Runtime, kind: str) -> tuple[str, ...]:
+    return runtime.packages if kind == "run" else runtime.converter
+
+
+def _fingerprint(model: Path, runtime: Runtime) -> str:
+    """Changes with the model's files and with the runtime's versions."""
+    files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    parts = [str(model.resolve()), stats, runtime.packages, runtime.converter]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _run(words: Sequence[str], what: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(  # noqa: S603 - words of our own
+        words, capture_output=True, text=True, errors="replace", env=environment, check=False
+    )
+    if done.returncode:
+        end = " ".join((done.stdout + done.stderr).split())[-_LAST_LINES:]
+        raise UserError(f"cannot make {what}: {end}")

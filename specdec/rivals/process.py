@@ -1,0 +1,129 @@
+"""A worker process of another runtime, which decodes one prompt at a time.
+
+Messages are lines of JSON over the worker's standard input and output. The worker measures the
+times itself, so that the messages do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.errors import UserError
+from specdec.rivals.environments import RUNTIMES, worker_command
+
+_SHOWN = 400  # characters of a worker's error that a message shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What a worker returns for one prompt.
+
+    Attributes:
+        tokens: generated tokens, with the end token.
+        times_s: per token, seconds from the start of the request.
+        wall_s, cpu_s: seconds of the request, prefill included; CPU time of all threads.
+        prefill_s: of ``wall_s``, what passed before the first decoding pass; 0 where unknown.
+        rounds: target passes that produced tokens.
+        proposed, accepted: draft tokens; 0 without drafts.
+        draft_passes: passes of the draft model.
+    """
+
+    tokens: tuple[int, ...]
+    times_s: tuple[float, ...]
+    wall_s: float
+    cpu_s: float
+    prefill_s: float
+    rounds: int
+    proposed: int
+    accepted: int
+    draft_passes: int
+
+
+class RivalProcess:
+    """One runtime with its models loaded."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Starts the worker and loads the models.
+
+        Args:
+            name: key of ``RUNTIMES``.
+            settings: of the worker's ``open`` message: target and draft (converted folders),
+                method, threads, eos (token ids), options.
+
+        Raises:
+            UserError: the runtime is not installed, or cannot load the models.
+        """
+        self._title = RUNTIMES[name].title
+        threads = str(settings["threads"])
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+        environment.pop("PYTHONPATH", None)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(  # noqa: S603 - a script of our own
+            worker_command(name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+        )
+        self.version: str = self._ask({"op": "open", **settings})["version"]
+
+    def generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
+    ) -> Generation:
+        """Decodes one prompt.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: limit of the output.
+            sampling: temperature (0 for greedy), top_p, top_k and seed.
+
+        Raises:
+            UserError: the worker failed; with its last words.
+        """
+        reply = self._ask(
+            {
+                "op": "generate",
+                "prompt": list(prompt),
+                "max_new_tokens": max_new_tokens,
+                "sampling": dict(sampling),
+            }
+        )
+        values = {name: reply[name] for name in Generation.__dataclass_fields__}
+        return Generation(
+            **{**values, "tokens": tuple(reply["tokens"]), "times_s": tuple(reply["times_s"])}
+        )
+
+    def close(self) -> None:
+        """Ends the worker."""
+        if self._process.stdin:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            reply = json.loads(self._process.stdout.readline() or "{}")
+        except (OSError, ValueError):
+            reply = {}
+        if not reply or "error" in reply:
+            self._errors.seek(0)
+            told = reply.get("error") or self._errors.read().decode(errors="replace")
+            self.close()
+            words = " ".join(str(told).split())[-_SHOWN:] or "it ended without a message"
+            raise UserError(f"{self._title} failed: {words}; leave its rows out")
+        return dict(reply)

@@ -1,0 +1,13 @@
+"""Converts a model folder for OpenVINO: MODEL FOLDER. Run by the converter's own Python."""
+
+import sys
+
+from optimum.exporters.openvino import main_export
+
+main_export(
+    sys.argv[1],
+    output=sys.argv[2],
+    task="text-generation-with-past",
+    library_name="transformers",
+    convert_tokenizer=False,
+)

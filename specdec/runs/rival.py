@@ -1,0 +1,239 @@
+"""Other runtimes as rows of our tables: same prompts, stop rules, threads and counters.
+
+A runtime decodes in its own process and measures itself. It reports how many target passes a
+request took, not which tokens came from which: tokens are assigned to passes by the gaps between
+them, of which the longest ones separate passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specdec.errors import UserError
+from specdec.metrics.results import RequestResult, RunTotals
+from specdec.pairs import ModelPair, PretrainedPair
+from specdec.parts.fields import Count, validated
+from specdec.rivals import RUNTIMES, Generation, RivalProcess
+from specdec.rivals.environments import converted
+from specdec.runs.runners import Book, TokenPrompt, result_of, sampling_params
+from specdec.sampling.transform import SamplingParams
+from specdec.state import TARGET_ORIGIN, RequestState, StopRules, count_answer
+from specdec.types import Lossless, Verdict
+
+METHODS = {
+    f"{runtime}_{method}": (runtime, method)
+    for runtime in RUNTIMES
+    for method in ("generate", "draft", "lookup")
+}
+"""Name of a row -> its runtime and how it drafts."""
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RivalOptions:
+    """Settings of another runtime's speculation.
+
+    Attributes:
+        num_draft_tokens: draft tokens per pass at most.
+        ngram: longest n-gram that prompt lookup matches.
+    """
+
+    num_draft_tokens: Count = 4
+    ngram: Count = 3
+
+
+class RivalBaseline:
+    """One method of another runtime on one model pair, as a ``Runner``.
+
+    Attributes:
+        name: of the strategy.
+        claims: lossless token for token under greedy decoding, else in distribution.
+        version: of the runtime.
+    """
+
+    parts = None
+    trace = None
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        method: str,
+        pair: PretrainedPair,
+        stop: StopRules,
+        sampling: SamplingParams,
+        seed: int = 0,
+        options: RivalOptions,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Converts the models where needed, and loads them in the runtime's process.
+
+        Args:
+            name: of the strategy.
+            method: key of ``METHODS``.
+            pair: models from folders, float32 on the CPU.
+            stop: without stop strings, which these runtimes get as token ids only.
+            sampling: temperature, top-p and top-k.
+            seed: combined with the prompt's id; draws differ from ours.
+            options: of the speculation.
+            note: called with a line of progress.
+
+        Raises:
+            UserError: the runtime is not installed, or cannot do this.
+        """
+        runtime, self._kind = METHODS[method]
+        _check(name, pair, stop, sampling)
+        self.name = name
+        self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
+        self._stop, self._sampling, self._seed = stop, sampling, seed
+        self._tokenizer: PreTrainedTokenizerBase | None = pair.tokenizer
+        folders = {"target": pair.folder("target"), "draft": None}
+        if self._kind == "draft":
+            folders["draft"] = pair.folder("draft")
+        self._bytes = {key: pair.weight_bytes[key] for key, path in folders.items() if path}
+        self._process = RivalProcess(
+            runtime,
+            {
+                **{k: path and str(converted(runtime, path, note)) for k, path in folders.items()},
+                "method": self._kind,
+                "threads": torch.get_num_threads(),
+                "eos": sorted(stop.eos_ids),
+                "options": {"num_draft_tokens": options.num_draft_tokens, "ngram": options.ngram},
+            },
+        )
+        self.version = self._process.version
+        self._origin_s = perf_counter()
+
+    @classmethod
+    def of(cls, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
+        """The baseline of a configuration whose strategy has kind ``rival``.
+
+        Raises:
+            UserError: a pair without model folders, or see ``__init__``.
+        """
+        strategy = cfg["strategy"]
+        if not isinstance(pair, PretrainedPair):
+            raise UserError(f"strategy={strategy['name']} needs models from folders: model=tiny/hf")
+        return cls(
+            name=str(strategy["name"]),
+            method=strategy["method"],
+            pair=pair,
+            stop=stop,
+            sampling=sampling_params(cfg["sampling"]),
+            seed=int(cfg["seed"]),
+            options=RivalOptions(**strategy["options"]),
+        )
+
+    def run(
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
+    ) -> RunTotals:
+        """Decodes the prompts one by one; see ``Runner``."""
+        parts: list[RunTotals] = []
+        for prompt in prompts:
+            result, totals = self.generate_one(prompt)
+            parts.append(totals)
+            on_finish(result)
+            if book is not None:
+                book(result, totals)
+        return RunTotals.merge(parts)
+
+    def close(self) -> None:
+        """Ends the runtime's process."""
+        self._process.close()
+
+    def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]:
+        """Decodes one prompt; returns the request and its raw counts."""
+        request = RequestState(
+            request_id=prompt.id, prompt=prompt.tokens, stop=self._stop, sampling=self._sampling
+        )
+        request.arrival_s = request.admitted_s = perf_counter() - self._origin_s
+        state = np.random.SeedSequence([self._seed, prompt.id]).generate_state(1)
+        sampling = self._sampling
+        found = self._process.generate(
+            prompt.tokens.tolist(),
+            max_new_tokens=self._stop.max_new_tokens,
+            sampling={
+                "temperature": 0.0 if sampling.greedy else sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or 0,
+                "seed": int(state[0]) >> 1,  # a signed number of 32 bits
+            },
+        )
+        sizes = pass_sizes(found.times_s, found.rounds)
+        _emit(request, found, sizes)
+        _count(request, sizes, found)
+        totals = RunTotals(
+            steps=len(sizes),
+            target_passes=len(sizes),
+            prefill_rows=request.num_prompt - 1,
+            target_rows=len(sizes) + found.proposed,
+            draft_passes=found.draft_passes,
+            draft_rows=found.draft_passes,
+            wall_s=found.wall_s,
+            clock_s=found.wall_s,
+            # All of it: what such a runtime spends beside its models is part of its passes.
+            model_s={"target": found.wall_s},
+            model_calls={"target": len(sizes)},
+            target_bytes=self._bytes["target"],
+            draft_bytes=self._bytes.get("draft", 0),
+        )
+        return result_of(request, self._tokenizer), totals
+
+
+def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
+    """Tokens per pass: the ``passes`` - 1 longest gaps between tokens separate the passes.
+
+    Args:
+        times_s: of the tokens, in order.
+        passes: number of passes, at least 1; at most one per token is used.
+    """
+    cuts = np.sort(np.argsort(-np.diff(times_s), kind="stable")[: max(0, passes - 1)]) + 1
+    edges = [0, *cuts.tolist(), len(times_s)]
+    return np.diff(edges).tolist() if len(times_s) else []
+
+
+def _check(name: str, pair: PretrainedPair, stop: StopRules, sampling: SamplingParams) -> None:
+    reasons = [
+        (pair.dtype != "float32", f"computes in float32, not in model.dtype={pair.dtype}"),
+        (pair.device != "cpu", f"runs on the CPU, not on model.device={pair.device}"),
+        (bool(stop.stop_strings), "has no stop_strings"),
+        (bool(sampling.no_repeat_ngram), "has no sampling.no_repeat_ngram"),
+    ]
+    for wrong, reason in reasons:
+        if wrong:
+            raise UserError(f"strategy={name} {reason}: leave that option or this row out")
+
+
+def _emit(request: RequestState, found: Generation, sizes: Sequence[int]) -> None:
+    """Emits the tokens; the last one of a pass is the target's own."""
+    origins = [origin for size in sizes for origin in [*[0] * (size - 1), TARGET_ORIGIN]]
+    for token, origin, at in zip(found.tokens, origins, found.times_s, strict=True):
+        if request.finished:
+            request.counters.cut_tokens += 1
+        else:
+            request.emit(token, origin, request.arrival_s + at)
+
+
+def _count(request: RequestState, sizes: Sequence[int], found: Generation) -> None:
+    """Counts answers; drafts that were not accepted are spread evenly over the passes."""
+    refused = max(0, found.proposed - sum(sizes) + len(sizes))
+    for i, size in enumerate(sizes):
+        spare = refused // len(sizes) + (i < refused % len(sizes))
+        request.counters.proposed += size - 1 + spare
+        verdict = Verdict(
+            request=request.id,
+            accepted_ids=np.arange(size - 1),
+            next_token=request.output[-1],
+            num_verified=size - 1 + (spare > 0),
+        )
+        count_answer(request, verdict, hit=False)
