@@ -48,6 +48,7 @@ LOGS_FOLDER = "logs"
 """Subfolder of a run folder with the output of its ranks, ``rank<r>.log``."""
 
 _SYNTHETIC_PROMPT_TOKENS = 16
+_MAX_SYNTHETIC_PROMPTS = 1_000_000
 _RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
 
 
@@ -252,7 +253,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
         tokenizer), and how many of them were shortened.
 
     Raises:
-        UserError: ``max_new_tokens`` leaves no room for prompts.
+        UserError: ``max_new_tokens`` leaves no room for prompts, or too many random ones.
     """
     pair = build_pair(cfg["model"])
     data = cfg["data"]
@@ -270,6 +271,11 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     if tokenizer is None:
         rng = np.random.default_rng(int(cfg["seed"]))
         shape = (data["limit"] or 16, _SYNTHETIC_PROMPT_TOKENS)
+        if shape[0] > _MAX_SYNTHETIC_PROMPTS:
+            raise UserError(
+                f"data.limit={shape[0]} is more than {_MAX_SYNTHETIC_PROMPTS} random prompts:"
+                " choose fewer"
+            )
         drawn = rng.integers(1, pair.vocab_size, shape, np.int64)
         return pair, [TokenPrompt(i, row) for i, row in enumerate(drawn)], 0
     request = Request.of(**data)
