@@ -344,7 +344,7 @@ class TestResults:
 
 @pytest.mark.slow
 def test_ten_megabytes_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """The remedy comes after seconds of CPU time; a line that is no JSON is not searched for long."""
+    """The remedy comes soon, and a line that is no JSON is not searched for long (CPU time)."""
     words = ["run", "strategy=ar", "data=jsonl", "data.path=p.jsonl", "data.truncation=error"]
     began = time.process_time()
     write("p.jsonl", json.dumps({"prompt": "some words " * 900_000}) + "\n")
