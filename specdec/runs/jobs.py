@@ -34,6 +34,7 @@ from specdec.report.origins import write_token_ends
 from specdec.runs.conditions import (
     conditions_of,
     further_figures,
+    note_levels_on_one_stage,
     note_replay,
     note_unused_options,
 )
@@ -160,6 +161,7 @@ class _Decoding:
             with rank_logs_in(self._folder / LOGS_FOLDER):
                 for cfg in self._cfgs:
                     self.runners.append(build_runner(cfg, self.pair, stop_rules(cfg, self.pair)))
+            note_levels_on_one_stage(self.runners, progress.note)
             if base.get("record"):
                 check_recordable(self.pair, self.runners[0].name, self.runners[0].claims)
             if base.get("clock", {}).get("kind", "measured") != "simulated":
