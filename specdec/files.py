@@ -104,10 +104,41 @@ def parse_yaml(text: str) -> Any:
         ValueError: the text cannot be used; the message says why, and where.
     """
     try:
+        check_aliases(text)
         return yaml.safe_load(text)
     except (*UNREADABLE, AttributeError) as error:  # the last is PyYAML's, of a malformed date
         raise ValueError(why_unreadable(error)) from error
 
+
+def check_aliases(text: str) -> None:
+    """Refuses a YAML text whose aliases repeat parts of it too often.
+
+    Raises:
+        ValueError: the text has more than ``MAX_YAML_VALUES`` values when every alias is replaced
+            by what it stands for.
+        yaml.YAMLError, RecursionError: the text cannot be read.
+    """
+    if "*" not in text:
+        return
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node | None) -> int:
+        known = sizes.get(id(node))
+        if known is None:
+            sizes[id(node)] = 1  # of an alias inside of what it stands for
+            parts = getattr(node, "value", "")
+            parts = [] if isinstance(parts, str) else parts
+            pairs = isinstance(node, yaml.MappingNode)
+            known = 1 + sum(sum(map(size, part)) if pairs else size(part) for part in parts)
+            sizes[id(node)] = known
+        return known
+
+    if size(yaml.compose(text, Loader=yaml.SafeLoader)) > MAX_YAML_VALUES:
+        raise ValueError(f"its aliases stand for more than {MAX_YAML_VALUES} values")
+
+
+MAX_YAML_VALUES = 100_000
+"""Largest number of values of a YAML, aliases replaced."""
 
 UNREADABLE = (ValueError, RecursionError, yaml.YAMLError)
 """What libraries raise for a text that they cannot read."""

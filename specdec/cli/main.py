@@ -20,6 +20,8 @@ BAD_INPUT = 2
 
 _FAILED = 1
 _MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
+_LONGEST = 1000  # characters of a message
+_ONE_PROCESS = ("run", "compare", "verify", "profile", "reproduce")  # start their ranks themselves
 _TORCH_FULL = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
 """Texts of torch's out-of-memory errors, which are plain ``RuntimeError`` on a CPU."""
 
@@ -112,7 +114,7 @@ def _reporting_errors(words: Sequence[str]) -> int:
 
 def _explain(error: Exception) -> tuple[str, int]:
     """The message and the exit status of an error; no message for a defect."""
-    text = " ".join(str(error).split())
+    text = _shortened(" ".join(str(error).split()))
     if isinstance(error, UserError):
         return text, BAD_INPUT
     if isinstance(error, RankFailure):
@@ -136,6 +138,31 @@ def _explain(error: Exception) -> tuple[str, int]:
     return "", _FAILED
 
 
+def _shortened(text: str) -> str:
+    """A message without the middle of a huge value; the remedy is at its end."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST * 3 // 4]} [...] {text[-(_LONGEST // 4) :]}"
+
+
+def _launched_beside_others(command: str) -> bool:
+    """Whether a launcher has started this command once per rank.
+
+    Raises:
+        UserError: so it is, and this is the process that tells.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if command not in _ONE_PROCESS or ranks < 2:
+        return False
+    if os.environ.get("RANK", "0") != "0":
+        return True
+    raise UserError(
+        f"torchrun has started `specdec {command}` {ranks} times, and each would do all the work:"
+        f" start it once without torchrun (executor.transport=distributed starts the ranks), or"
+        " give torchrun the command `specdec worker CONFIG OUTPUT_DIR` (docs/distributed.md)"
+    )
+
+
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage(), end="")
@@ -154,6 +181,8 @@ def _dispatch(words: Sequence[str]) -> int:
             )
     if command not in _COMMANDS:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
+    if _launched_beside_others(command):
+        return BAD_INPUT
     module = importlib.import_module(f"specdec.cli.{command}")
     if hasattr(module, "HELP") and {"-h", "--help"} & {*rest}:
         print(module.HELP, end="")

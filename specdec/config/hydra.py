@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -27,7 +28,7 @@ from specdec.config.options import (
     read_yaml,
 )
 from specdec.errors import UserError
-from specdec.files import why_unreadable
+from specdec.files import check_aliases, why_unreadable
 from specdec.parts.suggest import did_you_mean
 
 _HYDRAS = (HydraException, OmegaConfBaseException)
@@ -111,6 +112,7 @@ def compose_raw(
             )
         if override.key_or_group == "experiment":
             _check_experiment(override, extra)
+    _refuse_repeated_aliases(extra)
     try:
         raw = _hydra_compose(overrides, name, extra)
     except (*_FAULTS, *YAML_ERRORS) as error:
@@ -212,6 +214,21 @@ def _refuse_unreadable(overrides: Sequence[str], extra: Sequence[Path], *, all_f
     named = [path for path in files if f"{path.parent.name}={path.stem}" in chosen]
     for path in [*named, *(files if all_files else ())]:
         read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
+
+
+def _refuse_repeated_aliases(extra: Sequence[Path]) -> None:
+    """Refuses YAML of the trees that would fill the memory before Hydra could say anything."""
+    for tree in extra:
+        for path in sorted(Path(tree).rglob("*.yaml")):
+            try:
+                check_aliases(path.read_text(encoding="utf-8"))
+            except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError):
+                continue  # named where it is chosen
+            except ValueError as error:
+                raise UserError(
+                    f"{path} cannot be read ({why_unreadable(error)}): correct it, or remove it"
+                    " from the tree"
+                ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec.errors import UserError
-from specdec.files import UNREADABLE, why_unreadable
+from specdec.files import UNREADABLE, check_aliases, why_unreadable
 
 PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
@@ -50,6 +50,7 @@ def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = Fal
         UserError: ``refusal (reason): remedy``, for a file that cannot be read.
     """
     try:
+        check_aliases(Path(path).read_text(encoding="utf-8"))
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
     except YAML_ERRORS as error:
         raise UserError(f"{refusal} ({why_unreadable(error)}){remedy and f': {remedy}'}") from error

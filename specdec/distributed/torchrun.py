@@ -38,7 +38,10 @@ def run_under_launcher(job: Callable[[], object], *, threads: int | None) -> int
     """
     rank, size = rank_and_size()
     torch.set_num_threads(threads or 1)
-    store, rank, size = next(rendezvous("env://", rank, size, timeout=CONNECT_TIMEOUT))
+    try:
+        store, rank, size = next(rendezvous("env://", rank, size, timeout=CONNECT_TIMEOUT))
+    except (RuntimeError, ValueError) as error:  # torch's errors of the network, and of numbers
+        raise UserError(_no_rendezvous(error)) from error
     store.set_timeout(timedelta(seconds=60))
     loopback = os.environ["MASTER_ADDR"] in _LOOPBACK
     if rank > 0:
@@ -75,6 +78,17 @@ def rank_and_size() -> tuple[int, int]:
             " ranks itself"
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _no_rendezvous(error: Exception) -> str:
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return f"MASTER_PORT={port} is in use on this machine: give another free port"
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"the ranks cannot meet at MASTER_ADDR={address}, MASTER_PORT={port} ({reason[:200]}):"
+        " name the machine of rank 0 and a free port on it, the same on every rank"
+    )
 
 
 def _ended_by_launcher(*_: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specdec.pairs import ModelPair
+from specdec.runs.runners import Runner
 
 
 def conditions_of(
@@ -62,6 +63,19 @@ def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
     about = {k: v for k, v in pair.conditions().items() if isinstance(v, str) and k != "replay"}
     shown = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
     note(f"model={getattr(pair, 'option', 'replay')} plays what was recorded: {shown}")
+
+
+def note_levels_on_one_stage(runners: Sequence[Runner], note: Callable[[str], None]) -> None:
+    """Notes rows that feed one level per step to an executor without stages to overlap."""
+    for runner in runners:
+        if runner.parts is None or runner.parts.executor.latency != 1:
+            continue
+        if getattr(runner.parts.policy, "levels_per_step", None) == 1:
+            note(
+                f"{runner.name} feeds one tree level per step, and on one stage a step yields one"
+                " token, as plain decoding does: use executor=pipeline with executor.stages=2 or"
+                " more, or strategy=best_first, which verifies a whole tree at once"
+            )
 
 
 def note_unused_options(

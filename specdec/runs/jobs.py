@@ -34,6 +34,7 @@ from specdec.report.origins import write_token_ends
 from specdec.runs.conditions import (
     conditions_of,
     further_figures,
+    note_levels_on_one_stage,
     note_replay,
     note_unused_options,
 )
@@ -49,6 +50,7 @@ LOGS_FOLDER = "logs"
 """Subfolder of a run folder with the output of its ranks, ``rank<r>.log``."""
 
 _SYNTHETIC_PROMPT_TOKENS = 16
+_MAX_SYNTHETIC_PROMPTS = 1_000_000
 _RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
 
 
@@ -160,6 +162,7 @@ class _Decoding:
             with rank_logs_in(self._folder / LOGS_FOLDER):
                 for cfg in self._cfgs:
                     self.runners.append(build_runner(cfg, self.pair, stop_rules(cfg, self.pair)))
+            note_levels_on_one_stage(self.runners, progress.note)
             if base.get("record"):
                 check_recordable(self.pair, self.runners[0].name, self.runners[0].claims)
             if base.get("clock", {}).get("kind", "measured") != "simulated":
@@ -253,7 +256,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
         tokenizer), and how many of them were shortened.
 
     Raises:
-        UserError: ``max_new_tokens`` leaves no room for prompts.
+        UserError: ``max_new_tokens`` leaves no room for prompts, or too many random ones.
     """
     pair = build_pair(cfg["model"])
     data = cfg["data"]
@@ -271,6 +274,11 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     if tokenizer is None:
         rng = np.random.default_rng(int(cfg["seed"]))
         shape = (data["limit"] or 16, _SYNTHETIC_PROMPT_TOKENS)
+        if shape[0] > _MAX_SYNTHETIC_PROMPTS:
+            raise UserError(
+                f"data.limit={shape[0]} is more than {_MAX_SYNTHETIC_PROMPTS} random prompts:"
+                " choose fewer"
+            )
         drawn = rng.integers(1, pair.vocab_size, shape, np.int64)
         return pair, [TokenPrompt(i, row) for i, row in enumerate(drawn)], 0
     request = Request.of(**data)

@@ -93,8 +93,7 @@ def built(overrides: list[str]) -> None:
     for word in overrides:
         word.encode()  # the command line has refused half characters before
     config = run_job_of(["model=synthetic", *overrides]).config
-    small = config["data"]["limit"] is None or not 10**4 < config["data"]["limit"] < 2**40
-    if config["executor"].get("transport") == "distributed" or not small:
+    if config["executor"].get("transport") == "distributed":
         return
     if config["model"]["kind"] in ("synthetic", "replay"):
         pair, prompts, _ = prepare(config)
