@@ -23,7 +23,7 @@ from specdec.tensor_parallel import InRankOrder, sharded
 from tests.shares import run_group
 
 EXACT = Execution(exact=True)
-LENGTH = BLOCK + 40  # tokens of the sequence whose logits are compared
+LENGTH = 2 * BLOCK + 40  # tokens of the sequence whose logits are compared
 NUM_NODES = 24  # of them, the last ones as nodes of a tree
 HALF = ["bfloat16", "float16"]
 OPTIONS = {
