@@ -26,7 +26,14 @@ NAV: dict[str, list[str]] = {
         "serving.md",
     ],
     "Where it runs": ["distributed.md", "gpu.md", "clocks.md", "replay.md"],
-    "Looking at results": ["results.md", "metrics.md", "trace.md", "verify.md", "reproduction.md"],
+    "Looking at results": [
+        "results.md",
+        "metrics.md",
+        "trace.md",
+        "verify.md",
+        "exact.md",
+        "reproduction.md",
+    ],
     "Reference": ["configuration.md", "support.md", "api.md", "glossary.md", "limits.md"],
 }
 """Section -> pages, of which missing ones are skipped; pages that are not listed go to "More"."""

@@ -18,7 +18,7 @@ used slots, B block, N blocks, U 1 or R (sets of keys), M padded query rows of o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from specdec.attention.tree_attention import ScoreOptions, Step
 from specdec.device import to_device
 from specdec.types import IntArray
 
-BLOCK = 128
+BLOCK = 64
 """Positions per block of the sum over the context."""
 
 _ONES = 8  # columns of ones beside the values, whose products are the sums of the weights
@@ -52,41 +52,73 @@ class RowRange:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Context:
     """The keys that the rows of one request see, by position.
 
     Attributes:
         positions: int64[R], absolute positions of the rows.
-        num_blocks: leading blocks whose position ``p`` is in slot ``p`` for every row.
-        slots: int64[U, N * B], slots of the positions from ``num_blocks`` * B on; U is 1 where all
-            rows share them. 0 where a row has no key.
+        num_blocks: leading blocks in which the key of position ``p`` is in slot ``p`` for every row
+            that sees it.
+        num_slots: leading slots that these blocks read; the rest of the last one is padding.
+        slots: int64[R, N * B], slots of the positions from ``num_blocks`` * B on, 0 where a row has
+            no key; None if no row has keys there.
     """
 
     positions: Tensor
     num_blocks: int
-    slots: Tensor
+    num_slots: int
+    slots: Tensor | None = None
+    _masks: dict[tuple[bool, int | None], Tensor | None] = field(default_factory=dict)
+
+    def mask(self, *, own: bool, window: int | None) -> Tensor | None:
+        """Keys that rows do not see, bool, to be broadcast with scores [G, U, N, R / U, P, B].
+
+        None where every row sees every key.
+
+        Args:
+            own: the keys of ``slots``; otherwise those of the leading blocks.
+            window: see ``ScoreOptions``.
+        """
+        key = (own, window)
+        if key not in self._masks:
+            start = self.num_blocks * BLOCK if own else 0
+            num_keys = self.num_blocks * BLOCK
+            if own:
+                assert self.slots is not None, "rows have keys of their own"
+                num_keys = self.slots.shape[1]
+            keys = torch.arange(start, start + num_keys, device=self.positions.device)
+            hidden = keys > self.positions[:, None]
+            if window is not None:
+                hidden |= keys <= self.positions[:, None] - window
+            num_sets = len(self.positions) if own else 1
+            by_block = hidden.view(num_sets, -1, num_keys // BLOCK, BLOCK).transpose(1, 2)
+            self._masks[key] = by_block[None, :, :, :, None] if hidden.any() else None
+        return self._masks[key]
 
 
 def context_of(part: RowRange, device: torch.device) -> Context:
     """The context of a range of rows, with tensors on ``device``."""
     rows = part.rows
     positions = rows.positions[part.start : part.stop]
+    on_device = to_device(positions, device)
     border = rows.start + rows.num_prefix if rows.num_prefix else rows.first_masked
     border = min(border, rows.start + part.stop)  # slots of positions, written by now
-    num_blocks = border // BLOCK
-    start = num_blocks * BLOCK
-    width = -(-(int(positions.max()) + 1 - start) // BLOCK) * BLOCK
-    shared = np.zeros((1, width), np.int64)
-    shared[0, : border - start] = np.arange(start, border)
-    slots = shared
-    if part.stop > rows.num_prefix:
-        slots = shared.repeat(len(part), 0)
-        seen = rows.visible[part.start : part.stop, border - rows.first_masked :]
-        row, column = np.nonzero(seen)
-        slot = border + column
-        slots[row, rows.cache.key_positions(rows.end)[slot] - start] = slot
-    return Context(to_device(positions, device), num_blocks, to_device(slots, device))
+    end = int(positions.max()) + 1
+    num_blocks = -(-end // BLOCK)
+    if part.stop <= rows.num_prefix:
+        return Context(on_device, num_blocks, end)
+    row, column = np.nonzero(rows.visible[part.start : part.stop, border - rows.first_masked :])
+    slot = border + column
+    position = rows.cache.key_positions(rows.end)[slot]
+    if np.array_equal(slot, position):  # a chain in the order of its slots
+        return Context(on_device, num_blocks, end)
+    num_full = border // BLOCK
+    start = num_full * BLOCK
+    slots = np.zeros((len(part), num_blocks * BLOCK - start), np.int64)
+    slots[:, : border - start] = np.arange(start, border)
+    slots[row, position - start] = slot
+    return Context(on_device, num_full, start, to_device(slots, device))
 
 
 class ExactStep(Step):
@@ -144,17 +176,16 @@ def exact_attention(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     scale = size**-0.5 if options.scaling is None else options.scaling
     query = (query.to(dtype) * scale).view(groups, -1, num_rows, size).transpose(1, 2)
-    sets = [
-        _KeySet.of(query, keys, values, options.softcap)
-        for keys, values in _key_sets(key, value, context, dtype)
-    ]
-    start, top = 0, None
-    for part in sets:
-        part.hide(context.positions, start, options.window)
-        start += part.num_blocks * BLOCK
-        best = part.best()
-        top = best if top is None else torch.maximum(top, best)
-    assert top is not None, "a row sees itself"
+    sets = []
+    for own, keys, values in _key_sets(key, value, context, dtype):
+        part = _KeySet.of(query, keys, values, options.softcap)
+        hidden = context.mask(own=own, window=options.window)
+        if hidden is not None:
+            part.rows.masked_fill_(hidden, -torch.inf)
+        sets.append(part)
+    top = sets[0].best()
+    for part in sets[1:]:
+        top = torch.maximum(top, part.best())
     total: Tensor | None = None
     for part in sets:
         for block in part.weighted(top):
@@ -166,27 +197,37 @@ def exact_attention(
 
 def _key_sets(
     key: Tensor, value: Tensor, context: Context, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys [G, U, N, B, D] and values [G, U, N, B, D + ones], in the order of positions."""
-    groups, _, size = key.shape
-    num_full = context.num_blocks * BLOCK
-    if num_full:
-        shape = (groups, 1, context.num_blocks, BLOCK, size)
-        full = key[:, :num_full].to(dtype).reshape(shape)
-        yield full, _with_ones(value[:, :num_full].unflatten(1, shape[1:4]), dtype)
-    num_sets, width = context.slots.shape
-    if width:
-        shape = (groups, num_sets, width // BLOCK, BLOCK, size)
-        index = context.slots.flatten()
-        rest = key.index_select(1, index).to(dtype).view(shape)
-        yield rest, _with_ones(value.index_select(1, index).view(shape), dtype)
+) -> Iterator[tuple[bool, Tensor, Tensor]]:
+    """Sets of keys in the order of positions.
+
+    Yields:
+        (whether each row has its own, keys [G, U, N, B, D], values [G, U, N, B, D + ones]).
+    """
+    if context.num_blocks:
+        num_slots, width = context.num_slots, context.num_blocks * BLOCK
+        leading = key[:, :num_slots], value[:, :num_slots]
+        yield False, *_blocks(*leading, (1, context.num_blocks), width - num_slots, dtype)
+    if context.slots is not None:
+        index, num_blocks = context.slots.flatten(), context.slots.shape[1] // BLOCK
+        own = key.index_select(1, index), value.index_select(1, index)
+        yield True, *_blocks(*own, (len(context.slots), num_blocks), 0, dtype)
 
 
-def _with_ones(value: Tensor, dtype: torch.dtype) -> Tensor:
-    size = value.shape[-1]
-    extended = value.new_ones((*value.shape[:-1], size + _ONES), dtype=dtype)
-    extended[..., :size] = value
-    return extended
+def _blocks(
+    key: Tensor, value: Tensor, shape: tuple[int, int], padding: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """[G, U, N, B, D] and [G, U, N, B, D + ones] from [G, U * N * B - ``padding``, D]."""
+    groups, used, size = key.shape
+    extended = value.new_ones((groups, used + padding, size + _ONES), dtype=dtype)
+    extended[:, :used, :size] = value
+    extended[:, used:, :size] = 0.0
+    if padding:
+        keys = key.new_zeros((groups, used + padding, size), dtype=dtype)
+        keys[:, :used] = key
+    else:
+        keys = key.to(dtype)
+    sizes = (*shape, BLOCK)
+    return keys.unflatten(1, sizes), extended.unflatten(1, sizes)
 
 
 @dataclass(slots=True)
@@ -210,7 +251,8 @@ class _KeySet:
         num_sets, num_blocks = keys.shape[1:3]
         used = num_rows // num_sets * per_group
         own = query.reshape(groups, num_sets, 1, used, size)
-        own = pad(own, (0, 0, 0, padded_rows(used) - used))
+        if padded_rows(used) > used:
+            own = pad(own, (0, 0, 0, padded_rows(used) - used))
         own = own.expand(-1, -1, num_blocks, -1, -1)
         products = torch.bmm(own.reshape(-1, *own.shape[3:]), keys.flatten(0, 2).transpose(1, 2))
         if softcap is not None:
@@ -219,30 +261,9 @@ class _KeySet:
         rows = scores[:, :, :, :used].unflatten(3, (-1, per_group))
         return _KeySet(scores, rows, values)
 
-    @property
-    def num_blocks(self) -> int:
-        """N."""
-        return self.scores.shape[2]
-
-    def hide(self, positions: Tensor, start: int, window: int | None) -> None:
-        """Masks keys behind the rows' ``positions`` or outside their window.
-
-        Args:
-            positions: int64[R].
-            start: position of the first key.
-            window: see ``ScoreOptions``.
-        """
-        keys = torch.arange(start, start + self.num_blocks * BLOCK, device=positions.device)
-        hidden = keys > positions[:, None]
-        if window is not None:
-            hidden |= keys <= positions[:, None] - window
-        num_sets, num_blocks, num_rows = self.rows.shape[1:4]
-        by_block = hidden.view(num_sets, num_rows, num_blocks, BLOCK).transpose(1, 2)
-        self.rows.masked_fill_(by_block[None, :, :, :, None], -torch.inf)
-
     def best(self) -> Tensor:
         """[G, R, P]: the largest score of every row."""
-        return self.rows.amax((2, 5)).flatten(1, 2)
+        return self.rows.amax(-1).amax(2).flatten(1, 2)  # two steps: faster than both at once
 
     def weighted(self, top: Tensor) -> Iterator[Tensor]:
         """Per block, [G, R, P, D + ones]: weighted values, and the sums of the weights.
@@ -275,7 +296,9 @@ def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
         return function(tensor)
     size = tensor.numel()
-    flat = pad(tensor.reshape(-1), (0, -size % _REGISTERS))
+    flat = tensor.reshape(-1)
+    if size % _REGISTERS:
+        flat = pad(flat, (0, -size % _REGISTERS))
     pieces = [function(piece) for piece in flat.split(_PIECE)]
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return whole[:size].view(tensor.shape)

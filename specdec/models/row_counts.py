@@ -279,23 +279,17 @@ def attention_operator(
         return torch.arange(first + start, first + stop, device=setting.device)
 
     def prompt(start: int, stop: int) -> list[Tensor]:
-        num_blocks = (first + stop) // BLOCK
-        slots = _from(torch.arange(length, device=setting.device), num_blocks, first + stop)
-        context = Context(positions(start, stop), num_blocks, slots[None])
-        own = query[:, start:stop]
-        return [exact_attention(own, key, value, context, ScoreOptions())]
+        end = first + stop
+        context = Context(positions(start, stop), -(-end // BLOCK), end)
+        return [exact_attention(query[:, start:stop], key, value, context, ScoreOptions())]
 
     def tree(start: int, stop: int) -> list[Tensor]:
-        slots = _from(order, border // BLOCK, first + stop).repeat(stop - start, 1)
-        context = Context(positions(start, stop), border // BLOCK, slots)
+        num_blocks = border // BLOCK
+        slots = order[num_blocks * BLOCK : first + stop]
+        slots = pad(slots, (0, -len(slots) % BLOCK)).repeat(stop - start, 1)
+        context = Context(positions(start, stop), num_blocks, num_blocks * BLOCK, slots)
         own = query[:, start:stop]
         return [exact_attention(own, shuffled[0], shuffled[1], context, ScoreOptions())]
 
     name = f"attention of {num_heads} x {head_dim}"
     return Operator(name, (num_heads, num_kv_heads, head_dim), MOST_ROWS, (prompt, tree))
-
-
-def _from(order: Tensor, num_blocks: int, end: int) -> Tensor:
-    """Slots of the positions from ``num_blocks`` blocks on, padded with 0 to whole blocks."""
-    slots = order[num_blocks * BLOCK : end]
-    return pad(slots, (0, -len(slots) % BLOCK))

@@ -23,7 +23,7 @@ from specdec.tensor_parallel import InRankOrder, sharded
 from tests.shares import run_group
 
 EXACT = Execution(exact=True)
-LENGTH = BLOCK + 40  # tokens of the sequence whose logits are compared
+LENGTH = 2 * BLOCK + 40  # tokens of the sequence whose logits are compared
 NUM_NODES = 24  # of them, the last ones as nodes of a tree
 HALF = ["bfloat16", "float16"]
 OPTIONS = {
@@ -171,11 +171,12 @@ def test_keys_in_the_order_of_slots_are_found(monkeypatch):
 
     def by_slot(part: RowRange, device: torch.device) -> Context:
         context = context_of(part, device)
-        slots = context.slots.clone()
-        for row, position in zip(slots, context.positions.tolist(), strict=False):
+        for row, position in zip(
+            () if context.slots is None else context.slots, context.positions.tolist(), strict=False
+        ):
             used = row[: position + 1 - context.num_blocks * BLOCK]
             used.copy_(used.flip(0))  # the node's own slot first
-        return Context(context.positions, context.num_blocks, slots)
+        return context
 
     runner, tokens = _runner(dtype="float32"), _tokens()
     expected = _plain(runner, tokens)
@@ -192,9 +193,8 @@ def test_exact_attention_is_attention(softcap, window):
     query = torch.randn(6, num_rows, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, 3, length, 8, generator=generator, dtype=torch.float64)
     positions = torch.arange(length - num_rows, length)
-    slots = torch.nn.functional.pad(torch.arange(2 * BLOCK, length), (0, BLOCK - 9))[None]
     options = ScoreOptions(0.3, window, softcap)
-    ours = exact_attention(query, key, value, Context(positions, 2, slots), options)
+    ours = exact_attention(query, key, value, Context(positions, 3, length), options)
     keys = torch.arange(length)
     hidden = keys > positions[:, None]
     if window is not None:

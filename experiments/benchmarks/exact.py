@@ -1,0 +1,233 @@
+"""``model.exact``: token differences from plain decoding, and what exactness costs.
+
+    python -m experiments.benchmarks.exact tokens --out FOLDER [options]
+    python -m experiments.benchmarks.exact cost --out FOLDER [options]
+
+``tokens`` decodes the same prompts by each strategy and by plain decoding, with ``model.exact``
+true and false, and counts the tokens that differ; one line per row is appended to
+FOLDER/tokens.jsonl, so that rows can be run one by one. Plain decoding (``ar``) runs on one device,
+for tensor-parallel strategies on the same groups of processes. A prompt counts as different from
+its first differing token to its end, because the outputs have nothing in common after it.
+
+``cost`` times each strategy with ``model.exact`` true and false, interleaved prompt by prompt, and
+writes FOLDER/cost.json: medians over prompts of the time per token, divided by that of ``ar`` with
+``model.exact=false``. It needs an idle machine; tokens do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from specdec.certify.exact_dtype import plain_config
+from specdec.config.job import run_job_of
+from specdec.files import write_json
+from specdec.metrics import RequestResult
+from specdec.metrics.loops import loop_share
+from specdec.metrics.parity import first_difference
+from specdec.report import provenance
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.runners import PartsRunner, TokenPrompt
+
+PIPELINE = ["executor.stages=4"]
+METHODS: Mapping[str, Sequence[str]] = {
+    "ar": ["strategy=ar"],
+    "best_first": ["strategy=best_first"],
+    "specinfer": ["strategy=specinfer"],
+    "specpipe": ["strategy=specpipe", *PIPELINE],
+    "swiftspec": [
+        "strategy=swiftspec",
+        "executor.target_degree=2",
+        "executor.draft_degree=1",
+        "executor.transport=distributed",
+    ],
+    "ppsd": ["strategy=ppsd"],
+    "specpipe_db": ["strategy=specpipe_db", *PIPELINE, "batch_size=8", "prefill_chunk=100"],
+}
+"""Name -> overrides. Two devices of the target and one of the draft are processes."""
+
+MODELS: Mapping[str, Sequence[str]] = {
+    "tiny": ["model=tiny"],
+    "vocabulary": [
+        "model=random",
+        "model.vocab_size=128256",
+        "model.hidden_size=64",
+        "model.num_layers=4",
+        "model.logit_scale=4.0",
+    ],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Outputs of one strategy against those of plain decoding.
+
+    Attributes:
+        tokens, requests: number decoded.
+        requests_that_differ: number of outputs with a difference.
+        tokens_that_differ: tokens from the first difference of an output to its end.
+        first: place of the earliest difference in an output; None if there is none.
+        loop_share: share of tokens that end an 8-gram generated before.
+    """
+
+    tokens: int
+    requests: int
+    requests_that_differ: int
+    tokens_that_differ: int
+    first: int | None
+    loop_share: float
+
+
+def main() -> None:
+    """Runs one of the two parts."""
+    args = _arguments()
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    {"tokens": count_differences, "cost": measure_cost}[args.part](args)
+
+
+def count_differences(args: argparse.Namespace) -> None:
+    """The part ``tokens``."""
+    for exact in args.exact:
+        references: dict[bool, dict[int, RequestResult]] = {}
+        for name in args.methods:
+            cfg = configured(args, METHODS[name], exact=exact)
+            pair, prompts, _ = prepare(cfg)
+            shared = bool(cfg["executor"].get("target_degree"))
+            if shared not in references:
+                references[shared] = outputs({**plain_config(cfg), "batch_size": 1}, pair, prompts)
+            found = compared(outputs(cfg, pair, prompts), references[shared])
+            row = {
+                "strategy": name,
+                "model": args.model,
+                "dtype": args.dtype,
+                "sampling": args.sampling,
+                "threads": args.threads,
+                "exact": exact,
+                **{key: getattr(found, key) for key in Differences.__slots__},
+            }
+            print(row, flush=True)
+            append(args.out / "tokens.jsonl", row | {"provenance": _origin(cfg)})
+
+
+def measure_cost(args: argparse.Namespace) -> None:
+    """The part ``cost``."""
+    runners: dict[tuple[str, bool], PartsRunner] = {}
+    times: dict[tuple[str, bool], list[float]] = {}
+    for exact in (False, True):
+        for name in args.methods:
+            cfg = configured(args, METHODS[name], exact=exact)
+            pair, prompts, _ = prepare(cfg)
+            runners[name, exact] = PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair))
+            times[name, exact] = []
+    for prompt in [prompts[0], *prompts * args.repeats]:  # the first one warms up
+        for key, runner in runners.items():
+            results: list[RequestResult] = []
+            totals = runner.run([prompt], results.append)
+            times[key].append(totals.wall_s / len(results[0].output))
+    for runner in runners.values():
+        runner.close()
+    plain = times["ar", False][1:]
+    rows = []
+    for (name, exact), all_seconds in times.items():
+        seconds = all_seconds[1:]
+        ratios = [mine / base for mine, base in zip(seconds, plain, strict=True)]
+        row = {
+            "strategy": name,
+            "exact": exact,
+            "ms_per_token": round(1e3 * median(seconds), 3),
+            "time_over_plain": round(median(ratios), 3),
+        }
+        rows.append(row)
+        print(row, flush=True)
+    settings = {"model": args.model, "dtype": args.dtype, "threads": args.threads}
+    measured = {**settings, "repeats": args.repeats, "prompts": len(prompts), "rows": rows}
+    write_json(args.out / "cost.json", {**measured, "provenance": _origin(cfg)})
+
+
+def configured(args: argparse.Namespace, method: Sequence[str], *, exact: bool) -> dict[str, Any]:
+    """The configuration of a row."""
+    overrides = [
+        *method,
+        *MODELS[args.model],
+        f"model.dtype={args.dtype}",
+        f"model.exact={str(exact).lower()}",
+        f"sampling={args.sampling}",
+        f"data.limit={args.prompts}",
+        f"max_new_tokens={args.new_tokens}",
+        f"threads={args.threads}",
+        "ignore_eos=true",
+    ]
+    return run_job_of(overrides).config
+
+
+def outputs(
+    cfg: Mapping[str, Any], pair: Any, prompts: Sequence[TokenPrompt]
+) -> dict[int, RequestResult]:
+    """Results by prompt id."""
+    runner = PartsRunner(cfg=dict(cfg), pair=pair, stop=stop_rules(cfg, pair))
+    results: dict[int, RequestResult] = {}
+    try:
+        runner.run(prompts, lambda result: results.update({result.id: result}))
+    finally:
+        runner.close()
+    return results
+
+
+def compared(ours: Mapping[int, RequestResult], plain: Mapping[int, RequestResult]) -> Differences:
+    """Counts the differences of outputs with the same ids."""
+    places = {i: first_difference(ours[i].output, plain[i].output) for i in plain}
+    found = {i: at for i, at in places.items() if at is not None}
+    texts = [list(result.output) for result in ours.values()]
+    return Differences(
+        tokens=sum(map(len, texts)),
+        requests=len(texts),
+        requests_that_differ=len(found),
+        tokens_that_differ=sum(len(plain[i].output) - at for i, at in found.items()),
+        first=min(found.values(), default=None),
+        loop_share=round(loop_share(texts) or 0.0, 3),
+    )
+
+
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Adds a line to a file of JSON lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _origin(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    return provenance(command=sys.argv, config=cfg)
+
+
+_Formatter = argparse.RawDescriptionHelpFormatter
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser.add_argument("part", choices=["tokens", "cost"])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS)[1:])
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--sampling", default="t06")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--exact", nargs="+", type=lambda t: t == "true", default=[True, False])
+    args = parser.parse_args()
+    if args.part == "cost" and "ar" not in args.methods:
+        args.methods = ["ar", *args.methods]
+    return args
+
+
+if __name__ == "__main__":
+    main()
