@@ -39,7 +39,10 @@ def greedy_parity(subject: Subject) -> Check:
     comparison = _Comparison()
     for kind in ("mixed", "perfect", "ties", *subject.windowed):
         cases = parity_cases(
-            {"greedy": GREEDY}, per_sampling=4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
+            {"greedy": GREEDY},
+            per_sampling=4 * subject.times,
+            vocab_size=VOCAB_SIZE,
+            num_tokens=NUM_TOKENS,
         )
         comparison.decode(subject, kind, cases)
     return comparison.check("greedy_parity", subject)
@@ -59,7 +62,10 @@ def sampled_parity(subject: Subject) -> Check:
     for kind, number in {"mixed": 3, "ties": 3, "wide": 2}.items():
         vocab_size = WIDE_VOCAB_SIZE if kind == "wide" else VOCAB_SIZE
         cases = parity_cases(
-            samplings, per_sampling=number, vocab_size=vocab_size, num_tokens=NUM_TOKENS
+            samplings,
+            per_sampling=number * subject.times,
+            vocab_size=vocab_size,
+            num_tokens=NUM_TOKENS,
         )
         comparison.decode(subject, kind, cases)
     return comparison.check("sampled_parity", subject)
