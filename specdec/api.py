@@ -348,6 +348,7 @@ def certify(
     *,
     config_dirs: Sequence[str | Path] = (),
     checks: Sequence[str] | None = None,
+    depth: str = "standard",
 ) -> Report:
     """Certifies a configuration, as ``specdec verify`` does.
 
@@ -355,13 +356,14 @@ def certify(
         overrides: as on the command line.
         config_dirs: further configuration trees (``--config-dir``).
         checks: names of the checks; None for all.
+        depth: "standard", or "full" for deeper checks.
 
     Raises:
         UserError: anything that the command line refuses.
     """
     from specdec.certify import certify as run_checks
 
-    return run_checks(_config(overrides, config_dirs), checks=checks)
+    return run_checks(_config(overrides, config_dirs), checks=checks, depth=depth)
 
 
 def _config(overrides: Sequence[str], config_dirs: Sequence[str | Path]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from specdec.certify.sampler import sampler
 from specdec.certify.subject import Build, Subject, num_ranks
 from specdec.compose.build import compose
 from specdec.distributed.rank_groups import keep_ranks
+from specdec.errors import UserError
 
 CHECKS: dict[str, Callable[[Subject], Check]] = {
     "greedy_parity": greedy_parity,
@@ -35,12 +36,16 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
 }
 """Check functions by name, in the order in which they run."""
 
+DEPTHS = ("standard", "full")
+"""How much the checks decode."""
+
 
 def certify(
     cfg: Mapping[str, Any],
     *,
     build: Build = compose,
     checks: Sequence[str] | None = None,
+    depth: str = "standard",
     on_check: Callable[[Check], None] | None = None,
     fail_fast: bool = False,
 ) -> Report:
@@ -50,6 +55,8 @@ def certify(
         cfg: resolved plain configuration of ``specdec run``.
         build: builds the parts of a configuration on a pair (default: ``compose``).
         checks: names of the checks to run (default: all).
+        depth: "standard", or "full" for more requests, longer outputs, a larger vocabulary and
+            every family that can have a sliding window.
         on_check: called with each outcome.
         fail_fast: end with the first check that fails.
 
@@ -58,13 +65,15 @@ def certify(
         the check that met the same error first.
 
     Raises:
-        UserError: the configuration cannot be composed, or its strategy is transformers' own
-            decoding.
+        UserError: the configuration cannot be composed, its strategy is transformers' own
+            decoding, or there is no such depth.
     """
+    if depth not in DEPTHS:
+        raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     start = perf_counter()
     outcomes, crashes = list[Check](), Crashes()
     with keep_ranks(num_ranks(cfg), threads=cfg.get("threads")):
-        subject = Subject(cfg, build=build)
+        subject = Subject(cfg, build=build, full=depth == "full")
         for name in CHECKS if checks is None else checks:
             outcomes.append(_run_check(name, subject, crashes))
             if on_check is not None:

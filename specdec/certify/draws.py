@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from specdec.certify.oracle import reference_draw
-from specdec.certify.subject import LONG_POSITIONS
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 
 _SPAN = 7  # positions per call, which divides no block
@@ -17,13 +16,13 @@ _BACKWARDS = (900, 380, 377, 255, 0, 900)  # first positions of calls that do no
 _LARGE_IDS = (1 << 32, (1 << 40) + 1)
 
 
-def draw_problems(draws: KeyedDraws, prompt_id: int) -> Iterator[str]:
+def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iterator[str]:
     """Draws that differ from the reference, the first per purpose.
 
-    Positions rise through every block, then go back and forth; siblings are few and many; prompt
+    Positions rise to ``num_positions``, through every block, then go back and forth; siblings are few and many; prompt
     ids have more than 32 bits.
     """
-    rising = [(prompt_id, start, _FEW) for start in range(0, LONG_POSITIONS, _SPAN)]
+    rising = [(prompt_id, start, _FEW) for start in range(0, num_positions, _SPAN)]
     jumping = [
         (prompt_id + high, start, siblings)
         for high in (0, *_LARGE_IDS)

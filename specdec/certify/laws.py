@@ -46,10 +46,11 @@ _NUM_TOKENS = 4  # deep enough for the branches of SpecInfer's tree
 _NUM_TOKENS_SHAPES = 3
 _MIN_EXPECTED = 5.0
 _WIDE_VOCAB = 8168  # of no multiple of the blocks in which a row is summed
+_FULL_VOCAB = 40_040  # with depth=full
 _WIDE_REQUESTS = 480
 _WIDE_BATCH = 60
 _WIDE_TOKENS = 4
-_NUM_WIDE_TESTS = 2 * 7 * 4  # transforms, rows and all together, partitions
+_NUM_WIDE_TESTS = 2 * 7 * 4  # transforms, rows and all together, partitions; per vocabulary
 
 # Under top-k the target and the opposed draft each exclude tokens that the other keeps.
 TARGET_TABLE = (
@@ -185,15 +186,15 @@ def distribution(subject: Subject) -> Check:
     shapes: dict[str, dict[str, Any]] = {"as configured": {}}
     if exact and subject.build is compose:
         shapes |= {name: {"policy": policy} for name, policy in _SHAPES.items()}
-    found = _Findings(
-        num_tests=len(shapes) * (_NUM_WIDE_TESTS + len(SAMPLINGS) * (_NUM_TOKENS - 1))
-    )
+    vocabs = (_WIDE_VOCAB, _FULL_VOCAB) if subject.full else (_WIDE_VOCAB,)
+    per_shape = _NUM_WIDE_TESTS * len(vocabs) + len(SAMPLINGS) * (_NUM_TOKENS - 1)
+    found = _Findings(num_tests=len(shapes) * per_shape)
     # The distances of each pair of neighbouring tokens share half of the rate.
     level = FALSE_ALARM / (2 * len(shapes) * len(SAMPLINGS) * (_NUM_TOKENS - 1))
     for name, changes in shapes.items():
         try:
-            if exact:
-                _test_wide(subject, name, changes, found)
+            for vocab_size in vocabs if exact else ():
+                _test_wide(subject, vocab_size, name, changes, found)
             for label in SAMPLINGS if not exact or not found.biased() else ():
                 _test_pairs(subject, f"{name}, {label}", SAMPLINGS[label], changes, level, found)
         except UserError:
@@ -207,8 +208,9 @@ def distribution(subject: Subject) -> Check:
         prefix = "not the target's law: " if exact else "lossy: "
         return Check("distribution", False, f"{prefix}{far}{joined_details(biased, limit=2)}")
     largest = max(value for _, value in found.logs)
+    wide = f" of up to {vocabs[-1]} tokens" if exact else ""
     detail = (
-        f"{len(found.logs)} laws of up to {_WIDE_VOCAB} tokens at a false-alarm rate of"
+        f"{len(found.logs)} laws{wide} at a false-alarm rate of"
         f" {FALSE_ALARM:.0e} in all: largest e-value {math.exp(largest):.2g}, total variation at"
         f" most {found.farthest:.3f}"
     )
@@ -228,7 +230,7 @@ def _test_pairs(
     pair = TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE)
     num_tokens = _NUM_TOKENS_SHAPES if changes else _NUM_TOKENS
     stop = StopRules(max_new_tokens=num_tokens)
-    cases = [Case(i, "", (0,), params, stop) for i in range(NUM_REQUESTS)]
+    cases = [Case(i, "", (0,), params, stop) for i in range(subject.times * NUM_REQUESTS)]
     with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
         outputs = decode_cases(parts, cases, batch_size=_BATCH)
     tokens = np.array([outputs[case.id].output for case in cases])
@@ -241,23 +243,26 @@ def _test_pairs(
         found.distances.append((where, distance, bound))
 
 
-def _test_wide(subject: Subject, name: str, changes: dict[str, Any], found: _Findings) -> None:
+def _test_wide(
+    subject: Subject, vocab_size: int, name: str, changes: dict[str, Any], found: _Findings
+) -> None:
     """The law of the token after each row of wide tables."""
-    tables = wide_tables(_WIDE_VOCAB)
+    tables = wide_tables(vocab_size)
     pair = wide_pair(tables)
     section = {
         "kind": "table",
         "target": pair.target_table.tolist(),
         "draft": pair.draft_table.tolist(),
     }
-    start = np.arange(_WIDE_REQUESTS)
+    start = np.arange(subject.times * _WIDE_REQUESTS)
+    batch_size = max(1, _WIDE_BATCH * _WIDE_VOCAB // vocab_size)  # rows of probabilities are large
     stop = StopRules(max_new_tokens=_WIDE_TOKENS)
     for label, params in WIDE_SAMPLINGS.items():
         cases = [Case(i, "", (int(token),), params, stop) for i, token in enumerate(start)]
         with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
-            outputs = decode_cases(parts, cases, batch_size=_WIDE_BATCH)
+            outputs = decode_cases(parts, cases, batch_size=batch_size)
         tokens = np.array([outputs[case.id].output for case in cases])
         found.logs += [
-            (f"{name}, {label}, {kind}", value)
+            (f"{name}, {vocab_size} tokens, {label}, {kind}", value)
             for kind, value in wide_evidence(tables, params, start, tokens)
         ]

@@ -7,13 +7,13 @@ from specdec.certify.draws import draw_problems
 from specdec.certify.numerics import SingleToken, plain_output
 from specdec.certify.parity import difference
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import LONG_POSITIONS, VOCAB_SIZE, Subject, decode_cases
+from specdec.certify.subject import VOCAB_SIZE, Subject, decode_cases
 from specdec.errors import UserError
 from specdec.pairs import RandomPair
 from specdec.state import StopRules
 from specdec.types import Lossless
 
-NUM_TOKENS = 530  # more than four blocks of draws (``keyed_draws``) of 128 positions
+_ROOM = 110  # positions beyond the last token; more than four blocks of 128 are before it
 _PROMPT = random_prompt(7, 5, VOCAB_SIZE)
 
 
@@ -23,11 +23,13 @@ def long_request(subject: Subject) -> Check:
         return Check("long_request", None, "a lossy output has no reference")
     exact = subject.claims is Lossless.TOKEN
     params = TEMPERATURES_AND_FILTERS["t=1"] if exact else GREEDY
-    case = Case(41, "long", _PROMPT, params, StopRules(max_new_tokens=NUM_TOKENS))
+    num_positions = subject.long_positions
+    num_tokens = num_positions - _ROOM
+    case = Case(41, "long", _PROMPT, params, StopRules(max_new_tokens=num_tokens))
     pair = subject.pair("long")
     assert isinstance(pair, RandomPair)
     with subject.composed("long") as parts:
-        problems = list(draw_problems(parts.draws, case.id))
+        problems = list(draw_problems(parts.draws, case.id, num_positions))
         try:
             outputs = decode_cases(parts, [case])
         except UserError as error:  # the configured cache is too small
@@ -43,7 +45,5 @@ def long_request(subject: Subject) -> Check:
     if problems:
         return Check("long_request", False, joined_details(problems))
     how = "t=1" if exact else "greedy"
-    detail = (
-        f"{NUM_TOKENS} tokens ({how}) equal plain decoding; {LONG_POSITIONS} positions of draws"
-    )
+    detail = f"{num_tokens} tokens ({how}) equal plain decoding; {num_positions} positions of draws"
     return Check("long_request", True, detail)

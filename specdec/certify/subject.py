@@ -17,6 +17,7 @@ from specdec.compose.workbench import Parts
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
 from specdec.models.inspection import CERTIFIED, inspect_model
+from specdec.models.random import WINDOWED
 from specdec.pairs import ModelPair, RandomPair, build_pair
 from specdec.runs.runners import sampling_params
 from specdec.sampling.transform import SamplingParams
@@ -26,6 +27,8 @@ Build = Callable[[Mapping[str, Any], ModelPair], Parts]
 """Builds parts from a configuration and a pair (default: ``compose``)."""
 
 VOCAB_SIZE = 96
+WIDE_VOCAB_SIZE = 600  # of "wide": more than a row is summed in one go
+WINDOW = 2  # of "window": shorter than the sequences and the paths of trees that are checked
 MAX_POSITIONS = 64
 LONG_POSITIONS = 640  # of ``long_request``: five blocks of draws
 MAX_STAGES = 4  # pipeline stages in one process
@@ -64,15 +67,19 @@ class Subject:
         small: the same with a small random float64 pair and few stages.
         claims: the losslessness that its verifier declares.
         build: builds the parts of a configuration on a pair.
+        full: whether the checks are the deeper ones of ``depth=full``.
         notes: results that checks share with each other.
     """
 
-    def __init__(self, cfg: Mapping[str, Any], *, build: Build = compose) -> None:
+    def __init__(
+        self, cfg: Mapping[str, Any], *, build: Build = compose, full: bool = False
+    ) -> None:
         """Composes the configuration once, so that an invalid one is refused here.
 
         Args:
             cfg: resolved plain configuration of ``specdec run``.
             build: builds the parts.
+            full: see the class. Default: no.
 
         Raises:
             UserError: the strategy is transformers' own decoding, or ``compose`` refuses ``cfg``.
@@ -82,7 +89,7 @@ class Subject:
         self.name = str(cfg["strategy"]["name"])
         self.seed, self.batch_size = int(cfg["seed"]), int(cfg["batch_size"])
         self.small = _small(cfg)
-        self.build = build
+        self.build, self.full = build, full
         self.notes: dict[str, object] = {}
         self._pairs: dict[str, ModelPair] = {}
         self._oracles: dict[str, Oracle] = {}
@@ -101,9 +108,12 @@ class Subject:
             kind: "mixed": the draft agrees with the target about every second time; "perfect": it
                 always agrees, and the distributions are more peaked; "ties": as "mixed", with
                 logits rounded so that equal ones are common; "long": as "perfect", with more
-                positions.
+                positions; "wide": as "mixed", with a larger vocabulary; "window": as "perfect",
+                with a short sliding window, for families that have one; "window FAMILY": of
+                another family.
         """
-        perfect = kind in ("perfect", "long")
+        kind, _, family = kind.partition(" ")
+        perfect = kind in ("perfect", "long", "window")
         layers = int(self.small["model"]["num_layers"])
         section = dict(self.small["model"])
         section["draft_layers"] = layers if perfect else layers - 1
@@ -112,10 +122,36 @@ class Subject:
             section["draft_layers"] -= 1
         section["logit_scale"] = _PERFECT_SCALE if perfect else _MIXED_SCALE
         if kind == "long":
-            section["max_positions"] = LONG_POSITIONS
+            section["max_positions"] = self.long_positions
         if kind == "ties":
             section["logit_step"] = _LOGIT_STEP
+        if kind == "wide":
+            section["vocab_size"] = WIDE_VOCAB_SIZE
+        if kind == "window":
+            section |= {"sliding_window": WINDOW, "family": family or section["family"]}
         return section
+
+    @property
+    def windowed(self) -> tuple[str, ...]:
+        """Kinds of pairs with a sliding window: of the configured family if it can have one.
+
+        With ``full``, of all such families.
+        """
+        own = self.small["model"]["family"]
+        kinds = ("window",) if own in WINDOWED else ()
+        if self.full:
+            kinds += tuple(f"window {family}" for family in sorted(WINDOWED - {own}))
+        return kinds
+
+    @property
+    def times(self) -> int:
+        """How many times as many requests as usual a check decodes."""
+        return 4 if self.full else 1
+
+    @property
+    def long_positions(self) -> int:
+        """Positions of the model of ``long_request``: whole blocks of draws, at least five."""
+        return self.times * LONG_POSITIONS
 
     def pair(self, kind: str) -> ModelPair:
         """The pair of a kind (see ``model``), built once."""

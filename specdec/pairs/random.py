@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.models.quantize import Quantization, quantize
-from specdec.models.random import random_model
+from specdec.models.random import random_model, window_options
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import (
     AttentionName,
@@ -43,6 +43,7 @@ class RandomPair(HuggingFacePair):
         num_heads: Count = 4,
         vocab_size: Annotated[int, Field(ge=2)] = 64,
         max_positions: Annotated[int, Field(ge=2)] = 512,
+        sliding_window: Count | None = None,
         seed: Index = 0,
         logit_scale: float = 1.0,
         logit_step: float = 0.0,
@@ -62,9 +63,9 @@ class RandomPair(HuggingFacePair):
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers, draft_layers, middle_layers: of each model; draft and middle model are the
-                target's first layers; None: no middle model.
+            num_layers, draft_layers, middle_layers: the others are the target's first layers.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
+            sliding_window: in positions; None: the family's own, which no short sequence reaches.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
             logit_step: logits are rounded to its multiples, which makes ties frequent; 0: not.
@@ -72,7 +73,7 @@ class RandomPair(HuggingFacePair):
                 exit_layer, exit_head, exact: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
-            UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
+            UserError: a draft deeper than the target, uneven heads, a window for a family without.
         """
         super().__init__(
             dtype=dtype,
@@ -91,6 +92,8 @@ class RandomPair(HuggingFacePair):
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
         at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device, **sizes}
         self._make_model = partial(random_model, family, **at)
+        self._family, self._window = family, sliding_window
+        self._options(num_layers)  # refused before models are made
         self._logits = (logit_scale, logit_step)
 
     @cached_property
@@ -124,8 +127,13 @@ class RandomPair(HuggingFacePair):
         """Greedy continuations of the draft."""
         return self._samples
 
+    def _options(self, num_layers: int) -> dict[str, Any] | None:
+        if self._window is None:
+            return None
+        return window_options(self._family, self._window, num_layers)
+
     def _make(self, num_layers: int) -> PreTrainedModel:
-        model = self._make_model(num_layers=num_layers)
+        model = self._make_model(num_layers=num_layers, options=self._options(num_layers))
         scale, step = self._logits
         if self._logits != (1.0, 0.0):
 

@@ -94,7 +94,7 @@ def test_faults_are_found(
 def test_draws_of_earlier_positions_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that goes back by more than a table, as after a miss below a deep tree."""
     honest, highest = KeyedDraws.uniform, dict[Any, int]()
-    assert list(draw_problems(KeyedDraws(seed=5), 41)) == []
+    assert list(draw_problems(KeyedDraws(seed=5), 41, 640)) == []
 
     def forward_only(self, prompt_id, positions, purpose, index=0):  # type: ignore[no-untyped-def]
         key = (prompt_id, purpose)
@@ -103,4 +103,4 @@ def test_draws_of_earlier_positions_are_checked(monkeypatch: pytest.MonkeyPatch)
         return honest(self, prompt_id, late, purpose, index)
 
     monkeypatch.setattr(KeyedDraws, "uniform", forward_only)
-    assert len(list(draw_problems(KeyedDraws(seed=5), 41))) == 4, "one per purpose"
+    assert len(list(draw_problems(KeyedDraws(seed=5), 41, 640))) == 4, "one per purpose"

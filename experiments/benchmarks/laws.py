@@ -1,0 +1,207 @@
+"""Certifies the law of whole short outputs: ``python -m experiments.benchmarks.laws``.
+
+Every verifier with every kind of tree decodes 20,000 requests of three tokens on the tables of
+``specdec.certify.laws`` (five tokens, a draft opposed to the target; stages and heads as in
+``specdec verify``), each request with its own keyed draws. The counts of the 125 possible outputs
+are compared with their exact probabilities, which are enumerated.
+
+Statistics: the e-value of ``specdec.certify.evidence`` and the total variation with McDiarmid's
+bound. False-alarm rate: 1e-6 for the whole table, divided equally among rows and statistics.
+Controls: for each verifier a planted bug, which must be found. Verifiers and trees that do not fit
+together are listed with the reason.
+
+    nice python -m experiments.benchmarks.laws [--requests 20000] [--rows NAME ...] [--result FILE]
+
+The result file is written after every row; rows that it has are not decoded again if the number of
+requests is the same. Exit status: 1 if a row is biased, or a control is not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import process_time
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from specdec.certify.cases import Case
+from specdec.certify.evidence import log_evidence
+from specdec.certify.laws import FALSE_ALARM, OPPOSED_TABLE, TARGET_TABLE, total_variation
+from specdec.certify.oracle import reference_probs
+from specdec.certify.subject import Subject, decode_cases
+from specdec.config.job import run_job_of
+from specdec.errors import UserError
+from specdec.files import write_json
+from specdec.pairs import TablePair
+from specdec.report.provenance import provenance
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams
+from specdec.state import StopRules
+from specdec.types import FloatArray, IntArray
+
+NUM_TOKENS = 3
+BATCH = 200
+SAMPLING = SamplingParams(temperature=1.0)
+RESULT = Path(__file__).with_name("results") / "laws.json"
+VERIFIERS = ("rejection", "match")
+TREES: dict[str, tuple[str, ...]] = {
+    "chain": ("strategy=speculative",),
+    "static": ("strategy=specinfer", "policy.branching=[3,2]"),
+    "staged": ("strategy=staged",),
+    "early exit": ("strategy=eesd",),
+    "multi-exit": ("strategy=eesd_multi",),
+    "medusa": ("strategy=medusa",),
+    "ppsd": ("strategy=ppsd",),
+    "swiftspec": ("strategy=swiftspec",),
+    "specpipe": ("strategy=specpipe",),
+}
+"""Kind of tree -> the configuration that grows it."""
+
+CONTROLS: dict[str, tuple[str, Callable[..., Any]]] = {}
+"""Verifier -> (the planted bug, a context manager that plants it)."""
+
+
+def _correction_from_target() -> Any:
+    """The correction token is drawn from the target instead of the residual distribution."""
+    return patch("specdec.verifiers.rejection._residual", lambda target, _: target)
+
+
+def _shared_draws() -> Any:
+    """Two neighbouring positions share their draws."""
+    honest = KeyedDraws.uniform
+
+    def uniform(self: KeyedDraws, prompt_id: int, positions: IntArray, *key: Any) -> FloatArray:
+        return honest(self, prompt_id, positions // 2 * 2, *key)
+
+    return patch.object(KeyedDraws, "uniform", uniform)
+
+
+CONTROLS["rejection"] = ("correction from the target", _correction_from_target)
+CONTROLS["match"] = ("two positions share draws", _shared_draws)
+
+
+def exact_law() -> FloatArray:
+    """float64[V ** 3]: the probability of every output after the prompt [0]."""
+    table = np.stack([reference_probs(np.array(row), SAMPLING) for row in TARGET_TABLE])
+    law = table[0]
+    for _ in range(NUM_TOKENS - 1):
+        law = law[..., None] * table
+    return law.ravel()
+
+
+def counts_of(overrides: tuple[str, ...], num_requests: int) -> IntArray:
+    """int64[V ** 3]: how often each output was decoded.
+
+    Raises:
+        UserError: the parts do not fit together.
+    """
+    subject = Subject(run_job_of(["model=random", *overrides]).config)
+    pair = TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE)
+    section = {"kind": "table", "target": TARGET_TABLE, "draft": OPPOSED_TABLE}
+    stop = StopRules(max_new_tokens=NUM_TOKENS)
+    weights = len(TARGET_TABLE) ** np.arange(NUM_TOKENS)[::-1]
+    counts = np.zeros(len(TARGET_TABLE) ** NUM_TOKENS, np.int64)
+    with subject.composed(pair=pair, model=section) as parts:
+        for first in range(0, num_requests, BATCH):
+            ids = range(first, min(first + BATCH, num_requests))
+            cases = [Case(i, "", (0,), SAMPLING, stop) for i in ids]
+            outputs = decode_cases(parts, cases, batch_size=BATCH)
+            tokens = np.array([outputs[case.id].output for case in cases])
+            counts += np.bincount(tokens @ weights, minlength=len(counts))
+    return counts
+
+
+def tested(overrides: tuple[str, ...], num_requests: int, level: float) -> dict[str, Any]:
+    """One row of the table; ``level`` is the false-alarm rate of each of its two statistics."""
+    start = process_time()
+    try:
+        counts = counts_of(overrides, num_requests)
+    except UserError as error:
+        return {"refused": str(error)}
+    law = exact_law()
+    evidence = log_evidence(counts, law)
+    distance, bound = total_variation(counts, law, false_alarm=level)
+    return {
+        "requests": int(counts.sum()),
+        "log10_e_value": round(min(evidence / math.log(10), 1e6), 3),
+        "total_variation": round(distance, 5),
+        "bound": round(bound, 5),
+        "biased": bool(evidence >= math.log(1 / level) or distance > bound),
+        "cpu_s": round(process_time() - start, 1),
+    }
+
+
+def jobs(num_requests: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Name of a row -> what decodes it."""
+    level = FALSE_ALARM / (2 * len(VERIFIERS) * len(TREES))
+    rows: dict[str, Callable[[], dict[str, Any]]] = {}
+
+    def control(plant: Callable[[], Any], words: tuple[str, ...]) -> dict[str, Any]:
+        with plant():
+            return tested(words, num_requests, level)
+
+    for verifier in VERIFIERS:
+        bug, plant = CONTROLS[verifier]
+        words = (f"verifier={verifier}", "sampling=t08")
+        rows[f"control: {verifier}, chain, {bug}"] = partial(
+            control, plant, (*TREES["chain"], *words)
+        )
+        for tree, overrides in TREES.items():
+            rows[f"{verifier}, {tree}"] = partial(tested, (*overrides, *words), num_requests, level)
+    return rows
+
+
+def is_wrong(name: str, row: dict[str, Any]) -> bool:
+    """Whether a row is biased, or a control is not."""
+    return "refused" not in row and row["biased"] != name.startswith("control")
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    if "refused" in row:
+        return f"{name:48} refused: {row['refused'][:100]}"
+    return (
+        f"{name:48}{row['log10_e_value']:>12.2f}{row['total_variation']:>9.4f}{row['bound']:>9.4f}"
+        f"   {'BIASED' if row['biased'] else 'the law'}"
+    )
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--rows", nargs="*", help="names of rows, or parts of them; default: all")
+    parser.add_argument("--result", type=Path, default=RESULT)
+    args = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    if args.result.is_file():
+        stored = json.loads(args.result.read_text("utf-8"))
+        rows = stored["rows"] if stored["requests"] == args.requests else {}
+    print(f"{args.requests} requests a row\n{'row':48}{'log10 e':>12}{'TV':>9}{'bound':>9}")
+    for name, decode in jobs(args.requests).items():
+        if args.rows and not any(part in name for part in args.rows):
+            continue
+        if name not in rows:
+            rows[name] = decode()
+            result = {
+                "requests": args.requests,
+                "tokens": NUM_TOKENS,
+                "false_alarm": FALSE_ALARM,
+                "rows": rows,
+                "provenance": provenance(command=sys.argv, config={"requests": args.requests}),
+            }
+            args.result.parent.mkdir(parents=True, exist_ok=True)
+            write_json(args.result, result)
+        print(line(name, rows[name]), flush=True)
+    return int(any(is_wrong(name, row) for name, row in rows.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
