@@ -1,28 +1,35 @@
 """Check (d): the distribution of sampled output against that of the target.
 
-Target and draft are tables (``TablePair``), so the exact joint distribution ("law") of every pair
-of neighbouring tokens is known. ``NUM_REQUESTS`` requests, each with its own keyed draws, are
-decoded through the whole composed strategy and compared with it by a chi-square test and by total
-variation.
+Target and draft are tables (``TablePair``), so the exact laws of the output are known. Requests,
+each with its own keyed draws, are decoded through the whole composed strategy:
 
-False-alarm rate: 1e-6 per check, divided among its tests. A check is deterministic in the seed; the
-rate bounds the share of seeds at which a lossless strategy would fail.
+- small tables with a draft opposed to the target: the joint law of every pair of neighbouring
+  tokens, by e-values (``evidence``) and by total variation;
+- a large vocabulary with drafts of six kinds (``wide_laws``): the law of the token after each row.
+
+False-alarm rate: 1e-6 per check, half of it for the mean of all e-values, half for the total
+variations. A check is deterministic in the seed; the rate bounds the share of seeds at which a
+lossless strategy would fail.
 
 Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from specdec.certify.cases import Case
+from specdec.certify.evidence import log_evidence, log_sum
 from specdec.certify.oracle import reference_probs
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Subject, decode_cases
+from specdec.certify.wide_laws import wide_evidence, wide_pair, wide_tables
 from specdec.compose.build import compose
 from specdec.errors import UserError
 from specdec.pairs import TablePair
@@ -38,6 +45,11 @@ _BATCH = 200
 _NUM_TOKENS = 4  # deep enough for the branches of SpecInfer's tree
 _NUM_TOKENS_SHAPES = 3
 _MIN_EXPECTED = 5.0
+_WIDE_VOCAB = 8168  # of no multiple of the blocks in which a row is summed
+_WIDE_REQUESTS = 480
+_WIDE_BATCH = 60
+_WIDE_TOKENS = 4
+_NUM_WIDE_TESTS = 2 * 7 * 4  # transforms, rows and all together, partitions
 
 # Under top-k the target and the opposed draft each exclude tokens that the other keeps.
 TARGET_TABLE = (
@@ -61,6 +73,11 @@ OPPOSED_TABLE = (
 SAMPLINGS = {
     "t=1": SamplingParams(temperature=1.0),
     "t=0.8 top_k=4 top_p=0.95": SamplingParams(temperature=0.8, top_k=4, top_p=0.95),
+}
+
+WIDE_SAMPLINGS = {
+    "t=1": SamplingParams(temperature=1.0),
+    "t=0.9 top_k=1000 top_p=0.99": SamplingParams(temperature=0.9, top_k=1000, top_p=0.99),
 }
 
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -122,49 +139,91 @@ def pair_counts(tokens: IntArray, vocab_size: int) -> Iterator[IntArray]:
         yield np.bincount(cells, minlength=vocab_size**2)
 
 
+@dataclass(slots=True)
+class _Findings:
+    """Results of the tests of one strategy.
+
+    Attributes:
+        num_tests: number of e-values that are planned; those to come count as 0.
+        logs: (description, logarithm of the e-value) of each test so far.
+        distances: (description, total variation, bound) of each small law.
+    """
+
+    num_tests: int
+    logs: list[tuple[str, float]] = field(default_factory=list)
+    distances: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def biased(self) -> list[str]:
+        """The tests that show a bias, worst first; empty if the false-alarm rate is kept."""
+        found = [
+            f"{name}: total variation {distance:.3f}, at most {bound:.3f} by chance"
+            for name, distance, bound in self.distances
+            if distance > bound
+        ]
+        limit = math.log(2.0 * self.num_tests / FALSE_ALARM)  # of the sum of the e-values
+        worst = sorted(self.logs, key=lambda test: -test[1])
+        if worst and log_sum([value for _, value in worst]) >= limit:
+            found = [
+                f"{name}: {10 ** min(value / math.log(10), 300):.0e} times as probable under"
+                " another law"
+                for name, value in worst
+                if value >= min(limit, worst[0][1])
+            ] + found
+        return found
+
+    @property
+    def farthest(self) -> float:
+        """The largest total variation."""
+        return max((distance for _, distance, _ in self.distances), default=0.0)
+
+
 def distribution(subject: Subject) -> Check:
     """(d) Sampled output has the distribution of the target."""
     if subject.claims is Lossless.TOKEN:
         return Check("distribution", None, "not needed: lossless token for token")
+    exact = subject.claims is Lossless.DISTRIBUTION
     shapes: dict[str, dict[str, Any]] = {"as configured": {}}
-    if subject.claims is Lossless.DISTRIBUTION and subject.build is compose:
+    if exact and subject.build is compose:
         shapes |= {name: {"policy": policy} for name, policy in _SHAPES.items()}
-    biased, worst, farthest, num_tests = [], 1.0, 0.0, 0
-    # Two statistics for each pair of neighbouring tokens divide the rate.
+    found = _Findings(
+        num_tests=len(shapes) * (_NUM_WIDE_TESTS + len(SAMPLINGS) * (_NUM_TOKENS - 1))
+    )
+    # The distances of each pair of neighbouring tokens share half of the rate.
     level = FALSE_ALARM / (2 * len(shapes) * len(SAMPLINGS) * (_NUM_TOKENS - 1))
     for name, changes in shapes.items():
-        for label, params in SAMPLINGS.items():
-            try:
-                tests = list(_pair_tests(subject, params, changes))
-            except UserError:
-                if not changes:
-                    raise
-                continue  # the configured parts refuse this policy
-            for i, (counts, law) in enumerate(tests):
-                num_tests += 1
-                p_value = chi_square(counts, law)
-                distance, bound = total_variation(counts, law, false_alarm=level)
-                worst, farthest = min(worst, p_value), max(farthest, distance)
-                if p_value < level or distance > bound:
-                    biased.append(
-                        f"{name}, {label}, tokens {i} and {i + 1}: p={p_value:.1e}, total variation"
-                        f" {distance:.3f}"
-                    )
-    if biased:
-        prefix = "lossy: " if subject.claims is Lossless.LOSSY else "not the target's law: "
-        detail = f"{prefix}total variation up to {farthest:.3f}; {joined_details(biased, limit=2)}"
-        return Check("distribution", False, detail)
+        try:
+            if exact:
+                _test_wide(subject, name, changes, found)
+            for label in SAMPLINGS if not exact or not found.biased() else ():
+                _test_pairs(subject, f"{name}, {label}", SAMPLINGS[label], changes, level, found)
+        except UserError:
+            if not changes:
+                raise
+            continue  # the configured parts refuse this policy
+        if exact and found.biased():
+            break  # the tests to come cannot take it back
+    if biased := found.biased():
+        far = f"total variation up to {found.farthest:.3f}; " if found.distances else ""
+        prefix = "not the target's law: " if exact else "lossy: "
+        return Check("distribution", False, f"{prefix}{far}{joined_details(biased, limit=2)}")
+    largest = max(value for _, value in found.logs)
     detail = (
-        f"{num_tests} chi-square tests of {NUM_REQUESTS} requests at a false-alarm rate of"
-        f" {FALSE_ALARM:.0e} in all: least p {worst:.2g}, total variation at most {farthest:.3f}"
+        f"{len(found.logs)} laws of up to {_WIDE_VOCAB} tokens at a false-alarm rate of"
+        f" {FALSE_ALARM:.0e} in all: largest e-value {math.exp(largest):.2g}, total variation at"
+        f" most {found.farthest:.3f}"
     )
     return Check("distribution", True, detail)
 
 
-def _pair_tests(
-    subject: Subject, params: SamplingParams, changes: dict[str, Any]
-) -> Iterator[tuple[IntArray, FloatArray]]:
-    """(counts[V * V], exact law[V * V]) of each pair of neighbouring tokens."""
+def _test_pairs(
+    subject: Subject,
+    name: str,
+    params: SamplingParams,
+    changes: dict[str, Any],
+    level: float,
+    found: _Findings,
+) -> None:
+    """The joint law of each pair of neighbouring tokens of small tables."""
     section = {"kind": "table", "target": TARGET_TABLE, "draft": OPPOSED_TABLE}
     pair = TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE)
     num_tokens = _NUM_TOKENS_SHAPES if changes else _NUM_TOKENS
@@ -173,7 +232,32 @@ def _pair_tests(
     with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
         outputs = decode_cases(parts, cases, batch_size=_BATCH)
     tokens = np.array([outputs[case.id].output for case in cases])
-    rows = np.array(TARGET_TABLE)
-    table = np.stack([reference_probs(row, params) for row in rows])
+    table = np.stack([reference_probs(np.array(row), params) for row in TARGET_TABLE])
     laws = pair_laws(table, 0, num_tokens)
-    yield from zip(pair_counts(tokens, len(rows)), laws, strict=True)
+    for i, (counts, law) in enumerate(zip(pair_counts(tokens, len(table)), laws, strict=True)):
+        where = f"{name}, tokens {i} and {i + 1}"
+        found.logs.append((where, log_evidence(counts, law)))
+        distance, bound = total_variation(counts, law, false_alarm=level)
+        found.distances.append((where, distance, bound))
+
+
+def _test_wide(subject: Subject, name: str, changes: dict[str, Any], found: _Findings) -> None:
+    """The law of the token after each row of wide tables."""
+    tables = wide_tables(_WIDE_VOCAB)
+    pair = wide_pair(tables)
+    section = {
+        "kind": "table",
+        "target": pair.target_table.tolist(),
+        "draft": pair.draft_table.tolist(),
+    }
+    start = np.arange(_WIDE_REQUESTS)
+    stop = StopRules(max_new_tokens=_WIDE_TOKENS)
+    for label, params in WIDE_SAMPLINGS.items():
+        cases = [Case(i, "", (int(token),), params, stop) for i, token in enumerate(start)]
+        with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
+            outputs = decode_cases(parts, cases, batch_size=_WIDE_BATCH)
+        tokens = np.array([outputs[case.id].output for case in cases])
+        found.logs += [
+            (f"{name}, {label}, {kind}", value)
+            for kind, value in wide_evidence(tables, params, start, tokens)
+        ]

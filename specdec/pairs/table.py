@@ -3,7 +3,7 @@
 All laws are known exactly, so distribution tests can run strategies for thousands of requests.
 Tables replace models in slices, caches and logits per node.
 
-Shape letters: V vocabulary, R rows.
+Shape letters: V vocabulary, S rows of a table (token t has row t modulo S), R rows of a pass.
 """
 
 from __future__ import annotations
@@ -58,24 +58,26 @@ class TablePair:
         """Takes both tables.
 
         Args:
-            target, draft: [V, V], logits of the next token (column) after each token (row).
+            target, draft: [S, V], S <= V, logits of the next token (column) after each token,
+                whose row is its id modulo S. A large vocabulary then needs a few rows only.
 
         Raises:
-            UserError: tables that are not square or differ in shape.
+            UserError: tables that have more rows than columns or differ in shape.
         """
         self.target_table = torch.tensor(target, dtype=torch.float64)
         self.draft_table = torch.tensor(draft, dtype=torch.float64)
         shape = self.target_table.shape
-        if shape != self.draft_table.shape or len(shape) != 2 or shape[0] != shape[1]:
+        if shape != self.draft_table.shape or len(shape) != 2 or not 0 < shape[0] <= shape[1]:
             raise UserError(
                 f"model.target of shape {tuple(shape)} and model.draft of shape"
-                f" {tuple(self.draft_table.shape)} must be square tables of one size"
+                f" {tuple(self.draft_table.shape)} must be tables of one size, with at most as many"
+                " rows as columns"
             )
 
     @property
     def vocab_size(self) -> int:
         """V."""
-        return len(self.target_table)
+        return self.target_table.shape[1]
 
     def stage(
         self, first: int, last: int, meter: Meter, capture: Sequence[HiddenName] = ()
@@ -127,7 +129,8 @@ class TablePair:
         noise = rng.gumbel(size=(_SAMPLE_LENGTH, _NUM_SAMPLES, self.vocab_size))
         tokens = [np.arange(_NUM_SAMPLES) % self.vocab_size]
         for step in noise:
-            tokens.append((self.draft_table.numpy()[tokens[-1]] + step).argmax(axis=1))
+            rows = tokens[-1] % len(self.draft_table)
+            tokens.append((self.draft_table.numpy()[rows] + step).argmax(axis=1))
         return np.stack([*tokens, np.zeros(_NUM_SAMPLES, np.int64)], axis=1).ravel()
 
 
@@ -137,14 +140,20 @@ class TableHeads:
     head_bytes = 0
 
     def __init__(self, *, table: torch.Tensor, num_heads: int, layer: int) -> None:
-        """Computes the laws from the table [V, V]."""
-        self.num_heads, self.layer, self.vocab_size = num_heads, layer, len(table)
-        step = table.softmax(dim=1)
-        self._laws = [torch.linalg.matrix_power(step, k + 1).log() for k in range(num_heads + 1)]
+        """Computes the laws from the table [S, V]."""
+        self.num_heads, self.layer, self.vocab_size = num_heads, layer, table.shape[1]
+        law = table.softmax(dim=1)
+        rows = torch.arange(table.shape[1]) % len(table)
+        between = torch.zeros(len(table), len(table), dtype=law.dtype).index_add(1, rows, law)
+        self._laws = [law.log()]
+        for _ in range(num_heads):
+            law = between @ law
+            self._laws.append(law.log())
 
     def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
         """logits[R, V] of head ``number`` for hidden states [R, 1], which are tokens."""
-        return self._laws[number][hidden[:, 0].to(torch.int64)]
+        rows = hidden[:, 0].to(torch.int64) % len(self._laws[number])
+        return self._laws[number][rows]
 
 
 class TableRunner:
@@ -164,7 +173,7 @@ class TableRunner:
         """Serves a table.
 
         Args:
-            table: [V, V].
+            table: [S, V].
             name: "target" or "draft".
             first: 0 to take token ids, else hidden states.
             is_last: whether it returns logits.
@@ -174,7 +183,7 @@ class TableRunner:
         self.name = name
         self.is_first, self.is_last = first == 0, is_last
         self.first_layer, self.last_layer, self.num_layers = first, first + 1, 1
-        self.vocab_size = len(table)
+        self.vocab_size = table.shape[1]
         self.hidden_size = 1
         self.max_positions = 1 << 20
         self.dtype, self.device = table.dtype, table.device
@@ -203,7 +212,7 @@ class TableRunner:
         logits = None
         if self.is_last and (logits_rows is None or len(logits_rows)):
             selected = tokens if logits_rows is None else tokens[torch.from_numpy(logits_rows)]
-            logits = self._table[selected]
+            logits = self._table[selected % len(self._table)]
         passed = tokens[:, None].to(self.dtype)
         captured = dict.fromkeys(self._captured, passed)
         return RunnerOutput(hidden=passed, logits=logits, captured=captured)
