@@ -94,6 +94,17 @@ def letters(tokens: Sequence[int]) -> str:
     )
 
 
+def syllables(tokens: Sequence[int]) -> str:
+    """Decodes each token to three letters of its own and a hyphen.
+
+    A string without its last hyphen ends inside a token's text.
+    """
+    return "".join(
+        f"{chr(97 + token % 5)}{chr(102 + token // 5 % 5)}{chr(107 + token // 25 % 15)}-"
+        for token in tokens
+    )
+
+
 def random_prompt(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
     """A prompt drawn from a generator seeded with ``index`` and ``length``."""
     rng = np.random.default_rng([index, length])
@@ -138,5 +149,12 @@ def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
         string = text[2 * at + 1 : 2 * at + 4]  # half a token and a whole one
         stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=letters)
         yield case(f"stop string {string!r} from output token {at}", stop)
+    text = syllables(output)
+    for at in range(length):
+        within = text[4 * at + 1 : 4 * at + 3]  # the token has text before and after it
+        across = text[max(0, 4 * at - 6) : 4 * at + 2]  # from inside the token before the last
+        for string in (within, across):
+            stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=syllables)
+            yield case(f"stop string {string!r} that ends inside output token {at}", stop)
     for limit in range(1, min(length, 7)):
         yield case(f"max_new_tokens={limit}", StopRules(max_new_tokens=limit))

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY, parity_cases
 from specdec.certify.hidden_states import FreshStates, hidden_problems
 from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import VOCAB_SIZE, Decoded, Subject, decode_steps
+from specdec.certify.subject import VOCAB_SIZE, WINDOW, Decoded, Subject, decode_steps
 from specdec.state import RequestState
 from specdec.types import NO_NODE, Commit, CommitKind
 
 TOLERANCE = 1e-6
-"""Largest allowed error of a float64 cache entry; transformers' norms compute in float32."""
+"""Largest allowed error of a float64 cache entry, relative to the largest entry if that is above 1;
+transformers' norms and Gemma's attention compute in float32."""
 
+MIXED = "mixed"
 _NUM_TOKENS = 12
 _BATCH = 2
 _SMALL_CHUNK = 4
@@ -50,22 +52,34 @@ class Observation:
 def cache_invariant(subject: Subject) -> Check:
     """(e) After every step each cache entry equals a fresh forward over its path.
 
-    So do the hidden states in the trees.
+    So do the hidden states in the trees. Families that can have a sliding window are checked with
+    a short one too.
     """
-    seen = observe(subject)
-    count = len(seen.watch.shadows)
-    if not (seen.num_entries or seen.num_states) and not (seen.error or seen.caches):
+    runs = observations(subject)
+    count = sum(len(seen.watch.shadows) for seen in runs.values())
+    num_entries = sum(seen.num_entries for seen in runs.values())
+    num_states = sum(seen.num_states for seen in runs.values())
+    problems = [
+        problem if kind == MIXED else f"with a sliding window of {WINDOW}, {problem}"
+        for kind, seen in runs.items()
+        for problem in seen.caches
+    ]
+    error = _error(runs)
+    if not (num_entries or num_states) and not (error or problems):
         return Check("cache_invariant", None, "no cache in this process to compare")
-    states = f" and {seen.num_states} hidden states" if seen.num_states else ""
-    detail = f"{seen.num_entries} entries of {count} caches{states} equal fresh forwards"
-    return _check("cache_invariant", seen.caches, seen.error, detail)
+    states = f" and {num_states} hidden states" if num_states else ""
+    windows = f", also with a sliding window of {WINDOW}" if len(runs) > 1 else ""
+    detail = f"{num_entries} entries of {count} caches{states} equal fresh forwards{windows}"
+    return _check("cache_invariant", problems, error, detail)
 
 
 def tree_invariant(subject: Subject) -> Check:
     """(e) After a commit a tree is the new root's subtree, with the right parents."""
-    seen = observe(subject)
-    detail = f"{seen.num_nodes} nodes under the right parents after every step"
-    return _check("tree_invariant", seen.trees, seen.error, detail)
+    runs = observations(subject)
+    num_nodes = sum(seen.num_nodes for seen in runs.values())
+    problems = [problem for seen in runs.values() for problem in seen.trees]
+    detail = f"{num_nodes} nodes under the right parents after every step"
+    return _check("tree_invariant", problems, _error(runs), detail)
 
 
 def draft_rows(subject: Subject) -> Check:
@@ -73,7 +87,7 @@ def draft_rows(subject: Subject) -> Check:
 
     Work that is done twice or counted wrongly does not change what is emitted: it is a note.
     """
-    seen = observe(subject)
+    seen = observations(subject)[MIXED]
     drafts = seen.watch.drafts
     if not drafts and not seen.error:
         hidden = seen.watch.in_thread
@@ -88,6 +102,10 @@ def draft_rows(subject: Subject) -> Check:
     return _check("draft_rows", [], seen.error, detail)
 
 
+def _error(runs: Mapping[str, Observation]) -> Exception | None:
+    return next((seen.error for seen in runs.values() if seen.error is not None), None)
+
+
 def _check(name: str, problems: list[str], error: Exception | None, detail: str) -> Check:
     if problems:
         return Check(name, False, joined_details(problems))
@@ -96,21 +114,22 @@ def _check(name: str, problems: list[str], error: Exception | None, detail: str)
     return Check(name, True, detail)
 
 
-def observe(subject: Subject) -> Observation:
-    """Decodes a few requests under observation, once per subject."""
-    cached = subject.notes.get("observation")
-    if isinstance(cached, Observation):
+def observations(subject: Subject) -> dict[str, Observation]:
+    """Kind of pair -> a few requests decoded under observation, once per subject."""
+    cached = subject.notes.get("observations")
+    if isinstance(cached, dict):
         return cached
-    seen = Observation()
-    subject.notes["observation"] = seen
-    try:
-        _run(subject, seen)
-    except Exception as error:  # keeps the problems of the steps before it
-        seen.error = error
-    return seen
+    runs = {kind: Observation() for kind in (MIXED, *subject.windowed)}
+    subject.notes["observations"] = runs
+    for kind, seen in runs.items():
+        try:
+            _run(subject, kind, seen)
+        except Exception as error:  # keeps the problems of the steps before it
+            seen.error = error
+    return runs
 
 
-def _run(subject: Subject, seen: Observation) -> None:
+def _run(subject: Subject, kind: str, seen: Observation) -> None:
     samplings = {
         "greedy": GREEDY,
         "t=1": TEMPERATURES_AND_FILTERS["t=1"],
@@ -118,10 +137,10 @@ def _run(subject: Subject, seen: Observation) -> None:
     }
     cases = parity_cases(samplings, per_sampling=2, vocab_size=VOCAB_SIZE, num_tokens=_NUM_TOKENS)
     watch = seen.watch
-    section = {key: value for key, value in subject.model("mixed").items() if key != "kind"}
+    section = {key: value for key, value in subject.model(kind).items() if key != "kind"}
     pair = ObservedPair(watch, **section)
     outputs: dict[int, Decoded] = {}
-    with subject.composed(pair=pair) as parts:
+    with subject.composed(kind, pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
         fresh = {name: Fresh(pair.model(name)) for name in pair.names}
@@ -177,9 +196,11 @@ class Fresh:
 
     def _compute(self, paths: list[tuple[int, ...]]) -> None:
         device = next(self._model.parameters()).device
+        # Made without the config, by which layers with a sliding window drop their first entries.
+        cache = DynamicCache()
         with torch.inference_mode():
-            out = self._model(torch.tensor(paths, device=device), use_cache=True)
-        layers = out.past_key_values.layers
+            self._model(torch.tensor(paths, device=device), past_key_values=cache, use_cache=True)
+        layers = cache.layers
         both = torch.stack([torch.stack([layer.keys, layer.values]) for layer in layers])
         for row, path in enumerate(paths):  # both: [L, 2, P, H, T, D]
             for length in range(len(path), 0, -1):
@@ -223,7 +244,8 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
     if shadow.heads is not None:  # a rank's share, with padding at the end
         heads = [head for head in shadow.heads if head >= 0]
         entries, expected = entries[:, :, : len(heads)], expected[:, :, heads]
-    error = (entries - expected).abs().amax(dim=(0, 1, 2, 4))
+    size = expected.abs().amax().clamp(min=1.0)  # rounding is relative to it
+    error = (entries - expected).abs().amax(dim=(0, 1, 2, 4)) / size
     seen.num_entries += len(paths)
     at = int(error.argmax())
     if not float(error[at]) <= TOLERANCE:

@@ -18,7 +18,14 @@ from specdec.certify.corners import decode_in_full_cache, sparse_cases
 from specdec.certify.numerics import distance
 from specdec.certify.oracle import LogitsOf, processed, target_draw
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import MAX_POSITIONS, VOCAB_SIZE, Decoded, Subject, decode_cases
+from specdec.certify.subject import (
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    WIDE_VOCAB_SIZE,
+    Decoded,
+    Subject,
+    decode_cases,
+)
 from specdec.metrics.parity import first_difference
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
@@ -32,7 +39,7 @@ _SMALL_CHUNK = 3
 def greedy_parity(subject: Subject) -> Check:
     """(a) Greedy output equals plain decoding, with mixed and perfect drafts and with ties."""
     comparison = _Comparison()
-    for kind in ("mixed", "perfect", "ties"):
+    for kind in ("mixed", "perfect", "ties", *subject.windowed):
         cases = parity_cases(
             {"greedy": GREEDY}, per_sampling=4, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
         )
@@ -41,16 +48,20 @@ def greedy_parity(subject: Subject) -> Check:
 
 
 def sampled_parity(subject: Subject) -> Check:
-    """(b) Sampled output equals plain decoding with the same seed under ``match``."""
+    """(b) Sampled output equals plain decoding with the same seed under ``match``.
+
+    Also over a vocabulary that is larger than the rows that are summed in one go.
+    """
     if subject.claims is Lossless.DISTRIBUTION:
         return Check("sampled_parity", None, "lossless in distribution only: see distribution")
     samplings = dict(TEMPERATURES_AND_FILTERS)
     if not subject.sampling.greedy:
         samplings["as configured"] = subject.sampling
     comparison = _Comparison()
-    for kind in ("mixed", "ties"):
+    for kind, number in {"mixed": 3, "ties": 3, "wide": 2}.items():
+        vocab_size = WIDE_VOCAB_SIZE if kind == "wide" else VOCAB_SIZE
         cases = parity_cases(
-            samplings, per_sampling=3, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS
+            samplings, per_sampling=number, vocab_size=vocab_size, num_tokens=NUM_TOKENS
         )
         comparison.decode(subject, kind, cases)
     return comparison.check("sampled_parity", subject)

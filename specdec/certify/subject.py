@@ -17,6 +17,7 @@ from specdec.compose.workbench import Parts
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
 from specdec.models.inspection import CERTIFIED, inspect_model
+from specdec.models.random import WINDOWED
 from specdec.pairs import ModelPair, RandomPair, build_pair
 from specdec.runs.runners import sampling_params
 from specdec.sampling.transform import SamplingParams
@@ -26,6 +27,8 @@ Build = Callable[[Mapping[str, Any], ModelPair], Parts]
 """Builds parts from a configuration and a pair (default: ``compose``)."""
 
 VOCAB_SIZE = 96
+WIDE_VOCAB_SIZE = 600  # of "wide": more than a row is summed in one go
+WINDOW = 2  # of "window": shorter than the sequences and the paths of trees that are checked
 MAX_POSITIONS = 64
 LONG_POSITIONS = 640  # of ``long_request``: five blocks of draws
 MAX_STAGES = 4  # pipeline stages in one process
@@ -101,9 +104,10 @@ class Subject:
             kind: "mixed": the draft agrees with the target about every second time; "perfect": it
                 always agrees, and the distributions are more peaked; "ties": as "mixed", with
                 logits rounded so that equal ones are common; "long": as "perfect", with more
-                positions.
+                positions; "wide": as "mixed", with a larger vocabulary; "window": as "perfect",
+                with a short sliding window, for families that have one.
         """
-        perfect = kind in ("perfect", "long")
+        perfect = kind in ("perfect", "long", "window")
         layers = int(self.small["model"]["num_layers"])
         section = dict(self.small["model"])
         section["draft_layers"] = layers if perfect else layers - 1
@@ -115,7 +119,16 @@ class Subject:
             section["max_positions"] = LONG_POSITIONS
         if kind == "ties":
             section["logit_step"] = _LOGIT_STEP
+        if kind == "wide":
+            section["vocab_size"] = WIDE_VOCAB_SIZE
+        if kind == "window":
+            section["sliding_window"] = WINDOW
         return section
+
+    @property
+    def windowed(self) -> tuple[str, ...]:
+        """The kind "window" if the configured family can have a sliding window, else none."""
+        return ("window",) if self.small["model"]["family"] in WINDOWED else ()
 
     def pair(self, kind: str) -> ModelPair:
         """The pair of a kind (see ``model``), built once."""

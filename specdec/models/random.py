@@ -11,6 +11,9 @@ from specdec.errors import UserError
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import torch_dtype, usable_device
 
+WINDOWED = frozenset({"mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "qwen2", "qwen3"})
+"""Families of ``CERTIFIED`` that can attend through a sliding window."""
+
 _GPT2_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -95,3 +98,31 @@ def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
     if family not in _NO_HEAD_DIM:
         entries["head_dim"] = width // sizes["num_attention_heads"]
     return entries
+
+
+def window_options(family: str, window: int, num_layers: int) -> dict[str, Any]:
+    """Config entries that give a family's layers a sliding window; for ``random_model``.
+
+    Gemma's layers alternate between the window and full attention, Qwen's first layer has full
+    attention, all layers of the other families have the window.
+
+    Args:
+        family: see ``WINDOWED``.
+        window: keys at least this many positions back are masked.
+        num_layers: of the model.
+
+    Raises:
+        UserError: for a family without sliding windows.
+    """
+    if family not in WINDOWED:
+        raise UserError(
+            f"model family {family!r} has no sliding window; choose one of"
+            f" {', '.join(sorted(WINDOWED))}, or leave sliding_window out"
+        )
+    options: dict[str, Any] = {"sliding_window": window}
+    if family in ("qwen2", "qwen3"):
+        options |= {"use_sliding_window": True, "max_window_layers": 1}
+    if family == "gemma3_text":
+        kinds = ("sliding_attention", "full_attention")
+        options["layer_types"] = [kinds[layer % 2] for layer in range(num_layers)]
+    return options

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.models.quantize import Quantization, quantize
-from specdec.models.random import random_model
+from specdec.models.random import random_model, window_options
 from specdec.pairs.huggingface import (
     AttentionName,
     Device,
@@ -42,6 +42,7 @@ class RandomPair(HuggingFacePair):
         num_heads: Count = 4,
         vocab_size: Annotated[int, Field(ge=2)] = 64,
         max_positions: Annotated[int, Field(ge=2)] = 512,
+        sliding_window: Count | None = None,
         seed: Index = 0,
         logit_scale: float = 1.0,
         logit_step: float = 0.0,
@@ -63,6 +64,8 @@ class RandomPair(HuggingFacePair):
             draft_layers, middle_layers: of the draft and of the middle model, which are the
                 target's first layers; None: no middle model.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
+            sliding_window: keys at least this many positions back are masked; None: the family's
+                default, which no short sequence reaches.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
             logit_step: both models' logits are rounded to multiples of it, which makes ties
@@ -71,7 +74,8 @@ class RandomPair(HuggingFacePair):
                 exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
-            UserError: a draft deeper than the target, or heads that do not divide ``hidden_size``.
+            UserError: a draft deeper than the target, heads that do not divide ``hidden_size``, or
+                a window for a family without.
         """
         super().__init__(
             dtype=dtype,
@@ -88,6 +92,9 @@ class RandomPair(HuggingFacePair):
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
         at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device}
         self._make_model = partial(random_model, family, **at, **sizes)
+        self._family, self._window = family, sliding_window
+        if sliding_window is not None:
+            window_options(family, sliding_window, num_layers)  # refused before models are made
         self._logits = (logit_scale, logit_step)
 
     @cached_property
@@ -122,7 +129,10 @@ class RandomPair(HuggingFacePair):
         return self._samples
 
     def _make(self, num_layers: int) -> PreTrainedModel:
-        model = self._make_model(num_layers=num_layers)
+        options = None
+        if self._window is not None:
+            options = window_options(self._family, self._window, num_layers)
+        model = self._make_model(num_layers=num_layers, options=options)
         scale, step = self._logits
         if self._logits != (1.0, 0.0):
 
