@@ -19,8 +19,8 @@ _LARGE_IDS = (1 << 32, (1 << 40) + 1)
 def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iterator[str]:
     """Draws that differ from the reference, the first per purpose.
 
-    Positions rise to ``num_positions``, through every block, then go back and forth; siblings are few and many; prompt
-    ids have more than 32 bits.
+    Positions rise to ``num_positions``, through every block, then go back and forth; siblings are
+    few and many; prompt ids have more than 32 bits.
     """
     rising = [(prompt_id, start, _FEW) for start in range(0, num_positions, _SPAN)]
     jumping = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specdec.certify.cases import (
@@ -14,6 +14,7 @@ from specdec.certify.cases import (
     parity_cases,
     random_prompt,
 )
+from specdec.certify.corners import decode_in_full_cache, sparse_cases
 from specdec.certify.numerics import distance
 from specdec.certify.oracle import LogitsOf, processed, target_draw
 from specdec.certify.report import Check, joined_details
@@ -31,6 +32,7 @@ from specdec.state import StopRules
 from specdec.types import Lossless
 
 NUM_TOKENS = 16
+_SPARSE_TOKENS = 24
 _SMALL_CHUNK = 3
 
 
@@ -85,6 +87,8 @@ def _ending_cases(subject: Subject, kind: str) -> list[Case]:
     """Every way to end one request, processors with history, extreme prompt lengths."""
     base = Case(1000, kind, random_prompt(3, 4, VOCAB_SIZE), GREEDY, StopRules(max_new_tokens=10))
     cases = list(ending_cases(base, subject.expected(kind, base).output))
+    longer = replace(base, stop=StopRules(max_new_tokens=_SPARSE_TOKENS))
+    cases += sparse_cases(longer, subject.expected(kind, longer).output, 1500)
     number = 2000
     for name, params in WITH_HISTORY.items():
         for length in (1, 7):
@@ -115,6 +119,7 @@ def batch_independence(subject: Subject) -> Check:
     # The same prompts under other ids, so that state shared between requests shows.
     cases += [replace(case, id=case.id + 500) for case in cases[:4]]
     alone: dict[int, Decoded] = {}
+    batches: dict[str, Mapping[int, Decoded]] = {}
     differing = []
     logits = subject.oracle("mixed").logits
     with subject.composed() as parts:
@@ -123,15 +128,20 @@ def batch_independence(subject: Subject) -> Check:
         for size in (2, 5, len(cases)):
             order = cases if size == 2 else [*cases[size % 4 :], *cases[: size % 4]][::-1]
             outputs = decode_cases(parts, order, batch_size=size, prefill_chunk=_SMALL_CHUNK)
-            for case in cases:
-                found = difference(
-                    subject, logits, case, outputs.get(case.id), alone[case.id].output
-                )
-                if found is not None:
-                    differing.append(f"{case.label} in batches of {size}: {found}")
+            batches[f"batches of {size}"] = outputs
+    full = decode_in_full_cache(subject, cases, prefill_chunk=_SMALL_CHUNK)
+    if full is not None:
+        batches["a full cache"] = full
+    for where, outputs in batches.items():
+        for case in cases:
+            found = difference(subject, logits, case, outputs.get(case.id), alone[case.id].output)
+            if found is not None:
+                differing.append(f"{case.label} in {where}: {found}")
     if differing:
         return Check("batch_independence", False, joined_details(differing))
-    detail = f"{len(cases)} requests alone, in batches of 2, 5 and {len(cases)}: equal outputs"
+    paged = "" if full is None else ", and in a full cache"
+    sizes = f"2, 5 and {len(cases)}{paged}"
+    detail = f"{len(cases)} requests alone, in batches of {sizes}: equal outputs"
     return Check("batch_independence", True, detail)
 
 

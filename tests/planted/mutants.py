@@ -231,7 +231,6 @@ class Run:
             "raised": found.raised,
             "detail": (found.detail or (_last_line(found.output) if found.status else ""))[:300],
             "seconds": round(seconds, 1),
-            "no_effect": mutant.no_effect,
             "revision": self._revision,
             "key": key,
         }
@@ -251,29 +250,34 @@ def result_of(found: Certificate) -> str:
     return {0: "survived", TIMED_OUT: "timed out"}.get(found.status, "crashed")
 
 
-def as_expected(entry: Mapping[str, Any]) -> bool:
+def as_expected(entry: Mapping[str, Any], mutant: Mutant) -> bool:
     """Whether a mutant was found, or survived and has no effect."""
-    return bool(entry["result"] == ("survived" if entry["no_effect"] else "found"))
+    return bool(entry["result"] == ("survived" if mutant.no_effect else "found"))
 
 
-def report(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def report(
+    entries: Mapping[str, Mapping[str, Any]], mutants: Mapping[str, Mutant]
+) -> Iterator[str]:
     """A line per mutant, then the counts."""
     width = max(map(len, entries), default=0)
     for name, entry in entries.items():
-        yield f"{name:<{width}}  {line_of(entry)}"
+        yield f"{name:<{width}}  {line_of(entry, mutants[name])}"
     found = [entry for entry in entries.values() if entry["result"] == "found"]
-    equal = [e for e in entries.values() if e["result"] == "survived" and e["no_effect"]]
+    equal = sum(
+        entry["result"] == "survived" and bool(mutants[name].no_effect)
+        for name, entry in entries.items()
+    )
     raised = sum(entry["raised"] for entry in found)
     yield (
         f"{len(found)} of {len(entries)} mutants found ({raised} by an error of the changed code);"
-        f" {len(equal)} survived that have no effect; {len(entries) - len(found) - len(equal)} left"
+        f" {equal} survived that have no effect; {len(entries) - len(found) - equal} left"
     )
 
 
-def line_of(entry: Mapping[str, Any]) -> str:
+def line_of(entry: Mapping[str, Any], mutant: Mutant) -> str:
     """A mutant's outcome, and what found it."""
     line = f"{entry['result']:<9}  {entry['seconds']:>6.1f} s  {entry['command']}"
-    what = ", ".join(entry["checks"]) or (entry["no_effect"] and "no effect") or entry["detail"]
+    what = ", ".join(entry["checks"]) or (mutant.no_effect and "no effect") or entry["detail"]
     return f"{line}: {what}" + (" (error)" if entry["raised"] else "")
 
 
@@ -312,14 +316,16 @@ def main(words: Sequence[str]) -> int:
         entries = {}
         for name, entry in zip(names, on_each(run.mutant, names, given.jobs), strict=True):
             entries[name] = entry
-            print(f"{name}: {line_of(entry)}", file=sys.stderr, flush=True)
+            line = line_of(entry, content.mutants[name])
+            print(f"{name}: {line}", file=sys.stderr, flush=True)
         commands = dict.fromkeys(entry["command"] for entry in entries.values())
         list(on_each(run.control, commands, given.jobs))
     except Unusable as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
-    print("\n".join(report(entries)))
-    return 0 if all(map(as_expected, entries.values())) else 1
+    print("\n".join(report(entries, content.mutants)))
+    right = [as_expected(entry, content.mutants[name]) for name, entry in entries.items()]
+    return 0 if all(right) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""Situations that short requests do not meet by themselves: full caches, tokens without text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from specdec.certify.cases import Case, Decoded
+from specdec.certify.subject import Subject, decode_cases
+from specdec.state import StopRules
+
+_WITH_TEXT = 3  # one token of so many has text
+_STRING = 3  # letters of a stop string: of two tokens
+
+
+def sparse_text(tokens: Sequence[int]) -> str:
+    """Two letters for every third token id, nothing for the others, as for special tokens."""
+    return "".join(
+        chr(97 + token // _WITH_TEXT % 6) + chr(103 + token // _WITH_TEXT // 6 % 6)
+        for token in tokens
+        if token % _WITH_TEXT == 0
+    )
+
+
+def sparse_cases(base: Case, output: Sequence[int], first_id: int) -> list[Case]:
+    """Copies of ``base`` that end by stop strings whose tokens have others without text between.
+
+    Args:
+        base: a case that ends by its length.
+        output: its tokens under plain decoding.
+        first_id: id of the first copy.
+    """
+    text, length = sparse_text(output), len(output)
+    strings = [text[at : at + _STRING] for at in range(len(text) - _STRING + 1)]
+    cases = []
+    for number, string in enumerate(dict.fromkeys(strings)):
+        stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=sparse_text)
+        label = f"{base.label}, stop string {string!r} among tokens without text"
+        cases.append(replace(base, id=first_id + number, label=label, stop=stop))
+    return cases
+
+
+def decode_in_full_cache(
+    subject: Subject, cases: Sequence[Case], *, prefill_chunk: int
+) -> Mapping[int, Decoded] | None:
+    """Outputs of one batch in a paged cache that has room for the largest of its requests.
+
+    Requests wait for blocks, and blocks are used again by others. None if the configured caches are
+    not paged.
+    """
+    serving = subject.small["serving"]
+    if not serving.get("kv_tokens"):
+        return None
+    with subject.composed() as parts:
+        held = getattr(parts.policy, "held_nodes", lambda _: 0)(parts.executor.in_flight)
+    block = int(serving["block_tokens"])
+    most = max(len(case.prompt) + case.stop.max_new_tokens for case in cases) + held
+    full = {**serving, "kv_tokens": -(-most // block) * block}
+    with subject.composed(serving=full) as parts:
+        return decode_cases(parts, cases, batch_size=len(cases), prefill_chunk=prefill_chunk)
