@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
-from specdec.models.eagle_loading import HeadFiles
+from specdec.models.eagle import EagleHead
+from specdec.models.eagle_loading import HeadFiles, load_head
 from specdec.models.inspection import ModelInfo, inspect_model
 from specdec.models.loading import (
     end_tokens,
@@ -207,18 +209,26 @@ class PretrainedPair(HuggingFacePair):
         """The head's files; None without a head from disk."""
         return None if self._eagle in (None, _UNTRAINED) else HeadFiles(self._eagle)
 
-    def eagle_folder(self) -> Path | None:
-        """Folder of the EAGLE head; None: an untrained one.
+    def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
+        """The head of ``eagle_head``.
+
+        Args:
+            version: of an untrained one.
 
         Raises:
-            UserError: none is configured.
+            UserError: none is configured, or it does not fit the target.
         """
         if self._eagle is None:
             raise UserError(
                 "this strategy drafts with an EAGLE head; give model.eagle_head=FOLDER (config.json"
                 " and model.safetensors, trained for model.target), or choose another source"
             )
-        return None if self._eagle == _UNTRAINED else self._eagle
+        if (files := self._eagle_files) is None:
+            return super().eagle_head(version)
+        last = self.part(self.num_layers - 1, self.num_layers)
+        config = files.head_config(last.config)
+        embedding, output = self.input_embedding(), last.get_output_embeddings()
+        return load_head(files, config, embedding=embedding, output=output)
 
     def token_samples(self) -> IntArray:
         """The samples of ``model.ngram``, read once per process.
