@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle_fitting import fit_head, hidden_states
-from specdec.models.eagle_runner import EagleRunner
 from specdec.models.eagle_untrained import untrained_config
 from specdec.pairs import RandomPair
-from specdec.sources.pair import A
 from tests import toys
 
 SIZES: dict[str, Any] = {
@@ -87,11 +85,9 @@ class Pair(RandomPair):
         """The toy target itself, which is made once."""
         return toys.pair().target
 
-    def artefact(self, kind: type[A], **options: Any) -> A:
+    def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
         """The given head."""
-        if not issubclass(kind, EagleRunner):
-            return super().artefact(kind, **options)
-        return EagleRunner(self.head, meter=options["meter"])  # type: ignore[return-value]
+        return self.head
 
 
 def features(head: EagleHead, tokens: torch.Tensor) -> torch.Tensor:
