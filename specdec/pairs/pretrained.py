@@ -100,13 +100,7 @@ class PretrainedPair(HuggingFacePair):
             exit_layer=exit_layer,
             exit_head=exit_head,
         )
-        if exit_heads is not None:
-            self.heads_folder = Path(family_path(exit_heads))
-            if not self.heads_folder.is_dir():
-                raise UserError(
-                    f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
-                    " or use untrained heads with model.exit_heads=null"
-                )
+        self.heads_folder = None if exit_heads is None else _heads_folder(exit_heads)
         self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
         self.info = inspect_model(family_path(target))
         paths = {"draft": draft, "middle": middle}
@@ -242,6 +236,17 @@ class PretrainedPair(HuggingFacePair):
                 " integer tensor `tokens`), or choose source=prompt_lookup"
             )
         return _read_samples(self._ngram)
+
+
+def _heads_folder(exit_heads: str) -> Path:
+    """The folder ``model.exit_heads``, which must exist."""
+    folder = Path(family_path(exit_heads))
+    if not folder.is_dir():
+        raise UserError(
+            f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
+            " or use untrained heads with model.exit_heads=null"
+        )
+    return folder
 
 
 def check_vocabularies(target: ModelInfo, other: ModelInfo, name: str = "draft") -> None:
