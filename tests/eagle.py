@@ -10,11 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.models.eagle import EagleConfig, EagleHead
-from specdec.models.eagle_runner import EagleRunner
+from specdec.models.eagle_fitting import fit_head, hidden_states
 from specdec.models.eagle_untrained import untrained_config
 from specdec.pairs import RandomPair
-from specdec.sources.pair import A
-from specdec.types import HiddenName
 from tests import toys
 
 SIZES: dict[str, Any] = {
@@ -87,35 +85,14 @@ class Pair(RandomPair):
         """The toy target itself, which is made once."""
         return toys.pair().target
 
-    def artefact(self, kind: type[A], **options: Any) -> A:
+    def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
         """The given head."""
-        if not issubclass(kind, EagleRunner):
-            return super().artefact(kind, **options)
-        return EagleRunner(self.head, meter=options["meter"])  # type: ignore[return-value]
-
-
-def hidden_states(tokens: torch.Tensor) -> tuple[dict[HiddenName, torch.Tensor], torch.Tensor]:
-    """[B, T, E] by name, and logits [B, T, V], by transformers' own forward of the toy target."""
-    model, found = toys.pair().target, {}
-
-    def note(name: HiddenName) -> Any:
-        return lambda _, __, out: found.update({name: out[0] if isinstance(out, tuple) else out})
-
-    decoder: Any = model.get_decoder()
-    modules = [(HiddenName(i), layer) for i, layer in enumerate(decoder.layers)]
-    modules.append((HiddenName(len(decoder.layers) - 1, normed=True), decoder.norm))
-    hooks = [module.register_forward_hook(note(name)) for name, module in modules]
-    with torch.no_grad():
-        logits = model(tokens).logits
-    for hook in hooks:
-        hook.remove()
-    return found, logits
+        return self.head
 
 
 def features(head: EagleHead, tokens: torch.Tensor) -> torch.Tensor:
     """[B, T, S]: what the head reads of the toy target."""
-    found, _ = hidden_states(tokens)
-    return torch.cat([found[name] for name in head.config.names], -1)
+    return hidden_states(toys.pair().target, tokens, head.config.names)[0]
 
 
 def toy_head(version: Literal[1, 3], *, vocabulary: int | None = None) -> EagleHead:
@@ -135,33 +112,9 @@ def toy_head(version: Literal[1, 3], *, vocabulary: int | None = None) -> EagleH
     return head.double()
 
 
-def sampled(num: int, *, seed: int, length: int = 20) -> torch.Tensor:
-    """int64[num, length]: text of the toy target at temperature 1."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(toys.VOCAB, (num, 1), generator=generator)
-    with torch.no_grad():
-        while tokens.shape[1] < length:
-            probs = toys.pair().target(tokens).logits[:, -1].softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], 1)
-    return tokens
-
-
 @cache
 def trained_head(version: Literal[1, 3]) -> EagleHead:
     """A head that agrees with the toy target in about six of ten positions."""
-    tokens = sampled(96, seed=0)
-    _, logits = hidden_states(tokens)
-    goal = logits[:, 1:].softmax(-1)
     with torch.random.fork_rng(devices=[]):
         head = toy_head(version)
-    given = features(head, tokens)[:, :-1]
-    positions = torch.arange(given.shape[1])[None]
-    optimizer = torch.optim.Adam(head.parameters(), lr=2e-2)
-    with torch.enable_grad():
-        for _ in range(40):
-            outputs = head(tokens[:, 1:], head.states(given), positions)
-            loss = -(goal * head.logits(outputs).log_softmax(-1)).sum(-1).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return head.requires_grad_(False).eval()
+    return fit_head(head, toys.pair().target, sequences=96, length=20)

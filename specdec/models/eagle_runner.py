@@ -26,9 +26,7 @@ from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.kernels.graphs import device_guard
 from specdec.models.eagle import EagleHead
-from specdec.models.eagle_loading import HeadFiles, load_head
-from specdec.models.eagle_untrained import untrained_head
-from specdec.types import IntArray
+from specdec.types import HiddenName, IntArray
 
 METER_NAME = "eagle"
 """Label of the head's passes in the meter."""
@@ -91,21 +89,27 @@ class EagleRunner:
 
     @classmethod
     def from_pair(cls, pair: Any, *, version: Literal[1, 3], meter: Meter) -> EagleRunner:
-        """The pair's head: that of its folder, or an untrained one of ``version``.
+        """The pair's head, see ``HuggingFacePair.eagle_head``."""
+        return cls(pair.eagle_head(version), meter=meter, attention=pair.attention)
 
-        Only the target's embedding and output matrices are kept of the layers loaded for it.
-        """
-        folder, last = pair.eagle_folder(), pair.num_layers - 1
-        embedding = pair.part(0, 1).get_input_embeddings().weight.detach()
-        end = pair.part(last, last + 1)
-        output = end.get_output_embeddings()
-        if folder is None:
-            head = untrained_head(version, end.config, embedding=embedding, output=output)
-        else:
-            files = HeadFiles(folder)
-            config = files.head_config(end.config)
-            head = load_head(files, config, embedding=embedding, output=output)
-        return cls(head, meter=meter, attention=pair.attention)
+    @property
+    def names(self) -> tuple[HiddenName, ...]:
+        """The target's hidden states that the head reads, in the order of its features."""
+        return self.head.config.names
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of the target."""
+        return self.head.config.vocab_size
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """int64[U]: the target's id of each draft token; None: they are equal."""
+        return self.head.target_ids
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """[.., V] of draft logits [.., U], see ``EagleHead.target_logits``."""
+        return self.head.target_logits(logits)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for one request with ``capacity`` slots at first."""

@@ -18,6 +18,8 @@ from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.stage import ModelStage
 from specdec.kernels.graphs import Graphs
+from specdec.models.eagle import EagleHead
+from specdec.models.eagle_untrained import untrained_head
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
@@ -351,9 +353,19 @@ class HuggingFacePair:
         """The artefact, loaded by its class; see ``ModelPair.artefact``."""
         return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
 
-    def eagle_folder(self) -> Path | None:
-        """Folder of the EAGLE head; None: an untrained one."""
-        return None
+    def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
+        """An untrained EAGLE head; pairs with a head on disk return that.
+
+        Args:
+            version: of an untrained head, see ``EagleConfig``.
+        """
+        last = self.part(self.num_layers - 1, self.num_layers)
+        embedding, output = self.input_embedding(), last.get_output_embeddings()
+        return untrained_head(version, last.config, embedding=embedding, output=output)
+
+    def input_embedding(self) -> torch.Tensor:
+        """[V, E]: the target's embedding matrix."""
+        return self.part(0, 1).get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
 
     @property
     def attention(self) -> str:

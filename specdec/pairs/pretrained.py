@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -12,7 +13,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
-from specdec.models.eagle_loading import HeadFiles
+from specdec.models.eagle import EagleHead
+from specdec.models.eagle_loading import HeadFiles, load_head
 from specdec.models.inspection import ModelInfo, inspect_model
 from specdec.models.loading import (
     end_tokens,
@@ -222,18 +224,26 @@ class PretrainedPair(HuggingFacePair):
         """The head's files; None without a head from disk."""
         return None if self._eagle in (None, _UNTRAINED) else HeadFiles(self._eagle)
 
-    def eagle_folder(self) -> Path | None:
-        """Folder of the EAGLE head; None: an untrained one.
+    def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
+        """The head of ``eagle_head``.
+
+        Args:
+            version: of an untrained one.
 
         Raises:
-            UserError: none is configured.
+            UserError: none is configured, or it does not fit the target.
         """
         if self._eagle is None:
             raise UserError(
                 "this strategy drafts with an EAGLE head; give model.eagle_head=FOLDER (config.json"
                 " and model.safetensors, trained for model.target), or choose another source"
             )
-        return None if self._eagle == _UNTRAINED else self._eagle
+        if (files := self._eagle_files) is None:
+            return super().eagle_head(version)
+        last = self.part(self.num_layers - 1, self.num_layers)
+        config = files.head_config(last.config)
+        embedding, output = self.input_embedding(), last.get_output_embeddings()
+        return load_head(files, config, embedding=embedding, output=output)
 
     def token_samples(self) -> IntArray:
         """The samples of ``model.ngram``, read once per process.
@@ -247,6 +257,17 @@ class PretrainedPair(HuggingFacePair):
                 " integer tensor `tokens`), or choose source=prompt_lookup"
             )
         return _read_samples(self._ngram)
+
+
+def _heads_folder(exit_heads: str) -> Path:
+    """The folder ``model.exit_heads``, which must exist."""
+    folder = Path(family_path(exit_heads))
+    if not folder.is_dir():
+        raise UserError(
+            f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
+            " or use untrained heads with model.exit_heads=null"
+        )
+    return folder
 
 
 def check_vocabularies(target: ModelInfo, other: ModelInfo, name: str = "draft") -> None:

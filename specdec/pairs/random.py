@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
+from specdec.models.eagle import EagleHead
+from specdec.models.eagle_fitting import fit_head
 from specdec.models.quantize import Quantization, quantize
 from specdec.models.random import random_model, window_options
 from specdec.pairs.huggingface import HuggingFacePair
@@ -95,6 +97,7 @@ class RandomPair(HuggingFacePair):
         self._family, self._window = family, sliding_window
         self._options(num_layers)  # refused before models are made
         self._logits = (logit_scale, logit_step)
+        self._eagles: dict[int, EagleHead] = {}
 
     @cached_property
     def target(self) -> PreTrainedModel:
@@ -122,6 +125,12 @@ class RandomPair(HuggingFacePair):
         whole = self.target if exact else self._make(self._layers["target"])
         model.load_state_dict(whole.state_dict(), strict=False)
         return quantize(model, self._quantization)
+
+    def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
+        """A head that is fitted to the target once, in about a second, and then often right."""
+        if version not in self._eagles:
+            self._eagles[version] = fit_head(super().eagle_head(version), self.target)
+        return self._eagles[version]
 
     def token_samples(self) -> IntArray:
         """Greedy continuations of the draft."""

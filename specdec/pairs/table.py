@@ -22,6 +22,7 @@ from specdec.errors import UserError
 from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage, TransformerHead
 from specdec.executors.stage import ModelStage
+from specdec.models.eagle_runner import EagleRunner, HeadOutput
 from specdec.models.exits import HeadWeights
 from specdec.models.medusa import MedusaHeads
 from specdec.models.runner import ModelRunner, RunnerOutput
@@ -109,6 +110,8 @@ class TablePair:
             size = options["num_heads"]
             layer = self.num_layers - 1
             return cast("A", TableHeads(table=self.draft_table, num_heads=size, layer=layer))
+        if issubclass(kind, EagleRunner):
+            return cast("A", TableEagle(table=self.draft_table, layer=self.num_layers - 1))
         if issubclass(kind, KatzModel):
             return cast("A", kind.from_pair(self, **options))
         raise UserError(f"model.kind=table has no {kind.__name__}; use model=tiny or model=random")
@@ -154,6 +157,49 @@ class TableHeads:
         """logits[R, V] of head ``number`` for hidden states [R, 1], which are tokens."""
         rows = hidden[:, 0].to(torch.int64) % len(self._laws[number])
         return self._laws[number][rows]
+
+
+class TableEagle:
+    """Stand-in for ``EagleRunner``, whose states are tokens.
+
+    The law after a token depends on the state before it, so that a wrong one changes proposals.
+    """
+
+    weight_bytes = 0
+    target_ids: torch.Tensor | None = None
+
+    def __init__(self, *, table: torch.Tensor, layer: int) -> None:
+        """Serves a table [V, V], and reads the hidden states of ``layer``."""
+        self.vocab_size, self.names = len(table), (HiddenName(layer),)
+        self._table = table
+        self._cache = TableRunner(table, "eagle")
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """An empty cache; its values are unused."""
+        return self._cache.new_cache(capacity)
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits themselves: the draft vocabulary is the target's."""
+        return logits
+
+    def forward(
+        self,
+        rows: Sequence[Rows],
+        *,
+        features: torch.Tensor,
+        feature_rows: IntArray,
+        states: torch.Tensor,
+        logits_rows: IntArray,
+    ) -> HeadOutput:
+        """Looks up the rows' tokens and states; arguments as for ``EagleRunner.forward``."""
+        tokens = torch.from_numpy(np.concatenate([part.tokens for part in rows]))
+        before = torch.zeros(len(tokens), 1, dtype=torch.float64)
+        is_own = torch.ones(len(tokens), dtype=torch.bool)
+        is_own[torch.from_numpy(feature_rows)] = False
+        before[~is_own] = features.double().reshape(-1, 1)
+        before[is_own] = states.double().reshape(-1, 1)
+        logits = self._table[tokens] + self._table[before[:, 0].long()] / 2
+        return HeadOutput(tokens[:, None].double(), logits[torch.from_numpy(logits_rows)])
 
 
 class TableRunner:

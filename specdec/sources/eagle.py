@@ -99,12 +99,12 @@ class EagleSource:
             UserError: the pair has no hidden states, or no head that fits its target.
         """
         self._runner = pair.artefact(EagleRunner, version=_VERSIONS[untrained], meter=meter)
-        names = self._runner.head.config.names
+        names = self._runner.names
         self._names = names
         self.needs = Needs(
             hidden=() if early else names, early_hidden=names if early else (), real_nodes=True
         )
-        self.vocab_size: int | None = self._runner.head.config.vocab_size
+        self.vocab_size: int | None = self._runner.vocab_size
         self.gives_probs = sample
         self.counters = SourceCounters(by_level={METER_NAME: 0})
         self._chunk = prefill_chunk
@@ -245,7 +245,7 @@ class EagleSource:
                     for (request_id, ids, rows), work in zip(nodes.packed(), works, strict=True)
                 ]
             )
-        head, histories = self._runner.head, None
+        head, histories = self._runner, None
         if transform.params.needs_history:
             histories = [
                 work.request.path_tokens(slot) for work in works for slot in work.slots.tolist()

@@ -47,6 +47,7 @@ def test_what_one_rank_of_a_shared_stage_tells() -> None:
     try:
         same(config("ppsd_tree", 2, "t06", executor__target_degree=2, **head))
         same(config("medusa", 2, "t06", executor__target_degree=2))
+        same(config("eagle3", 2, "t06", executor__target_degree=2))
     finally:
         handle.release()
 

@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
+from specdec.executors import LocalExecutor, PipelineExecutor
+from specdec.models.bundled import family_path
 from specdec.models.eagle import EagleHead, default_layers
 from specdec.models.eagle_loading import HeadFiles, load_head, save_head
 from specdec.models.eagle_runner import EagleRunner, rewritten
+from specdec.models.eagle_untrained import untrained_config
+from specdec.pairs import PretrainedPair
 from tests import eagle
 
 T = 9  # tokens of a sequence
@@ -278,3 +283,42 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         HeadFiles(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"no config\.json"):
         HeadFiles(tmp_path)
+
+
+def bundled_target_head() -> EagleHead:
+    """A head in the shapes of the bundled target, with a reduced vocabulary."""
+    target = AutoConfig.from_pretrained(family_path("bundled:target"))
+    config = untrained_config(3, target, draft_vocab_size=100)
+    embedding = torch.zeros(target.vocab_size, target.hidden_size)
+    head = EagleHead(config, embedding=embedding)
+    head.target_ids = torch.arange(100)
+    return head
+
+
+def test_the_memory_of_a_rank_that_drafts_is_counted(tmp_path: Path) -> None:
+    """On a rank of its own the head needs the target's matrices; beside the target it does not."""
+    head = bundled_target_head()
+    save_head(head, tmp_path)
+    own = sum(p.numel() for p in head.parameters())
+    embedding = head.config.vocab_size * head.config.hidden_size
+    plain, pair = (
+        PretrainedPair(target="bundled:target", dtype="bfloat16", eagle_head=folder)
+        for folder in (None, str(tmp_path))
+    )
+    assert pair.weight_bytes["eagle"] == 2 * (own + embedding)
+    for plan, expected in (
+        (lambda models: LocalExecutor.plan(models), own),
+        (lambda models: PipelineExecutor.plan(models, stages=4), own + embedding),
+    ):
+        with_head, without = plan(pair).device_bytes[0], plan(plain).device_bytes.get(0, 0)
+        assert with_head - without == 2 * expected
+
+
+def test_a_strategy_without_a_head_says_what_to_give(tmp_path: Path) -> None:
+    pair = PretrainedPair(target="bundled:target")
+    with pytest.raises(UserError, match=r"model\.eagle_head=FOLDER"):
+        pair.artefact(EagleRunner, version=3, meter=Meter())
+    save_head(eagle.random_head(eagle.config("eagle3")), tmp_path)
+    wrong = PretrainedPair(target="bundled:target", eagle_head=str(tmp_path))
+    with pytest.raises(UserError, match="states of size 16, but"):
+        wrong.artefact(EagleRunner, version=3, meter=Meter())
