@@ -1,13 +1,21 @@
-"""EAGLE heads for tests: every variant, with random weights."""
+"""EAGLE heads for tests: every variant with random weights, and trained ones of the toy target."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from specdec.models.eagle import EagleConfig, EagleHead
+from specdec.models.eagle_runner import EagleRunner
+from specdec.models.eagle_untrained import untrained_config
+from specdec.pairs import RandomPair
+from specdec.sources.pair import A
+from specdec.types import HiddenName
+from tests import toys
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -61,4 +69,99 @@ def random_head(
             parameter.copy_(noise * 0.3 + (parameter.dim() == 1))
     if wanted.draft_vocab_size < wanted.vocab_size:
         head.target_ids = torch.arange(wanted.draft_vocab_size) * 2 + 1
+    return head.requires_grad_(False).eval()
+
+
+# ---------------------------------------------------------------------- heads of the toy target
+
+
+class Pair(RandomPair):
+    """The toy pair with another EAGLE head than an untrained one."""
+
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__(**toys.MODEL)
+        self.head = head
+
+    @property
+    def target(self) -> PreTrainedModel:  # type: ignore[override]
+        """The toy target itself, which is made once."""
+        return toys.pair().target
+
+    def artefact(self, kind: type[A], **options: Any) -> A:
+        """The given head."""
+        if not issubclass(kind, EagleRunner):
+            return super().artefact(kind, **options)
+        return EagleRunner(self.head, meter=options["meter"])  # type: ignore[return-value]
+
+
+def hidden_states(tokens: torch.Tensor) -> tuple[dict[HiddenName, torch.Tensor], torch.Tensor]:
+    """[B, T, E] by name, and logits [B, T, V], by transformers' own forward of the toy target."""
+    model, found = toys.pair().target, {}
+
+    def note(name: HiddenName) -> Any:
+        return lambda _, __, out: found.update({name: out[0] if isinstance(out, tuple) else out})
+
+    decoder: Any = model.get_decoder()
+    modules = [(HiddenName(i), layer) for i, layer in enumerate(decoder.layers)]
+    modules.append((HiddenName(len(decoder.layers) - 1, normed=True), decoder.norm))
+    hooks = [module.register_forward_hook(note(name)) for name, module in modules]
+    with torch.no_grad():
+        logits = model(tokens).logits
+    for hook in hooks:
+        hook.remove()
+    return found, logits
+
+
+def features(head: EagleHead, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, T, S]: what the head reads of the toy target."""
+    found, _ = hidden_states(tokens)
+    return torch.cat([found[name] for name in head.config.names], -1)
+
+
+def toy_head(version: Literal[1, 3], *, vocabulary: int | None = None) -> EagleHead:
+    """An untrained head of the toy target, which reads its layers 0, 1 and 2 (version 3)."""
+    target = toys.pair().target
+    variants: dict[str, Any] = {"layers": (0, 1, 2)} if version == 3 else {}
+    if vocabulary is not None:
+        variants["draft_vocab_size"] = vocabulary
+    torch.manual_seed(0)
+    head = EagleHead(
+        untrained_config(version, target.config, **variants),
+        embedding=target.get_input_embeddings().weight.detach(),
+        output=target.get_output_embeddings(),
+    )
+    if vocabulary is not None:
+        head.target_ids = torch.arange(vocabulary)
+    return head.double()
+
+
+def sampled(num: int, *, seed: int, length: int = 20) -> torch.Tensor:
+    """int64[num, length]: text of the toy target at temperature 1."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(toys.VOCAB, (num, 1), generator=generator)
+    with torch.no_grad():
+        while tokens.shape[1] < length:
+            probs = toys.pair().target(tokens).logits[:, -1].softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], 1)
+    return tokens
+
+
+@cache
+def trained_head(version: Literal[1, 3]) -> EagleHead:
+    """A head that agrees with the toy target in about six of ten positions."""
+    tokens = sampled(96, seed=0)
+    _, logits = hidden_states(tokens)
+    goal = logits[:, 1:].softmax(-1)
+    with torch.random.fork_rng(devices=[]):
+        head = toy_head(version)
+    given = features(head, tokens)[:, :-1]
+    positions = torch.arange(given.shape[1])[None]
+    optimizer = torch.optim.Adam(head.parameters(), lr=2e-2)
+    with torch.enable_grad():
+        for _ in range(40):
+            outputs = head(tokens[:, 1:], head.states(given), positions)
+            loss = -(goal * head.logits(outputs).log_softmax(-1)).sum(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
     return head.requires_grad_(False).eval()

@@ -66,9 +66,10 @@ class LocalExecutor:
 
     @classmethod
     def plan(cls, models: PlannedModels) -> ExecutorPlan:
-        """Target and draft on the controller's device."""
+        """All models on the controller's device, which has the target's matrices once."""
+        shared = getattr(models, "shared_bytes", {})
         placements = {
-            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,))
+            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size - shared.get(name, 0),))
             for name, size in models.weight_bytes.items()
         }
         return ExecutorPlan(latency=1, in_flight=1, placements=placements)

@@ -38,7 +38,13 @@ class OverRanks(Protocol):
 
 
 class PlannedModels(Protocol):
-    """The models as ``plan`` of an executor sees them: sizes, no weights."""
+    """The models as ``plan`` of an executor sees them: sizes, no weights.
+
+    Optional attributes (default in parentheses):
+
+    shared_bytes ({}): name of a model -> bytes among its ``weight_bytes`` that a device with the
+        whole target has already (the matrices of the target that an EAGLE head uses).
+    """
 
     @property
     def num_layers(self) -> int:

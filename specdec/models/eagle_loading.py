@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,8 +64,8 @@ class HeadFiles:
         self.folder = Path(folder).expanduser()
         if not self.folder.is_dir():
             raise UserError(
-                f"source.head={folder} is not a folder: give the local folder of an EAGLE head,"
-                " with config.json and model.safetensors"
+                f"EAGLE head {folder} is not a folder: give a local one with config.json and"
+                " model.safetensors"
             )
         self.config = _json(self.folder / "config.json")
         self._places: dict[str, tuple[Path, str]] = {}  # our name -> file, its name there
@@ -85,6 +86,21 @@ class HeadFiles:
         with _opened(path) as file:
             tensor: Tensor = file.get_tensor(stored)
         return tensor
+
+    @property
+    def num_weights(self) -> int:
+        """Number of stored weights; the map of the draft vocabulary is not one."""
+        return sum(prod(shape) for name, shape in self.shapes.items() if name != "d2t")
+
+    def num_shared(self, vocab_size: int) -> int:
+        """Number of the target's weights that the head uses: embedding and output matrices.
+
+        Args:
+            vocab_size: V, of the target.
+        """
+        names = ("embed_tokens.weight", "lm_head.weight")
+        missing = sum(name not in self.shapes for name in names)
+        return missing * vocab_size * self.shapes["fc.weight"][0]
 
     def head_config(self, target: Any) -> EagleConfig:
         """Sizes and variants of the head for a target.
@@ -153,15 +169,15 @@ class HeadFiles:
         outside = [layer + 1 for layer in layers if not 0 <= layer < num_layers]
         if outside:
             raise UserError(
-                f"source.head={self.folder} reads the streams that enter layers {outside}, but the"
+                f"EAGLE head {self.folder} reads the streams that enter layers {outside}, but the"
                 f" target has layers 1 .. {num_layers}; use the head of this target"
             )
         return layers
 
     def _refuse_size(self, size: int, target_size: int) -> None:
         raise UserError(
-            f"source.head={self.folder} was trained for a target with hidden states of size {size},"
-            f" but model.target has {target_size}; use the head of this target"
+            f"EAGLE head {self.folder} was trained for a target with hidden states of size"
+            f" {size}, but model.target has {target_size}; use the head of this target"
         )
 
 
@@ -270,11 +286,11 @@ def _weight_files(folder: Path) -> list[Path]:
         return paths
     pickles = sorted(p for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
     if not pickles:
-        raise UserError(f"source.head={folder} has no *.safetensors; give the folder of a head")
+        raise UserError(f"EAGLE head {folder} has no *.safetensors; give the folder of a head")
     command = _CONVERT.format(bin=pickles[0], out=folder / "model.safetensors")
     raise UserError(
-        f"source.head={folder} has its weights in {pickles[0].name} only, a pickle, which can run"
-        f" code and is not read; convert it where you trust it: {command}"
+        f"EAGLE head {folder} has its weights in {pickles[0].name} only, a pickle, which can"
+        f" run code and is not read; convert it where you trust it: {command}"
     )
 
 
@@ -289,7 +305,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(f"source.head={path.parent} has no {path.name}; give the folder of a head")
+        raise UserError(f"EAGLE head {path.parent} has no {path.name}; give the folder of a head")
     try:
         content = parse_json(path.read_bytes())
     except ValueError as error:
@@ -304,14 +320,14 @@ def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any])
     stated = config.get("speculators_model_type")
     if stated is not None and stated not in {"eagle", "eagle3"}:
         raise UserError(
-            f"source.head={folder} is a head of kind {stated!r} (speculators_model_type), which is"
+            f"EAGLE head {folder} is a head of kind {stated!r} (speculators_model_type), which is"
             " not supported; use an EAGLE-1 or EAGLE-3 head"
         )
     names = config.get("architectures") or []
     fc = shapes.get("fc.weight")
     if fc is None or "layers.0.self_attn.q_proj.weight" not in shapes:
         raise UserError(
-            f"source.head={folder} has no EAGLE head: fc.weight and the projections of a Llama"
+            f"EAGLE head {folder} has no EAGLE head: fc.weight and the projections of a Llama"
             f" layer are missing (architectures: {names or 'none'}); give the folder of a head"
         )
     if stated == "eagle3" or any("eagle3" in str(name).lower() for name in names):
@@ -321,7 +337,7 @@ def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any])
         return 3
     if fc[1] != 2 * fc[0] or "layers.0.input_layernorm.weight" in shapes:
         raise UserError(
-            f"source.head={folder} is no known EAGLE head: fc.weight has shape {tuple(fc)}; version"
+            f"EAGLE head {folder} is no known EAGLE head: fc.weight has shape {tuple(fc)}; version"
             " 1 has [E, 2 E] and no norm before its first layer, version 3 has d2t or hidden_norm"
         )
     return 1
@@ -332,7 +348,7 @@ def _llama(folder: Path, layer: Mapping[str, Any]) -> LlamaConfig:
     kind = layer.get("model_type", "llama")
     if kind != "llama":
         raise UserError(
-            f"source.head={folder} has layers of model_type {kind!r}; only Llama layers are"
+            f"EAGLE head {folder} has layers of model_type {kind!r}; only Llama layers are"
             " supported"
         )
     known = {key: value for key, value in layer.items() if value is not None}
@@ -351,13 +367,13 @@ def _check_tensors(
     missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected)
     if missing or unknown:
         raise UserError(
-            f"source.head={folder}: tensors {missing or 'none'} are missing and {unknown or 'none'}"
+            f"EAGLE head {folder}: tensors {missing or 'none'} are missing and {unknown or 'none'}"
             " unknown; config.json and weights must belong to one EAGLE head"
         )
     for name, parameter in expected.items():
         if parameter.shape != found[name].shape:
             raise UserError(
-                f"source.head={folder}: tensor {name} has shape {tuple(found[name].shape)}, but its"
+                f"EAGLE head {folder}: tensor {name} has shape {tuple(found[name].shape)}, but its"
                 f" config.json and the target need {tuple(parameter.shape)}"
             )
 
@@ -367,7 +383,7 @@ def _target_ids(files: HeadFiles, config: EagleConfig) -> Tensor | None:
     if "d2t" not in files.shapes:
         if config.draft_vocab_size != config.vocab_size:
             raise UserError(
-                f"source.head={files.folder} has {config.draft_vocab_size} draft tokens, the target"
+                f"EAGLE head {files.folder} has {config.draft_vocab_size} draft tokens, the target"
                 f" {config.vocab_size}, and no tensor d2t that maps them; use the head of this"
                 " target"
             )
@@ -377,7 +393,7 @@ def _target_ids(files: HeadFiles, config: EagleConfig) -> Tensor | None:
     in_range = len(ids) and int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
     if len(ids) != config.draft_vocab_size or not in_range or len(ids.unique()) < len(ids):
         raise UserError(
-            f"source.head={files.folder}: d2t does not map {config.draft_vocab_size} draft tokens"
+            f"EAGLE head {files.folder}: d2t does not map {config.draft_vocab_size} draft tokens"
             f" to different ones of the target's {config.vocab_size}; use the head of this target"
         )
     return ids

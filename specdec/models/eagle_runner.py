@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.kernels.graphs import device_guard
 from specdec.models.eagle import EagleHead
+from specdec.models.eagle_loading import HeadFiles, load_head
+from specdec.models.eagle_untrained import untrained_head
 from specdec.types import IntArray
 
 METER_NAME = "eagle"
@@ -85,6 +88,24 @@ class EagleRunner:
         self.own_bytes = sum(p.nbytes for p in head.parameters())
         embedding = head.embed_tokens.weight.nbytes if config.own_embedding else 0
         self.weight_bytes = self.own_bytes - embedding + head.shared_output_bytes
+
+    @classmethod
+    def from_pair(cls, pair: Any, *, version: Literal[1, 3], meter: Meter) -> EagleRunner:
+        """The pair's head: that of its folder, or an untrained one of ``version``.
+
+        Only the target's embedding and output matrices are kept of the layers loaded for it.
+        """
+        folder, last = pair.eagle_folder(), pair.num_layers - 1
+        embedding = pair.part(0, 1).get_input_embeddings().weight.detach()
+        end = pair.part(last, last + 1)
+        output = end.get_output_embeddings()
+        if folder is None:
+            head = untrained_head(version, end.config, embedding=embedding, output=output)
+        else:
+            files = HeadFiles(folder)
+            config = files.head_config(end.config)
+            head = load_head(files, config, embedding=embedding, output=output)
+        return cls(head, meter=meter, attention=pair.attention)
 
     def new_cache(self, capacity: int) -> TreeCache:
         """An empty cache for one request with ``capacity`` slots at first."""

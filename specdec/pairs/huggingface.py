@@ -292,6 +292,15 @@ class HuggingFacePair:
         """The artefact, loaded by its class; see ``ModelPair.artefact``."""
         return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
 
+    def eagle_folder(self) -> Path | None:
+        """Folder of the EAGLE head; None: an untrained one."""
+        return None
+
+    @property
+    def attention(self) -> str:
+        """Attention of its models, a value of ``specdec.attention.backends.Attention``."""
+        return self._attention
+
     def token_samples(self) -> IntArray:
         """int64[T]: token samples for n-gram counts, documents separated by token 0."""
         raise NotImplementedError

@@ -12,8 +12,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
+from specdec.models.eagle_loading import HeadFiles
 from specdec.models.inspection import ModelInfo, inspect_model
-from specdec.models.loading import end_tokens, load_model, load_stage, load_tokenizer, weight_bytes
+from specdec.models.loading import (
+    end_tokens,
+    load_model,
+    load_stage,
+    load_tokenizer,
+    torch_dtype,
+    weight_bytes,
+)
 from specdec.models.quantize import Quantization, quantize
 from specdec.pairs.huggingface import (
     AttentionName,
@@ -28,6 +36,8 @@ from specdec.pairs.huggingface import (
 from specdec.parts.fields import Count, Text, validated
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
+
+_UNTRAINED = Path("untrained")  # value of ``eagle_head``
 
 
 class PretrainedPair(HuggingFacePair):
@@ -61,6 +71,7 @@ class PretrainedPair(HuggingFacePair):
         exit_layer: Count | None = None,
         exit_head: ExitHeadName = "transformer",
         exit_heads: Text | None = None,
+        eagle_head: Text | None = None,
     ) -> None:
         """Checks paths and vocabularies; loads nothing yet.
 
@@ -71,6 +82,7 @@ class PretrainedPair(HuggingFacePair):
             dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
                 exit_head: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
+            eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
 
         Raises:
             UserError: a path without a usable model, or vocabularies that differ.
@@ -93,6 +105,7 @@ class PretrainedPair(HuggingFacePair):
                     f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
                     " or use untrained heads with model.exit_heads=null"
                 )
+        self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
         self.info = inspect_model(family_path(target))
         paths = {"draft": draft, "middle": middle}
         self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
@@ -175,7 +188,37 @@ class PretrainedPair(HuggingFacePair):
         if self._quantization != Quantization.NONE:
             return super().weight_bytes
         infos = {"target": self.info, **self._infos}
-        return {name: weight_bytes(info, self.dtype) for name, info in infos.items()}
+        sizes = {name: weight_bytes(info, self.dtype) for name, info in infos.items()}
+        if (head := self._eagle_files) is not None:
+            num = head.num_weights + head.num_shared(self.info.vocab_size)
+            sizes["eagle"] = num * torch_dtype(self.dtype).itemsize
+        return sizes
+
+    @property
+    def shared_bytes(self) -> Mapping[str, int]:
+        """Name of a model -> bytes of it that are the target's own matrices."""
+        if (head := self._eagle_files) is None:
+            return {}
+        shared = head.num_shared(self.info.vocab_size)
+        return {"eagle": shared * torch_dtype(self.dtype).itemsize}
+
+    @cached_property
+    def _eagle_files(self) -> HeadFiles | None:
+        """The head's files; None without a head from disk."""
+        return None if self._eagle in (None, _UNTRAINED) else HeadFiles(self._eagle)
+
+    def eagle_folder(self) -> Path | None:
+        """Folder of the EAGLE head; None: an untrained one.
+
+        Raises:
+            UserError: none is configured.
+        """
+        if self._eagle is None:
+            raise UserError(
+                "this strategy drafts with an EAGLE head; give model.eagle_head=FOLDER (config.json"
+                " and model.safetensors, trained for model.target), or choose another source"
+            )
+        return None if self._eagle == _UNTRAINED else self._eagle
 
     def token_samples(self) -> IntArray:
         """The samples of ``model.ngram``, read once per process.

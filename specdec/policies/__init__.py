@@ -5,6 +5,7 @@ a request only when all its submitted nodes are answered. Constructors raise ``V
 arguments outside their annotated bounds.
 """
 
+from specdec.policies.beam import BestOfBeam
 from specdec.policies.best_first import BestFirst
 from specdec.policies.chain import Chain
 from specdec.policies.fixed_width import FixedWidth
@@ -13,6 +14,7 @@ from specdec.policies.static import Static
 
 __all__ = [
     "BestFirst",
+    "BestOfBeam",
     "Chain",
     "FixedWidth",
     "RootOnly",

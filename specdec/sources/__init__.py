@@ -4,6 +4,7 @@ Constructors raise ``ValueError`` for arguments outside their annotated bounds.
 """
 
 from specdec.sources.draft_model import DraftModelSource
+from specdec.sources.eagle import EagleSource
 from specdec.sources.early_exit import EarlyExitSource
 from specdec.sources.katz import KatzModel
 from specdec.sources.lookup import PromptLookupSource
@@ -15,6 +16,7 @@ from specdec.sources.synthetic import SyntheticPair, SyntheticSource
 
 __all__ = [
     "DraftModelSource",
+    "EagleSource",
     "EarlyExitSource",
     "KatzModel",
     "MixtureSource",

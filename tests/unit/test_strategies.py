@@ -21,6 +21,7 @@ from specdec.verifiers import RejectionVerifier
 from strategies import (
     autoregressive,
     best_first,
+    eagle,
     eesd,
     leviathan2023,
     medusa,
@@ -65,6 +66,9 @@ EVERY_ARGUMENT = {
     "ppsd": changed(ppsd.build, width=2, children=3, stages=5),
     "multi": changed(multi_exit.build, further_exits=[5], stages=5),
     "multi, serial": changed(multi_exit.build, gamma=2, further_exits=[5], stages=5),
+    "eagle": changed(eagle.build, preset="eagle", branching=[3, 2], stages=3),
+    "eagle2": changed(eagle.build, preset="eagle2", nodes=9, width=2, depth=2),
+    "eagle3": changed(eagle.build, early=True),
     "medusa": changed(medusa.build, heads=2, branching=[3, 2], stages=3),
 }
 
@@ -105,6 +109,7 @@ def test_the_example_runs(name: str) -> None:
         ngram="bundled:ngram/samples.safetensors",
         exit_heads="bundled:heads",
         exit_layer=3,
+        eagle_head="untrained",
     )
     names = {name: module, "bench": Workbench(models), "RejectionVerifier": RejectionVerifier}
     exec(textwrap.dedent("\n".join(example)), names)

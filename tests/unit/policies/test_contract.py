@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from specdec.interfaces import TreePolicy
-from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, Static
+from specdec.policies import BestFirst, BestOfBeam, Chain, FixedWidth, RootOnly, Static
 from strategies.specpipe_bf import PipelineBestFirst
 from strategies.staged import StagedTree
 from strategies.staged.policy import cheap_source
@@ -28,6 +28,7 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "best_async": lambda: BestFirst(bs=8, w=4, d=3, asynchronous=True),
     "best_few": lambda: BestFirst(bs=8, w=4, d=2, asynchronous=True, children=2),
     "best_until_ready": lambda: BestFirst(bs=8, w=4, d=None, asynchronous=True),
+    "best_of_beam": lambda: BestOfBeam(nodes=10, width=3, children=3, depth=3),
     "pipe_best": lambda: PipelineBestFirst(width=6, children=4),
     "pipe_best1": lambda: PipelineBestFirst(width=6, children=4, draft_passes=1),
     "staged": lambda: StagedTree(inner=Chain(gamma=3), extend_leaves=2, extend_depth=3),

@@ -1,0 +1,324 @@
+"""``EagleSource``: its proposals, its cache and what late features do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.certify.subject import decode_cases, decode_steps
+from specdec.compose.workbench import Parts, Workbench
+from specdec.errors import UserError
+from specdec.interfaces import TreePolicy
+from specdec.models.eagle import EagleHead
+from specdec.policies import BestFirst, Chain, FixedWidth, Static
+from specdec.sources import EagleSource, MixtureSource, RandomSource
+from specdec.sources.eagle_passes import HeadPass
+from specdec.state import DecodeState
+from specdec.types import Candidates, Nodes
+from specdec.verifiers import MatchVerifier, RejectionVerifier
+from strategies.specpipe_bf import PipelineBestFirst
+from strategies.staged import StagedSource
+from tests import eagle, toys
+
+K = 4  # candidates that are compared
+CASES = toys.cases(12)[::2]  # one of each sampling
+
+
+def source_of(bench: Workbench, *, early: bool = False, sample: bool = False) -> EagleSource:
+    return EagleSource(
+        pair=bench.pair, meter=bench.meter, early=early, sample=sample, prefill_chunk=5
+    )
+
+
+def built(
+    head: EagleHead, policy: TreePolicy, stages: int | None = None, *, early: bool = False
+) -> Parts:
+    bench = Workbench(eagle.Pair(head), seed=toys.SEED)
+    source = source_of(bench, early=early)
+    return bench.parts(source=source, policy=policy, verifier=MatchVerifier(), stages=stages)
+
+
+def levels() -> FixedWidth:
+    return FixedWidth(width=4, children=3, levels_per_step=1, depth=None)
+
+
+def pipelined_best() -> PipelineBestFirst:
+    return PipelineBestFirst(width=4, children=3, draft_passes=2)
+
+
+POLICIES: dict[str, tuple[Callable[[], TreePolicy], int | None]] = {
+    "chain": (lambda: Chain(gamma=4), None),
+    "static": (lambda: Static(branching=[3, 2, 1]), None),
+    "best first": (lambda: BestFirst(bs=8, w=3, d=3), None),
+    "static over stages": (lambda: Static(branching=[3, 2, 1]), 3),
+    "levels over stages": (levels, 4),
+    "levels over two stages": (levels, 2),
+    "best first over stages": (pipelined_best, 4),
+}
+
+
+# ---------------------------------------------------------------------- proposals
+
+
+def reference(head: EagleHead, tokens: np.ndarray, depth: int) -> torch.Tensor:
+    """[U]: logits after a path of ``depth`` nodes below the root, which end ``tokens``.
+
+    Fresh passes over the whole sequence: features up to the root, the head's own output below.
+    """
+    ids = torch.from_numpy(tokens)[None]
+    given = eagle.features(head, ids[:, : len(tokens) - depth - 1])
+    states = head.states(given)
+    for _ in range(depth + 1):
+        num = states.shape[1]
+        outputs = head(ids[:, 1 : num + 1], states, torch.arange(num)[None])
+        states = torch.cat([states, head.fed_back(outputs[:, -1:])], 1)
+    return head.logits(outputs[0, -1])
+
+
+def check_proposals(head: EagleHead, parts: Parts) -> list[int]:
+    """Decodes the cases and compares every proposal. Returns the number compared, by depth."""
+    expand = parts.source.expand
+    seen = [0] * 8
+
+    def checked(state: DecodeState, nodes: Nodes, asked: int) -> Candidates:
+        found, row = expand(state, nodes, K), 0
+        for request_id, ids in nodes.items:
+            request = state.requests[request_id]
+            for slot in request.tree.slots(ids).tolist():
+                if not request.prefix_len:
+                    assert found.counts[row] == 0
+                elif not found.counts[row]:  # in a pipeline the prompt is still under way
+                    assert parts.executor.in_flight > 1
+                    assert not request.output
+                elif not request.sampling.needs_history:
+                    depth = int(request.tree.depths[slot])
+                    logits = reference(head, request.path_tokens(slot), depth)
+                    warm = request.sampling.temperature or 1.0
+                    expected = (logits / warm).log_softmax(-1).sort(descending=True)
+                    ids_of = torch.arange(100) if head.target_ids is None else head.target_ids
+                    tokens = ids_of[expected.indices[:K]].tolist()
+                    assert found.tokens[row].tolist() == tokens
+                    given = torch.from_numpy(found.logprobs[row])
+                    assert torch.allclose(given, expected.values[:K], atol=1e-9)
+                    seen[depth] += 1
+                row += 1
+        return found
+
+    parts.source.expand = checked  # type: ignore[method-assign]
+    decode_cases(parts, CASES, batch_size=3, prefill_chunk=4)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["chain", "static", "static over stages"])
+@pytest.mark.parametrize("version", [1, 3])
+def test_proposals_are_the_heads_on_features_and_its_own_outputs(
+    version: Literal[1, 3], name: str
+) -> None:
+    policy, stages = POLICIES[name]
+    head = eagle.trained_head(version)
+    seen = check_proposals(head, built(head, policy(), stages))
+    assert min(seen[: 4 if name == "chain" else 3]) > 3, seen
+
+
+def test_a_reduced_vocabulary_proposes_tokens_of_the_target() -> None:
+    head = eagle.toy_head(3, vocabulary=20).requires_grad_(False)
+    head.target_ids = torch.arange(20) * 2 + 1
+    assert min(check_proposals(head, built(head, Static(branching=[3, 2])))[:2]) > 5
+
+
+def test_a_feature_of_another_position_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control of the comparison: the old root's feature in place of the last accepted node's."""
+    right = EagleSource.commit
+
+    def first_of(commit: Any) -> Any:
+        return replace(
+            commit, hidden={n: rows[:1].expand_as(rows) for n, rows in commit.hidden.items()}
+        )
+
+    monkeypatch.setattr(
+        EagleSource,
+        "commit",
+        lambda self, commits, output: right(self, [first_of(c) for c in commits], output),
+    )
+    head = eagle.trained_head(3)
+    with pytest.raises(AssertionError):
+        check_proposals(head, built(head, Chain(gamma=4)))
+
+
+# ---------------------------------------------------------------------- the cache
+
+
+def fresh_entries(head: EagleHead, tokens: np.ndarray) -> torch.Tensor:
+    """[2, G, T - 1, D]: keys and values of the head's layer over ``tokens``, all from features."""
+    ids = torch.from_numpy(tokens)[None]
+    kept: list[torch.Tensor] = []
+
+    def attend(layer: int, query: Any, key: Any, value: Any) -> Any:
+        kept.append(torch.stack([key[0], value[0]]))
+        return query.transpose(1, 2)
+
+    states = head.states(eagle.features(head, ids[:, :-1]))
+    head(ids[:, 1:], states, torch.arange(ids.shape[1] - 1)[None], attend)
+    return kept[0]
+
+
+def largest_error(head: EagleHead, parts: Parts) -> tuple[float, int]:
+    """Decodes the cases; compares the final entries of every cache after every step.
+
+    Returns:
+        The largest difference, and the number of entries compared.
+    """
+    source, state = parts.source, parts.new_state()
+    assert isinstance(source, EagleSource)
+    outputs: dict[int, Any] = {}
+    error, compared = 0.0, 0
+    for _ in decode_steps(parts, CASES, outputs, batch_size=3, prefill_chunk=4, state=state):
+        for request_id, draft in source._drafts.items():
+            num = draft.true_len
+            if num:
+                tokens = state.requests[request_id].tokens[: num + 1]
+                expected = fresh_entries(head, tokens)
+                error = max(
+                    error, float((draft.cache.storage[0, :, :, :num] - expected).abs().max())
+                )
+                compared += num
+    toys.assert_plain(outputs, CASES)
+    return error, compared
+
+
+@pytest.mark.parametrize(
+    ("name", "early"), [*((name, False) for name in POLICIES), ("levels over stages", True)]
+)
+def test_committed_entries_are_those_of_the_targets_features(name: str, early: bool) -> None:
+    """Also where nodes were drafted before their features arrived; outputs are plain decoding's."""
+    policy, stages = POLICIES[name]
+    head = eagle.trained_head(3)
+    parts = built(head, policy(), stages, early=early)
+    error, compared = largest_error(head, parts)
+    assert error < 1e-9
+    assert compared > 200
+    assert parts.source.counters.catch_up_rows > 15
+
+
+def test_an_entry_that_is_not_corrected_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: entries that were drafted from the head's own output stay as they are."""
+    right = HeadPass.add_prefix
+
+    def lazy(self: HeadPass, request: Any, draft: Any, limit: int | None = None) -> None:
+        draft.true_len = max(draft.true_len, min(draft.cache.cached_len, request.prefix_len - 1))
+        right(self, request, draft, limit)
+
+    monkeypatch.setattr(HeadPass, "add_prefix", lazy)
+    monkeypatch.setattr(HeadPass, "add_corrections", lambda *_: None)
+    head = eagle.trained_head(3)
+    error, _ = largest_error(head, built(head, levels(), 4))
+    assert error > 1e-3
+
+
+def test_early_features_correct_nodes_before_their_answers() -> None:
+    """With early ones, nodes below answered parents are computed again; they propose no worse."""
+    head = eagle.trained_head(3)
+    rows = {}
+    for early in (False, True):
+        parts = built(head, levels(), 4, early=early)
+        found = decode_cases(parts, CASES, batch_size=1)
+        toys.assert_plain(found, CASES)
+        rows[early] = parts.source.counters.catch_up_rows
+    assert rows[True] > 1.5 * rows[False]
+
+
+# ---------------------------------------------------------------------- whole strategies
+
+
+def accepted(parts: Parts) -> int:
+    """Accepted tokens over all cases; asserts that the output is plain decoding's."""
+    found = decode_cases(parts, CASES, batch_size=2, prefill_chunk=3)
+    toys.assert_plain(found, CASES)
+    return sum(one.accepted for one in found.values())
+
+
+def reading(head: EagleHead, layers: tuple[int, ...]) -> EagleHead:
+    """The same weights on other layers of the target."""
+    other = EagleHead(
+        replace(head.config, layers=layers),
+        embedding=head._target_embedding[0],
+        output=head._target_output[0],
+    ).double()
+    other.load_state_dict(head.state_dict())
+    return other.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ["chain", "best first", "levels over stages"])
+def test_wrong_layers_change_the_acceptance_and_not_the_output(name: str) -> None:
+    """Streams in the wrong order, and layer ids off by one, as in many loaders."""
+    policy, stages = POLICIES[name]
+    head = eagle.trained_head(3)
+    right = accepted(built(head, policy(), stages))
+    assert right > 1.2 * accepted(built(reading(head, (2, 1, 0)), policy(), stages))
+    accepted(built(reading(head, (0, 0, 1)), policy(), stages))  # the output is checked there
+
+
+def test_layers_off_by_one_cost_acceptance() -> None:
+    """sum(min(target, draft)), the share of sampled tokens that is accepted, on other text."""
+    head = eagle.trained_head(3)
+    tokens = eagle.sampled(64, seed=5)
+    found = {}
+    for layers in ((0, 1, 2), (0, 0, 1)):
+        other = reading(head, layers)
+        states = other.states(eagle.features(other, tokens)[:, :-1])
+        logits = other.logits(other(tokens[:, 1:], states, torch.arange(states.shape[1])[None]))
+        _, target = eagle.hidden_states(tokens)
+        both = torch.minimum(logits.softmax(-1), target[:, 1:].softmax(-1))
+        found[layers] = float(both.sum(-1).mean())
+    assert found[0, 1, 2] > found[0, 0, 1] + 0.02
+    assert found[0, 1, 2] > 0.7
+
+
+def test_nodes_of_other_sources_are_computed_level_by_level() -> None:
+    """In a mixture the ancestors of a node may be another source's proposals."""
+    head = eagle.trained_head(3)
+    bench = Workbench(eagle.Pair(head), seed=toys.SEED)
+    own = source_of(bench)
+    source = MixtureSource(sources=[RandomSource(vocab_size=toys.VOCAB), own], confident=None)
+    parts = bench.parts(source=source, policy=BestFirst(bs=8, w=3, d=3), verifier=MatchVerifier())
+    assert accepted(parts) > 10
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    bench = Workbench(eagle.Pair(eagle.trained_head(3)))
+    with pytest.raises(ValueError, match="source=mixture"):
+        StagedSource(draft=source_of(bench), cheap=RandomSource(vocab_size=toys.VOCAB))
+    with pytest.raises(UserError, match="would bias RejectionVerifier"):
+        bench.parts(
+            source=source_of(bench, sample=True),
+            policy=BestFirst(bs=8, w=3, d=3),
+            verifier=RejectionVerifier(),
+        )
+    with pytest.raises(UserError, match="does not give"):
+        bench.parts(source=source_of(bench), policy=Chain(gamma=2), verifier=RejectionVerifier())
+
+
+def test_a_pass_computes_each_node_once() -> None:
+    """Serially: each expanded node, and each token that the target has accepted since."""
+    parts = built(eagle.trained_head(3), Chain(gamma=3))
+    expanded = 0
+    expand = parts.source.expand
+
+    def noting(state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        nonlocal expanded
+        found = expand(state, nodes, k)
+        expanded += int((found.counts > 0).sum())
+        return found
+
+    parts.source.expand = noting  # type: ignore[method-assign]
+    (case,) = CASES[:1]
+    found = decode_cases(parts, [case])[case.id]
+    counters = parts.source.counters
+    assert counters.rows - counters.catch_up_rows == expanded
+    drafted_from = len(case.prompt) - 2 + found.accepted
+    assert drafted_from - 4 <= counters.catch_up_rows <= drafted_from
