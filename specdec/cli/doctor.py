@@ -178,9 +178,10 @@ def _show(report: dict[str, Any], json_file: str | None) -> None:
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for name in ("reading", "accepted", "by place", "loss", "read so by"):
-        justify = "left" if name.startswith("read") else "right"
-        table.add_column(name, justify=justify, no_wrap=True)
+    table.add_column("reading", no_wrap=True)
+    for name in ("accepted", "by place", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("read so by", no_wrap=True)
     for row in report["readings"]:
         places = " ".join(f"{share:.2f}" for share in row["by_place"])
         loss = f"{100 * row['loss']:.1f} %"

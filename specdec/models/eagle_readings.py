@@ -98,9 +98,10 @@ def _of_flags(config: EagleConfig) -> Iterator[Reading]:
             read_by="SpecForge's trainer" if back else "loaders of EAGLE-3.1, given the flag",
             remedy=f'"norm_output": {str(not back).lower()}',
         )
-    for flag, name in (("fc_norm", "without fc_norm"), ("norm_before_fc", "without input_norm")):
-        if getattr(config, flag):
-            yield Reading(name=name, config=replace(config, **{flag: False}))
+    if config.fc_norm:
+        yield Reading(name="without fc_norm", config=replace(config, fc_norm=False))
+    if config.norm_before_fc:
+        yield Reading(name="without input_norm", config=replace(config, norm_before_fc=False))
     if config.fc_bias:
         yield Reading(
             name="without fc.bias", config=replace(config, fc_bias=False), read_by="vLLM 0.32"

@@ -21,7 +21,7 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name
 from specdec.tensor_parallel.sharding import shared_copy
 
 
-class FrozenModel:
+class FrozenModel(nn.Module):
     """A model whose weights do not change.
 
     Attributes:
@@ -40,6 +40,7 @@ class FrozenModel:
         Raises:
             UserError: for a family without a list of layers or a norm after them.
         """
+        super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config = model.config.get_text_config()
         self.layers = list(model.get_submodule(layers_name(model)))  # type: ignore[arg-type]
@@ -60,6 +61,14 @@ class FrozenModel:
         """Context in which products run in ``compute_dtype``."""
         lower = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
+
+    def get_input_embeddings(self) -> Any:
+        """The model's embeddings."""
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        """The model's output head."""
+        return self.model.get_output_embeddings()
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
         """Residual streams, float32[B, S, E], after these numbers of layers and after the last.
@@ -85,7 +94,7 @@ class FrozenModel:
         with self.autocast():
             return self._output.logits(x_BSE).float()
 
-    def run_layer(self, number: int, layer: nn.Module, x_BSE: Tensor) -> Tensor:
+    def run_layer(self, layer: nn.Module, x_BSE: Tensor, number: int) -> Tensor:
         """Residual stream after ``layer`` in the place of layer ``number``, from position 0."""
         if number not in self._single:
             self._single[number] = _OneLayer(self.model, number)

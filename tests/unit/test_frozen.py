@@ -26,7 +26,7 @@ def test_parts_equal_the_whole(family: str) -> None:
         x = streams[1]
         torch.testing.assert_close(x, states[1].float())
         for number in (1, 2):
-            x = frozen.run_layer(number, copy.deepcopy(frozen.layers[number]), x)
+            x = frozen.run_layer(copy.deepcopy(frozen.layers[number]), x, number)
             torch.testing.assert_close(x, streams[number + 1])
         torch.testing.assert_close(frozen.logits(x), expected.logits)
         assert torch.equal(model(input_ids=TOKENS).logits, expected.logits), "it is not changed"
@@ -36,6 +36,6 @@ def test_gradients_reach_a_layer_that_is_put_in_and_no_other() -> None:
     model = random_model("llama", num_layers=2)
     frozen = FrozenModel(model)
     layer = copy.deepcopy(frozen.layers[1]).requires_grad_(True)
-    frozen.logits(frozen.run_layer(1, layer, frozen.residuals(TOKENS, {1})[1])).sum().backward()
+    frozen.logits(frozen.run_layer(layer, frozen.residuals(TOKENS, {1})[1], 1)).sum().backward()
     assert all(p.grad is not None and bool((p.grad != 0).any()) for p in layer.parameters())
     assert all(p.grad is None for p in model.parameters())
