@@ -39,6 +39,7 @@ _COMMANDS = {
     "compare": "several strategies on the same prompts: table and plot",
     "verify": "certify that a configuration is lossless",
     "train": "train the models that ship with the package",
+    "doctor": "which reading of an EAGLE head its target accepts best",
     "profile": "latency profile of this hardware, and trees that suit it",
     "trace": "timeline of all ranks and the tree's growth, of a traced run",
     "report": "one HTML page and pictures of a run, comparison or sweep",

@@ -14,8 +14,8 @@ from torch import Tensor
 from specdec.data import DATASETS, load_prompts
 from specdec.errors import UserError
 from specdec.metrics.loops import repeated_ngrams
-from specdec.train.model import LanguageModel
 from specdec.train.samples import Sampling, generate, same_length_batches
+from specdec.train.target import Target
 
 BATCH = 12
 """Prompts per batch."""
@@ -58,7 +58,7 @@ def _record(tokens: Sequence[tuple[int, bool]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_agreement(
-    target: LanguageModel,
+    target: Target,
     predict: Predict,
     prompts: Sequence[Tensor],
     sampling: Sampling,
@@ -79,7 +79,7 @@ def measure_agreement(
     for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
         rows = generate(target, group, new_tokens, [sampling], generator, stop_at_end=True)
         for prompt, row in zip(group, rows, strict=True):
-            ends = (row == 0).nonzero()
+            ends = torch.isin(row, torch.tensor(target.ends)).nonzero()
             new = row[: int(ends[0]) + 1] if len(ends) else row
             loops = repeated_ngrams(new.tolist()).tolist()
             tokens = torch.cat((prompt, new)).to(target.device)
@@ -90,7 +90,7 @@ def measure_agreement(
 
 
 def agreement_by_data(
-    target: LanguageModel,
+    target: Target,
     predict: Predict,
     tokenizer: Tokenizer,
     prompts: Mapping[str, int],

@@ -65,7 +65,8 @@ def _docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarr
     """Signatures and docstrings of training functions, as prompts."""
     quotes = [i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text]
     end = partial(docstring_end, quote_ids=quotes)
-    return function_prompts(teacher.streams["function"], end, limit, seed)
+    documents = teacher.streams["function"]
+    return function_prompts(documents, end, limit, seed, end=teacher.model.ends[0])
 
 
 def sample_target(
@@ -96,7 +97,7 @@ def sample_target(
         questions, limit = target.streams.get("gsm8k"), sampling["gsm8k_prompts"]
         if limit and questions is not None:
             end = partial(sequence_end, ids=target.tokenizer.encode("\nAnswer:").ids)
-            prompts += function_prompts(questions, end, limit, seed)
+            prompts += function_prompts(questions, end, limit, seed, end=target.model.ends[0])
         samples = sample_documents(
             target.model, prompts[rank::size], sampling, seed=seed + rank, mark=mark, report=report
         )

@@ -29,16 +29,16 @@ from specdec.train.eagle_loss import TrainingTimeTest, read_target
 from specdec.train.lm import Pretraining
 from specdec.train.model import (
     INIT_STD,
-    LanguageModel,
     ModelShape,
     load_weights,
     weights_hash,
     weights_of,
 )
 from specdec.train.plan import RunPlan
-from specdec.train.recipes import Teacher, need, read_teacher, train_and_save
+from specdec.train.recipes import Teacher, need, read_frozen, train_and_save
 from specdec.train.session import Session, rank_and_size
 from specdec.train.streams import Mixture
+from specdec.train.target import Target
 
 NAME = "eagle3"
 """Folder of the head in output_dir."""
@@ -82,31 +82,42 @@ class TrainedHead(EagleHead):
         return self.fc.weight.device
 
 
-def head_config(target: LanguageModel, spec: Eagle3Spec) -> EagleConfig:
+def head_config(target: Target, spec: Eagle3Spec) -> EagleConfig:
     """Sizes of a head for a target; UserError for layers or tokens that it lacks."""
-    config, depth = target.config, target.shape.num_layers
-    layers = spec.layers or tuple(layer + 1 for layer in default_layers(depth))
-    if max(layers) > depth:
-        raise UserError(f"head.layers={list(layers)}: the target has {depth} layers only")
-    vocabulary = spec.draft_vocabulary or config.vocab_size
-    if vocabulary > config.vocab_size:
+    config, shape = target.config, target.shape
+    layers = spec.layers or tuple(layer + 1 for layer in default_layers(shape.num_layers))
+    if max(layers) > shape.num_layers:
         raise UserError(
-            f"head.draft_vocabulary={vocabulary}: the target has {config.vocab_size} tokens only"
+            f"head.layers={list(layers)}: the target has {shape.num_layers} layers only"
         )
+    vocabulary = spec.draft_vocabulary or shape.vocab_size
+    if vocabulary > shape.vocab_size:
+        raise UserError(
+            f"head.draft_vocabulary={vocabulary}: the target has {shape.vocab_size} tokens only"
+        )
+    width = target.get_input_embeddings().weight.shape[1]
+    if width != shape.hidden:
+        raise UserError(
+            f"the target's embeddings have width {width}, its hidden states {shape.hidden}: an"
+            " EAGLE-3 head needs equal widths"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope:  # learned positions, or frequencies by kind of layer
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
     return EagleConfig(
         version=3,
         layers=tuple(layer - 1 for layer in layers),
-        hidden_size=config.hidden_size,
-        intermediate_size=spec.feed_forward or config.intermediate_size,
-        num_heads=spec.num_heads or config.num_attention_heads,
-        num_kv_heads=spec.num_kv_heads or config.num_key_value_heads,
-        head_dim=config.head_dim,
-        target_hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=spec.feed_forward or shape.feed_forward,
+        num_heads=spec.num_heads or shape.num_heads,
+        num_kv_heads=spec.num_kv_heads or shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        target_hidden_size=shape.hidden,
+        vocab_size=shape.vocab_size,
         draft_vocab_size=vocabulary,
-        eps=config.rms_norm_eps,
-        rope=config.rope_parameters,
-        max_positions=config.max_position_embeddings,
+        eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope=rope,
+        max_positions=shape.max_positions,
         norm_before_residual=spec.norm_before_residual,
         fc_norm=spec.fc_norm,
         norm_output=spec.norm_output,
@@ -121,9 +132,7 @@ def frequent_tokens(mixture: Mixture, limit: int, vocab_size: int) -> Tensor:
     return torch.from_numpy(np.sort(np.argsort(-share_V, kind="stable")[:limit]))
 
 
-def new_head(
-    target: LanguageModel, config: EagleConfig, ids_U: Tensor | None, seed: int
-) -> TrainedHead:
+def new_head(target: Target, config: EagleConfig, ids_U: Tensor | None, seed: int) -> TrainedHead:
     """A head under the target's norm and output matrix, its rows of ``ids_U`` if given.
 
     Its other matrices are random: normal, of deviation INIT_STD.
@@ -136,12 +145,14 @@ def new_head(
             nn.init.normal_(weight, std=INIT_STD, generator=generator)
     matrix = target.get_output_embeddings().weight
     with torch.no_grad():
-        head.norm.weight.copy_(target.model.norm.weight)
+        signs_E = torch.ones(config.hidden_size, device=target.device)
+        signs_E[::2] = -1.0  # of mean 0 and square 1: whatever the family, its norm scales them
+        head.norm.weight.copy_(target.norm(signs_E) * signs_E)
         head.lm_head.weight.copy_(matrix if ids_U is None else matrix[ids_U])
     return head.to(target.device)
 
 
-def stored_head(target: LanguageModel, folder: Path, config: EagleConfig) -> TrainedHead:
+def stored_head(target: Target, folder: Path, config: EagleConfig) -> TrainedHead:
     """The head of a folder, in float32, to be trained on; UserError if its sizes differ."""
     files = HeadFiles(folder)
     stored = files.head_config(target.config)
@@ -178,7 +189,7 @@ def train_eagle3(
     """
     seed, report, folder = session.seed, session.report, session.out / NAME
     spec, schedule = build(Eagle3Spec, head, "head"), RunPlan.of(plan)
-    teacher = read_teacher(session)
+    teacher = read_frozen(session)
     target, streams = teacher.model, dict(teacher.streams)
     config = head_config(target, spec)
     objective = build(TrainingTimeTest, loss, "loss", target=target)
@@ -186,7 +197,7 @@ def train_eagle3(
     start = None if initial is None else need(Path(initial), "eagle3_head")
     work = session.work / "heads" / NAME
     streams["samples"] = sample_target(teacher, sampling, work, seed=seed, report=report)
-    mixture = Mixture(streams, weights, seed)
+    mixture = Mixture(streams, weights, seed, end=target.ends[0])
     ids_U = None
     if spec.draft_vocabulary not in (None, config.vocab_size):
         ids_U = frequent_tokens(mixture, config.draft_vocab_size, config.vocab_size)
@@ -217,7 +228,7 @@ def _save(head: TrainedHead, folder: Path) -> None:
 
 
 def _check_before_sampling(
-    target: LanguageModel, schedule: RunPlan, evaluation: Mapping[str, Any]
+    target: Target, schedule: RunPlan, evaluation: Mapping[str, Any]
 ) -> None:
     """Refuses what would otherwise fail after minutes of sampling or training."""
     if any(phase.layers is not None for phase in schedule.phases):
@@ -233,7 +244,7 @@ def _check_before_sampling(
 
 
 def predictions(
-    target: LanguageModel, head: EagleHead, tokens: Tensor, steps: int
+    target: Target, head: EagleHead, tokens: Tensor, steps: int
 ) -> list[tuple[int, Tensor]]:
     """Logits of each step for the next token at each position; see ``agreement.Predict``.
 

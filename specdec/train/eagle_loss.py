@@ -18,7 +18,7 @@ from specdec.models.eagle import EagleHead
 from specdec.models.eagle_unroll import unroll
 from specdec.parts.fields import Count, Index, Positive, PositiveShare, validated
 from specdec.train.lm import Loss
-from specdec.train.model import LanguageModel
+from specdec.train.target import Target
 
 
 class Objective(StrEnum):
@@ -87,7 +87,7 @@ class TrainingTimeTest(Loss):
             dtype, so that the target does not run again when they return. 0 keeps none.
     """
 
-    target: LanguageModel
+    target: Target
     steps: Count = 7
     decay: PositiveShare = 0.8
     objective: Objective = Objective.CROSS_ENTROPY
@@ -157,7 +157,7 @@ class TrainingTimeTest(Loss):
         self._calls = state["calls"]
 
 
-def read_target(target: LanguageModel, head: EagleHead, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+def read_target(target: Target, head: EagleHead, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
     """The features [B, S, F] that a head reads, and the stream after the last layer, [B, S, E]."""
     depth = target.shape.num_layers
     streams = target.residuals(tokens_BS, {layer + 1 for layer in head.config.layers})

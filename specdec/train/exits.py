@@ -25,11 +25,12 @@ from specdec.parts.fields import Count, Index, NotNegative, Positive, validated
 from specdec.train.agreement import agreement_by_data, check_data_name
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining
-from specdec.train.model import LanguageModel, compiled_if, save_weights, weights_hash
+from specdec.train.model import compiled_if, save_weights, weights_hash
 from specdec.train.plan import RunPlan
-from specdec.train.recipes import Teacher, read_teacher, train_and_save
+from specdec.train.recipes import Teacher, read_frozen, train_and_save
 from specdec.train.session import Session, rank_and_size
 from specdec.train.streams import Mixture
+from specdec.train.target import Target
 
 
 class HeadKind(StrEnum):
@@ -70,39 +71,43 @@ class HeadSpec:
 class ExitHead(nn.Module):
     """One head; parameter names are those of its file."""
 
-    def __init__(self, spec: HeadSpec, target: LanguageModel) -> None:
+    def __init__(self, spec: HeadSpec, target: Target) -> None:
         """Copies the target's last layer, final norm and output matrix as initial weights."""
         super().__init__()
         depth, hidden = target.shape.num_layers, target.shape.hidden
         if spec.layer > depth:
             raise UserError(f"head {spec.name}: the target has {depth} layers only")
         self.spec = spec
-        self.norm = copy.deepcopy(target.model.norm)
+        self.norm = copy.deepcopy(target.norm)
+        self.place = min(spec.layer, depth - 1)  # of the layer that a transformer head replaces
         if spec.kind == HeadKind.TRANSFORMER:
-            self.layer = copy.deepcopy(target.model.layers[-1])
+            self.layer = copy.deepcopy(target.layers[self.place])
+            self.layer.load_state_dict(target.layers[-1].state_dict())
         if spec.kind == HeadKind.MEDUSA:
             self.block = nn.Linear(hidden, hidden, bias=False)
             nn.init.zeros_(self.block.weight)
         if spec.own_output:
             self.output = nn.Linear(hidden, target.shape.vocab_size, bias=False)
-            self.output.weight.data.copy_(target.lm_head.weight.data)
+            self.output.weight.data.copy_(target.get_output_embeddings().weight.data)
         self.requires_grad_(True)
 
-    def last_hidden(self, target: LanguageModel, x_BSE: Tensor) -> Tensor:
+    def last_hidden(self, target: Target, x_BSE: Tensor) -> Tensor:
         """Input of the output matrix, float32 (B, S, E)."""
         if self.spec.kind == HeadKind.TRANSFORMER:
-            x_BSE = target.run_layer(self.layer, x_BSE)
+            x_BSE = target.run_layer(self.layer, x_BSE, self.place)
         h_BSE = self.norm(x_BSE)
         if self.spec.kind == HeadKind.MEDUSA:
             with target.autocast():
                 h_BSE = h_BSE + F.silu(self.block(h_BSE))
         return h_BSE
 
-    def matrix(self, target: LanguageModel) -> Tensor:
+    def matrix(self, target: Target) -> Tensor:
         """The output matrix, float32 (V, E)."""
-        return self.output.weight if self.spec.own_output else target.lm_head.weight
+        output = self.output if self.spec.own_output else target.get_output_embeddings()
+        weight: Tensor = output.weight
+        return weight
 
-    def logits(self, target: LanguageModel, x_BSE: Tensor) -> Tensor:
+    def logits(self, target: Target, x_BSE: Tensor) -> Tensor:
         """Logits, float32 (B, S, V), of the residual stream after ``spec.layer`` layers."""
         with target.autocast():
             return F.linear(self.last_hidden(target, x_BSE), self.matrix(target)).float()
@@ -111,7 +116,7 @@ class ExitHead(nn.Module):
 class ExitHeads(nn.Module):
     """Heads of one target, trained together on one forward pass of it by ``lm.Pretraining``."""
 
-    def __init__(self, target: LanguageModel, specs: Sequence[HeadSpec]) -> None:
+    def __init__(self, target: Target, specs: Sequence[HeadSpec]) -> None:
         """Raises UserError for no heads, two of one name, or a layer that the target lacks."""
         super().__init__()
         names = [spec.name for spec in specs]
@@ -154,7 +159,7 @@ class SelfDistillation(Loss):
             products with the output matrix, most of a small model's work. 1 in the paper.
     """
 
-    target: LanguageModel
+    target: Target
     kl_weight: NotNegative = 1.0
     temperature: Positive = 1.0
     every: Count = 1
@@ -202,7 +207,7 @@ class SelfDistillation(Loss):
 
 @torch.no_grad()
 def warm_start(
-    target: LanguageModel, heads: ExitHeads, batches: Iterable[Tensor], *, ridge: float = 1e-3
+    target: Target, heads: ExitHeads, batches: Iterable[Tensor], *, ridge: float = 1e-3
 ) -> None:
     """Initialises the heads' own output matrices by a linear fit.
 
@@ -217,7 +222,7 @@ def warm_start(
     sums = [(torch.zeros(width, width), torch.zeros(width, width)) for _ in own]
     for tokens_BS in batches:
         streams = target.residuals(tokens_BS.to(target.device), {h.spec.layer for h in own})
-        last_BSE = target.model.norm(streams[depth])
+        last_BSE = target.norm(streams[depth])
         for head, (inner, cross) in zip(own, sums, strict=True):
             offset, length = head.spec.offset, tokens_BS.shape[1]
             x_BSE = head.last_hidden(target, streams[head.spec.layer])
@@ -227,7 +232,7 @@ def warm_start(
     for head, (inner, cross) in zip(own, sums, strict=True):
         diagonal = ridge * inner.diagonal().mean() * torch.eye(width)
         map_EE = torch.linalg.solve(inner + diagonal, cross).to(target.device)
-        head.output.weight.copy_(target.lm_head.weight @ map_EE.T)
+        head.output.weight.copy_(target.get_output_embeddings().weight @ map_EE.T)
 
 
 def save_heads(heads: ExitHeads, folder: Path) -> None:
@@ -271,7 +276,7 @@ def train_exit_heads(
     """
     seed, report = session.seed, session.report
     specs = [build(HeadSpec, head, "heads") for head in heads]
-    teacher = read_teacher(session)
+    teacher = read_frozen(session)
     target, streams = teacher.model, dict(teacher.streams)
     exit_heads = ExitHeads(target, specs).to(session.place)
     name = specs[0].name
@@ -280,7 +285,7 @@ def train_exit_heads(
     folder, out = session.work / "heads" / name, session.out / "heads"
     if sampling is not None:
         streams["samples"] = sample_target(teacher, sampling, folder, seed=seed, report=report)
-    mixture = Mixture(streams, weights, seed)
+    mixture = Mixture(streams, weights, seed, end=target.ends[0])
     epoch_tokens = sum(map(len, mixture.streams.values()))
     schedule = _exit_plan(plan, specs, epoch_tokens=epoch_tokens)
     if warm_batches:
@@ -302,7 +307,7 @@ def train_exit_heads(
 
 
 def _check_before_sampling(
-    target: LanguageModel,
+    target: Target,
     specs: Sequence[HeadSpec],
     plan: Mapping[str, Any],
     evaluation: Mapping[str, Any],

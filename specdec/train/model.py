@@ -112,6 +112,8 @@ class LanguageModel(LlamaForCausalLM):
     are compiled; the first step of each sequence shape then takes up to a minute on two cores.
     """
 
+    ends = (0,)  # ids of end tokens; the first one separates texts
+
     def __init__(
         self,
         shape: ModelShape,
@@ -152,8 +154,21 @@ class LanguageModel(LlamaForCausalLM):
                 streams[number] = x_BSE
         return streams
 
-    def run_layer(self, layer: nn.Module, x_BSE: Tensor) -> Tensor:
-        """Residual stream after a layer of this shape, of this model or not, from position 0."""
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self.model.layers
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm after the layers."""
+        return self.model.norm
+
+    def run_layer(self, layer: nn.Module, x_BSE: Tensor, number: int = 0) -> Tensor:
+        """Residual stream after a layer of this shape, of this model or not, from position 0.
+
+        ``number`` is its place; all layers of a Llama are alike.
+        """
         positions = torch.arange(x_BSE.shape[1], device=x_BSE.device)[None]
         with self.autocast():
             return self._layer(layer, x_BSE, self.model.rotary_emb(x_BSE, positions))
@@ -216,6 +231,35 @@ def save_hf(model: LanguageModel, folder: Path) -> None:
     save_weights(model, folder / "model.safetensors", {})
 
 
+_REQUIRED = {"model_type": "llama", **_FORMAT, "rope_type": "default"}
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A folder's config.json, and its entries on rotary frequencies."""
+    path = folder / "config.json"
+    config: dict[str, Any] = read_json_object(path)
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        stated = config.get(key) or {}
+        if not isinstance(stated, dict):
+            raise UserError(f"{path} has {key}={stated!r}, which is no object: copy it again")
+        rope |= stated
+    return config, rope
+
+
+def _differences(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
+    """Entries that differ from those of ``save_hf``."""
+    defaults = {"tie_word_embeddings": False, "eos_token_id": 2}  # of transformers
+    rope_type = rope.get("rope_type", "default")
+    actual = _REQUIRED | defaults | dict(config) | {"rope_type": rope_type}
+    return [f"{k}={actual[k]!r}" for k, value in _REQUIRED.items() if actual[k] != value]
+
+
+def is_own_format(folder: Path) -> bool:
+    """Whether a folder holds a model as ``save_hf`` writes it; other models train heads only."""
+    return (folder / "model.safetensors").exists() and not _differences(*_read_config(folder))
+
+
 def read_shape(folder: Path) -> ModelShape:
     """Sizes of the model that a folder's config.json describes.
 
@@ -224,21 +268,12 @@ def read_shape(folder: Path) -> ModelShape:
             biases, another norm, scaled rotary frequencies or an end token other than 0.
     """
     path = folder / "config.json"
-    config = read_json_object(path)
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        stated = config.get(key) or {}
-        if not isinstance(stated, dict):
-            raise UserError(f"{path} has {key}={stated!r}, which is no object: copy it again")
-        rope |= stated
-    required = {"model_type": "llama", **_FORMAT, "rope_type": "default"}
-    defaults = {"tie_word_embeddings": False, "eos_token_id": 2}  # of transformers
-    actual = required | defaults | config | {"rope_type": rope.get("rope_type", "default")}
-    different = [f"{k}={actual[k]!r}" for k, value in required.items() if actual[k] != value]
+    config, rope = _read_config(folder)
+    different = _differences(config, rope)
     if different:
         raise UserError(
             f"{folder} has {', '.join(different)}; the training recipes need a Llama with"
-            f" {', '.join(f'{key}={value!r}' for key, value in required.items())}, as"
+            f" {', '.join(f'{key}={value!r}' for key, value in _REQUIRED.items())}, as"
             " `specdec train target` writes it"
         )
     sizes = {name: config[key] for name, key in _CONFIG_KEYS.items() if config.get(key)}

@@ -30,6 +30,7 @@ from specdec.train.model import LanguageModel, ModelShape, save_hf
 from specdec.train.plan import RunPlan
 from specdec.train.session import Session, rank_and_size
 from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams
+from specdec.train.target import end_ids, load_target
 from specdec.train.tokenizer import END, save_tokenizer, tokenizer_texts, train_tokenizer
 
 
@@ -40,6 +41,12 @@ def need(path: Path, recipe: str) -> Path:
     return path
 
 
+def _same(first: Path, second: Path) -> bool:
+    """Whether two tokenizer.json describe one tokenizer, perhaps written by different versions."""
+    one, other = (json.loads(Tokenizer.from_file(str(p)).to_str()) for p in (first, second))
+    return bool(one == other)
+
+
 def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]:
     """Reads a work folder's token streams, by the tokenizer of a model's folder if one is given.
 
@@ -48,7 +55,7 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
     """
     recipe = "tokenizer" if model is None else f"tokenizer tokenizer={model} work_dir={work}"
     path, used = need(work / "tokens.npz", recipe), work / "tokenizer.json"
-    if model and used.exists() and read_json(used) != read_json(model / "tokenizer.json"):
+    if model and used.exists() and not _same(used, model / "tokenizer.json"):
         raise UserError(
             f"{path} is encoded by another tokenizer than {model}'s: run `specdec train {recipe}`"
             " with another work_dir"
@@ -60,7 +67,7 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
 class Teacher:
     """A trained model, its tokenizer, and token streams in that tokenizer."""
 
-    model: LanguageModel
+    model: Any  # a LanguageModel, or the Target of ``read_frozen``
     tokenizer: Tokenizer
     streams: dict[str, np.ndarray]
 
@@ -77,6 +84,21 @@ def read_teacher(session: Session, part: str = "target") -> Teacher:
     streams = need_streams(session.work, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Teacher(model=session.load(folder), tokenizer=tokenizer, streams=streams)
+
+
+def read_frozen(session: Session) -> Teacher:
+    """Reads the model output_dir/target of any family, for which heads are trained.
+
+    Raises:
+        UserError: a file is missing, or model and streams have different tokenizers.
+    """
+    folder = session.out / "target"
+    if not (folder / "model.safetensors.index.json").exists():
+        need(folder / "model.safetensors", "target")
+    need(folder / "tokenizer.json", "target")
+    streams = need_streams(session.work, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Teacher(model=load_target(session, folder), tokenizer=tokenizer, streams=streams)
 
 
 def _describe(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -133,7 +155,8 @@ def make_tokenizer(
         used = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
         _refuse_other_models(used, out)
     report(0.6, "encoding")
-    streams = encode_corpus(corpus, used, session.seed)
+    end = 0 if tokenizer is None else end_ids(Path(tokenizer))[0]
+    streams = encode_corpus(corpus, used, session.seed, end)
     save_streams(streams, work / "tokens.npz")
     for folder in (work,) if existing else (work, out / "target", out / "draft"):
         save_tokenizer(used, folder, max_positions)
@@ -154,8 +177,11 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     if not path.exists():
         raise UserError(f"tokenizer={folder} holds no tokenizer.json")
     tokenizer = Tokenizer.from_file(str(path))
-    if tokenizer.token_to_id(END) != 0:
-        raise UserError(f"tokenizer={folder} must have {END!r}, which separates texts, as id 0")
+    if not (folder / "config.json").exists() and tokenizer.token_to_id(END) != 0:
+        raise UserError(
+            f"tokenizer={folder} must have {END!r}, which separates texts, as id 0, or a"
+            " config.json with eos_token_id beside it"
+        )
     return tokenizer
 
 

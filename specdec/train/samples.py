@@ -1,4 +1,4 @@
-"""Sampling from a LanguageModel in batches: data for distillation and for n-gram counts.
+"""Sampling from a Target in batches: data for distillation and for n-gram counts.
 
 A batch mixes several sampling rules, and all draws come from one generator; transformers'
 ``generate`` supports neither.
@@ -21,9 +21,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from specdec.errors import UserError
 from specdec.parts.build import build
 from specdec.parts.fields import Index, NotNegative, Positive, PositiveShare
-from specdec.train.model import LanguageModel
 from specdec.train.session import Report, silent
 from specdec.train.streams import compact
+from specdec.train.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class _CacheLayer(DynamicLayer):
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: Target,
     prompts_BP: Tensor,
     max_new_tokens: int,
     samplings: Sequence[Sampling],
@@ -91,7 +91,8 @@ def generate(
     """Continues prompts of equal length; rows are assigned to rules by their shares, in order.
 
     Prompts are int64 token ids, moved to the model's device; the generator, of the CPU, is the
-    source of all draws. With ``stop_at_end`` a row that emits token 0 continues with 0.
+    source of all draws. With ``stop_at_end`` a row that emits one of ``model.ends`` continues with
+    the first of them.
 
     Returns:
         New tokens, int64 of shape (B, T), on the CPU; T is ``max_new_tokens``.
@@ -117,8 +118,8 @@ def generate(
             if high > low:
                 new_BT[low:high, position] = pick(logits_BV[low:high], rule, generator)
         if stop_at_end:
-            new_BT[ended_B, position] = 0
-            ended_B |= new_BT[:, position] == 0
+            new_BT[ended_B, position] = model.ends[0]
+            ended_B |= torch.isin(new_BT[:, position], torch.tensor(model.ends))
             if bool(ended_B.all()):
                 break
         inputs = new_BT[:, position : position + 1]
@@ -126,7 +127,7 @@ def generate(
 
 
 def sample_documents(
-    model: LanguageModel,
+    model: Target,
     prompts: list[np.ndarray],
     sampling: Mapping[str, Any],
     *,
@@ -135,7 +136,7 @@ def sample_documents(
     mark: Callable[[np.ndarray], np.ndarray] | None = None,
     report: Report = silent,
 ) -> np.ndarray:
-    """Continues prompts with a model and joins the results, each preceded by token 0.
+    """Continues prompts with a model and joins the results, each preceded by its end token.
 
     Args:
         model, prompts: the sampled model, and token ids of any lengths.
@@ -160,16 +161,16 @@ def sample_documents(
     generator = torch.Generator().manual_seed(seed)
     groups = same_length_batches(prompts, sampling["batch"])
     order = np.random.default_rng(seed).permutation(len(groups))
-    began, pieces, count = time.monotonic(), [], 0
+    began, pieces, count, end = time.monotonic(), [], 0, [model.ends[0]]
     for done, index in enumerate(order, start=1):
         group = groups[index]
         group = group[torch.randperm(group.shape[0], generator=generator)]
         new = generate(model, group, new_tokens, rules, generator, stop_at_end=True)
         for prompt, row in zip(group.numpy(), new.numpy(), strict=True):
-            row = row[: np.append(np.flatnonzero(row == 0), len(row))[0]]
+            row = row[: np.append(np.flatnonzero(np.isin(row, model.ends)), len(row))[0]]
             count += len(row)
             row = row if mark is None else mark(row)
-            pieces.append(np.concatenate(([0], prompt, row) if keep_prompt else ([0], row)))
+            pieces.append(np.concatenate((end, prompt, row) if keep_prompt else (end, row)))
         time_used = 0.0 if minutes is None else (time.monotonic() - began) / 60 / minutes
         report(min(1.0, max(done / len(order), time_used)), f"{count} tokens sampled")
         if time_used >= 1.0:
@@ -178,13 +179,19 @@ def sample_documents(
 
 
 def function_prompts(
-    tokens: np.ndarray, prompt_length: Callable[[np.ndarray], int], limit: int, seed: int
+    tokens: np.ndarray,
+    prompt_length: Callable[[np.ndarray], int],
+    limit: int,
+    seed: int,
+    *,
+    end: int = 0,
 ) -> list[np.ndarray]:
     """At most `limit` prompts cut from the start of a stream's documents, in random order.
 
-    ``prompt_length`` returns the length of the prompt in a document's ids, 0 to skip it.
+    ``prompt_length`` returns the length of the prompt in a document's ids, 0 to skip it; ``end`` is
+    the token before each document.
     """
-    documents = np.split(tokens, np.flatnonzero(tokens == 0))[1:]
+    documents = np.split(tokens, np.flatnonzero(tokens == end))[1:]
     prompts = []
     for index in np.random.default_rng(seed).permutation(len(documents)):
         document = documents[index][1:]

@@ -21,11 +21,11 @@ ALIGNED = frozenset({"function", "samples"})
 """Streams whose windows begin at the start of a document, as a prompt does."""
 
 
-def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
-    """Token ids of all texts, each preceded by the end token 0, in ``compact``'s dtype."""
+def encode(tokenizer: Tokenizer, texts: Iterable[str], end: int = 0) -> np.ndarray:
+    """Token ids of all texts, each preceded by the end token, in ``compact``'s dtype."""
     ids: list[int] = []
     for encoding in tokenizer.encode_batch_fast(list(texts)):
-        ids += (0, *encoding.ids)
+        ids += (end, *encoding.ids)
     return compact(np.asarray(ids, dtype=np.int64))
 
 
@@ -34,13 +34,15 @@ def compact(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.uint16 if ids.max(initial=0) < 2**16 else np.uint32)
 
 
-def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> dict[str, np.ndarray]:
+def encode_corpus(
+    corpus: Corpus, tokenizer: Tokenizer, seed: int, end: int = 0
+) -> dict[str, np.ndarray]:
     """Encodes a corpus into one token array per stream, in random order but for "held_out"."""
     generator, streams = np.random.default_rng(seed), {}
     for name, documents in corpus.streams().items():
         count = len(documents)
         order = range(count) if name == "held_out" else generator.permutation(count)
-        streams[name] = encode(tokenizer, (documents[i].text for i in order))
+        streams[name] = encode(tokenizer, (documents[i].text for i in order), end)
     return streams
 
 
@@ -66,9 +68,16 @@ class Mixture:
     """
 
     def __init__(
-        self, streams: dict[str, np.ndarray], weights: dict[str, float], seed: int
+        self,
+        streams: dict[str, np.ndarray],
+        weights: dict[str, float],
+        seed: int,
+        *,
+        end: int = 0,
     ) -> None:
         """Normalises the weights, shares of the windows; a stream without text is skipped.
+
+        ``end`` is the token between documents.
 
         Raises:
             UserError: a stream is missing, or all are empty.
@@ -83,7 +92,7 @@ class Mixture:
             raise UserError(f"no stream with text for weights {weights}")
         share = np.asarray([weights[name] for name in self.names], dtype=np.float64)
         self.share = share / share.sum()
-        self.seed, self.draws = seed, 0
+        self.seed, self.draws, self.end = seed, 0, end
         self.cursors = dict.fromkeys(self.names, (0, 0))  # epoch, window
         self._starts: dict[tuple[str, int], np.ndarray] = {}
 
@@ -92,7 +101,7 @@ class Mixture:
         if (name, length) not in self._starts:
             stream = self.streams[name]
             last = max(0, len(stream) - length)  # a window needs one more token as target
-            aligned = np.flatnonzero(stream == 0) + 1
+            aligned = np.flatnonzero(stream == self.end) + 1
             starts = aligned[aligned < last] if name in ALIGNED else np.arange(0, last, length)
             self._starts[name, length] = starts
         return self._starts[name, length]

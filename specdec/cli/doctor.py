@@ -1,0 +1,217 @@
+"""``specdec doctor``: which reading of an EAGLE head gives the acceptance it was trained for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specdec.models.eagle_readings import Accepted, Reading
+    from specdec.models.frozen import FrozenModel
+
+HELP = """\
+specdec doctor [HEAD] [--target DIR] [--data NAME] [--prompts N] [--new-tokens N] [--tokens K]
+               [--dtype TYPE] [--device NAME] [--seed N] [--json FILE]
+
+Loads an EAGLE head (a folder with config.json and safetensors; default: the bundled one) under
+every reading that loaders disagree on: the numbers of the target's layers, the residual before or
+after its norm, the output fed back before or after the norm, norms and biases left out, rotary
+frequencies of the head or of the target. The target (default: the bundled one) continues some
+prompts, sampled at temperature 0.6; at every new token outside loops each reading drafts K
+likeliest tokens. A head that is read wrongly decodes the same text, only more slowly.
+
+  accepted   mean number of a draft's tokens that the text has, of K; a pass gives one token more
+  by place   share of right tokens at each place of a draft, where those before it were right
+  loss       accepted tokens lost against the best reading
+
+  --data        a data set of `specdec list` (stdlib)
+  --prompts     prompts (8)
+  --new-tokens  new tokens per prompt (96)
+  --tokens      K (4)
+  --json        file for the figures, "-" for the screen in place of the table
+
+Exit status: 0 the folder's own reading is the best, or within 2 % of it; 1 another one is.
+
+Examples
+  specdec doctor
+  specdec doctor heads/eagle3-llama --target models/llama --dtype bfloat16 --data humaneval
+"""
+
+_CLOSE = 0.02  # share of the best reading's accepted tokens within which the folder's own is right
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports what it cannot read as other commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"specdec doctor: {message}; see `specdec doctor --help`")
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def _read(words: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("head", nargs="?", default="bundled:eagle3")
+    parser.add_argument("--target", default="bundled:target")
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    for name, default in (("--prompts", 8), ("--new-tokens", 96), ("--tokens", 4)):
+        parser.add_argument(name, type=_count, default=default)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json")
+    return parser.parse_args(list(words))
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    asked = _read(words)
+    # Imported here: torch and transformers take seconds to import.
+    from specdec.metrics.loops import loop_share
+    from specdec.models.bundled import family_path
+    from specdec.models.eagle_loading import HeadFiles
+    from specdec.models.eagle_readings import accepted, load_reading, readings
+    from specdec.models.frozen import FrozenModel
+    from specdec.models.loading import load_model
+
+    files = HeadFiles(family_path(asked.head))
+    target = family_path(asked.target)
+    frozen = FrozenModel(load_model(target, dtype=asked.dtype, device=asked.device))
+    known = readings(files, frozen)
+    texts = _texts(frozen, target, asked)
+    counts = []
+    for reading in known:
+        head = load_reading(files, reading, frozen)
+        counts.append(accepted(frozen, head, texts, asked.tokens, normed=reading.normed))
+    if not counts[0].drafts:
+        raise UserError(
+            f"the target's texts have no place for a draft of {asked.tokens} tokens outside loops:"
+            " give more --prompts or --new-tokens"
+        )
+    report = {
+        "head": asked.head,
+        "target": asked.target,
+        **{key: getattr(asked, key) for key in ("data", "dtype", "seed", "prompts", "new_tokens")},
+        "sampling": "0.6/0.9/80",
+        "drafts": counts[0].drafts,
+        "tokens": asked.tokens,
+        "loop_share": loop_share([text[prompt:].tolist() for text, prompt in texts]),
+        **_compared(known, counts),
+    }
+    _show(report, asked.json)
+    return 0 if report["is_right"] else 1
+
+
+def _texts(frozen: FrozenModel, target: str, asked: Any) -> list[tuple[Tensor, int]]:
+    """Prompts with the target's own continuations, and the lengths of the prompts."""
+    import torch
+
+    from specdec.data import load_prompts
+    from specdec.data.prompt import prompt_tokens
+    from specdec.models.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(target)
+    texts = []
+    limit = getattr(frozen.config, "max_position_embeddings", None)
+    with torch.random.fork_rng():
+        torch.manual_seed(asked.seed)
+        for prompt in load_prompts(name=asked.data, limit=asked.prompts, tokenizer=tokenizer):
+            ids = torch.from_numpy(prompt_tokens(prompt, tokenizer))
+            if limit is not None:
+                ids = ids[-max(2, limit - asked.new_tokens) :]
+            text = frozen.model.generate(
+                ids[None].to(frozen.device),
+                attention_mask=torch.ones_like(ids[None]).to(frozen.device),
+                max_new_tokens=asked.new_tokens,
+                do_sample=True,
+                temperature=0.6,
+                top_p=0.9,
+                top_k=80,
+                pad_token_id=0,
+            )[0].cpu()
+            texts.append((text, len(ids)))
+    return texts
+
+
+def _compared(known: Sequence[Reading], counts: Sequence[Accepted]) -> dict[str, Any]:
+    """Rows of all readings, and the verdict."""
+    best = max(range(len(known)), key=lambda i: counts[i].mean)
+    top, own = counts[best].mean, counts[0].mean
+    rows = [
+        {
+            "reading": reading.name,
+            "read_by": reading.read_by,
+            "remedy": reading.remedy,
+            "accepted": count.mean,
+            "by_place": count.by_position,
+            "loss": 1.0 - count.mean / top if top else 0.0,
+        }
+        for reading, count in zip(known, counts, strict=True)
+    ]
+    right = own >= (1.0 - _CLOSE) * top
+    return {"readings": rows, "best": known[0 if right else best].name, "is_right": right}
+
+
+def _show(report: dict[str, Any], json_file: str | None) -> None:
+    """Prints the table and the verdict, or writes the figures as JSON."""
+    from specdec.files import plain, write_json
+
+    if json_file == "-":
+        print(json.dumps(plain(report), indent=1))
+        return
+    if json_file:
+        write_json(Path(json_file), report)
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column("reading", no_wrap=True)
+    for name in ("accepted", "by place", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("read so by", no_wrap=True)
+    for row in report["readings"]:
+        places = " ".join(f"{share:.2f}" for share in row["by_place"])
+        loss = f"{100 * row['loss']:.1f} %"
+        table.add_row(row["reading"], f"{row['accepted']:.3f}", places, loss, row["read_by"])
+    console = Console(highlight=False, soft_wrap=True, width=110)
+    console.print(
+        f"{report['head']} for {report['target']}: {report['drafts']} drafts of {report['tokens']}"
+        f" tokens, data={report['data']}, loop_share {report['loop_share']:.2f} (left out)",
+        markup=False,
+    )
+    console.print(table)
+    for line in _verdict(report):
+        console.print(line, markup=False)
+
+
+def _verdict(report: dict[str, Any]) -> list[str]:
+    """What to do."""
+    own, *others = report["readings"]
+    if report["is_right"]:
+        worst = max(others, key=lambda row: row["loss"], default=None)
+        told = "The folder is read as the head was trained: no other reading accepts 2 % more."
+        if worst is None or worst["loss"] <= 0:
+            return [told]
+        lost = f"{100 * worst['loss']:.0f} %"
+        return [told, f"Read with {worst['reading']!r} it would lose {lost} of accepted tokens."]
+    best = next(row for row in report["readings"] if row["reading"] == report["best"])
+    lost = f"{100 * own['loss']:.0f} %"
+    told = (
+        f"The head was trained for {best['reading']!r}: as on disk it loses {lost} of its tokens."
+    )
+    if best["remedy"]:
+        return [told, f"Put into its config.json: {best['remedy']}"]
+    return [told]

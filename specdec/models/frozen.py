@@ -1,0 +1,157 @@
+"""Whole-sequence passes of a frozen model of any family, with access to its layers.
+
+transformers' own forward runs every part, so no family needs specific code: a single layer, or the
+final norm and the output head alone, run in a copy of the module tree whose list of layers is cut.
+Gradients pass through; the model itself gets none.
+
+Shape letters: B sequences, S positions, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.models.slicing import final_norm, keep_layers, layers_name
+from specdec.tensor_parallel.sharding import shared_copy
+
+
+class FrozenModel(nn.Module):
+    """A model whose weights do not change.
+
+    Attributes:
+        model: transformers' model.
+        config: its text config.
+        num_layers, hidden_size, vocab_size: of the model.
+        layers, norm: its decoder layers, and the norm after them.
+        compute_dtype: of products, under torch.autocast; weights and residuals keep theirs.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Wraps a model, of which no parameter requires gradients afterwards.
+
+        Raises:
+            UserError: for a family without a list of layers or a norm after them.
+        """
+        super().__init__()
+        self.model = model.requires_grad_(False).eval()
+        self.config = model.config.get_text_config()
+        self.layers = list(model.get_submodule(layers_name(model)))  # type: ignore[arg-type]
+        self.num_layers = len(self.layers)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.config.vocab_size
+        self.norm = final_norm(model)
+        self.compute_dtype = compute_dtype
+        self._output = _OneLayer(model, 0)
+        self._single: dict[int, _OneLayer] = {}  # by number of the layer
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.device
+
+    def autocast(self) -> torch.autocast:
+        """Context in which products run in ``compute_dtype``."""
+        lower = self.compute_dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
+
+    def get_input_embeddings(self) -> Any:
+        """The model's embeddings."""
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        """The model's output head."""
+        return self.model.get_output_embeddings()
+
+    def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
+        """Residual streams, float32[B, S, E], after these numbers of layers and after the last.
+
+        The last one is that before the final norm. Token ids are int64.
+        """
+        streams: dict[int, Tensor] = {}
+        numbers = {*after, self.num_layers}
+        hooks = [
+            self.layers[number - 1].register_forward_hook(partial(_keep, streams, number))
+            for number in numbers
+        ]
+        try:
+            with self.autocast():
+                self.model.base_model(input_ids=tokens_BS, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {number: streams[number].float() for number in sorted(numbers)}
+
+    def logits(self, x_BSE: Tensor) -> Tensor:
+        """Logits, float32[B, S, V], of the residual stream after the last layer."""
+        with self.autocast():
+            return self._output.logits(x_BSE).float()
+
+    def run_layer(self, layer: nn.Module, x_BSE: Tensor, number: int) -> Tensor:
+        """Residual stream after ``layer`` in the place of layer ``number``, from position 0."""
+        if number not in self._single:
+            self._single[number] = _OneLayer(self.model, number)
+        with self.autocast():
+            return self._single[number].run(layer, x_BSE)
+
+
+class _OneLayer:
+    """A copy of the module tree, sharing its weights, with one layer that is given its input."""
+
+    def __init__(self, model: PreTrainedModel, number: int) -> None:
+        self._model = shared_copy(model)
+        self._layers = keep_layers(self._model, number, number + 1)
+        self._x: Tensor | None = None
+
+    def logits(self, x_BSE: Tensor) -> Tensor:
+        """Logits of ``x_BSE`` as the output of the layers."""
+        hook = self._layers[0].register_forward_hook(partial(_replace, x_BSE))
+        try:
+            logits: Tensor = self._model(input_ids=_blank(x_BSE), use_cache=False).logits
+        finally:
+            hook.remove()
+        return logits
+
+    def run(self, layer: nn.Module, x_BSE: Tensor) -> Tensor:
+        """Output of ``layer`` for the input ``x_BSE``."""
+        found: dict[int, Tensor] = {}
+        self._layers[0] = layer
+        hooks = (
+            layer.register_forward_pre_hook(partial(_feed, x_BSE), with_kwargs=True),
+            layer.register_forward_hook(partial(_keep, found, 0)),
+        )
+        try:
+            self._model.base_model(input_ids=_blank(x_BSE), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[0]
+
+
+def _blank(x_BSE: Tensor) -> Tensor:
+    """Token ids for embeddings that nothing reads."""
+    return torch.zeros(x_BSE.shape[:2], dtype=torch.long, device=x_BSE.device)
+
+
+def _keep(found: dict[int, Tensor], number: int, _: nn.Module, __: Any, output: Any) -> None:
+    """Forward hook that stores a layer's output."""
+    found[number] = output[0] if isinstance(output, tuple) else output
+
+
+def _replace(x_BSE: Tensor, _: nn.Module, __: Any, output: Any) -> Any:
+    """Forward hook that replaces a layer's output."""
+    return (x_BSE, *output[1:]) if isinstance(output, tuple) else x_BSE
+
+
+def _feed(x_BSE: Tensor, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook that replaces a layer's input."""
+    if args:
+        return (x_BSE, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": x_BSE}

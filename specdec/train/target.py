@@ -1,0 +1,97 @@
+"""The target that heads are trained for: this library's own Llama, or any model that it decodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import Cache, PretrainedConfig, PreTrainedModel
+
+from specdec.errors import UserError
+from specdec.models.frozen import FrozenModel
+from specdec.models.loading import load_model
+from specdec.train.model import LanguageModel, ModelShape, is_own_format
+from specdec.train.session import Session
+
+
+class FrozenTarget(FrozenModel):
+    """A model of any family, with what recipes of heads read of a ``LanguageModel``.
+
+    Attributes:
+        shape: its sizes.
+        ends: ids of its end tokens; the first one separates texts.
+        compiled: False; only losses are compiled for such a target.
+    """
+
+    compiled = False
+
+    def __init__(
+        self, model: PreTrainedModel, *, ends: tuple[int, ...], compute_dtype: torch.dtype
+    ) -> None:
+        """Wraps a model, see ``FrozenModel``."""
+        super().__init__(model, compute_dtype=compute_dtype)
+        self.ends, self.shape = ends, _shape_of(self.config)
+
+    def next_logits(self, tokens_BS: Tensor, cache: Cache) -> Tensor:
+        """Logits after the last token, float32 (B, V); adds the tokens to the cache."""
+        with self.autocast():
+            out = self.model(input_ids=tokens_BS, past_key_values=cache, use_cache=True)
+            logits: Tensor = out.logits[:, -1].float()
+        return logits
+
+
+Target: TypeAlias = LanguageModel | FrozenTarget
+
+
+def _shape_of(config: PretrainedConfig) -> ModelShape:
+    """Sizes that a model's text config states; heads read those of its layers from the layers."""
+
+    def stated(name: str, default: int) -> int:
+        return int(getattr(config, name, None) or default)
+
+    heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+    return ModelShape(
+        num_layers=int(config.num_hidden_layers),
+        hidden=hidden,
+        feed_forward=stated("intermediate_size", 4 * hidden),
+        num_heads=heads,
+        num_kv_heads=stated("num_key_value_heads", heads),
+        head_dim=stated("head_dim", hidden // heads),
+        vocab_size=int(config.vocab_size),
+        max_positions=stated("max_position_embeddings", 2048),
+    )
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Ids of the end tokens of a model's folder, that of its configuration first.
+
+    A folder with a tokenizer only has ``<|end|>``, id 0, as this library's tokenizers do.
+
+    Raises:
+        UserError: config.json states none.
+    """
+    found: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        config: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        stated = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+        if stated is not None:
+            found += stated if isinstance(stated, list) else [stated]
+    if not found and (folder / "config.json").exists():
+        raise UserError(f"{folder / 'config.json'} has no eos_token_id, which separates texts")
+    return tuple(dict.fromkeys(found)) or (0,)
+
+
+def load_target(session: Session, folder: Path) -> Target:
+    """Reads a target with the session's compute dtype, onto its device; weights are float32.
+
+    Raises:
+        UserError: as ``load_model``.
+    """
+    if is_own_format(folder):
+        return session.load(folder)
+    model = load_model(folder, dtype="float32", device=str(session.place))
+    return FrozenTarget(model, ends=end_ids(folder), compute_dtype=session.dtype)

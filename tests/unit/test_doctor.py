@@ -1,0 +1,253 @@
+"""`specdec doctor` finds how a head was trained, whatever its folder says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.cli import doctor
+from specdec.cli.main import main
+from specdec.models.eagle import EagleConfig, EagleHead
+from specdec.models.eagle_loading import HeadFiles, save_head
+from specdec.models.eagle_readings import accepted, load_reading, readings
+from specdec.models.frozen import FrozenModel
+from specdec.models.loading import load_model
+from specdec.train.eagle import Eagle3Spec, head_config, new_head
+from specdec.train.eagle_loss import TrainingTimeTest
+from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from tests import eagle
+from tests.training import SIZES
+
+PROMPT, LENGTH = 4, 24
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensor]:
+    """A target and a head that learnt its greedy texts by heart: their folders, and the texts."""
+    folder = tmp_path_factory.mktemp("doctor")
+    shape = ModelShape(num_layers=6, vocab_size=50, max_positions=64, **SIZES)
+    model = LanguageModel(shape, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight *= 8.0 if name.endswith("_proj.weight") else 1.0  # layers that differ
+    save_hf(model, folder / "target")
+    target = load_hf(folder / "target")
+    texts = torch.randint(1, 50, (6, LENGTH), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        for place in range(PROMPT, LENGTH):
+            texts[:, place] = target(texts[:, :place])[:, -1].argmax(-1)
+    head = new_head(target, head_config(target, Eagle3Spec(norm_before_residual=True)), None, 0)
+    with torch.no_grad():
+        head.layers[0].hidden_norm.weight *= 3.0  # so that the residual's reading matters
+    loss = TrainingTimeTest(target, steps=3, temperature=0.2)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.02)
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss(head, texts, texts).backward()
+        optimizer.step()
+    save_head(head, folder / "head")
+    return folder / "target", folder / "head", texts
+
+
+def told(folder: Path, where: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a head whose config.json says something else."""
+    where.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (where / "config.json").write_text(json.dumps(config))
+    (where / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    return where
+
+
+def examine(
+    trained: tuple[Path, Path, Tensor], head: Path, monkeypatch: pytest.MonkeyPatch, out: Path
+) -> tuple[int, dict[str, Any]]:
+    """Exit status and figures of the command on the texts."""
+    texts = [(text, PROMPT) for text in trained[2]]
+    monkeypatch.setattr(doctor, "_texts", lambda *_: texts)
+    words = ["doctor", str(head), "--target", str(trained[0]), "--tokens", "3", "--json", str(out)]
+    return main(words), json.loads(out.read_text())
+
+
+def nothing(config: dict[str, Any]) -> None:
+    assert config["norm_before_residual"] is True
+
+
+def without_the_flag(config: dict[str, Any]) -> None:
+    del config["norm_before_residual"]
+
+
+def with_ids_of_outputs(config: dict[str, Any]) -> None:
+    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids]
+
+
+def with_norm_output(config: dict[str, Any]) -> None:
+    config["norm_output"] = True
+
+
+@pytest.mark.parametrize(
+    "change, best",
+    [
+        (nothing, "as on disk"),
+        (without_the_flag, "residual after its norm"),
+        (with_ids_of_outputs, "layer ids +1"),
+        (with_norm_output, "fed back before the norm"),
+    ],
+)
+def test_the_reading_of_training_is_found(
+    change: Callable[[dict[str, Any]], None],
+    best: str,
+    trained: tuple[Path, Path, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    head = told(trained[1], tmp_path / "head", change)
+    status, report = examine(trained, head, monkeypatch, tmp_path / "report.json")
+    rows = {row["reading"]: row for row in report["readings"]}
+    assert report["best"] == best, rows
+    assert status == (0 if change is nothing else 1)
+    assert rows[best]["loss"] == 0.0
+    assert rows[best]["accepted"] > 1.0
+    shown = capsys.readouterr().out
+    if change is nothing:
+        assert "no other reading accepts 2 % more" in shown
+        assert rows["residual before its norm"]["loss"] > 0.2
+        return
+    assert f"was trained for {best!r}" in shown
+    remedy = rows[best]["remedy"]
+    assert remedy in shown
+    healed = json.loads((head / "config.json").read_text())
+    healed.pop("eagle_config") if "ids" in remedy else None
+    (head / "config.json").write_text(json.dumps({**healed, **json.loads(f"{{{remedy}}}")}))
+    status, report = examine(trained, head, monkeypatch, tmp_path / "again.json")
+    assert (status, report["best"]) == (0, "as on disk")
+
+
+def test_accepted_tokens_are_those_of_drafting_one_by_one(
+    trained: tuple[Path, Path, Tensor],
+) -> None:
+    """Greedy drafts by whole passes, and the counts of a draft's first right tokens."""
+    frozen = FrozenModel(load_model(trained[0]))
+    files = HeadFiles(trained[1])
+    own = readings(files, frozen)[0]
+    head = load_reading(files, own, frozen)
+    lengths = [0] * 4
+    with torch.no_grad():
+        for tokens in trained[2]:
+            streams = frozen.residuals(tokens[None], {layer + 1 for layer in own.config.layers})
+            features = torch.cat([streams[layer + 1] for layer in own.config.layers], -1)
+            for first in range(PROMPT - 2, LENGTH - 4):
+                states, known = head.states(features[:, : first + 1]), tokens[1 : first + 2]
+                right = 0
+                for step in range(3):
+                    at = torch.arange(len(known))[None]
+                    outputs = head(known[None], states, at)[:, -1:]
+                    drafted = int(head.logits(outputs).argmax())
+                    if drafted != int(tokens[first + 2 + step]):
+                        break
+                    right += 1
+                    known = torch.cat([known, torch.tensor([drafted])])
+                    states = torch.cat([states, head.fed_back(outputs)], 1)
+                lengths[right] += 1
+    counts = accepted(frozen, head, [(text, PROMPT) for text in trained[2]], 3)
+    assert counts.drafts <= sum(lengths)
+    outside = accepted(frozen, head, [(text[: PROMPT + 7], PROMPT) for text in trained[2]], 3)
+    assert outside.drafts == 6 * 5, "no 8-gram of 7 tokens is a repetition"
+    if counts.drafts == sum(lengths):
+        assert counts.lengths == lengths
+    assert counts.mean == pytest.approx(
+        sum(k * n for k, n in enumerate(counts.lengths)) / counts.drafts
+    )
+
+
+@pytest.mark.parametrize("variant", eagle.VARIANTS)
+def test_every_variant_has_readings_that_load(variant: str, tmp_path: Path) -> None:
+    """Each differs from the folder's own in its logits, and version 1 in what it is fed."""
+    target = frozen_target()
+    wanted = replace(eagle.config(variant), rope={"rope_type": "default", "rope_theta": 500.0})
+    embedding = target.model.get_input_embeddings().weight
+    output = target.model.get_output_embeddings()
+    head = eagle.random_head(wanted, embedding=embedding, output=output).float()
+    save_head(head, tmp_path)
+    files = HeadFiles(tmp_path)
+    own, *others = readings(files, target)
+    assert {"the target's rope"} <= {reading.name for reading in others}
+    first = outputs_of(load_reading(files, own, target), own.config)
+    for reading in others:
+        if reading.name == "fed back after the norm" or not reading.normed:
+            continue
+        other = outputs_of(load_reading(files, reading, target), reading.config)
+        if reading.config.layers == own.config.layers:
+            assert not torch.equal(first, other), reading.name
+
+
+def frozen_target() -> FrozenModel:
+    shape = ModelShape(
+        num_layers=6,
+        hidden=16,
+        feed_forward=24,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=48,
+    )
+    return FrozenModel(LanguageModel(shape, generator=torch.Generator().manual_seed(0)))
+
+
+def outputs_of(head: EagleHead, config: EagleConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(1, 7, config.feature_size, generator=generator)
+    tokens = torch.randint(48, (1, 7), generator=generator)
+    with torch.no_grad():
+        outputs = head(tokens, head.states(features), torch.arange(7)[None])
+        return torch.cat([head.logits(outputs), head.fed_back(outputs)], -1)
+
+
+def test_the_bundled_target_continues_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An untrained head of the bundled target: a whole run, with figures on the screen."""
+    from specdec.models.bundled import family_path
+
+    target = load_hf(Path(family_path("bundled:target")))
+    save_head(new_head(target, head_config(target, Eagle3Spec()), None, 0), tmp_path)
+    words = ["doctor", str(tmp_path), "--prompts", "1", "--new-tokens", "12", "--json", "-"]
+    assert main(words) in (0, 1)
+    report = json.loads(capsys.readouterr().out)
+    assert report["drafts"] > 0
+    assert report["readings"][0]["reading"] == "as on disk"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--prompts", "0"], "0 is not a whole number of at least 1"),
+        (["--target"], "expected one argument"),
+        (["--targt", "x"], "unrecognized arguments: --targt"),
+        (["nowhere"], "is not a folder"),
+        (["--data", "humaneval_y"], "humaneval_y"),
+    ],
+)
+def test_bad_input_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_hf(Path(doctor_target()))
+    save_head(new_head(target, head_config(target, Eagle3Spec()), None, 0), tmp_path)
+    head = [] if "nowhere" in words else [str(tmp_path)]
+    assert main(["doctor", *head, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def doctor_target() -> str:
+    from specdec.models.bundled import family_path
+
+    return family_path("bundled:target")
