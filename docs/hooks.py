@@ -22,6 +22,7 @@ NAV: dict[str, list[str]] = {
         "swiftspec.md",
         "early_exit.md",
         "medusa.md",
+        "suffix.md",
         "training.md",
         "serving.md",
     ],
