@@ -23,6 +23,7 @@ NAV: dict[str, list[str]] = {
         "early_exit.md",
         "medusa.md",
         "suffix.md",
+        "adaptive.md",
         "training.md",
         "serving.md",
     ],

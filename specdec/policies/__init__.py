@@ -5,6 +5,7 @@ a request only when all its submitted nodes are answered. Constructors raise ``V
 arguments outside their annotated bounds.
 """
 
+from specdec.policies.adaptive import Adaptive, Arm
 from specdec.policies.best_first import BestFirst
 from specdec.policies.chain import Chain
 from specdec.policies.fixed_width import FixedWidth
@@ -12,6 +13,8 @@ from specdec.policies.root_only import RootOnly
 from specdec.policies.static import Static
 
 __all__ = [
+    "Adaptive",
+    "Arm",
     "BestFirst",
     "Chain",
     "FixedWidth",
