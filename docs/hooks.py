@@ -23,6 +23,8 @@ NAV: dict[str, list[str]] = {
         "early_exit.md",
         "medusa.md",
         "eagle.md",
+        "suffix.md",
+        "adaptive.md",
         "training.md",
         "serving.md",
     ],

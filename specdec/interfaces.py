@@ -159,6 +159,7 @@ class TreePolicy(Protocol):
     follows_exits (False): waits for ``Output.exits`` before it continues below a node (PPSD).
     prepared(request) -> bool (none): whether the request's tree is drafted; see ``serving.Turns``.
     inner (none): the policy whose tree this one extends.
+    notes() -> Sequence[str] (none): lines that a run prints when it has ended.
     check_source(source) (none): raises ``UserError`` for a source that the policy cannot use.
     """
 

@@ -5,6 +5,7 @@ a request only when all its submitted nodes are answered. Constructors raise ``V
 arguments outside their annotated bounds.
 """
 
+from specdec.policies.adaptive import Adaptive, Arm
 from specdec.policies.beam import BestOfBeam
 from specdec.policies.best_first import BestFirst
 from specdec.policies.chain import Chain
@@ -13,6 +14,8 @@ from specdec.policies.root_only import RootOnly
 from specdec.policies.static import Static
 
 __all__ = [
+    "Adaptive",
+    "Arm",
     "BestFirst",
     "BestOfBeam",
     "Chain",

@@ -184,6 +184,10 @@ class _Decoding:
         if base.get("record"):
             self._write_record(results[self.runners[0].name])
         write_token_ends(self._folder, results, self.pair.tokenizer)
+        for runner in self.runners:
+            policy = None if runner.parts is None else runner.parts.policy
+            for line in getattr(policy, "notes", list)():
+                progress.note(line)
 
     def conditions(self, repeats: int) -> dict[str, Any]:
         """The conditions that all rows share."""

@@ -6,6 +6,7 @@ Shape letters: W nodes, S sources, K candidates, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -36,6 +37,7 @@ class MixtureSource:
 
     Attributes:
         counters: sums over the sources.
+        members: the sources alone, for policies that choose one; candidates have its origin.
     """
 
     @validated
@@ -90,6 +92,9 @@ class MixtureSource:
         self.needs = joined_needs(s.needs for s in sources)
         self.counters = SourceCounters()
         self._sources = list(sources)
+        self.members: tuple[TokenSource, ...] = tuple(
+            _Member(source, number) for number, source in enumerate(sources)
+        )
         self._confident_logprob = np.inf if confident is None else float(np.log(confident))
         self._weights = np.asarray(weights, float) / sum(weights)
 
@@ -130,6 +135,33 @@ class MixtureSource:
         """Closes the request on every source."""
         for source in self._sources:
             source.close(request_id)
+
+
+class _Member:
+    """One source of a mixture, which opens, commits and closes it."""
+
+    def __init__(self, source: TokenSource, number: int) -> None:
+        self._source, self._number = source, number
+        self.needs, self.counters, self.vocab_size = (
+            source.needs,
+            source.counters,
+            source.vocab_size,
+        )
+
+    def open(self, request: RequestState) -> None:
+        """Nothing: the mixture does."""
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """The source's own candidates, with its number as their origin."""
+        candidates = self._source.expand(state, nodes, k)
+        origins = np.full(candidates.tokens.shape, self._number)
+        return replace(candidates, origins=origins)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Nothing: the mixture does."""
+
+    def close(self, request_id: int) -> None:
+        """Nothing: the mixture does."""
 
 
 def _sampled(

@@ -1,0 +1,266 @@
+"""Chooses source and tree per request by what they gained per second, or decodes plainly.
+
+The choice is made at the start of a round, from rounds that have ended: tokens that were committed
+and seconds of the run's clock. Draws that are still to be used have no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.interfaces import TreePolicy
+from specdec.parts.fields import Index, Share, Text, validated
+from specdec.policies.tree_growth import Stateless, as_nodes, ready_requests
+from specdec.types import Nodes
+
+if TYPE_CHECKING:
+    from specdec.interfaces import TokenSource
+    from specdec.state import DecodeState, RequestState
+
+_TRIALS = 2  # rounds of each arm before any is preferred
+_PRIOR_ROUNDS = 4.0  # weight of other requests in a request's own gain
+_FADE = 0.9  # of a request's gains per round of the arm
+_FADE_ALL = 0.99  # of all requests' gains and costs
+_OUTLIER = 3.0  # a round's cost counts as at most this multiple of the mean
+_PLAIN = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A way to make a tree.
+
+    Attributes:
+        name: in printed lines.
+        policy: a serial policy that drafts before it submits.
+        member: which of the source's members proposes; None, or a source without members: all of
+            it.
+    """
+
+    name: Text
+    policy: TreePolicy
+    member: Index | None = None
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A faded mean; ``weight`` counts the rounds in it."""
+
+    fade: float
+    total: float = 0.0
+    weight: float = 0.0
+    rounds: int = 0
+
+    def add(self, value: float) -> None:
+        self.total = self.fade * self.total + value
+        self.weight = self.fade * self.weight + 1.0
+        self.rounds += 1
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+
+@dataclass(slots=True)
+class _Round:
+    """A request's round that has not ended.
+
+    Attributes:
+        arm: its number.
+        began_s: time of the run's clock.
+        num_tokens: emitted before.
+        first: whether the arm differs from that of the round before.
+    """
+
+    arm: int
+    began_s: float
+    num_tokens: int
+    first: bool
+
+
+@dataclass(slots=True)
+class _Record:
+    """A request's own history.
+
+    Attributes:
+        gains: per arm.
+        since: per arm, the request's rounds since it was tried.
+        open_round: the round that has not ended.
+        last: arm of the last round.
+        repeat: whether the last round was the first of a trial, which has two.
+    """
+
+    gains: list[_Mean]
+    since: list[int]
+    open_round: _Round | None = None
+    last: int = _PLAIN
+    repeat: bool = False
+
+
+class Adaptive(Stateless):
+    """Per request and round, the arm with the best gain per cost; arm 0 is plain decoding.
+
+    An arm's *gain* is the mean number of tokens that a round of it commits: of the request's own
+    rounds, and of all requests' with the weight of four rounds. Its *cost* is the mean time of a
+    round over all requests, from the start of one round to the start of the next, on the run's
+    clock. So an arm pays if its gain is above its cost divided by that of plain decoding (its
+    *break-even*), which ``notes`` prints.
+
+    Other arms are tried again, longest untried first, as long as the time that such rounds have
+    lost is at most ``explore`` of all time; each trial has two rounds, since the first one includes
+    what a source has to catch up. In a batch a request's round includes the work of the others.
+
+    The output does not depend on the choices with verifiers that are lossless token for token.
+
+    Attributes:
+        rounds: number of rounds of each arm so far, plain decoding first.
+    """
+
+    serial = True
+
+    @validated
+    def __init__(self, *, arms: Sequence[Arm], explore: Share = 0.02) -> None:
+        """Takes the arms besides plain decoding.
+
+        Args:
+            arms: at least one.
+            explore: largest share of time that rounds of other arms than the best may lose.
+                Default: 0.02.
+
+        Raises:
+            ValueError: for no arms, or a policy that feeds while answers are awaited or drafts
+                beside the target.
+        """
+        if not arms:
+            raise ValueError("policy.arms=[] must list at least one arm besides plain decoding")
+        for arm in arms:
+            made = arm.policy
+            if not getattr(made, "serial", True) or getattr(made, "asynchronous", False):
+                raise ValueError(
+                    f"arm {arm.name} has a {type(made).__name__} that does not draft before it"
+                    " submits; use a serial policy (BestFirst with asynchronous: false, Chain)"
+                )
+        self.value_dependent = any(arm.policy.value_dependent for arm in arms)
+        self._arms = list(arms)
+        self._explore = explore
+        num = len(arms) + 1
+        self._gains = [_Mean(_FADE_ALL) for _ in range(num)]
+        self._costs = [_Mean(_FADE_ALL) for _ in range(num)]
+        self.rounds = [0] * num
+        self._lost_s = self._total_s = 0.0
+        self._records: dict[int, _Record] = {}
+
+    def held_nodes(self, in_flight: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return max(arm.policy.held_nodes(in_flight) for arm in self._arms)
+
+    def open(self, request: RequestState) -> None:
+        """Starts the request's history."""
+        num = len(self.rounds)
+        self._records[request.id] = _Record([_Mean(_FADE) for _ in range(num)], [0] * num)
+        for arm in self._arms:
+            arm.policy.open(request)
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """Ends the rounds of ready requests, chooses their arms, and lets these select."""
+        chosen: dict[int, list[RequestState]] = {}
+        now = state.clock.now()
+        for request in ready_requests(state, serial=True):
+            record = self._records[request.id]
+            self._end(record, len(request.output), now)
+            arm = self._choose(record)
+            record.open_round = _Round(arm, now, len(request.output), arm != record.last)
+            record.last = arm
+            self.rounds[arm] += 1
+            chosen.setdefault(arm, []).append(request)
+        plain = chosen.pop(_PLAIN, [])
+        fresh = [request for request in plain if request.tree.submitted_at[0] < 0]
+        items = list(as_nodes((request, np.zeros(1, np.int64)) for request in fresh).items)
+        for number, requests in sorted(chosen.items()):
+            chosen_arm, part = self._arms[number - 1], copy(state)
+            part.turn = frozenset(request.id for request in requests)
+            proposing = _proposing(source, chosen_arm.member)
+            items += chosen_arm.policy.select(part, proposing).items
+        return Nodes(tuple(items))
+
+    def close(self, request_id: int) -> None:
+        """Drops the request's history."""
+        self._records.pop(request_id, None)
+        for arm in self._arms:
+            arm.policy.close(request_id)
+
+    def notes(self) -> list[str]:
+        """One line per arm: rounds, tokens per round, cost, and where it breaks even."""
+        plain = self._costs[_PLAIN].value
+        lines = []
+        for number, rounds in enumerate(self.rounds):
+            name = self._arms[number - 1].name if number else "plain"
+            line = f"adaptive: {name}: {rounds} rounds"
+            if rounds and plain:
+                ratio = self._costs[number].value / plain
+                line += f", {self._gains[number].value:.2f} tokens per round"
+                line += f", {1e3 * self._costs[number].value:.2f} ms"
+                line += f", pays above {ratio:.2f} tokens per round" if number else ""
+            lines.append(line)
+        return lines
+
+    def _end(self, record: _Record, num_tokens: int, now: float) -> None:
+        """Counts the request's round that has ended."""
+        ended, record.open_round = record.open_round, None
+        if ended is None:
+            return
+        arm, gain, cost = ended.arm, num_tokens - ended.num_tokens, now - ended.began_s
+        self._total_s += cost
+        if arm != self._best(record):
+            self._lost_s += max(0.0, cost - gain / max(self._rate(record, None), 1e-9))
+        record.gains[arm].add(gain)
+        self._gains[arm].add(gain)
+        mean = self._costs[arm]
+        if not ended.first or not mean.weight:  # the first round includes catching up
+            mean.add(min(cost, _OUTLIER * mean.value) if mean.rounds >= _TRIALS else cost)
+        for number in range(len(record.since)):
+            record.since[number] = 0 if number == arm else record.since[number] + 1
+        record.repeat = ended.first and arm != self._best(record)
+
+    def _choose(self, record: _Record) -> int:
+        """The arm of the next round."""
+        for arm, cost in enumerate(self._costs):
+            if cost.rounds < _TRIALS:
+                return arm
+        if record.repeat:
+            return record.last
+        best = self._best(record)
+        rate = self._rate(record, best)
+        others = [arm for arm in range(len(self.rounds)) if arm != best]
+        for arm in sorted(others, key=lambda arm: -record.since[arm]):
+            lost = self._costs[arm].value - self._gain(record, arm) / rate
+            affordable = self._lost_s + 2 * max(0.0, lost) <= self._explore * self._total_s
+            if affordable and record.since[arm] > len(self.rounds):
+                return arm
+        return best
+
+    def _best(self, record: _Record) -> int:
+        """The arm with the best gain per cost; plain decoding if equal."""
+        return max(range(len(self.rounds)), key=lambda arm: (self._rate(record, arm), -arm))
+
+    def _rate(self, record: _Record, arm: int | None) -> float:
+        """Tokens per second of an arm; None: of the best."""
+        if arm is None:
+            arm = self._best(record)
+        cost = self._costs[arm].value
+        return self._gain(record, arm) / cost if cost > 0.0 else 0.0
+
+    def _gain(self, record: _Record, arm: int) -> float:
+        """Expected tokens of a round for this request."""
+        own, others = record.gains[arm], self._gains[arm]
+        return (own.total + _PRIOR_ROUNDS * others.value) / (own.weight + _PRIOR_ROUNDS)
+
+
+def _proposing(source: TokenSource, member: int | None) -> TokenSource:
+    """The member of a source; the source itself where it has none."""
+    members: Sequence[TokenSource] = getattr(source, "members", ())
+    return source if member is None or member >= len(members) else members[member]

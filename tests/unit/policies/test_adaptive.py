@@ -1,0 +1,151 @@
+"""The choice among arms: on a simulated clock, where every round has a known price."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.compose.workbench import Workbench
+from specdec.pairs.synthetic import HiddenModels
+from specdec.policies import Adaptive, Arm, BestFirst, Chain, RootOnly
+from specdec.policies.adaptive import _Mean
+from specdec.sampling.transform import SamplingParams
+from specdec.sources import MixtureSource, NullSource, SyntheticPair, SyntheticSource
+from specdec.state import RequestState, StopRules
+from specdec.verifiers import MatchVerifier
+
+NUM_TOKENS = 300
+DEAR = LatencyProfile(  # a target pass of one row takes 10 ms, each further row 0.5
+    name="dear",
+    costs={
+        "stage": CostCurve(tokens=(1, 2), ms=(10.0, 10.5)),
+        "draft": CostCurve(tokens=(1, 2), ms=(3.0, 3.1)),
+    },
+)
+HOPELESS = {"weights": [1.0], "top1": [0.05], "decay": [1.0], "miss": [0.99]}
+GOOD = {"weights": [1.0], "top1": [0.9], "decay": [2.0], "miss": [0.0]}
+
+
+def small() -> BestFirst:
+    return BestFirst(bs=4, w=1, d=3, children=2)
+
+
+def large() -> BestFirst:
+    return BestFirst(bs=16, w=4, d=4, children=4)
+
+
+def arms() -> list[Arm]:
+    return [
+        Arm(name="none proposed", policy=Chain(gamma=2), member=0),
+        Arm(name="small", policy=small(), member=1),
+        Arm(name="large", policy=large(), member=1),
+    ]
+
+
+def seconds(policy, law, *, num_requests=2, batch=1, mixed=True) -> tuple[float, list[list[int]]]:
+    """Simulated seconds of the requests, and their outputs."""
+    hidden = SyntheticPair(vocab_size=512, **law)
+    bench = Workbench(HiddenModels(pair=hidden), clock=SimulatedClock(DEAR))
+    draft = SyntheticSource(pair=hidden)
+    source = MixtureSource(sources=[NullSource(), draft]) if mixed else draft
+    parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
+    requests = [
+        RequestState(
+            request_id=i,
+            prompt=hidden.tokens(i, np.arange(4)),
+            stop=StopRules(max_new_tokens=NUM_TOKENS),
+            sampling=SamplingParams(),
+        )
+        for i in range(num_requests)
+    ]
+    for _ in parts.decode(parts.new_state(), requests, batch_size=batch):
+        pass
+    return bench.clock.now(), [r.output for r in requests]
+
+
+def test_where_speculation_loses_it_is_plain_decoding():
+    """Every fixed arm is slower than plain decoding; the choice is within the explored share."""
+    plain, output = seconds(RootOnly(), HOPELESS)
+    fixed = [seconds(policy, HOPELESS)[0] for policy in (small(), large())]
+    policy = Adaptive(arms=arms(), explore=0.02)
+    chosen, same = seconds(policy, HOPELESS)
+    assert same == output
+    assert min(fixed) > 1.3 * plain
+    trials = 2 * (30.0 + 25.0) / 1e3  # the first rounds of both drafting arms, in seconds
+    assert chosen <= 1.03 * plain + trials
+    assert policy.rounds[2] + policy.rounds[3] < 0.1 * sum(policy.rounds)
+
+
+def test_where_speculation_wins_it_is_nearly_the_best_arm():
+    fixed = [seconds(policy, GOOD)[0] for policy in (RootOnly(), small(), large())]
+    policy = Adaptive(arms=arms(), explore=0.02)
+    chosen, _ = seconds(policy, GOOD)
+    assert min(fixed) < 0.7 * fixed[0]
+    assert chosen <= 1.06 * min(fixed)
+    assert policy.rounds[0] < 0.1 * sum(policy.rounds)
+
+
+def test_a_source_without_members_is_used_whole():
+    policy = Adaptive(arms=arms(), explore=0.02)
+    chosen, output = seconds(policy, GOOD, mixed=False)
+    assert output == seconds(RootOnly(), GOOD)[1]
+    assert chosen < 0.8 * seconds(RootOnly(), GOOD)[0]
+
+
+def test_each_request_of_a_batch_has_its_own_choice():
+    policy = Adaptive(arms=arms(), explore=0.02)
+    _, output = seconds(policy, GOOD, num_requests=4, batch=3)
+    assert output == seconds(RootOnly(), GOOD, num_requests=4)[1]
+
+
+def test_without_exploring_a_wrong_first_impression_stays():
+    """Planted: first costs that mislead. Without trials the arms are not seen again."""
+
+    def rounds(explore):
+        policy = Adaptive(arms=arms(), explore=explore)
+        for gain, cost in zip(policy._gains, policy._costs, strict=True):
+            for _ in range(2):
+                gain.add(1.0)
+                cost.add(0.01)
+        for _ in range(20):  # the large tree cost ten times as much, so far
+            policy._costs[3].add(0.1)
+            policy._costs[2].add(0.1)
+        seconds(policy, GOOD, num_requests=3)
+        return policy.rounds[2] + policy.rounds[3]
+
+    assert rounds(0.0) == 0
+    assert rounds(0.2) > 100
+
+
+def test_the_notes_name_the_break_even():
+    policy = Adaptive(arms=arms(), explore=0.02)
+    seconds(policy, HOPELESS)
+    lines = policy.notes()
+    assert len(lines) == 4
+    assert lines[0].startswith("adaptive: plain: ")
+    ratio = policy._costs[3].value / policy._costs[0].value
+    assert f"pays above {ratio:.2f} tokens per round" in lines[3]
+    assert 1.5 < ratio < 6
+
+
+def test_means_fade():
+    mean = _Mean(0.5)
+    for value in (1.0, 3.0):
+        mean.add(value)
+    assert mean.value == pytest.approx((0.5 * 1.0 + 3.0) / 1.5)
+
+
+@pytest.mark.parametrize(
+    ("made", "complaint"),
+    [
+        ([], "at least one arm"),
+        (
+            [Arm(name="a", policy=BestFirst(bs=4, w=2, d=2, asynchronous=True))],
+            "does not draft before it submits",
+        ),
+    ],
+)
+def test_bad_arms_are_refused(made, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Adaptive(arms=made)
