@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import glob
+import json
 import re
 import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
-
-import yaml
 
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
@@ -64,6 +64,21 @@ _KEYS: dict[str, str] = {
 }
 """Key -> pattern of its value."""
 
+_MEANING = {
+    "weights": "how often each class of positions is drawn, over all groups",
+    "top1": "chance that the draft's first candidate is right",
+    "decay": "how fast the chance falls with the rank",
+    "miss": "share of the rest that no candidate gets right",
+    "group_shares": "share of the prompts in each group",
+    "group_weights": "`weights` of each group",
+    "stay": "chance to keep the class at the next position",
+    "depth": "added to the log odds of top1 by distance from the root",
+    "covers": "a hit is some node of the measured tree",
+    "draft": "whose hits: the profile must have its time",
+    "origin": "of the law, for result files",
+}
+"""Key of the option -> its comment."""
+
 _LENGTHS = tuple(range(1, 21))
 
 
@@ -115,28 +130,14 @@ def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
         command,
     ]
     option: dict[str, Any] = {
-        "kind": "synthetic",
-        "vocab_size": 32000,
-        "num_layers": 80,
-        "stay": [],
-        "depth": [],
-        "group_shares": [],
-        "group_weights": [],
-        "covers": "chain",
         **fitted.model_option(),
         "draft": values.get("draft"),
         "origin": origin,
-        "seed": 0,
     }
-    comments = "".join(f"# {line}\n" for text in about for line in _wrapped(text))
-    body = yaml.safe_dump(option, sort_keys=False, default_flow_style=None, width=100)
-    return comments + body
-
-
-def _wrapped(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 96) or [""]
+    lines = [f"# {line}" for text in about for line in textwrap.wrap(text, 96)]
+    lines += ["defaults:", "  - synthetic", "  - _self_"]
+    lines += [f"{k}: {json.dumps(v)}  # {_MEANING[k]}" for k, v in option.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _arguments(words: Sequence[str]) -> tuple[list[Path], dict[str, str], list[Path]]:

@@ -124,19 +124,12 @@ class SyntheticPair:
         Raises:
             ValueError: for sequences of different lengths or values that are not probabilities.
         """
-        lists = {"weights": weights, "top1": top1, "decay": decay, "miss": miss}
-        lists |= {"stay": stay} if stay else {}
-        lists |= {f"group_weights[{g}]": row for g, row in enumerate(group_weights)}
-        if len({len(values) for values in lists.values()}) != 1:
-            raise ValueError(f"{', '.join(lists)} must have equal lengths: {lists}")
-        if len(group_shares) != len(group_weights):
-            raise ValueError(
-                f"group_shares={list(group_shares)} and {len(group_weights)} group_weights must be"
-                " as many as each other"
-            )
-        rows = np.asarray(group_weights or [weights], float)
-        if sum(group_shares or [1.0]) <= 0.0 or (rows.sum(axis=1) <= 0.0).any():
-            raise ValueError(f"weights={list(weights)} and shares of groups must not all be 0")
+        rows = _checked_rows(
+            {"weights": weights, "top1": top1, "decay": decay, "miss": miss},
+            {"stay": stay} if stay else {},
+            group_shares,
+            group_weights,
+        )
         self.vocab_size, self.seed = vocab_size, seed
         self._weights = rows / rows.sum(axis=1, keepdims=True)  # [G, C]
         self._stay = np.asarray(stay or [0.0] * len(top1), float)
@@ -208,6 +201,29 @@ class SyntheticPair:
     def _group(self, request_id: int) -> int:
         drawn = hash_uniform(self.seed, _GROUP, np.array([request_id]))
         return int(_drawn(self._group_shares, drawn)[0])
+
+
+def _checked_rows(
+    lists: dict[str, Sequence[float]],
+    optional: dict[str, Sequence[float]],
+    group_shares: Sequence[float],
+    group_weights: Sequence[Sequence[float]],
+) -> FloatArray:
+    """float64[G, C], the weights of each group; raises ``ValueError`` as ``SyntheticPair``."""
+    every = {**lists, **optional}
+    every |= {f"group_weights[{g}]": row for g, row in enumerate(group_weights)}
+    if len({len(values) for values in every.values()}) != 1:
+        raise ValueError(f"{', '.join(every)} must have equal lengths: {every}")
+    if len(group_shares) != len(group_weights):
+        raise ValueError(
+            f"group_shares={list(group_shares)} and {len(group_weights)} group_weights must be as"
+            " many as each other"
+        )
+    weights = lists["weights"]
+    rows: FloatArray = np.asarray(group_weights or [weights], float)
+    if sum(group_shares or [1.0]) <= 0.0 or (rows.sum(axis=1) <= 0.0).any():
+        raise ValueError(f"weights={list(weights)} and shares of groups must not all be 0")
+    return rows
 
 
 def _drawn(shares: FloatArray, uniform: FloatArray) -> IntArray:
