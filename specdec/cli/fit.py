@@ -74,7 +74,7 @@ _MEANING = {
     "stay": "chance to keep the class at the next position",
     "depth": "added to the log odds of top1 by distance from the root",
     "covers": "a hit is some node of the measured tree",
-    "draft": "whose hits: the profile must have its time",
+    "draft_name": "whose hits: the profile must have its time",
     "origin": "of the law, for result files",
 }
 """Key of the option -> its comment."""
@@ -104,8 +104,10 @@ def main(words: Sequence[str]) -> int:
     print("\n".join(_report(fitted, lengths)))
     if "output_dir" in values:
         name = values.get("name", "law")
+        stated = [word for word in words if not word.startswith("output_dir=")]
+        command = shlex.join(["specdec", "fit", *stated])
         path = Path(values["output_dir"]).expanduser() / "model" / f"{name}.yaml"
-        write_text(path, option_text(fitted, values, shlex.join(["specdec", "fit", *words])))
+        write_text(path, option_text(fitted, values, command))
         print(f"law: {path}")
         print(f"use it with --config-dir {values['output_dir']} model={name}")
     return 0
@@ -131,13 +133,17 @@ def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
     ]
     option: dict[str, Any] = {
         **fitted.model_option(),
-        "draft": values.get("draft"),
+        "draft_name": values.get("draft"),
         "origin": origin,
     }
-    lines = [f"# {line}" for text in about for line in textwrap.wrap(text, 96)]
+    lines = [f"# {line}" for text in about for line in _wrapped(text)]
     lines += ["defaults:", "  - synthetic", "  - _self_"]
     lines += [f"{k}: {json.dumps(v)}  # {_MEANING[k]}" for k, v in option.items()]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 96, break_on_hyphens=False, break_long_words=False)
 
 
 def _arguments(words: Sequence[str]) -> tuple[list[Path], dict[str, str], list[Path]]:

@@ -174,7 +174,7 @@ def build_synthetic(
     group_shares: Sequence[Share] = (),
     group_weights: Sequence[Shares] = (),
     covers: Literal["chain", "tree"] = "chain",
-    draft: Text | None = None,
+    draft_name: Text | None = None,
     origin: Text = "assumed",
     seed: Index = 0,
 ) -> HiddenModels:
@@ -183,7 +183,7 @@ def build_synthetic(
     Args:
         num_layers: of the target; the largest possible number of stages.
         covers: what a hit is: the token of a chain, or some node of a measured tree.
-        draft: name of the draft that the law was measured with; its time is the profile's for it.
+        draft_name: of the draft that the law was measured with; the profile must have its time.
         origin: of the law, for result files.
     """
     pair = SyntheticPair(
@@ -198,7 +198,7 @@ def build_synthetic(
         group_weights=group_weights,
         seed=seed,
     )
-    about = {"law": origin, "draft": draft}
+    about = {"law": origin, "draft": draft_name}
     return SyntheticModels(covers=covers, pair=pair, num_layers=num_layers, about=about)
 
 

@@ -288,8 +288,8 @@ def test_the_command_writes_an_option(
     assert "held-out requests" in printed
     assert "3: " in printed
     option = yaml.safe_load((tmp_path / "o/model/mine.yaml").read_text())
-    assert option["kind"] == "synthetic"
-    assert option["draft"] == "small"
+    assert option["defaults"] == ["synthetic", "_self_"]
+    assert option["draft_name"] == "small"
     words = ["run", "--config-dir", str(tmp_path / "o"), "model=mine", "strategy=speculative"]
     words += ["data.limit=1", "max_new_tokens=8", f"output_dir={tmp_path / 'r'}"]
     assert main(words) == 0
