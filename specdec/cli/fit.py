@@ -202,7 +202,7 @@ def _report(fitted: FittedLaw, lengths: Sequence[int]) -> list[str]:
     for check in fitted.checks:
         lines += _check_line(check)
     if fitted.covers_tree:
-        deep = len(law.depth)
+        deep = max(len(law.depth) - 1, 1)  # the last depth is that of the bonus token
         lines.append(
             f"tokens per pass of its tree of depth {deep}: {law.tokens_per_pass(deep):.3f}"
         )
