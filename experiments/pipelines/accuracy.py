@@ -21,7 +21,7 @@ from experiments.reproduce.intervals import hits_of, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.pairs.record import Record, read_record
-from specdec.sources.synthetic import SyntheticPair
+from specdec.sources.hit_law import SyntheticPair
 
 _LAW = ("weights", "top1", "decay", "miss")
 

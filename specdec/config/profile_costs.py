@@ -13,17 +13,19 @@ _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """Replaces ``clock.costs`` by those of the degrees, and a ratio in ``policy.d`` by a number.
+    """Replaces ``clock.costs`` by those of the degrees and of the draft, ``policy.d`` by a number.
 
     Args:
         config: checked, with the profile's content under ``clock``.
 
     Raises:
-        UserError: a degree outside the profile's, or a ratio without a profile.
+        UserError: a degree outside the profile's, a ratio without a profile, or a draft whose
+            time the profile does not have.
     """
     clock = dict(config["clock"])
     if degrees := clock.pop("degrees", None):
         clock = _with_degrees(clock, degrees, config["executor"])
+    clock = _with_draft(clock, config["model"].get("draft_name"))
     config, policy = {**config, "clock": clock}, config.get("policy")
     if isinstance(policy, dict) and policy.get("d") in _RATIOS:
         config["policy"] = {**policy, "d": _expansions(policy, clock)}
@@ -58,6 +60,25 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
             " with no row of another number of stages"
         )
     return clock
+
+
+def _with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """The clock's section with the time of the draft ``name``; None leaves it alone.
+
+    A profile without draft times charges none to anybody, so it fits every draft.
+    """
+    own, others = clock.pop("draft_name", None), clock.pop("drafts", {})
+    if name is None or name == own or "draft" not in clock.get("costs", {}):
+        return clock
+    if name not in others:
+        known = ", ".join([*([own] if own else []), *others]) or "a draft that it does not name"
+        raise UserError(
+            f"model.draft_name={name} has the hits of this draft, but"
+            f" clock.profile={clock['profile']} has the time of {known}: add the time of {name} to"
+            " the profile's `drafts`, or choose a profile or a law of the same draft"
+        )
+    note = f"{clock.get('note', '')} Here: draft times of {name}.".strip()
+    return {**clock, "costs": {**clock["costs"], "draft": others[name]}, "note": note}
 
 
 def _take_turns(executor: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
 _KINDS = ("stage", "draft", "middle", "head", "prune", "transfer", "exit")
+_ORIGINS = ("stated", "measured", "assumed")
 _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
 
 
@@ -53,6 +54,15 @@ def load_profile(
     if "degrees" in values:
         _check_degrees(values["degrees"], f"{key}={name}: degrees")
         profile["degrees"] = values["degrees"]
+    if "draft_name" in values:
+        profile["draft_name"] = str(values["draft_name"])
+    if "drafts" in values:
+        _check_drafts(values["drafts"], f"{key}={name}: drafts")
+        profile["drafts"] = values["drafts"]
+    if "origins" in values:
+        _check_origins(values["origins"], costs, f"{key}={name}: origins")
+        told = "; ".join(f"{kind} {origin}" for kind, origin in values["origins"].items())
+        profile["note"] = f"{profile['note']} Figures: {told}.".strip()
     if "stages" in values:
         if type(values["stages"]) is not int or values["stages"] < 1:
             raise UserError(
@@ -60,6 +70,22 @@ def load_profile(
             )
         profile["stages"] = values["stages"]
     return profile
+
+
+def _check_drafts(drafts: object, where: str) -> None:
+    if not isinstance(drafts, dict) or not drafts:
+        raise UserError(f"{where} needs a mapping of names of drafts to cost curves")
+    for draft, curve in drafts.items():
+        _check_curve(curve, f"{where}.{draft}")
+
+
+def _check_origins(origins: object, costs: dict[str, Any], where: str) -> None:
+    """Every figure is stated, measured elsewhere or assumed, with its source."""
+    if not isinstance(origins, dict) or set(origins) != set(costs):
+        raise UserError(f"{where} needs one text for each of {', '.join(costs)}")
+    for kind, text in origins.items():
+        if not str(text).startswith(_ORIGINS):
+            raise UserError(f"{where}.{kind} must begin with one of {', '.join(_ORIGINS)}")
 
 
 def _check_degrees(degrees: object, where: str) -> None:

@@ -43,6 +43,8 @@ class RecordedPair:
         class_logprobs: float64[P, K].
     """
 
+    num_depths = 1
+
     def __init__(self, *, record: Record, seed: int = 0) -> None:
         """Concatenates the requests of ``record``; ``seed``: of tokens and wrong nodes' draws."""
         requests = record.requests
@@ -88,8 +90,8 @@ class RecordedPair:
         inside = (entry >= 0) & (entry < request.num_output)
         return np.where(inside, self._first[request_id] + entry, drawn)
 
-    def ranks(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: the recorded rank of the token after each position."""
+    def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
+        """int64[n]: the recorded rank of the token after each position, at every depth."""
         return self._ranks[self.classes(request_id, positions)]
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:

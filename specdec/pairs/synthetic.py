@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,16 +17,18 @@ from specdec.executors.answerer import AnsweredRequest, Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.stage import NullStage, Stage
 from specdec.models.runner import ModelRunner
-from specdec.parts.fields import Count, Index
+from specdec.parts.fields import Count, Index, Share, Text
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sources.pair import A
-from specdec.sources.synthetic import (
+from specdec.sources.hit_law import (
     Decays,
     HiddenPair,
+    Odds,
     Shares,
+    Stays,
     SyntheticPair,
     VocabSize,
 )
+from specdec.sources.pair import A
 from specdec.types import Answers, Batch, Commit, HiddenName
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
@@ -135,6 +137,30 @@ class HiddenModels:
         return {key: self.fitted_source(value, policy) for key, value in source.items()}
 
 
+class SyntheticModels(HiddenModels):
+    """Plays a law of hits."""
+
+    def __init__(self, *, covers: Literal["chain", "tree"], **keys: Any) -> None:
+        """Takes what a hit means (``build_synthetic``) and the keys of ``HiddenModels``."""
+        super().__init__(**keys)
+        self._covers = covers
+
+    def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
+        """See ``HiddenModels``.
+
+        Raises:
+            UserError: a policy other than chains for a law whose hits are those of a tree.
+        """
+        kind = str(policy.get("_target_"))
+        if self._covers == "tree" and not kind.endswith((".Chain", ".RootOnly")):
+            raise UserError(
+                f"the law of model=synthetic has model.covers=tree: it says how often a whole tree"
+                f" of its draft had the right token, so {kind} cannot grow another from it; use"
+                " policy=chain with policy.gamma as deep as that tree"
+            )
+        return super().fitted_source(source, policy)
+
+
 def build_synthetic(
     *,
     vocab_size: VocabSize = 32000,
@@ -143,13 +169,37 @@ def build_synthetic(
     top1: Shares = (0.95, 0.6, 0.3),
     decay: Decays = (2.5, 2.2, 1.8),
     miss: Shares = (0.0, 0.0, 0.0),
+    stay: Stays = (),
+    depth: Odds = (),
+    group_shares: Sequence[Share] = (),
+    group_weights: Sequence[Shares] = (),
+    covers: Literal["chain", "tree"] = "chain",
+    draft_name: Text | None = None,
+    origin: Text = "assumed",
     seed: Index = 0,
 ) -> HiddenModels:
-    """The models of ``SyntheticPair``; ``num_layers``: the largest possible number of stages."""
+    """The models of ``SyntheticPair``, which has the other keys.
+
+    Args:
+        num_layers: of the target; the largest possible number of stages.
+        covers: what a hit is: the token of a chain, or some node of a measured tree.
+        draft_name: of the draft that the law was measured with; the profile must have its time.
+        origin: of the law, for result files.
+    """
     pair = SyntheticPair(
-        vocab_size=vocab_size, weights=weights, top1=top1, decay=decay, miss=miss, seed=seed
+        vocab_size=vocab_size,
+        weights=weights,
+        top1=top1,
+        decay=decay,
+        miss=miss,
+        stay=stay,
+        depth=depth,
+        group_shares=group_shares,
+        group_weights=group_weights,
+        seed=seed,
     )
-    return HiddenModels(pair=pair, num_layers=num_layers)
+    about = {"law": origin, "draft": draft_name}
+    return SyntheticModels(covers=covers, pair=pair, num_layers=num_layers, about=about)
 
 
 class SyntheticAnswerer:

@@ -6,6 +6,7 @@ Constructors raise ``ValueError`` for arguments outside their annotated bounds.
 from specdec.sources.draft_model import DraftModelSource
 from specdec.sources.eagle import EagleSource
 from specdec.sources.early_exit import EarlyExitSource
+from specdec.sources.hit_law import SyntheticPair
 from specdec.sources.katz import KatzModel
 from specdec.sources.lookup import PromptLookupSource
 from specdec.sources.mixture import MixtureSource
@@ -13,7 +14,7 @@ from specdec.sources.ngram import NGramSource
 from specdec.sources.null import NullSource
 from specdec.sources.random import RandomSource
 from specdec.sources.suffix_source import SuffixSource
-from specdec.sources.synthetic import SyntheticPair, SyntheticSource
+from specdec.sources.synthetic import SyntheticSource
 
 __all__ = [
     "DraftModelSource",

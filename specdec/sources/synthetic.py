@@ -16,157 +16,21 @@ Shape letters: W nodes, K candidates, C classes, V vocabulary, n positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from pydantic import Field
 
 from specdec.clocks import CONTROLLER, Work
 from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
-from specdec.parts.fields import Index, Share, validated
-from specdec.sources.hashing import hash_u64, hash_uniform
-from specdec.types import NO_NODE, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
+from specdec.sources.hit_law import MAX_RANK, HiddenPair
+from specdec.types import NO_NODE, Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
-_MAX_RANK = 64  # larger ranks are misses
-VocabSize = Annotated[int, Field(ge=4 * _MAX_RANK)]
-Shares = Annotated[Sequence[Share], Field(min_length=1)]
-Decays = Annotated[Sequence[Annotated[float, Field(gt=0, le=100)]], Field(min_length=1)]
 _TABLE = 512  # positions tabulated at a time
-_TOKEN, _CLASS, _RANK, _NODE, _NODE_CLASS = range(5)  # streams of the hash
-
-
-class HiddenPair(Protocol):
-    """Hidden sequences and the draft's ranks of their tokens."""
-
-    vocab_size: int
-    class_logprobs: FloatArray
-    """float64[C, K]: candidates' log probabilities by class, decreasing; -inf for no candidate."""
-
-    def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: the hidden sequence of a request at absolute positions."""
-        ...
-
-    def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: class of the token after each position."""
-        ...
-
-    def ranks(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: number of candidates before the true token; K or more for a miss."""
-        ...
-
-    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """int64[n]: true tokens at the start of a chain below a root there; None: use ``ranks``.
-
-        Replaces ``ranks`` for drafts that read the target's hidden states, whose accuracy depends
-        on the distance to the root.
-        """
-        ...
-
-    def node_keys(
-        self, request_id: int, positions: IntArray, tokens: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """(first candidate, class), int64[n] each, of the draft's proposals after wrong nodes."""
-        ...
-
-
-class SyntheticPair:
-    """The rank distributions of a synthetic target and draft.
-
-    With class weights w_c, the probability that the true token has rank r = 1, 2, .. is
-
-        P(r) = sum_c w_c P_c(r),   P_c(1) = top1_c,
-        P_c(r) = (1 - top1_c) (1 - miss_c) r^-decay_c / Z_c   for 2 <= r <= 64,
-
-    and that it is not among 64 candidates, (1 - top1_c) miss_c. The defaults give 0.65 at rank 1,
-    0.88 within 4, 0.97 within 16 and 0.99 within 32, which SpecPipe 3.3.1 reports for a 1B draft.
-
-    Attributes:
-        vocab_size: V.
-        class_probs: float64[C, 64], P_c(r).
-        class_logprobs: float64[C, 64], its logarithm.
-    """
-
-    @validated
-    def __init__(
-        self,
-        *,
-        vocab_size: VocabSize = 32000,
-        weights: Shares = (0.4, 0.3, 0.3),
-        top1: Shares = (0.95, 0.6, 0.3),
-        decay: Decays = (2.5, 2.2, 1.8),
-        miss: Shares = (0.0, 0.0, 0.0),
-        seed: Index = 0,
-    ) -> None:
-        """Sets the distributions; each sequence has one entry per difficulty class.
-
-        Args:
-            vocab_size: V, at least 256.
-            weights: relative frequency of the class; normalised.
-            top1: probability that the true token is the draft's first candidate.
-            decay: exponent of the decrease over ranks 2 to 64.
-            miss: probability that the true token is not among the 64 candidates, given that it is
-                not the first.
-            seed: key of sequences, classes and ranks.
-
-        Raises:
-            ValueError: for sequences of different lengths or values that are not probabilities.
-        """
-        lists = {"weights": weights, "top1": top1, "decay": decay, "miss": miss}
-        if len({len(values) for values in lists.values()}) != 1:
-            raise ValueError(f"weights, top1, decay and miss must have equal lengths: {lists}")
-        if sum(weights) <= 0.0:
-            raise ValueError(f"weights={list(weights)} must not all be 0")
-        self.vocab_size = vocab_size
-        self.seed = seed
-        self._weights = np.asarray(weights, float) / sum(weights)
-        self.class_probs = _rank_law(np.asarray(top1), np.asarray(decay), np.asarray(miss))
-        if (np.diff(self.class_probs, axis=1) > 0.0).any():
-            raise ValueError(
-                f"top1={list(top1)} with decay={list(decay)} makes a later candidate more probable"
-                " than an earlier one; raise top1 or lower decay (at least 0)"
-            )
-        with np.errstate(divide="ignore"):
-            self.class_logprobs = np.log(self.class_probs)
-        self._class_edges = np.cumsum(self._weights)[:-1]
-        self._rank_edges = np.cumsum(self.class_probs, axis=1)
-
-    def rank_probabilities(self) -> FloatArray:
-        """float64[64]: probability that the true token has rank 1 .. 64, over all classes."""
-        return self._weights @ self.class_probs
-
-    def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """See ``HiddenPair``."""
-        drawn = hash_u64(self.seed, _TOKEN, request_id, positions)
-        return (drawn % np.uint64(self.vocab_size)).astype(np.int64)
-
-    def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """See ``HiddenPair``."""
-        drawn = hash_uniform(self.seed, _CLASS, request_id, positions)
-        return np.searchsorted(self._class_edges, drawn, side="right")
-
-    def ranks(self, request_id: int, positions: IntArray) -> IntArray:
-        """See ``HiddenPair``; 64 for a miss."""
-        drawn = hash_uniform(self.seed, _RANK, request_id, positions)
-        edges = self._rank_edges[self.classes(request_id, positions)]
-        return (edges <= drawn[:, None]).sum(axis=1)
-
-    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """None: the ranks do not depend on the root."""
-        return None
-
-    def node_keys(
-        self, request_id: int, positions: IntArray, tokens: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """See ``HiddenPair``."""
-        first = hash_u64(self.seed, _NODE, request_id, positions, tokens)
-        drawn = hash_uniform(self.seed, _NODE_CLASS, request_id, positions, tokens)
-        classes = np.searchsorted(self._class_edges, drawn, side="right")
-        return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
 
 class _RequestTables:
@@ -190,15 +54,16 @@ class _RequestTables:
         positions = np.arange(size)
         self.tokens = self._pair.tokens(self.request.id, positions)
         self.classes = self._pair.classes(self.request.id, positions)
-        self._ranks = self._pair.ranks(self.request.id, positions)
+        depths = range(self._pair.num_depths)
+        self._ranks = [self._pair.ranks(self.request.id, positions, depth) for depth in depths]
         self._reach = self._pair.reach(self.request.id, positions)
 
     def rank(self, position: int) -> int:
         """Number of candidates before the true token at the true node at ``position``."""
-        if self._reach is None:
-            return int(self._ranks[position])
         root = self.request.prefix_len
-        return 0 if position - root < self._reach[root] else _MAX_RANK
+        if self._reach is None:
+            return int(self._ranks[min(position - root, len(self._ranks) - 1)][position])
+        return 0 if position - root < self._reach[root] else MAX_RANK
 
     def reserve(self, last: int) -> None:
         """Extends the tables beyond position ``last``."""
@@ -335,11 +200,3 @@ class SyntheticSource:
         self.counters.rows += num_rows
         self.counters.by_level["draft"] += 1
         state.clock.charge(CONTROLLER, Work.DRAFT, num_rows)
-
-
-def _rank_law(top1: FloatArray, decay: FloatArray, miss: FloatArray) -> FloatArray:
-    """float64[C, 64], see ``SyntheticPair``."""
-    ranks = np.arange(2, _MAX_RANK + 1)
-    tail = ranks ** -decay[:, None]
-    tail *= ((1.0 - top1) * (1.0 - miss))[:, None] / tail.sum(axis=1, keepdims=True)
-    return np.concatenate([top1[:, None], tail], axis=1)

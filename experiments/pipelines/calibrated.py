@@ -1,0 +1,92 @@
+"""SpecPipe beside SpecInfer with calibrated laws, over the band that the stated times leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.pipelines.theory import needed_acceptance_length
+from experiments.pipelines.token_times import run_rows
+from experiments.reproduce.drafts import Draft, drafts
+from experiments.reproduce.drawing import figure, legend, tidy
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from specdec.clocks.build import build_profile
+from specdec.clocks.interface import Work
+
+_HAD = (
+    *("draft", "profile", "hit rate", "tokens per tree", "SpecPipe ms", "SpecInfer ms, hidden"),
+    *("over SpecInfer", "low", "high", "SpecInfer ms, serial", "over serial", "over PP"),
+)
+_NEEDED = (
+    *("stated", "profile", "step ms", "SpecPipe ms", "SpecInfer ms"),
+    *("hit rate needed (Eq. 2)", "tokens per tree needed"),
+)
+
+
+def calibrated(item: Item, lab: Lab) -> Findings:
+    """(hit rate, tokens per tree, step time) that the stated ratios need, and those of real pairs.
+
+    Keys: ``drafts``, ``common``, ``profiles`` (name -> profile), ``rows`` (dynamic, hidden, serial:
+    overrides), ``nodes`` of a step and of SpecInfer's tree, ``stated`` (name -> ms of PP, SpecInfer
+    and SpecPipe), claims ``over_specinfer`` and ``over_pp``.
+    """
+    findings, config = Findings(), item.config
+    table, needed = [], []
+    points: dict[str, list[tuple[float, float]]] = {}
+    profiles = {}
+    for draft in drafts(config["drafts"], item, lab, findings):
+        for name, profile in config["profiles"].items():
+            common = [*config["common"], f"clock.profile={profile}"]
+            runs = run_rows(lab, draft, common, config["rows"])
+            profiles[name] = build_profile(runs["dynamic"].config["clock"])
+            row, ratio = _had(draft, name, runs)
+            table.append(row)
+            points.setdefault(draft.short, []).append((row[2], ratio))
+            title = f"{draft.title}; stages {name}"
+            for claim, slow in (("over_specinfer", "hidden"), ("over_pp", "plain")):
+                value, *ends = speed_ratio(runs["dynamic"], runs[slow])
+                findings.add(claim, value, "simulated", title, interval=(ends[0], ends[1]))
+    for name, (_, static_ms, dynamic_ms) in config["stated"].items():
+        for kind, profile in profiles.items():
+            step = _step_ms(profile, config["nodes"]["step"])
+            stages = config["stages"]
+            hit = 1.0 - (dynamic_ms / step - 1.0) / (stages - 1)
+            tree = needed_acceptance_length(static_ms, config["nodes"]["tree"], stages, profile)
+            shown = hit if hit <= 1.0 else None
+            needed.append((name, kind, step, dynamic_ms, static_ms, shown, tree))
+    findings.table("What the stated times need", _NEEDED, needed)
+    findings.table("What measured pairs have", _HAD, table)
+    findings.figure = _picture(item, points)
+    return findings
+
+
+def _had(draft: Draft, profile: str, runs: Mapping[str, Outcome]) -> tuple[tuple[Any, ...], float]:
+    """The line of a draft on a profile, and its ratio over SpecInfer with hidden drafting."""
+    dynamic, hidden, serial = runs["dynamic"], runs["hidden"], runs["serial"]
+    ratio, low, high = speed_ratio(dynamic, hidden)
+    over_serial, over_plain = serial.tbt_ms / dynamic.tbt_ms, runs["plain"].tbt_ms / dynamic.tbt_ms
+    hit, length = dynamic.summary["hit_rate"], hidden.summary["acceptance_length"]
+    return (
+        *(draft.title, profile, hit, length, dynamic.tbt_ms, hidden.tbt_ms, ratio, low, high),
+        *(serial.tbt_ms, over_serial, over_plain),
+    ), ratio
+
+
+def _step_ms(profile: Any, nodes: int) -> float:
+    """A step of a full pipeline with ``nodes`` per level: stage, transfer and prune."""
+    kinds = (Work.STAGE, Work.TRANSFER, Work.PRUNE)
+    return float(sum(profile.ms(kind, nodes) for kind in kinds))
+
+
+def _picture(item: Item, points: Mapping[str, list[tuple[float, float]]]) -> Any:
+    fig, (ax,) = figure(7.8, 4.6)
+    low, high = item.config["ratio"]
+    ax.axhspan(low, high, alpha=0.2, label="stated")
+    for name, pairs in points.items():
+        ax.plot(*zip(*pairs, strict=True), marker="o", label=name)
+    y = "SpecPipe over SpecInfer, drafting hidden"
+    tidy(ax, x="hit rate of SpecPipe", y=y, title=item.stated.title)
+    legend(ax)
+    return fig

@@ -1,0 +1,303 @@
+"""Maximum-likelihood fit of a hit law by expectation maximisation.
+
+Shape letters: S segments, T positions, G groups, C classes, D depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from specdec.fitting.law import HitLaw
+from specdec.fitting.observations import Observations
+from specdec.fitting.requests import UNKNOWN
+from specdec.types import FloatArray, IntArray
+
+_FLOOR = 1e-4  # of weights, hit rates and their complements
+_MOST_STAY = 0.995
+_MAX_DEPTH = 6.0  # largest change of log odds by depth
+_CLOSE = 0.01  # relative error of tokens per pass
+_SPREAD = 0.8  # of the measured one, below which groups may cost some likelihood
+_PATIENCE = 10.0  # of AIC, for such groups
+_GAIN = 0.01  # of the log likelihood, below which the iteration ends
+_LEAST_MASS = 30.0  # observations of a depth with a parameter of its own
+_LEAST_PROMPTS = 5  # for groups of prompts
+
+
+Depths = Literal["one", "few", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Size of a law.
+
+    Attributes:
+        groups, classes: G and C.
+        depths: "one": the hit rate does not depend on the depth; "few": depths 0, 1, 2 to 3, 4 and
+            more; "all": every depth with enough observations.
+    """
+
+    groups: int = 1
+    classes: int = 1
+    depths: Depths = "one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A fitted law.
+
+    Attributes:
+        law: the parameters.
+        size: of the law.
+        log_likelihood: of the observations, natural logarithm.
+        aic: Akaike's criterion, 2 parameters - 2 log likelihood; smaller is better.
+    """
+
+    law: HitLaw
+    size: Size
+    log_likelihood: float
+    aic: float
+
+
+def fit_law(data: Observations, size: Size, *, iterations: int = 150) -> Fit:
+    """Fits a law of given size; deterministic.
+
+    Args:
+        data: the observations.
+        size: of the law.
+        iterations: at most; it ends earlier where the likelihood gains less than 0.01.
+    """
+    bins = _depth_bins(data, size.depths)
+    binned = replace(data, depths=bins[data.depths])
+    law, before, value = _start(binned, size, int(bins.max()) + 1), -np.inf, -np.inf
+    for _ in range(iterations):
+        law, value = _iterate(binned, law, size.depths != "one")
+        if value - before < _GAIN:
+            break
+        before = value
+    aic = 2.0 * (law.num_parameters - value)
+    expanded = replace(law, depth=law.depth[bins])
+    return Fit(law=expanded, size=size, log_likelihood=value, aic=aic)
+
+
+def log_likelihood(data: Observations, law: HitLaw) -> float:
+    """Of observations under a law, natural logarithm."""
+    return _iterate(data, law, False)[1]
+
+
+def choose_law(
+    data: Observations,
+    *,
+    ordered: bool,
+    error: Callable[[HitLaw], float],
+    spread: Callable[[HitLaw], float],
+    chains: bool = True,
+) -> Fit:
+    """The law of smallest AIC whose own tokens per pass agree with the data's.
+
+    Depths are chosen first, then classes, then groups. A law that misses the tokens per pass of the
+    data it was fitted to by more than 1 % comes after all that do not. Groups are also taken where
+    requests differ by clearly more than under the law without them.
+
+    Args:
+        data: the observations.
+        ordered: whether passes follow each other; otherwise classes cannot be told from depths, and
+            there is one class.
+        error: relative error of a law's tokens per pass on the data.
+        spread: spread of tokens per pass between requests under a law, over that of the data.
+        chains: False for passes of trees, whose shape shows in every depth.
+    """
+
+    def rank(fit: Fit) -> tuple[bool, float]:
+        return abs(error(fit.law)) > _CLOSE, fit.aic
+
+    def best_of(*fits: Fit) -> Fit:
+        return min(fits, key=rank)
+
+    depths: tuple[Depths, ...] = ("one", "few", "all") if chains and ordered else ("all",)
+    singles = [fit_law(data, Size(depths=d)) for d in depths]
+    best = best_of(*singles)
+    if ordered:
+        for classes in (2, 3):
+            sizes = {best.size.depths, "one"} if chains else {best.size.depths}
+            new = [fit_law(data, Size(classes=classes, depths=d)) for d in sorted(sizes)]
+            grown = best_of(best, *new)
+            if grown is best:
+                break
+            best = grown
+    if len(set(data.prompts.tolist())) >= _LEAST_PROMPTS:
+        classes = max(best.size.classes, 2) if ordered else 1
+        for groups in (2, 3):
+            size = replace(best.size, groups=groups, classes=classes)
+            grown = fit_law(data, size)
+            alike = rank(grown) < (rank(best)[0], best.aic + _PATIENCE)
+            if best_of(best, grown) is best and not (alike and spread(best.law) < _SPREAD):
+                break
+            best = grown
+    return best
+
+
+def _depth_bins(data: Observations, depths: str) -> IntArray:
+    """int64[D], number of the depth's parameter."""
+    known = data.hits != UNKNOWN
+    last = int(data.depths.max(initial=0))
+    if depths == "one":
+        return np.zeros(last + 1, np.int64)
+    if depths == "few":
+        most = min(last, 4) if last < 2 else 3
+        return np.minimum(np.array([0, 1, 2, 2, *[3] * max(last - 3, 0)])[: last + 1], most)
+    mass = np.bincount(data.depths[known], weights=_mass(data)[known], minlength=last + 1)
+    bins, filled = np.zeros(last + 1, np.int64), mass[0]
+    for depth in range(1, last + 1):
+        opens = filled >= _LEAST_MASS and mass[depth:].sum() >= _LEAST_MASS
+        bins[depth] = bins[depth - 1] + int(opens)
+        filled = mass[depth] if opens else filled + mass[depth]
+    return bins
+
+
+def _mass(data: Observations) -> FloatArray:
+    mass: FloatArray = np.broadcast_to(data.weights[:, None], data.hits.shape)
+    return mass
+
+
+def _start(data: Observations, size: Size, depths: int) -> HitLaw:
+    """Classes from hard to easy; easy ones stay longer, which real misses look like."""
+    known = data.hits != UNKNOWN
+    mass = _mass(data) * known
+    rate = float(np.clip((mass * (data.hits == 1)).sum() / max(mass.sum(), 1.0), 0.02, 0.98))
+    classes, groups = size.classes, size.groups
+    spread = np.linspace(-1.5, 1.5, classes) if classes > 1 else np.zeros(1)
+    tilt = np.linspace(-0.8, 0.8, groups) if groups > 1 else np.zeros(1)
+    weights = np.exp(tilt[:, None] * np.linspace(-1.0, 1.0, classes)[None])
+    return HitLaw(
+        group_shares=np.full(groups, 1.0 / groups),
+        weights=weights / weights.sum(axis=1, keepdims=True),
+        stay=np.linspace(0.7, 0.95, classes) if classes > 1 else np.zeros(1),
+        top1=1.0 / (1.0 + np.exp(-(np.log(rate / (1 - rate)) + spread))),
+        depth=np.zeros(depths),
+    )
+
+
+def _iterate(data: Observations, law: HitLaw, by_depth: bool) -> tuple[HitLaw, float]:
+    """One step of expectation maximisation, and the log likelihood before it."""
+    groups, classes = law.weights.shape
+    likelihood = _likelihood(data, law)  # [S, T, C]
+    start = law.shares()
+    forward, scale = _forward(likelihood, law, start)  # [T, S, G, C], [T, S, G]
+    by_segment = np.log(scale).sum(axis=0) * data.weights[:, None]  # [S, G]
+    num_prompts = int(data.prompts.max()) + 1
+    by_prompt = np.zeros((num_prompts, groups))
+    np.add.at(by_prompt, data.prompts, by_segment)
+    joint = by_prompt + np.log(law.group_shares)
+    top = joint.max(axis=1, keepdims=True)
+    total = top[:, 0] + np.log(np.exp(joint - top).sum(axis=1))
+    posterior = np.exp(joint - total[:, None])  # [prompts, G]
+    mass = posterior[data.prompts] * data.weights[:, None]  # [S, G]
+    occupied, kept, redrawn, first = _backward(likelihood, law, forward, scale, mass)
+    counts = _counts(data, occupied, len(law.depth))
+    top1, depth = _emissions(law, counts, by_depth)
+    stay = law.stay
+    if classes > 1:
+        stay = np.clip(kept / np.maximum(kept + redrawn.sum(axis=(0, 2)), _FLOOR), 0.0, _MOST_STAY)
+    drawn = redrawn.sum(axis=1) + first * (1.0 - stay)  # a start counts as a draw in part
+    weights = np.maximum(drawn, _FLOOR * np.maximum(drawn.sum(axis=1, keepdims=True), 1.0))
+    lengths = np.bincount(data.prompts, weights=data.weights * (data.hits != UNKNOWN).sum(axis=1))
+    shares = np.maximum(lengths @ posterior, _FLOOR * lengths.sum())  # of positions, as in a pool
+    new = HitLaw(
+        group_shares=shares / shares.sum(),
+        weights=weights / weights.sum(axis=1, keepdims=True),
+        stay=stay,
+        top1=top1,
+        depth=depth,
+    )
+    return new, float(total.sum())
+
+
+def _likelihood(data: Observations, law: HitLaw) -> FloatArray:
+    """float64[S, T, C], probability of each observation by class; 1 where it is unknown."""
+    rates = law.hit_rates(len(law.depth))  # [C, D]
+    depth = np.minimum(data.depths, len(law.depth) - 1)
+    chance = rates.T[depth]  # [S, T, C]
+    hit = (data.hits == 1)[:, :, None]
+    known = (data.hits != UNKNOWN)[:, :, None]
+    result: FloatArray = np.where(known, np.where(hit, chance, 1.0 - chance), 1.0)
+    return result
+
+
+def _forward(
+    likelihood: FloatArray, law: HitLaw, start: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Scaled forward probabilities float64[T, S, G, C] and their scales float64[T, S, G]."""
+    segments, length, classes = likelihood.shape
+    groups = len(law.weights)
+    forward = np.empty((length, segments, groups, classes))
+    scale = np.empty((length, segments, groups))
+    current = np.broadcast_to(start, (segments, groups, classes))
+    leave = 1.0 - law.stay
+    for at in range(length):
+        current = current * likelihood[:, at, None, :]
+        scale[at] = current.sum(axis=2)
+        current = current / scale[at][:, :, None]
+        forward[at] = current
+        left = (current * leave).sum(axis=2)
+        current = current * law.stay + left[:, :, None] * law.weights
+    return forward, scale
+
+
+def _backward(
+    likelihood: FloatArray, law: HitLaw, forward: FloatArray, scale: FloatArray, mass: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """Expected counts: (occupied [S, T, C], kept [C], redrawn [G, C from, C to], first [G, C])."""
+    length, segments, groups, classes = forward.shape
+    occupied = np.empty((segments, length, classes))
+    kept = np.zeros(classes)
+    redrawn = np.zeros((groups, classes, classes))
+    leave = 1.0 - law.stay
+    backward = np.ones((segments, groups, classes))
+    for at in range(length - 1, -1, -1):
+        posterior = forward[at] * backward * mass[:, :, None]
+        occupied[:, at] = posterior.sum(axis=1)
+        if at == 0:
+            break
+        ahead = backward * likelihood[:, at, None, :] / scale[at][:, :, None]  # [S, G, C]
+        before = forward[at - 1] * mass[:, :, None]
+        kept += (before * law.stay * ahead).sum(axis=(0, 1))
+        redrawn += np.einsum("sgi,sgj->gij", before * leave, ahead * law.weights)
+        drawn = (ahead * law.weights).sum(axis=2)
+        backward = law.stay * ahead + leave * drawn[:, :, None]
+    return occupied, kept, redrawn, posterior.sum(axis=0)
+
+
+def _counts(data: Observations, occupied: FloatArray, depths: int) -> FloatArray:
+    """float64[2, C, D], expected misses and hits by class and depth."""
+    counts = np.zeros((2, occupied.shape[2], depths))
+    depth = np.minimum(data.depths, depths - 1)
+    for hit in (0, 1):
+        chosen = data.hits == hit
+        np.add.at(counts[hit].T, depth[chosen], occupied[chosen])
+    return counts
+
+
+def _emissions(law: HitLaw, counts: FloatArray, by_depth: bool) -> tuple[FloatArray, FloatArray]:
+    """(top1 [C], depth [D]) of largest likelihood; Newton's method on log odds in turn."""
+    misses, hits = counts
+    if not by_depth:
+        total = np.maximum((misses + hits).sum(axis=1), _FLOOR)
+        return np.clip(hits.sum(axis=1) / total, _FLOOR, 1.0 - _FLOOR), law.depth
+    odds = np.log(law.top1) - np.log1p(-law.top1)
+    depth = law.depth.copy()
+    for _ in range(4):
+        for axis in (1, 0):
+            rate = 1.0 / (1.0 + np.exp(-(odds[:, None] + depth)))
+            slope = (hits - (hits + misses) * rate).sum(axis=axis)
+            curve = ((hits + misses) * rate * (1.0 - rate)).sum(axis=axis) + 0.5  # a weak prior
+            change = np.clip(slope / curve, -1.0, 1.0)
+            if axis == 1:
+                odds = np.clip(odds + change, np.log(_FLOOR), -np.log(_FLOOR))
+            else:
+                change[0] = 0.0
+                depth = np.clip(depth + change, -_MAX_DEPTH, _MAX_DEPTH)
+    return 1.0 / (1.0 + np.exp(-odds)), depth

@@ -1,0 +1,161 @@
+"""Acceptance of one request, as logs state it: accepted draft tokens by pass, or counts.
+
+Shape letters: N passes, or kinds of passes where a log has counts only; T positions, K draft tokens
+per pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.fitting.tails import RankVector
+from specdec.types import FloatArray, IntArray
+
+UNKNOWN = -1
+"""Of a position whose draft token was never verified."""
+
+_MOST = 4096  # tokens of a pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLog:
+    """Acceptance of one request.
+
+    Attributes:
+        name: of the request.
+        accepted: int64[N], accepted draft tokens of each pass.
+        counts: float64[N], number of such passes; all 1 where ``ordered``.
+        drafted: int64[N], verified draft tokens of each pass; None where the log has none.
+        ordered: whether passes follow each other in the text.
+        turns: numbers of passes of the turns of a dialogue.
+        matches: int64[T], instead of passes: 1 right, 0 wrong, ``UNKNOWN``; None for passes.
+        totals_only: the log has a mean and no positions; those here are of a constant hit rate.
+    """
+
+    name: str
+    accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    counts: FloatArray = field(default_factory=lambda: np.zeros(0))
+    drafted: IntArray | None = None
+    ordered: bool = True
+    turns: tuple[int, ...] = ()
+    matches: IntArray | None = None
+    totals_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceLog:
+    """The content of a file.
+
+    Attributes:
+        path: of the file.
+        form: which format it has.
+        requests: acceptance by request; empty for a file of rank vectors.
+        vector: shares of ranks; None for other files.
+        notes: what was inferred rather than stated.
+    """
+
+    path: str
+    form: str
+    requests: tuple[RequestLog, ...] = ()
+    vector: RankVector | None = None
+    notes: tuple[str, ...] = ()
+
+
+def whole_numbers(values: Any, where: str, least: int = 0) -> IntArray:
+    """int64[N] of a list of whole numbers.
+
+    Raises:
+        UserError: it is no such list; ``where`` names it.
+    """
+    good = isinstance(values, list) and all(
+        (type(v) is int or (type(v) is float and v.is_integer())) and least <= v <= _MOST
+        for v in values
+    )
+    if not good:
+        raise UserError(f"{where} must be a list of whole numbers from {least} to {_MOST}")
+    return np.array(values, np.int64)
+
+
+def of_passes(
+    name: str,
+    accepted: IntArray,
+    *,
+    drafted: IntArray | None = None,
+    turns: Sequence[int] = (),
+) -> RequestLog:
+    """A request whose passes are known one by one, in their order."""
+    if drafted is not None and len(drafted) == len(accepted):
+        drafted = np.maximum(drafted, accepted)
+    else:
+        drafted = None
+    fits = sum(turns) == len(accepted)
+    return RequestLog(
+        name=name,
+        accepted=accepted,
+        counts=np.ones(len(accepted)),
+        drafted=drafted,
+        turns=tuple(turns) if fits else (len(accepted),),
+    )
+
+
+def of_histogram(
+    name: str, counts: FloatArray, draft_tokens: int | None, *, totals_only: bool = False
+) -> RequestLog:
+    """A request with ``counts[j]`` passes that accepted j draft tokens of ``draft_tokens``."""
+    longest = max(draft_tokens or 0, len(counts) - 1)
+    return RequestLog(
+        name=name,
+        accepted=np.arange(len(counts)),
+        counts=np.asarray(counts, float),
+        drafted=np.full(len(counts), longest) if draft_tokens else None,
+        ordered=False,
+        totals_only=totals_only,
+    )
+
+
+def of_rates(name: str, passes: float, rates: Sequence[float]) -> RequestLog:
+    """A request with the share of passes that accepted each position, ``rates[i]`` for the i-th.
+
+    Raises:
+        UserError: shares that increase or are no shares.
+    """
+    edges = np.array([1.0, *rates, 0.0])
+    if (np.diff(edges) > 0.02).any() or (edges < 0).any() or not np.isfinite(edges).all():
+        raise UserError(
+            f"{name}: acceptance by position {list(rates)} must fall from at most 1 to at least 0"
+        )
+    counts = passes * np.maximum(-np.diff(edges), 0.0)
+    return of_histogram(name, counts, len(rates))
+
+
+def of_totals(name: str, passes: float, accepted: float, draft_tokens: float) -> RequestLog:
+    """A request of which only totals are known: the hit rate is taken as the same everywhere.
+
+    Args:
+        name: of the request.
+        passes: number of target passes with draft tokens.
+        accepted: draft tokens accepted in all of them.
+        draft_tokens: per pass.
+
+    Raises:
+        UserError: totals that contradict each other.
+    """
+    longest = max(round(draft_tokens), 1)
+    if passes <= 0 or not 0 <= accepted <= passes * longest * 1.001:
+        raise UserError(
+            f"{name}: {accepted:g} accepted draft tokens in {passes:g} passes of {longest} draft"
+            " tokens is not possible; state draft_tokens=K"
+        )
+    mean, low, high = accepted / passes, 0.0, 1.0
+    powers = np.arange(1, longest + 1)
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (rate, high) if (rate**powers).sum() < mean else (low, rate)
+    survive = high ** np.arange(longest + 1)
+    counts = passes * np.append(survive[:-1] - survive[1:], survive[-1])
+    return of_histogram(name, counts, longest, totals_only=True)

@@ -1,0 +1,248 @@
+"""The law of ``model=synthetic``: hidden target sequences and the ranks of their tokens.
+
+Shape letters: G groups of prompts, C classes of positions, D depths, K candidates, V vocabulary,
+n positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Protocol
+
+import numpy as np
+from pydantic import Field
+
+from specdec.parts.fields import Index, Share, validated
+from specdec.sources.hashing import hash_u64, hash_uniform
+from specdec.types import FloatArray, IntArray
+
+MAX_RANK = 64
+"""Larger ranks are misses."""
+
+VocabSize = Annotated[int, Field(ge=4 * MAX_RANK)]
+Shares = Annotated[Sequence[Share], Field(min_length=1)]
+Decays = Annotated[Sequence[Annotated[float, Field(ge=0, le=100)]], Field(min_length=1)]
+Stays = Sequence[Annotated[float, Field(ge=0, lt=1)]]
+Odds = Sequence[Annotated[float, Field(ge=-100, le=100)]]
+
+_TOKEN, _CLASS, _RANK, _NODE, _NODE_CLASS, _GROUP, _STAY = range(7)  # streams of the hash
+
+
+class HiddenPair(Protocol):
+    """Hidden sequences and the draft's ranks of their tokens."""
+
+    vocab_size: int
+    num_depths: int
+    """Distances from the root that ``ranks`` tells apart; 1: the root does not matter."""
+    class_logprobs: FloatArray
+    """float64[C, K]: candidates' log probabilities by class, decreasing; -inf for no candidate."""
+
+    def tokens(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: the hidden sequence of a request at absolute positions."""
+        ...
+
+    def classes(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: class of the token after each position."""
+        ...
+
+    def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
+        """int64[n]: number of candidates before the true token; K or more for a miss.
+
+        ``depth``: of the node at the position below the root.
+        """
+        ...
+
+    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
+        """int64[n]: true tokens at the start of a chain below a root there; None: use ``ranks``.
+
+        Replaces ``ranks`` for drafts that read the target's hidden states, whose accuracy depends
+        on the distance to the root.
+        """
+        ...
+
+    def node_keys(
+        self, request_id: int, positions: IntArray, tokens: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """(first candidate, class), int64[n] each, of the draft's proposals after wrong nodes."""
+        ...
+
+
+class SyntheticPair:
+    """The rank distributions of a synthetic target and draft.
+
+    A prompt belongs to a group and a position to a class. At the next position the class stays with
+    probability stay_c, otherwise it is drawn from the weights w of the group. In class c the true
+    token has rank r = 1, 2, .. at depth d (0 for the root's children) with probability
+
+        P_c(1) = sigmoid(logit(top1_c) + depth_d),
+        P_c(r) = (1 - P_c(1)) (1 - miss_c) r^-decay_c / Z_c   for 2 <= r <= 64,
+
+    and is not among 64 candidates with probability (1 - P_c(1)) miss_c. Without groups, stay and
+    depth, the positions are independent and P(r) = sum_c w_c P_c(r). The defaults give 0.65 at
+    rank 1, 0.88 within 4, 0.97 within 16 and 0.99 within 32; SpecPipe 3.3.1 reports the last one
+    for a 1B draft, the others are assumed. ``specdec fit`` measures laws (docs/calibration.md).
+
+    Attributes:
+        vocab_size: V.
+        num_depths: D.
+        shares: float64[G, C], share of the positions of a prompt in each class.
+        class_probs: float64[C, 64], P_c(r) at depth 0.
+        class_logprobs: float64[C, 64], its logarithm.
+    """
+
+    @validated
+    def __init__(
+        self,
+        *,
+        vocab_size: VocabSize = 32000,
+        weights: Shares = (0.4, 0.3, 0.3),
+        top1: Shares = (0.95, 0.6, 0.3),
+        decay: Decays = (2.5, 2.2, 1.8),
+        miss: Shares = (0.0, 0.0, 0.0),
+        stay: Stays = (),
+        depth: Odds = (),
+        group_shares: Sequence[Share] = (),
+        group_weights: Sequence[Shares] = (),
+        seed: Index = 0,
+    ) -> None:
+        """Sets the distributions; ``weights`` to ``stay`` have one entry per difficulty class.
+
+        Args:
+            vocab_size: V, at least 256.
+            weights: relative frequency with which the class is drawn; normalised.
+            top1: probability that the true token is the draft's first candidate.
+            decay: exponent of the decrease over ranks 2 to 64.
+            miss: probability that the true token is not among the 64 candidates, given that it is
+                not the first.
+            stay: probability to keep the class at the next position; empty: 0.
+            depth: added to the log odds of ``top1`` by distance from the root, the last one for all
+                beyond; empty: 0.
+            group_shares: share of the prompts in each group; empty: one group.
+            group_weights: ``weights`` of each group, in their place.
+            seed: key of sequences, classes and ranks.
+
+        Raises:
+            ValueError: for sequences of different lengths or values that are not probabilities.
+        """
+        rows = _checked_rows(
+            {"weights": weights, "top1": top1, "decay": decay, "miss": miss},
+            {"stay": stay} if stay else {},
+            group_shares,
+            group_weights,
+        )
+        self.vocab_size, self.seed = vocab_size, seed
+        self._weights = rows / rows.sum(axis=1, keepdims=True)  # [G, C]
+        self._stay = np.asarray(stay or [0.0] * len(top1), float)
+        self._group_shares = np.asarray(group_shares or [1.0], float) / sum(group_shares or [1.0])
+        shares = self._weights / (1.0 - self._stay)
+        self.shares: FloatArray = shares / shares.sum(axis=1, keepdims=True)
+        odds = np.asarray(depth or [0.0], float)
+        self.num_depths = len(odds)
+        tail = np.asarray(decay, float), np.asarray(miss, float)
+        by_depth = [_rank_law(_shifted(np.asarray(top1, float), o), *tail) for o in odds]
+        self.class_probs: FloatArray = by_depth[0]
+        if (np.diff(self.class_probs, axis=1) > 1e-12).any():
+            raise ValueError(
+                f"top1={list(top1)} with decay={list(decay)} makes a later candidate more probable"
+                " than an earlier one; raise top1 or lower decay (at least 0)"
+            )
+        with np.errstate(divide="ignore"):
+            self.class_logprobs: FloatArray = np.log(self.class_probs)
+        self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
+
+    def rank_probabilities(self) -> FloatArray:
+        """float64[64]: probability that the true token has rank 1 .. 64 at depth 0, over all."""
+        result: FloatArray = self._group_shares @ self.shares @ self.class_probs
+        return result
+
+    def tokens(self, request_id: int, positions: IntArray) -> IntArray:
+        """See ``HiddenPair``."""
+        drawn = hash_u64(self.seed, _TOKEN, request_id, positions)
+        return (drawn % np.uint64(self.vocab_size)).astype(np.int64)
+
+    def classes(self, request_id: int, positions: IntArray) -> IntArray:
+        """See ``HiddenPair``."""
+        group = self._group(request_id)
+        if not self._stay.any():
+            drawn = hash_uniform(self.seed, _CLASS, request_id, positions)
+            return _drawn(self._weights[group], drawn)
+        every = np.arange(int(positions.max(initial=0)) + 1)
+        drawn = hash_uniform(self.seed, _CLASS, request_id, every)
+        anew = _drawn(self._weights[group], drawn).tolist()
+        stays = hash_uniform(self.seed, _STAY, request_id, every).tolist()
+        keep = self._stay.tolist()
+        current = int(_drawn(self.shares[group], drawn[:1])[0])
+        classes = [current]
+        for at in range(1, len(every)):
+            current = current if stays[at] < keep[current] else anew[at]
+            classes.append(current)
+        return np.array(classes, np.int64)[positions]
+
+    def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
+        """See ``HiddenPair``; 64 for a miss."""
+        drawn = hash_uniform(self.seed, _RANK, request_id, positions)
+        law = self._rank_edges[min(depth, self.num_depths - 1)]
+        edges = law[self.classes(request_id, positions)]
+        return (edges <= drawn[:, None]).sum(axis=1)
+
+    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
+        """None: ranks say it all."""
+        return None
+
+    def node_keys(
+        self, request_id: int, positions: IntArray, tokens: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """See ``HiddenPair``."""
+        first = hash_u64(self.seed, _NODE, request_id, positions, tokens)
+        drawn = hash_uniform(self.seed, _NODE_CLASS, request_id, positions, tokens)
+        classes = _drawn(self.shares[self._group(request_id)], drawn)
+        return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
+
+    def _group(self, request_id: int) -> int:
+        drawn = hash_uniform(self.seed, _GROUP, np.array([request_id]))
+        return int(_drawn(self._group_shares, drawn)[0])
+
+
+def _checked_rows(
+    lists: dict[str, Sequence[float]],
+    optional: dict[str, Sequence[float]],
+    group_shares: Sequence[float],
+    group_weights: Sequence[Sequence[float]],
+) -> FloatArray:
+    """float64[G, C], the weights of each group; raises ``ValueError`` as ``SyntheticPair``."""
+    every = {**lists, **optional}
+    every |= {f"group_weights[{g}]": row for g, row in enumerate(group_weights)}
+    if len({len(values) for values in every.values()}) != 1:
+        raise ValueError(f"{', '.join(every)} must have equal lengths: {every}")
+    if len(group_shares) != len(group_weights):
+        raise ValueError(
+            f"group_shares={list(group_shares)} and {len(group_weights)} group_weights must be as"
+            " many as each other"
+        )
+    weights = lists["weights"]
+    rows: FloatArray = np.asarray(group_weights or [weights], float)
+    if sum(group_shares or [1.0]) <= 0.0 or (rows.sum(axis=1) <= 0.0).any():
+        raise ValueError(f"weights={list(weights)} and shares of groups must not all be 0")
+    return rows
+
+
+def _drawn(shares: FloatArray, uniform: FloatArray) -> IntArray:
+    """int64[n]: indices drawn with ``shares`` by uniform numbers."""
+    return np.searchsorted(np.cumsum(shares)[:-1], uniform, side="right")
+
+
+def _shifted(top1: FloatArray, odds: float) -> FloatArray:
+    """Probabilities after adding ``odds`` to their log odds; exact for 0."""
+    if odds == 0.0:
+        return top1
+    factor = np.exp(odds)
+    shifted: FloatArray = top1 * factor / (1.0 - top1 + top1 * factor)
+    return shifted
+
+
+def _rank_law(top1: FloatArray, decay: FloatArray, miss: FloatArray) -> FloatArray:
+    """float64[C, 64], see ``SyntheticPair``."""
+    ranks = np.arange(2, MAX_RANK + 1)
+    tail = ranks ** -decay[:, None]
+    tail *= ((1.0 - top1) * (1.0 - miss))[:, None] / tail.sum(axis=1, keepdims=True)
+    return np.concatenate([top1[:, None], tail], axis=1)
