@@ -132,9 +132,9 @@ def batch_independence(subject: Subject) -> Check:
     full = decode_in_full_cache(subject, cases, prefill_chunk=_SMALL_CHUNK)
     if full is not None:
         batches["a full cache"] = full
-    for where, outputs in batches.items():
+    for where, decoded in batches.items():
         for case in cases:
-            found = difference(subject, logits, case, outputs.get(case.id), alone[case.id].output)
+            found = difference(subject, logits, case, decoded.get(case.id), alone[case.id].output)
             if found is not None:
                 differing.append(f"{case.label} in {where}: {found}")
     if differing:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -55,6 +55,7 @@ class HuggingFacePair:
     Attributes:
         dtype: of the weights.
         device: the torch device of both models.
+        attention: a value of ``specdec.attention.backends.Attention``.
         exit_head: kind of the exit heads.
         heads_folder: trained exit and Medusa heads; None for untrained ones.
     """
@@ -94,14 +95,8 @@ class HuggingFacePair:
         Raises:
             UserError: ``exact`` with passes that are not proved row by row.
         """
-        self._special = special_options(
-            attention=attention,
-            graphs=graphs,
-            kernels=kernels,
-            compile=compile,
-            quantization=quantization,
-            exact=exact,
-        )
+        how = {"attention": attention, "graphs": graphs, "kernels": kernels, "compile": compile}
+        self._special = special_options(**how, quantization=quantization, exact=exact)
         if exact:
             refuse_inexact(self._special, backend)
         self._exact = exact
@@ -112,7 +107,7 @@ class HuggingFacePair:
         self._quantization, self._backend = quantization, backend
         has_gpu = torch.cuda.is_available()
         self.device = ("cuda" if has_gpu else "cpu") if device == "auto" else device
-        self._attention = "dense" if attention == "auto" else attention
+        self.attention = "dense" if attention == "auto" else attention
 
     @cached_property
     def backend(self) -> str:
@@ -287,7 +282,7 @@ class HuggingFacePair:
                 model=load(),
                 name=name,
                 meter=meter,
-                attention=self._attention,
+                attention=self.attention,
                 execution=execution,
                 group=group,
                 **layers,
@@ -366,11 +361,6 @@ class HuggingFacePair:
     def input_embedding(self) -> torch.Tensor:
         """[V, E]: the target's embedding matrix."""
         return self.part(0, 1).get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
-
-    @property
-    def attention(self) -> str:
-        """Attention of its models, a value of ``specdec.attention.backends.Attention``."""
-        return self._attention
 
     def token_samples(self) -> IntArray:
         """int64[T]: token samples for n-gram counts, documents separated by token 0."""

@@ -301,13 +301,3 @@ def _read_samples(path: Path) -> IntArray:
             f"model.ngram={path.name} cannot be used ({type(error).__name__}: {error}); give a"
             " safetensors file with a 1-d integer tensor `tokens`, as `specdec train ngram` writes"
         ) from error
-
-
-def _heads_folder(name: str) -> Path:
-    folder = Path(family_path(name))
-    if not folder.is_dir():
-        raise UserError(
-            f"model.exit_heads={name} is not a folder: give the folder of the heads, or use"
-            " untrained heads with model.exit_heads=null"
-        )
-    return folder

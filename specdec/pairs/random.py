@@ -77,19 +77,10 @@ class RandomPair(HuggingFacePair):
         Raises:
             UserError: a draft deeper than the target, uneven heads, a window for a family without.
         """
-        super().__init__(
-            dtype=dtype,
-            device=device,
-            attention=attention,
-            graphs=graphs,
-            kernels=kernels,
-            compile=compile,
-            quantization=quantization,
-            backend=backend,
-            exit_layer=exit_layer,
-            exit_head=exit_head,
-            exact=exact,
-        )
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
+        how |= {"graphs": graphs, "kernels": kernels, "compile": compile, "backend": backend}
+        how |= {"quantization": quantization, "exit_layer": exit_layer, "exit_head": exit_head}
+        super().__init__(**how, exact=exact)
         self._layers = _layers(num_layers, draft_layers, middle_layers)
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
         at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device, **sizes}
