@@ -28,7 +28,7 @@ NAV: dict[str, list[str]] = {
         "training.md",
         "serving.md",
     ],
-    "Where it runs": ["distributed.md", "gpu.md", "clocks.md", "replay.md"],
+    "Where it runs": ["backends.md", "distributed.md", "gpu.md", "clocks.md", "replay.md"],
     "Looking at results": [
         "results.md",
         "metrics.md",

@@ -1,0 +1,1 @@
+"""Programs that other runtimes' interpreters run; they import nothing of specdec."""

@@ -1,0 +1,167 @@
+"""Other runtimes as rows: the process and its messages, counts, refusals; with a stand-in worker.
+
+The stand-in answers as a runtime would: tokens, times and totals. No runtime is installed here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.cli.main import main
+from specdec.errors import UserError
+from specdec.metrics.rates import summarise
+from specdec.models.bundled import family_path
+from specdec.pairs import PretrainedPair
+from specdec.rivals import RivalProcess, process
+from specdec.rivals.environments import RUNTIMES, converted, python_of
+from specdec.runs import rival
+from specdec.runs.rival import RivalBaseline, RivalOptions, pass_sizes
+from specdec.runs.runners import TokenPrompt
+from specdec.sampling.transform import SamplingParams
+from specdec.state import StopRules
+
+WORKERS = Path(rival.__file__).parent.parent / "rivals" / "workers"
+STAND_IN = f"""
+import sys
+sys.path.insert(0, {str(WORKERS)!r})
+from serve import serve
+
+def open_models(target, draft, method, threads, eos, options):
+    print("a library prints this")
+    if options["num_draft_tokens"] == 13:
+        raise ValueError("no model like that")
+    return {{"version": f"{{method}} {{threads}} {{eos}} {{draft}}"}}
+
+def generate(prompt, max_new_tokens, sampling):
+    if prompt[0] == 9:
+        sys.exit("out of luck")
+    tokens = [prompt[0] + i for i in range(6)]
+    times = [1.0, 1.001, 1.002, 2.0, 2.001, 3.0]
+    return dict(tokens=tokens, times_s=times, wall_s=3.0, cpu_s=2.5, prefill_s=0.5, rounds=3,
+                proposed=12, accepted=3, draft_passes=12)
+
+serve({{"open": open_models, "generate": generate}})
+"""
+OPEN = {
+    "target": "t",
+    "draft": None,
+    "method": "draft",
+    "threads": 1,
+    "eos": [0],
+    "options": {"num_draft_tokens": 4},
+}
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """The stand-in in place of every runtime; models are not converted."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(process, "worker_command", lambda name: [sys.executable, str(script)])
+    monkeypatch.setattr(rival, "converted", lambda name, model, note: model)
+
+
+def _baseline(options=None, **stop):
+    return RivalBaseline(
+        name="ort_draft",
+        method="ort_draft",
+        pair=PretrainedPair(target="bundled:target", draft="bundled:draft"),
+        stop=StopRules(**{"max_new_tokens": 6, **stop}),
+        sampling=SamplingParams(),
+        options=RivalOptions(**(options or {})),
+    )
+
+
+def test_messages(stand_in):
+    """What a library prints is no reply; settings arrive."""
+    worker = RivalProcess("ort", OPEN)
+    assert worker.version == "draft 1 [0] None"
+    found = worker.generate([5], max_new_tokens=6, sampling={})
+    assert found.tokens == (5, 6, 7, 8, 9, 10)
+    assert (found.wall_s, found.rounds, found.proposed) == (3.0, 3, 12)
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("times", "passes", "sizes"),
+    [
+        ([1.0, 1.001, 1.002, 2.0, 2.001, 3.0], 3, [3, 2, 1]),
+        ([1.0, 2.0, 3.0], 3, [1, 1, 1]),
+        ([1.0, 2.0, 3.0], 1, [3]),
+        ([1.0, 2.0], 7, [1, 1]),
+        ([], 0, []),
+    ],
+)
+def test_pass_sizes(times, passes, sizes):
+    assert pass_sizes(times, passes) == sizes
+
+
+def test_counts_agree_with_each_other(stand_in):
+    """A run's totals pass the checks of all rates, and give the runtime's own figures."""
+    baseline = _baseline()
+    results = []
+    prompts = [TokenPrompt(3, np.array([5, 6])), TokenPrompt(4, np.array([20]))]
+    totals = baseline.run(prompts, results.append)
+    baseline.close()
+    assert [list(r.output) for r in results] == [list(range(5, 11)), list(range(20, 26))]
+    assert [r.counters.answers for r in results] == [3, 3]
+    assert [r.counters.accepted for r in results] == [3, 3]
+    assert [r.counters.proposed for r in results] == [12, 12]
+    assert results[0].counters.path_lengths == {3: 1, 2: 1, 1: 1}
+    assert totals.wall_s == 6.0
+    assert totals.target_passes == 6
+    summary = summarise(results, totals)
+    after_the_first = 2 * 5 / (2 * 2.0)  # tokens and seconds
+    assert summary["tokens_per_s"] == pytest.approx(after_the_first)
+
+
+def test_stop_rules_cut(stand_in):
+    """An end token ends a request although the runtime went on."""
+    baseline = _baseline(eos_ids=frozenset({7}))
+    results = []
+    baseline.run([TokenPrompt(3, np.array([5]))], results.append)
+    baseline.close()
+    assert list(results[0].output) == [5, 6, 7]
+    assert results[0].counters.cut_tokens == 3
+
+
+def test_a_worker_that_fails_is_told(stand_in):
+    with pytest.raises(UserError, match=r"ONNX Runtime GenAI failed: .*no model like that"):
+        RivalProcess("ort", {**OPEN, "options": {"num_draft_tokens": 13}})
+    worker = RivalProcess("ort", OPEN)
+    with pytest.raises(UserError, match=r"failed: .*out of luck"):
+        worker.generate([9], max_new_tokens=6, sampling={})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stop_strings": ("x",), "decode": str}, "has no stop_strings"),
+        ({}, ""),
+    ],
+)
+def test_refusals(stand_in, change, words):
+    if not words:
+        _baseline().close()
+        return
+    with pytest.raises(UserError, match=words):
+        _baseline(**change)
+
+
+def test_what_is_not_installed_is_said(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    for name in RUNTIMES:
+        with pytest.raises(UserError, match=f"run `specdec rivals install {name}`"):
+            python_of(name)
+        with pytest.raises(UserError, match="is not installed"):
+            converted(name, Path(family_path("bundled:draft")), print)
+    capsys.readouterr()
+    assert main(["rivals"]) == 0
+    assert "not installed: specdec rivals install ort" in capsys.readouterr().out
+    assert main(["rivals", "install", "ortt"]) == 2
+    assert "ortt is no runtime" in capsys.readouterr().err
+    assert main(["rivals", "remove"]) == 2
