@@ -20,6 +20,7 @@ size.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -197,6 +198,11 @@ class EagleHead(nn.Module):
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(llama)
         self.register_buffer("target_ids", None)
+
+    def shared_copy(self) -> EagleHead:
+        """A copy of the modules that shares all weights with this head and its target."""
+        shared = [*self.parameters(), *self.buffers(), *self._target_embedding]
+        return copy.deepcopy(self, {id(x): x for x in (*shared, *self._target_output)})
 
     @property
     def shared_output_bytes(self) -> int:

@@ -26,6 +26,7 @@ from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.kernels.graphs import device_guard
 from specdec.models.eagle import EagleHead
+from specdec.models.shortcuts import shorten
 from specdec.types import HiddenName, IntArray
 
 METER_NAME = "eagle"
@@ -49,7 +50,7 @@ class EagleRunner:
     """Runs a head over the rows of one or more requests.
 
     Attributes:
-        head: the modules.
+        head: a copy of the modules that shares their weights, and is called without hooks.
         spec: shape and type of its caches.
         max_positions: number of rows of a cache at most.
         weight_bytes: bytes of weights that a pass reads, those shared with the target included,
@@ -61,7 +62,7 @@ class EagleRunner:
         """Wraps a head, whose weights must not change shape afterwards.
 
         Args:
-            head: the modules, in evaluation mode.
+            head: the modules, in evaluation mode; they are not changed.
             meter: records the time of every pass as "eagle".
             attention: a value of ``Attention``.
 
@@ -69,7 +70,8 @@ class EagleRunner:
             UserError: for a kernel that cannot be used here.
         """
         weight, config = head.fc.weight, head.config
-        self.head = head
+        self.head = head.shared_copy()
+        shorten(self.head)
         self._meter = meter
         self.device = weight.device
         self._guard = device_guard(self.device)

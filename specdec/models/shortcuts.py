@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 _SAMPLE_SCALES = (1.0, 1e-3, 30.0)
 
 
-def shorten(model: PreTrainedModel) -> None:
+def shorten(model: nn.Module) -> None:
     """Modifies every module of ``model``, which must be a private copy."""
     for module in model.modules():
         for name, child in list(module.named_children()):
