@@ -106,7 +106,7 @@ def _of_flags(config: EagleConfig) -> Iterator[Reading]:
         yield Reading(
             name="without fc.bias", config=replace(config, fc_bias=False), read_by="vLLM 0.32"
         )
-    if config.own_embedding:
+    if config.own_embedding and config.hidden_size == config.target_hidden_size:
         yield Reading(name="the target's embedding", config=replace(config, own_embedding=False))
 
 

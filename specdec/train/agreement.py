@@ -116,6 +116,17 @@ def check_data_name(name: str) -> None:
         raise UserError(f"prompts of {name}: choose from {', '.join(DATASETS)}")
 
 
+def check_evaluation(target: Target, evaluation: Mapping[str, Any]) -> None:
+    """Raises UserError for an ``evaluation`` section that would fail after training."""
+    for name in evaluation["prompts"]:
+        check_data_name(name)
+    if evaluation["new_tokens"] >= target.shape.max_positions:
+        raise UserError(
+            f"evaluation.new_tokens={evaluation['new_tokens']} leaves no room for a prompt in the"
+            f" model's {target.shape.max_positions} positions"
+        )
+
+
 def prompts_of(name: str, tokenizer: Tokenizer, limit: int) -> list[Tensor]:
     """Token ids of a data set's first `limit` prompts; empty if its files are absent."""
     check_data_name(name)

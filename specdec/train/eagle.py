@@ -23,7 +23,7 @@ from specdec.models.eagle_loading import HeadFiles, load_head, save_head
 from specdec.models.eagle_unroll import unroll
 from specdec.parts.build import build
 from specdec.parts.fields import Count
-from specdec.train.agreement import agreement_by_data, check_data_name
+from specdec.train.agreement import agreement_by_data, check_evaluation
 from specdec.train.draft import sample_target
 from specdec.train.eagle_loss import TrainingTimeTest, read_target
 from specdec.train.lm import Pretraining
@@ -234,13 +234,7 @@ def _check_before_sampling(
     if any(phase.layers is not None for phase in schedule.phases):
         raise UserError("plan.phases: an EAGLE-3 head does not grow; leave `layers` out")
     schedule.check(target.shape)
-    for name in evaluation["prompts"]:
-        check_data_name(name)
-    if evaluation["new_tokens"] >= target.shape.max_positions:
-        raise UserError(
-            f"evaluation.new_tokens={evaluation['new_tokens']} leaves no room for a prompt in the"
-            f" model's {target.shape.max_positions} positions"
-        )
+    check_evaluation(target, evaluation)
 
 
 def predictions(

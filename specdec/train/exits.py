@@ -22,7 +22,7 @@ from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.parts.build import build
 from specdec.parts.fields import Count, Index, NotNegative, Positive, validated
-from specdec.train.agreement import agreement_by_data, check_data_name
+from specdec.train.agreement import agreement_by_data, check_evaluation
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining
 from specdec.train.model import compiled_if, save_weights, weights_hash
@@ -314,13 +314,7 @@ def _check_before_sampling(
 ) -> None:
     """Refuses what would otherwise fail after minutes of sampling or training."""
     _exit_plan(plan, specs, epoch_tokens=1).check(target.shape)
-    for name in evaluation["prompts"]:
-        check_data_name(name)
-    if evaluation["new_tokens"] >= target.shape.max_positions:
-        raise UserError(
-            f"evaluation.new_tokens={evaluation['new_tokens']} leaves no room for a prompt in the"
-            f" model's {target.shape.max_positions} positions"
-        )
+    check_evaluation(target, evaluation)
 
 
 def _exit_plan(plan: Mapping[str, Any], specs: Sequence[HeadSpec], *, epoch_tokens: int) -> RunPlan:

@@ -113,6 +113,12 @@ def _check_train(words: list[str]) -> None:
     _with_overrides(what, overrides)
 
 
+def _check_doctor(words: list[str]) -> None:
+    from specdec.cli.doctor import _read
+
+    _read(words)
+
+
 def _check_reproduce(words: list[str]) -> None:
     items, _ = _read_words([word for word in words if not word.startswith("-")])
     choose(items, all_items())
@@ -132,6 +138,7 @@ _SPECDEC: dict[str, Callable[[list[str]], None]] = {
     "reproduce": _check_reproduce,
     "trace": _check_trace,
     "train": _check_train,
+    "doctor": _check_doctor,
 }
 
 
