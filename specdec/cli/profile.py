@@ -14,6 +14,7 @@ from specdec.cli.show import show_config
 from specdec.config.checks import check_section
 from specdec.config.hydra import compose_config
 from specdec.config.job import checked_job
+from specdec.config.profile_costs import with_draft
 from specdec.config.profiles import load_profile
 from specdec.errors import UserError
 
@@ -82,7 +83,9 @@ def profile_config(
         )
     config = {**job.config, "profiling": section}
     if section["use"] is not None:
-        config["use"] = load_profile(section["use"], extra, key="profiling.use")
+        use = load_profile(section["use"], extra, key="profiling.use")
+        use = with_draft({**use, "profile": section["use"]}, config["model"].get("draft_name"))
+        config["use"] = {key: value for key, value in use.items() if key != "profile"}
     return config, job.output_dir
 
 

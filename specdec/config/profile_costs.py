@@ -25,7 +25,7 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     clock = dict(config["clock"])
     if degrees := clock.pop("degrees", None):
         clock = _with_degrees(clock, degrees, config["executor"])
-    clock = _with_draft(clock, config["model"].get("draft_name"))
+    clock = with_draft(clock, config["model"].get("draft_name"))
     config, policy = {**config, "clock": clock}, config.get("policy")
     if isinstance(policy, dict) and policy.get("d") in _RATIOS:
         config["policy"] = {**policy, "d": _expansions(policy, clock)}
@@ -62,10 +62,13 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     return clock
 
 
-def _with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
+def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
     """The clock's section with the time of the draft ``name``; None leaves it alone.
 
     A profile without draft times charges none to anybody, so it fits every draft.
+
+    Raises:
+        UserError: the profile has the time of other drafts only.
     """
     own, others = clock.pop("draft_name", None), clock.pop("drafts", {})
     if name is None or name == own or "draft" not in clock.get("costs", {}):

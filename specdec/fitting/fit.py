@@ -146,13 +146,14 @@ def fit_logs(
     notes: list[str] = []
     for log in logs:
         found, note = samples_of(log)
+        found = [s for s in found if s.passes or s.request.matches is not None]
         samples += found
         notes += [*log.notes, *([note] if note else [])]
     if any(sample.request.totals_only for sample in samples):
         notes.append("totals only: the same hit rate is assumed at every position of a pass")
     if not samples:
         if vector is None:
-            raise UserError("there is nothing to fit: name at least one acceptance log")
+            raise UserError("the logs have no target passes: there is nothing to fit")
         return _of_vector(vector)
     data = observe(samples)
     known = data.num_known
@@ -201,7 +202,7 @@ def _chosen(samples: Sequence[Sample], covers_tree: bool) -> Fit:
         observe(samples),
         ordered=all(sample.request.ordered for sample in samples),
         error=lambda law: predicted(law, samples) / part.mean - 1.0,
-        spread=lambda law: simulated_spread(law, samples) / part.spread,
+        spread=lambda law: simulated_spread(law, samples) / part.spread if part.spread else 1.0,
         chains=not covers_tree,
     )
 

@@ -94,7 +94,15 @@ def read_log(path: str | Path, options: ReadOptions | None = None) -> Acceptance
         vector = _listed_vector(text, str(path))
     if vector is not None:
         return AcceptanceLog(path=str(path), form="rank vector", vector=vector)
-    requests = [*reader.requests(text)]
+    try:
+        requests = [*reader.requests(text)]
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise UserError(
+            f"{str(path)!r} has acceptance in a form that cannot be read"
+            f" ({type(error).__name__}: {error}); known are {FORMATS}"
+        ) from error
     if not requests:
         raise UserError(f"{str(path)!r} has no acceptance in a format that is known: {FORMATS}")
     return AcceptanceLog(

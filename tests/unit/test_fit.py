@@ -264,6 +264,13 @@ def test_the_adaptive_schedule_is_recognised() -> None:
         ("[1, 2]", ["lenghts=auto"], "did you mean lengths"),
         ("r1,r2\n0.5,0.4\n0.6,0.3\n", [], "rank vectors"),
         ("\x00\x01\x02", [], "no acceptance"),
+        ('{"accepted_by_pos": "{0: 1", "drafts": 3}', [], "cannot be read"),
+        (
+            "draft acceptance = 0.5.1 (1 accepted / 2 generated), mean acceptance length = 1.2.3",
+            [],
+            "cannot be read",
+        ),
+        ("[" * 100000, [], "no acceptance"),
     ],
 )
 def test_bad_input_is_one_line(
