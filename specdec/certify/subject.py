@@ -138,7 +138,7 @@ class Subject:
         With ``full``, of all such families.
         """
         own = self.small["model"]["family"]
-        kinds = ("window",) if own in WINDOWED else ()
+        kinds: tuple[str, ...] = ("window",) if own in WINDOWED else ()
         if self.full:
             kinds += tuple(f"window {family}" for family in sorted(WINDOWED - {own}))
         return kinds

@@ -96,7 +96,7 @@ def wide_evidence(
         target, draft = (reference_probs(logits, params) for logits in pair)
         drawn = tokens[before == row]
         for name, cells in partitions(target, draft):
-            law = np.bincount(cells, weights=target)
+            law: FloatArray = np.bincount(cells, weights=target).astype(np.float64)
             counts = np.bincount(cells[drawn], minlength=len(law))
             value = log_evidence(counts, law)
             together[name] = together.get(name, 0.0) + value
