@@ -10,7 +10,7 @@ from specdec.cli.arguments import read_arguments
 from specdec.cli.execute import run_in
 from specdec.cli.folders import output_folder
 from specdec.cli.show import show_config
-from specdec.config.job import run_job_of
+from specdec.config.job import check_stages, run_job_of
 from specdec.errors import UserError
 
 HELP = """\
@@ -70,6 +70,9 @@ def main(words: Sequence[str]) -> int:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     job = run_job_of(arguments.overrides, arguments.config_dirs)
     refuse(job.config)
+    layers = job.config["model"].get("num_layers")
+    if layers is not None:  # others are checked with their files
+        check_stages(job.config, layers, f"model={job.config['choices']['model']}")
     folder = output_folder(job.output_dir, "verify", job.name)
 
     def verify(progress: Any) -> Report:

@@ -36,6 +36,7 @@ _FAULTS = (*_HYDRAS, TypeError, ValueError)
 """Hydra's errors of bad overrides; the last two for a group set to null or to numbers."""
 
 _MAX_SHOWN = 200  # characters of an argument in a message
+_MAX_DEPTH = 100  # of brackets in an argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,11 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     parsed: list[Override] = []
     parser = OverridesParser.create()
     for text in overrides:
+        if _depth(text) > _MAX_DEPTH:  # Hydra's parser would take minutes
+            raise UserError(
+                f"cannot read the argument {_shown(text)!r}: it is nested too deeply; give a"
+                " shorter value"
+            )
         try:
             if text.startswith("="):  # Hydra would accept a group without a name
                 raise OverrideParseException(text, "no key")
@@ -78,6 +84,18 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 " shorter value"
             ) from error
     return parsed
+
+
+def _depth(text: str) -> int:
+    """Largest number of brackets that are open at a time."""
+    depth = deepest = 0
+    for letter in text:
+        if letter in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in ")]}":
+            depth -= 1
+    return deepest
 
 
 def compose_config(

@@ -90,8 +90,6 @@ def checked_job(composed: Composed) -> Job:
         num_layers, notices = _check_models(name, config)
     else:
         num_layers, notices = config["model"].get("num_layers", 1), ()
-        if "num_layers" in config["model"]:
-            _check_stages(config, num_layers, f"model={choices.get('model')}")
     config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
     return Job(name, config, values["output_dir"], notices)
@@ -150,7 +148,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
 
     model = config["model"]
     target = inspect_model(family_path(model["target"]))
-    _check_stages(config, target.num_layers, f"model.target={model['target']}")
+    check_stages(config, target.num_layers, f"model.target={model['target']}")
     if config["max_new_tokens"] >= target.max_positions:
         raise UserError(
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
@@ -183,7 +181,16 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
     )
 
 
-def _check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None:
+def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None:
+    """Checks that every stage has a layer.
+
+    Args:
+        config: checked configuration.
+        num_layers, model: layers of the target, and how messages name it.
+
+    Raises:
+        UserError: there are more stages than layers.
+    """
     stages = config.get("executor", {}).get("stages")
     if stages is not None and stages > num_layers:
         raise UserError(

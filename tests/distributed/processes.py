@@ -62,8 +62,16 @@ def module(*words: str, stderr: int = subprocess.STDOUT, **more: str) -> subproc
 
 @contextmanager
 def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """Starts ``specdec run``; kills it and all its ranks afterwards."""
-    words = ("specdec.cli.main", "run", *OVERRIDES, *overrides, f"output_dir={folder}")
+    """Starts ``specdec run``; kills it and all its ranks afterwards.
+
+    Args:
+        folder: the run folder.
+        overrides: beside ``OVERRIDES``; ~KEY leaves out one of these.
+    """
+    left_out = {word[1:] for word in overrides if word.startswith("~")}
+    base = [word for word in OVERRIDES if word.partition("=")[0] not in left_out]
+    more = [word for word in overrides if not word.startswith("~")]
+    words = ("specdec.cli.main", "run", *base, *more, f"output_dir={folder}")
     process = module(*words, stderr=subprocess.PIPE)
     try:
         yield process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -30,6 +31,12 @@ LIMIT_S = 90.0  # the promise is 15 s; this machine may be busy with other tests
 RANK_FAILED, INTERRUPTED, TERMINATED = 3, 130, 143
 EARLY_EXIT = ("strategy=ppsd", "executor=pipeline", "model.exit_layer=1")
 """Rank 1 sends exits, rank 2 answers; rank 0 waits for both."""
+
+SWIFTSPEC = (
+    *("strategy=swiftspec", "~policy.width", "~policy.children", "executor.stages=1"),
+    *("executor.target_degree=2", "executor.draft_degree=1"),
+)
+"""Two ranks share the target; the draft is rank 0's own."""
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -109,8 +116,11 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(
     check_resumes(tmp_path / "run")
 
 
-def test_ranks_do_not_outlive_a_killed_controller(tmp_path: Path) -> None:
-    status, _, _ = fail(tmp_path / "run", signal.SIGKILL, 0)
+@pytest.mark.parametrize("overrides", [(), SWIFTSPEC], ids=["specpipe", "swiftspec"])
+def test_ranks_do_not_outlive_a_killed_controller(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    status, _, _ = fail(tmp_path / "run", signal.SIGKILL, 0, *overrides)
     assert status == -signal.SIGKILL
 
 
@@ -152,3 +162,25 @@ def test_a_run_that_fails_at_once_leaves_nobody(tmp_path: Path) -> None:
         _, message = command.communicate(timeout=300)
     assert command.returncode == 2
     assert "executor.stages=3" in message
+
+
+def test_a_rank_killed_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed when it is told to load its layers, before it can be ready."""
+    group = importlib.import_module("specdec.distributed.group").RankGroup
+    announce, pids = group.announce, list[int]()
+
+    def kill(self: Any, plan: Any) -> int:
+        pids.extend(self.pids)
+        os.kill(pids[0], signal.SIGSTOP)  # so that it cannot finish first
+        session = announce(self, plan)
+        os.kill(pids[0], signal.SIGKILL)
+        return int(session)
+
+    monkeypatch.setattr(group, "announce", kill)
+    with (
+        pytest.raises(RankFailure, match=r"rank 1 .*SIGKILL"),
+        runner(config("ar", 2, distributed=True)),
+    ):
+        raise AssertionError("a rank that is gone was ready")
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(is_alive, pids)), "all ranks gone", 60.0)
