@@ -69,8 +69,7 @@ class PretrainedPair(HuggingFacePair):
             target: path, hub id or ``bundled:NAME``.
             draft, middle: likewise; None if no strategy needs them.
             ngram: safetensors file of token samples for n-gram counts.
-            dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
-                exit_head, exact: see ``HuggingFacePair``.
+            dtype ... exit_head, exact: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
 
         Raises:
