@@ -118,6 +118,12 @@ class ModelRunner:
         self._kernel = attention_kernel(attention, self.device, self.dtype)
         self._attention = Attention(attention)
         self._embedding_dim: int = model.get_input_embeddings().embedding_dim
+        self._prepare(model, config, execution, group)
+
+    def _prepare(
+        self, model: PreTrainedModel, config: Any, execution: Execution, group: Collective | None
+    ) -> None:
+        """Replaces modules, probes the slice and makes its captured or exact passes."""
         if execution.exact:
             use_exact_modules(self._model)
         self.spec = self._probe(config.model_type)

@@ -1,0 +1,118 @@
+"""Presets under ``model.exact=true``: tokens of plain decoding in 16 bits, and the check of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import specdec.attention.exact as exact_module
+from specdec.attention.backends import capped_attention
+from specdec.attention.exact import BLOCK, Context
+from specdec.attention.tree_attention import ScoreOptions
+from specdec.certify import certify
+from specdec.certify.exact_dtype import plain_config
+from specdec.config.job import run_job_of
+from specdec.pairs import build_pair
+from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+
+MODEL = [
+    "model=random",
+    "model.num_layers=4",
+    "model.draft_layers=2",
+    "model.vocab_size=300",
+    "model.dtype=bfloat16",
+    "sampling=t06",
+    "threads=1",
+]
+PRESETS = {
+    "best_first": [],
+    "specinfer": [],
+    "specpipe": ["executor.stages=4"],
+    "ppsd": [],
+    "specpipe_db": ["executor.stages=2", "batch_size=4", "prefill_chunk=7"],
+    "swiftspec": [],  # in one process, which has the whole target
+    "eesd": [],
+}
+FAST = ("best_first", "specpipe_db")
+NUM_TOKENS = 48
+
+
+def _config(name: str, *, exact: bool) -> dict[str, Any]:
+    words = [f"strategy={name}", *MODEL, f"model.exact={str(exact).lower()}", *PRESETS[name]]
+    cfg = run_job_of(words).config
+    cfg["model"]["logit_scale"] = 4.0  # sharper: drafts are accepted
+    return cfg
+
+
+def _decode(cfg: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+    rng = np.random.default_rng(5)
+    prompts = [TokenPrompt(i, rng.integers(0, 300, 20 + 30 * i)) for i in range(4)]
+    stop = StopRules(max_new_tokens=NUM_TOKENS)
+    runner = PartsRunner(cfg=cfg, pair=build_pair(cfg["model"]), stop=stop)
+    outputs: dict[int, tuple[int, ...]] = {}
+    runner.run(prompts, lambda result: outputs.update({result.id: result.output}))
+    runner.close()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS]
+)
+def test_presets_equal_plain_decoding(name):
+    cfg = _config(name, exact=True)
+    assert _decode(cfg) == _decode({**plain_config(cfg), "batch_size": 1, "prefill_chunk": 512})
+
+
+def test_without_it_tokens_differ():
+    """Control: these prompts and this model show the difference."""
+    cfg = _config("best_first", exact=False)
+    assert _decode(cfg) != _decode(plain_config(cfg))
+
+
+def test_the_check_does_not_apply_without_it():
+    report = certify(_config("best_first", exact=False), checks=["exact_dtype"])
+    assert report.checks[0].result == "skipped"
+
+
+@pytest.mark.slow
+def test_the_check_passes():
+    report = certify(_config("best_first", exact=True), checks=["exact_dtype"])
+    assert report.checks[0].passed, report.checks[0].detail
+    assert "no difference" in report.checks[0].detail
+
+
+def _by_slot(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: Context,
+    options: ScoreOptions,
+) -> torch.Tensor:
+    """A planted fault: one sum over all keys in the order of slots, with masks, in the dtype."""
+    num_slots = key.shape[1]
+    start = context.num_blocks * BLOCK if context.slots is not None else 0
+    seen = torch.arange(num_slots) < (start or num_slots)
+    seen = seen & (torch.arange(num_slots) <= context.positions[:, None])
+    if context.slots is not None:
+        for row, slots in enumerate(context.slots):
+            seen[row, slots[: context.positions[row] + 1 - start]] = True
+    mask = torch.zeros(seen.shape, dtype=query.dtype)
+    mask = mask.masked_fill(~seen, torch.finfo(query.dtype).min)
+    output = capped_attention(query[None], key[None], value[None], mask, options.scaling, None)
+    return output[0].transpose(0, 1)
+
+
+@pytest.mark.slow
+def test_the_check_finds_attention_by_slots(monkeypatch):
+    """Planted behind a cached proof: tokens differ from plain decoding with the same attention."""
+    cfg = _config("best_first", exact=True)
+    cfg["model"]["hidden_size"] = 128
+    assert certify(cfg, checks=["exact_dtype"]).checks[0].passed
+    monkeypatch.setattr(exact_module, "exact_attention", _by_slot)
+    check = certify(cfg, checks=["exact_dtype"]).checks[0]
+    assert check.passed is False
+    assert "instead of" in check.detail
