@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 _PLAIN, _OURS, _THEIRS, _BAD = "#8a8a8a", "#2f6db3", "#c98a2b", "#b33a3a"
+_OTHERS = ("hf_", "ort_", "openvino_")  # rows of other programs
 _DPI = 150
 DRAFTED_LABEL = "share of tokens that a source proposed"
 
@@ -153,8 +154,8 @@ def _row_label(row: Row) -> str:
 
 def _legend(rows: Sequence[Row], spread: bool) -> str:
     parts = ["grey ar", "blue ours"]
-    if any(str(row["strategy"]).startswith("hf_") for row in rows):
-        parts.append("amber transformers")
+    if any(str(row["strategy"]).startswith(_OTHERS) for row in rows):
+        parts.append("amber other programs")
     if any(_color(row) == _BAD for row in rows):
         parts.append("red lossy or not lossless")
     text = "Bars: " + ", ".join(parts) + ", median over repeats; black line: range over repeats"
@@ -168,7 +169,7 @@ def _color(row: Row) -> str:
         return _BAD
     if row["strategy"] == "ar":
         return _PLAIN
-    return _THEIRS if str(row["strategy"]).startswith("hf_") else _OURS
+    return _THEIRS if str(row["strategy"]).startswith(_OTHERS) else _OURS
 
 
 def tidy(ax: Axes, **labels: Any) -> None:

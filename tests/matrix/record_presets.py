@@ -95,7 +95,7 @@ def presets() -> list[str]:
     kinds = {
         name: own_values(path)["strategy"]["kind"] for name, path in options("strategy").items()
     }
-    return sorted(name for name, kind in kinds.items() if kind != "hf")
+    return sorted(name for name, kind in kinds.items() if kind == "parts")
 
 
 @cache
