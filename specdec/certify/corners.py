@@ -53,8 +53,7 @@ def decode_in_full_cache(
         return None
     with subject.composed() as parts:
         held = getattr(parts.policy, "held_nodes", lambda _: 0)(parts.executor.in_flight)
-    block = int(serving["block_tokens"])
     most = max(len(case.prompt) + case.stop.max_new_tokens for case in cases) + held
-    full = {**serving, "kv_tokens": -(-most // block) * block}
+    full = {**serving, "kv_tokens": most, "block_tokens": 1}  # blocks without room to spare
     with subject.composed(serving=full) as parts:
         return decode_cases(parts, cases, batch_size=len(cases), prefill_chunk=prefill_chunk)
