@@ -89,7 +89,7 @@ def render_card(folder: Path) -> str:
     environment.filters["millions"] = lambda value, digits=2: f"{value / 1e6:.{digits}f}"
     paths = ("measured.json", "target/training.json", "draft/training.json", "corpus.json")
     texts = [read_json(folder / p) if (folder / p).exists() else {} for p in paths]
-    heads = folder / "heads"
+    heads, eagle = folder / "heads", folder / "eagle3"
     files = {path.stem: load_file(path).values() for path in sorted(heads.glob("*.safetensors"))}
     measured_heads = [read_json(path) for path in sorted(heads.glob("measured-*.json"))]
     return environment.get_template("card.md.j2").render(
@@ -99,8 +99,19 @@ def render_card(folder: Path) -> str:
         evaluated=list(EVALUATED),
         head_parameters={name: sum(w.numel() for w in file) for name, file in files.items()},
         head_rows=[row for rows in measured_heads for row in rows],
+        eagle=_eagle(eagle) if (eagle / "training.json").exists() else None,
         head_runs=[read_json(path) for path in sorted(heads.glob("training-*.json"))],
     )
+
+
+def _eagle(folder: Path) -> dict[str, Any]:
+    """Record, size in bytes and agreement of the EAGLE-3 head in a folder."""
+    size = (folder / "model.safetensors").stat().st_size
+    return {
+        **read_json(folder / "training.json"),
+        "bytes": size,
+        "rows": read_json(folder / "measured.json"),
+    }
 
 
 def _held_out(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
