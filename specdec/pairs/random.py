@@ -64,18 +64,15 @@ class RandomPair(HuggingFacePair):
             draft_layers, middle_layers: of the draft and of the middle model, which are the
                 target's first layers; None: no middle model.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
-            sliding_window: keys at least this many positions back are masked; None: the family's
-                default, which no short sequence reaches.
+            sliding_window: keys this many positions back are masked; None: the family's default.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
             logit_step: both models' logits are rounded to multiples of it, which makes ties
                 frequent; 0 for no rounding.
-            dtype, device, attention, graphs, kernels, compile, quantization, exit_layer,
-                exit_head: see ``HuggingFacePair``. Exit heads are untrained.
+            dtype, ..., exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
-            UserError: a draft deeper than the target, heads that do not divide ``hidden_size``, or
-                a window for a family without.
+            UserError: layers, heads or a window that the target cannot have.
         """
         super().__init__(
             dtype=dtype,
@@ -90,11 +87,10 @@ class RandomPair(HuggingFacePair):
         )
         self._layers = _layers(num_layers, draft_layers, middle_layers)
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
-        at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device}
-        self._make_model = partial(random_model, family, **at, **sizes)
-        self._family, self._window = family, sliding_window
-        if sliding_window is not None:
-            window_options(family, sliding_window, num_layers)  # refused before models are made
+        sizes |= {"seed": seed, "dtype": self.dtype, "device": self.device}
+        self._make_model = partial(random_model, family, **sizes)
+        self._window = None if sliding_window is None else (family, sliding_window)
+        self._options(num_layers)  # refused before models are made
         self._logits = (logit_scale, logit_step)
 
     @cached_property
@@ -128,11 +124,12 @@ class RandomPair(HuggingFacePair):
         """Greedy continuations of the draft."""
         return self._samples
 
+    def _options(self, num_layers: int) -> dict[str, Any]:
+        """Further entries of the family's config."""
+        return {} if self._window is None else window_options(*self._window, num_layers)
+
     def _make(self, num_layers: int) -> PreTrainedModel:
-        options = None
-        if self._window is not None:
-            options = window_options(self._family, self._window, num_layers)
-        model = self._make_model(num_layers=num_layers, options=options)
+        model = self._make_model(num_layers=num_layers, options=self._options(num_layers))
         scale, step = self._logits
         if self._logits != (1.0, 0.0):
 
