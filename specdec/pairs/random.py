@@ -67,8 +67,7 @@ class RandomPair(HuggingFacePair):
             sliding_window: keys this many positions back are masked; None: the family's default.
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
-            logit_step: both models' logits are rounded to multiples of it, which makes ties
-                frequent; 0 for no rounding.
+            logit_step: logits are rounded to multiples of it, for ties; 0: no rounding.
             dtype, ..., exit_head: see ``HuggingFacePair``. Exit heads are untrained.
 
         Raises:
@@ -87,8 +86,9 @@ class RandomPair(HuggingFacePair):
         )
         self._layers = _layers(num_layers, draft_layers, middle_layers)
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
-        sizes |= {"seed": seed, "dtype": self.dtype, "device": self.device}
-        self._make_model = partial(random_model, family, **sizes)
+        self._make_model = partial(
+            random_model, family, seed=seed, dtype=self.dtype, device=self.device, **sizes
+        )
         self._window = None if sliding_window is None else (family, sliding_window)
         self._options(num_layers)  # refused before models are made
         self._logits = (logit_scale, logit_step)
