@@ -59,8 +59,7 @@ class RandomPair(HuggingFacePair):
         """Describes the models; they are created on first use.
 
         Args:
-            family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers: of the target.
+            family, num_layers: of the target; a family as transformers names it (llama, gpt2, ...).
             draft_layers, middle_layers: of the draft and of the middle model, which are the
                 target's first layers; None: no middle model.
             hidden_size, num_heads, vocab_size, max_positions: shapes.
