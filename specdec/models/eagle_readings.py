@@ -146,10 +146,12 @@ class Accepted:
     Attributes:
         drafts: their number.
         lengths: int, how many of them had 0, 1, .. K first tokens right.
+        by_text: accepted tokens of each text.
     """
 
     drafts: int
     lengths: list[int]
+    by_text: list[int]
 
     @property
     def mean(self) -> float:
@@ -181,7 +183,7 @@ def accepted(
         num_tokens: K.
         normed: see ``Reading``.
     """
-    lengths = torch.zeros(num_tokens + 1, dtype=torch.long)
+    lengths, by_text = torch.zeros(num_tokens + 1, dtype=torch.long), []
     for tokens, prompt in texts:
         last = len(tokens) - 1 - num_tokens  # rows whose K tokens all are in the text
         first = max(0, prompt - 2)  # the row that predicts the first new token
@@ -200,7 +202,8 @@ def accepted(
             right &= (drafted == tokens[rows + 2 + step].to(drafted.device)).cpu()
             run += right
         lengths += torch.bincount(run, minlength=num_tokens + 1)
-    return Accepted(int(lengths.sum()), lengths.tolist())
+        by_text.append(int(run.sum()))
+    return Accepted(int(lengths.sum()), lengths.tolist(), by_text)
 
 
 def _features(frozen: FrozenModel, config: EagleConfig, tokens: Tensor, normed: bool) -> Tensor:
