@@ -126,7 +126,10 @@ def test_degrees_choose_times_and_times_choose_d(
     [
         (["executor.target_degree=9", "clock.profile=swiftspec_table1"], "1 to 8 devices"),
         (["clock=measured", "policy.d=ratio"], "until_ready"),
-        (["policy.d=soon"], "policy.d='soon' .* a whole number .* 'until_ready', 'ratio'"),
+        (
+            ["policy.d=soon"],
+            "policy.d='soon' .* a whole number .* 'until_ready', 'complete', 'ratio'",
+        ),
         (["executor.groups=[2]", "executor.stages=1"], "set one of the two"),
         (["executor=tensor_parallel_shared", "executor.draft_degree=9"], "lower it"),
     ],

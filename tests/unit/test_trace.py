@@ -346,7 +346,7 @@ def test_spans_of_workers_are_aligned_with_the_controller() -> None:
     ("words", "says"),
     [
         (["compare", "model=random", "trace=true"], "one strategy at a time"),
-        (["run", "model=random", "strategy=hf_generate", "trace=true"], "own decoding"),
+        (["run", "model=random", "strategy=hf_generate", "trace=true"], "another program"),
         (["run", "model=random", "strategy=specpipe", "trace=true"], "process per stage"),
         (["run", "model=random", "strategy=specpipe", "clock=paced"], "process per stage"),
     ],

@@ -23,7 +23,7 @@ SHARES = ["executor=pipeline", "executor.target_degree=2", "executor.transport=d
         (["model.graphs=replay", "serving=paged"], "cpu", ["serving.kv_tokens="]),
         (["model.kernels=triton", "serving=paged"], "cuda", []),  # fused modules hold there
         (["model.graphs=cuda", "serving=paged", *SHARES], "cuda", ["shares", "paged caches"]),
-        (["model.graphs=cuda", "strategy=hf_generate"], "cuda", ["transformers' own generate"]),
+        (["model.graphs=cuda", "strategy=hf_generate"], "cuda", ["not used by another program"]),
     ],
 )
 def test_what_has_no_effect_is_named(overrides, device, told):
