@@ -41,6 +41,13 @@ def check_source(
             f"{judge} needs the distribution that candidates were sampled from, which {name} does"
             " not give; use verifier=match or source=draft_model"
         )
+    late = source.needs.hidden and getattr(policy, "follows_exits", False)
+    if verifier.needs.draft_probs and late:
+        raise UserError(
+            f"{name} drafts from hidden states that arrive after {type(policy).__name__} drafts on,"
+            f" so its candidates, and with {judge} the output, would depend on the executor; use"
+            " verifier=match or policy=chain"
+        )
     if source.needs.target_draws and verifier.lossless is not Lossless.TOKEN:
         raise UserError(
             f"{name} reads the target's own draws, which is lossless under verifier=match only, not"

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 PACKAGES = ("triton", "flash_attn", "torchao")
+OTHERS = "specdec.rivals.workers."
 KERNEL_FILES = (
     "specdec.attention.triton_kernel",
     "specdec.kernels.fused_layers",
@@ -47,11 +48,15 @@ def block() -> None:
 
 
 def import_everything() -> list[str]:
-    """Imports every module of the library except ``KERNEL_FILES``; returns their names."""
+    """Imports every module of the library except ``KERNEL_FILES``; returns their names.
+
+    The programs in ``OTHERS`` are run by other interpreters, which have other packages.
+    """
     import specdec
 
     names = [info.name for info in pkgutil.walk_packages(specdec.__path__, "specdec.")]
     names = [n for n in names if n not in KERNEL_FILES and not n.endswith("__main__")]
+    names = [n for n in names if not n.startswith(OTHERS)]
     for name in names:
         importlib.import_module(name)
     return names
