@@ -46,7 +46,12 @@ class Generation:
 
 
 class RivalProcess:
-    """One runtime with its models loaded."""
+    """One runtime with its models loaded.
+
+    Attributes:
+        pid: of the worker.
+        version: of the runtime.
+    """
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         """Starts the worker and loads the models.
@@ -72,6 +77,7 @@ class RivalProcess:
             text=True,
             env=environment,
         )
+        self.pid = self._process.pid
         self.version: str = self._ask({"op": "open", **settings})["version"]
 
     def generate(

@@ -177,11 +177,11 @@ def meter_of(runner: Runner, *, waits: bool) -> CpuMeter | None:
     """Measures the CPU times of a runner's processes; None on a clock that is not measured.
 
     Args:
-        runner: its ranks on this machine are measured too.
+        runner: its ranks on this machine are measured too, and another runtime's process.
         waits: see ``CpuTimes``; ranks that another launcher has started are waited for too.
     """
     if runner.parts is None:
-        return CpuMeter(waits=waits)
+        return CpuMeter(ranks=getattr(runner, "pids", ()), waits=waits)
     if runner.parts.clock.kind is not ClockKind.MEASURED:
         return None
     pids = getattr(runner.parts.executor, "pids", ())

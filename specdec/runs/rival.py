@@ -56,6 +56,7 @@ class RivalBaseline:
         name: of the strategy.
         claims: lossless token for token under greedy decoding, else in distribution.
         version: of the runtime.
+        pids: the runtime's process.
     """
 
     parts = None
@@ -109,6 +110,7 @@ class RivalBaseline:
             },
         )
         self.version = self._process.version
+        self.pids = (self._process.pid,)
         self._origin_s = perf_counter()
 
     @classmethod
