@@ -115,7 +115,7 @@ def check_aliases(text: str) -> None:
 
     Raises:
         ValueError: the text has more than ``MAX_YAML_VALUES`` values when every alias is replaced
-            by what it stands for.
+            by the node that it refers to.
         yaml.YAMLError, RecursionError: the text cannot be read.
     """
     if "*" not in text:

@@ -85,7 +85,7 @@ class Context:
             start = self.num_blocks * BLOCK if own else 0
             num_keys = self.num_blocks * BLOCK
             if own:
-                assert self.slots is not None, "rows have keys of their own"
+                assert self.slots is not None, "rows without slots cannot gather their keys"
                 num_keys = self.slots.shape[1]
             keys = torch.arange(start, start + num_keys, device=self.positions.device)
             hidden = keys > self.positions[:, None]

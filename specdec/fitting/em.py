@@ -23,7 +23,7 @@ _CLOSE = 0.01  # relative error of tokens per pass
 _SPREAD = 0.8  # of the measured one, below which groups may cost some likelihood
 _PATIENCE = 10.0  # of AIC, for such groups
 _GAIN = 0.01  # of the log likelihood, below which the iteration ends
-_LEAST_MASS = 30.0  # observations of a depth with a parameter of its own
+_LEAST_MASS = 30.0  # observations that a depth needs to get a separate parameter
 _LEAST_PROMPTS = 5  # for groups of prompts
 
 

@@ -163,7 +163,7 @@ class _Writer:
         return name
 
     def output(self, name: str, value: str, shape: Sequence[int | str]) -> None:
-        """Returns a value under a name of its own."""
+        """Makes a value an output of the graph, under the given name."""
         self.ops("Identity", [value], [name])
         self.declare(self.outputs, name, _FLOAT, shape)
         if name != "logits":

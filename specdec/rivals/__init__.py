@@ -1,4 +1,4 @@
-"""Other CPU runtimes as rows of our tables, each in a Python environment of its own."""
+"""Other CPU runtimes as baselines, each in a separate Python environment."""
 
 from specdec.rivals.environments import RUNTIMES, Runtime, install
 from specdec.rivals.process import Generation, RivalProcess

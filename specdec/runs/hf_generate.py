@@ -28,7 +28,13 @@ from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.fields import Count, Share, validated
-from specdec.runs.runners import Book, TokenPrompt, result_of, sampling_params
+from specdec.runs.runners import (
+    Book,
+    TokenPrompt,
+    result_of,
+    run_one_by_one,
+    sampling_params,
+)
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, RequestState, StopRules, count_answer
 from specdec.types import IntArray, Lossless, Verdict
@@ -206,14 +212,7 @@ class HFBaseline:
         book: Book | None = None,
     ) -> RunTotals:
         """Decodes the prompts one by one; see ``Runner``."""
-        parts: list[RunTotals] = []
-        for prompt in prompts:
-            result, totals = self.generate_one(prompt.id, prompt.tokens)
-            parts.append(totals)
-            on_finish(result)
-            if book is not None:
-                book(result, totals)
-        return RunTotals.merge(parts)
+        return run_one_by_one(prompts, lambda p: self.generate_one(p.id, p.tokens), on_finish, book)
 
     def close(self) -> None:
         """Does nothing."""

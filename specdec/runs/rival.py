@@ -22,7 +22,13 @@ from specdec.pairs import ModelPair, PretrainedPair
 from specdec.parts.fields import Count, validated
 from specdec.rivals import RUNTIMES, Generation, RivalProcess
 from specdec.rivals.environments import converted
-from specdec.runs.runners import Book, TokenPrompt, result_of, sampling_params
+from specdec.runs.runners import (
+    Book,
+    TokenPrompt,
+    result_of,
+    run_one_by_one,
+    sampling_params,
+)
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, RequestState, StopRules, count_answer
 from specdec.types import Lossless, Verdict
@@ -140,14 +146,7 @@ class RivalBaseline:
         book: Book | None = None,
     ) -> RunTotals:
         """Decodes the prompts one by one; see ``Runner``."""
-        parts: list[RunTotals] = []
-        for prompt in prompts:
-            result, totals = self.generate_one(prompt)
-            parts.append(totals)
-            on_finish(result)
-            if book is not None:
-                book(result, totals)
-        return RunTotals.merge(parts)
+        return run_one_by_one(prompts, self.generate_one, on_finish, book)
 
     def close(self) -> None:
         """Ends the runtime's process."""

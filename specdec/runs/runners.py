@@ -208,6 +208,23 @@ class PartsRunner:
         self.parts.executor.shutdown()
 
 
+def run_one_by_one(
+    prompts: Sequence[TokenPrompt],
+    decode_one: Callable[[TokenPrompt], tuple[RequestResult, RunTotals]],
+    on_finish: Callable[[RequestResult], None],
+    book: Book | None = None,
+) -> RunTotals:
+    """``Runner.run`` of a baseline that decodes one prompt per call of ``decode_one``."""
+    parts: list[RunTotals] = []
+    for prompt in prompts:
+        result, totals = decode_one(prompt)
+        parts.append(totals)
+        on_finish(result)
+        if book is not None:
+            book(result, totals)
+    return RunTotals.merge(parts)
+
+
 def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) -> RequestResult:
     """The result of a request that is complete or cancelled."""
     return RequestResult(

@@ -165,7 +165,7 @@ def test_a_run_that_fails_at_once_leaves_nobody(tmp_path: Path) -> None:
 
 
 def test_a_rank_killed_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is killed when it is told to load its layers, before it can be ready."""
+    """The rank is killed when it receives the message to load its layers."""
     group = importlib.import_module("specdec.distributed.group").RankGroup
     announce, pids = group.announce, list[int]()
 
