@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.attention.kv_cache import TreeCache
+from specdec.device import to_device
 from specdec.sampling.transform import SamplingTransform
 from specdec.types import HiddenName, IntArray
 
@@ -93,7 +95,8 @@ class StateBank:
     def get(self, ids: Sequence[int]) -> Tensor:
         """[W, E]: the rows of the nodes ``ids``, which are stored and at least one."""
         assert self._rows is not None
-        return self._rows[[self._index[node] for node in ids]]
+        rows = np.array([self._index[node] for node in ids])
+        return self._rows[to_device(rows, self._rows.device)]
 
     def keep(self, ids: IntArray) -> None:
         """Drops all nodes but ``ids``."""
