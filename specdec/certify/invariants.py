@@ -256,7 +256,10 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
 
 
 def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iterator[str]:
-    """Nodes that a hit kept or dropped wrongly, relative to the submitted tree."""
+    """Faults of the submitted tree, and nodes that a hit kept or dropped wrongly."""
+    where = f"request {commit.request}, step {commit.step}"
+    if len(set(before.values())) < len(before):  # no output shows it: rejection skips the second
+        yield f"{where}: two children of a node of the submitted tree carry the same token"
     if commit.kind is not CommitKind.HIT or commit.root_id not in before:
         return
     below = {commit.root_id}
@@ -264,7 +267,6 @@ def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iter
         if before[node_id][0] in below:
             below.add(node_id)
     kept = set(commit.kept_ids.tolist())
-    where = f"request {commit.request}, step {commit.step}"
     if lost := below - kept:
         yield f"{where}: nodes {sorted(lost)[:3]} under the new root were dropped"
     if stray := (kept & before.keys()) - below:
