@@ -3,8 +3,9 @@
 Target and draft are tables (``TablePair``), so the exact laws of the output are known. Requests,
 each with its own keyed draws, are decoded through the whole composed strategy:
 
-- small tables with a draft opposed to the target: the joint law of every pair of neighbouring
-  tokens, by e-values (``evidence``) and by total variation;
+- small tables with a draft opposed to the target and with one that crowds a token: the joint law
+  of every pair of neighbouring tokens, by e-values (``evidence``) and by total variation, and the
+  law of the token after each other one, by e-values;
 - a large vocabulary with drafts of six kinds (``wide_laws``): the law of the token after each row.
 
 False-alarm rate: 1e-6 per check, half of it for the mean of all e-values, half for the total
@@ -37,6 +38,9 @@ from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
 from specdec.types import FloatArray, IntArray, Lossless
 
+Table = tuple[tuple[float, ...], ...]
+"""Logits of the next token (column) after each (row)."""
+
 FALSE_ALARM = 1e-6
 """Chance that a lossless strategy fails a distribution check."""
 
@@ -53,7 +57,7 @@ _WIDE_TOKENS = 4
 _NUM_WIDE_TESTS = 2 * 7 * 4  # transforms, rows and all together, partitions; per vocabulary
 
 # Under top-k the target and the opposed draft each exclude tokens that the other keeps.
-TARGET_TABLE = (
+TARGET_TABLE: Table = (
     (2.0, 1.0, 0.0, 0.5, -1.0),
     (0.0, 1.5, 1.4, -0.5, 0.7),
     (-1.0, 0.2, 2.0, 1.0, 0.3),
@@ -62,7 +66,7 @@ TARGET_TABLE = (
 )
 """Target logits [V, V] of the next token (column) after each (row)."""
 
-OPPOSED_TABLE = (
+OPPOSED_TABLE: Table = (
     (1.0, 4.0, 0.6, -2.0, 2.0),
     (3.0, 0.0, 2.0, 0.8, 0.2),
     (2.0, 0.6, 2.0, 0.4, -1.0),
@@ -70,6 +74,21 @@ OPPOSED_TABLE = (
     (2.0, 2.0, 1.8, -0.6, 2.4),
 )
 """Logits of a draft that prefers other tokens than the target."""
+
+_SHARES = (
+    ((30, 20, 15, 10, 25), (60, 10, 8, 3, 19)),
+    ((26, 25, 8, 14, 27), (9, 12, 3, 3, 73)),
+    ((25, 25, 8, 13, 29), (14, 73, 3, 7, 3)),
+    ((19, 18, 8, 17, 38), (9, 57, 3, 3, 28)),
+    ((33, 21, 20, 8, 18), (3, 4, 11, 4, 78)),
+)  # percent: (target's row, draft's row)
+
+CROWDED_TABLES: tuple[Table, Table] = (
+    tuple(tuple(math.log(share / 100) for share in target) for target, _ in _SHARES),
+    tuple(tuple(math.log(share / 100) for share in draft) for _, draft in _SHARES),
+)
+"""Target and a draft that crowds one token, which is often rejected: then the tests of its siblings
+have probabilities between 0 and 1. Against the opposed draft they are nearly always 0 or 1."""
 
 SAMPLINGS = {
     "t=1": SamplingParams(temperature=1.0),
@@ -187,16 +206,18 @@ def distribution(subject: Subject) -> Check:
     if exact and subject.build is compose:
         shapes |= {name: {"policy": policy} for name, policy in _SHAPES.items()}
     vocabs = (_WIDE_VOCAB, _FULL_VOCAB) if subject.full else (_WIDE_VOCAB,)
-    per_shape = _NUM_WIDE_TESTS * len(vocabs) + len(SAMPLINGS) * (_NUM_TOKENS - 1)
+    small = [(label, (TARGET_TABLE, OPPOSED_TABLE), params) for label, params in SAMPLINGS.items()]
+    small.append(("crowded draft, t=1", CROWDED_TABLES, SAMPLINGS["t=1"]))
+    per_shape = _NUM_WIDE_TESTS * len(vocabs) + len(small) * _NUM_TOKENS
     found = _Findings(num_tests=len(shapes) * per_shape)
     # The distances of each pair of neighbouring tokens share half of the rate.
-    level = FALSE_ALARM / (2 * len(shapes) * len(SAMPLINGS) * (_NUM_TOKENS - 1))
+    level = FALSE_ALARM / (2 * len(shapes) * len(small) * (_NUM_TOKENS - 1))
     for name, changes in shapes.items():
         try:
             for vocab_size in vocabs if exact else ():
                 _test_wide(subject, vocab_size, name, changes, found)
-            for label in SAMPLINGS if not exact or not found.biased() else ():
-                _test_pairs(subject, f"{name}, {label}", SAMPLINGS[label], changes, level, found)
+            for label, tables, params in small if not exact or not found.biased() else ():
+                _test_pairs(subject, f"{name}, {label}", tables, params, changes, level, found)
         except UserError:
             if not changes:
                 raise
@@ -220,27 +241,35 @@ def distribution(subject: Subject) -> Check:
 def _test_pairs(
     subject: Subject,
     name: str,
+    tables: tuple[Table, Table],
     params: SamplingParams,
     changes: dict[str, Any],
     level: float,
     found: _Findings,
 ) -> None:
-    """The joint law of each pair of neighbouring tokens of small tables."""
-    section = {"kind": "table", "target": TARGET_TABLE, "draft": OPPOSED_TABLE}
-    pair = TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE)
+    """The laws of small tables: of each pair of neighbouring tokens, and of tokens after others."""
+    target, draft = tables
+    section = {"kind": "table", "target": target, "draft": draft}
+    pair = TablePair(target=target, draft=draft)
     num_tokens = _NUM_TOKENS_SHAPES if changes else _NUM_TOKENS
     stop = StopRules(max_new_tokens=num_tokens)
-    cases = [Case(i, "", (0,), params, stop) for i in range(subject.times * NUM_REQUESTS)]
+    num_requests = subject.times * NUM_REQUESTS * (2 if tables is CROWDED_TABLES else 1)
+    cases = [Case(i, "", (0,), params, stop) for i in range(num_requests)]
     with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
         outputs = decode_cases(parts, cases, batch_size=_BATCH)
     tokens = np.array([outputs[case.id].output for case in cases])
-    table = np.stack([reference_probs(np.array(row), params) for row in TARGET_TABLE])
+    table = np.stack([reference_probs(np.array(row), params) for row in target])
     laws = pair_laws(table, 0, num_tokens)
     for i, (counts, law) in enumerate(zip(pair_counts(tokens, len(table)), laws, strict=True)):
         where = f"{name}, tokens {i} and {i + 1}"
         found.logs.append((where, log_evidence(counts, law)))
         distance, bound = total_variation(counts, law, false_alarm=level)
         found.distances.append((where, distance, bound))
+    before = np.pad(tokens[:, :-1], ((0, 0), (1, 0)))  # 0: the prompt's token
+    rows = [np.bincount(tokens[before == row], minlength=len(table)) for row in range(len(table))]
+    # Given the tokens before them, tokens are independent, so e-values of rows multiply.
+    value = sum(log_evidence(counts, law) for counts, law in zip(rows, table, strict=True))
+    found.logs.append((f"{name}, the token after each", value))
 
 
 def _test_wide(
