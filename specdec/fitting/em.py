@@ -1,6 +1,7 @@
 """Maximum-likelihood fit of a hit law by expectation maximisation.
 
-Shape letters: S segments, T positions, G groups, C classes, D depths.
+Shape letters: S segments, T positions, G groups, C classes, D depths. Segments are the last axis:
+there are many of them, and one to three groups and classes.
 """
 
 from __future__ import annotations
@@ -184,18 +185,17 @@ def _start(data: Observations, size: Size, depths: int) -> HitLaw:
 def _iterate(data: Observations, law: HitLaw, by_depth: bool) -> tuple[HitLaw, float]:
     """One step of expectation maximisation, and the log likelihood before it."""
     groups, classes = law.weights.shape
-    likelihood = _likelihood(data, law)  # [S, T, C]
-    start = law.shares()
-    forward, scale = _forward(likelihood, law, start)  # [T, S, G, C], [T, S, G]
-    by_segment = np.log(scale).sum(axis=0) * data.weights[:, None]  # [S, G]
+    likelihood = _likelihood(data, law)  # [T, C, S]
+    forward, scale = _forward(likelihood, law, law.shares())  # [T, G, C, S], [T, G, S]
+    by_segment = np.log(scale).sum(axis=0) * data.weights  # [G, S]
     num_prompts = int(data.prompts.max()) + 1
     by_prompt = np.zeros((num_prompts, groups))
-    np.add.at(by_prompt, data.prompts, by_segment)
+    np.add.at(by_prompt, data.prompts, by_segment.T)
     joint = by_prompt + np.log(law.group_shares)
     top = joint.max(axis=1, keepdims=True)
     total = top[:, 0] + np.log(np.exp(joint - top).sum(axis=1))
     posterior = np.exp(joint - total[:, None])  # [prompts, G]
-    mass = posterior[data.prompts] * data.weights[:, None]  # [S, G]
+    mass = posterior.T[:, data.prompts] * data.weights  # [G, S]
     occupied, kept, redrawn, first = _backward(likelihood, law, forward, scale, mass)
     counts = _counts(data, occupied, len(law.depth))
     top1, depth = _emissions(law, counts, by_depth)
@@ -217,67 +217,69 @@ def _iterate(data: Observations, law: HitLaw, by_depth: bool) -> tuple[HitLaw, f
 
 
 def _likelihood(data: Observations, law: HitLaw) -> FloatArray:
-    """float64[S, T, C], probability of each observation by class; 1 where it is unknown."""
+    """float64[T, C, S], probability of each observation by class; 1 where it is unknown."""
     rates = law.hit_rates(len(law.depth))  # [C, D]
-    depth = np.minimum(data.depths, len(law.depth) - 1)
-    chance = rates.T[depth]  # [S, T, C]
-    hit = (data.hits == 1)[:, :, None]
-    known = (data.hits != UNKNOWN)[:, :, None]
-    result: FloatArray = np.where(known, np.where(hit, chance, 1.0 - chance), 1.0)
+    hits, depth = data.hits.T, np.minimum(data.depths.T, len(law.depth) - 1)
+    result = np.empty((hits.shape[0], len(rates), hits.shape[1]))
+    for number, rate in enumerate(rates):
+        chance = rate[depth]
+        chance = np.where(hits == 1, chance, 1.0 - chance)
+        result[:, number] = np.where(hits != UNKNOWN, chance, 1.0)
     return result
 
 
 def _forward(
     likelihood: FloatArray, law: HitLaw, start: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Scaled forward probabilities float64[T, S, G, C] and their scales float64[T, S, G]."""
-    segments, length, classes = likelihood.shape
+    """Scaled forward probabilities float64[T, G, C, S] and their scales float64[T, G, S]."""
+    length, classes, segments = likelihood.shape
     groups = len(law.weights)
-    forward = np.empty((length, segments, groups, classes))
-    scale = np.empty((length, segments, groups))
-    current = np.broadcast_to(start, (segments, groups, classes))
-    leave = 1.0 - law.stay
+    forward = np.empty((length, groups, classes, segments))
+    scale = np.empty((length, groups, segments))
+    current = np.broadcast_to(start[..., None], (groups, classes, segments))
+    stay, weights = law.stay[:, None], law.weights[:, :, None]
     for at in range(length):
-        current = current * likelihood[:, at, None, :]
-        scale[at] = current.sum(axis=2)
-        current = current / scale[at][:, :, None]
+        current = current * likelihood[at]
+        scale[at] = current.sum(axis=1)
+        current = current / scale[at][:, None]
         forward[at] = current
-        left = (current * leave).sum(axis=2)
-        current = current * law.stay + left[:, :, None] * law.weights
+        left = (current * (1.0 - stay)).sum(axis=1)
+        current = current * stay + left[:, None] * weights
     return forward, scale
 
 
 def _backward(
     likelihood: FloatArray, law: HitLaw, forward: FloatArray, scale: FloatArray, mass: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Expected counts: (occupied [S, T, C], kept [C], redrawn [G, C from, C to], first [G, C])."""
-    length, segments, groups, classes = forward.shape
-    occupied = np.empty((segments, length, classes))
+    """Expected counts: (occupied [T, C, S], kept [C], redrawn [G, C from, C to], first [G, C])."""
+    length, groups, classes, segments = forward.shape
+    occupied = np.empty((length, classes, segments))
     kept = np.zeros(classes)
     redrawn = np.zeros((groups, classes, classes))
-    leave = 1.0 - law.stay
-    backward = np.ones((segments, groups, classes))
+    stay, weights = law.stay[:, None], law.weights[:, :, None]
+    backward = np.ones((groups, classes, segments))
     for at in range(length - 1, -1, -1):
-        posterior = forward[at] * backward * mass[:, :, None]
-        occupied[:, at] = posterior.sum(axis=1)
+        posterior = forward[at] * backward * mass[:, None]
+        occupied[at] = posterior.sum(axis=0)
         if at == 0:
             break
-        ahead = backward * likelihood[:, at, None, :] / scale[at][:, :, None]  # [S, G, C]
-        before = forward[at - 1] * mass[:, :, None]
-        kept += (before * law.stay * ahead).sum(axis=(0, 1))
-        redrawn += np.einsum("sgi,sgj->gij", before * leave, ahead * law.weights)
-        drawn = (ahead * law.weights).sum(axis=2)
-        backward = law.stay * ahead + leave * drawn[:, :, None]
-    return occupied, kept, redrawn, posterior.sum(axis=0)
+        ahead = backward * likelihood[at] / scale[at][:, None]  # [G, C, S]
+        before = forward[at - 1] * mass[:, None]
+        kept += (before * stay * ahead).sum(axis=(0, 2))
+        drawn = ahead * weights
+        redrawn += (before * (1.0 - stay)) @ drawn.transpose(0, 2, 1)
+        backward = stay * ahead + (1.0 - stay) * drawn.sum(axis=1)[:, None]
+    return occupied, kept, redrawn, posterior.sum(axis=2)
 
 
 def _counts(data: Observations, occupied: FloatArray, depths: int) -> FloatArray:
     """float64[2, C, D], expected misses and hits by class and depth."""
-    counts = np.zeros((2, occupied.shape[2], depths))
-    depth = np.minimum(data.depths, depths - 1)
+    counts = np.zeros((2, occupied.shape[1], depths))
+    hits, depth = data.hits.T, np.minimum(data.depths.T, depths - 1)
     for hit in (0, 1):
-        chosen = data.hits == hit
-        np.add.at(counts[hit].T, depth[chosen], occupied[chosen])
+        chosen = hits == hit
+        for number, row in enumerate(counts[hit]):
+            row += np.bincount(depth[chosen], occupied[:, number][chosen], minlength=depths)
     return counts
 
 

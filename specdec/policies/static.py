@@ -107,7 +107,11 @@ class Static(Stateless):
         """
         live = live_requests(state)
         if state.turn is not None and self.draft_overlap != "full":
-            waiting = [r for r in live if r.prefill_sent >= r.num_prefill and not r.awaiting]
+            waiting = [
+                r
+                for r in live
+                if r.id not in self._complete and r.prefill_sent >= r.num_prefill and not r.awaiting
+            ]
             self._grow(state, source, waiting, stop=events.ready)
         if self.draft_overlap != "rule":
             return False

@@ -7,6 +7,9 @@ is the list of operations on the tensors of the capture; a replay runs them agai
 the same memory. Replaying a graph overwrites the results of the other graphs of its pool with
 garbage, since real graphs share that memory.
 
+Memory that was allocated and not written holds NaN, or the largest number of an integer dtype, so
+that reading it fails in every run.
+
 Not emulated: streams, out of memory, speed, kernels (Triton's, flash-attn's), rounding.
 """
 
@@ -363,5 +366,20 @@ def emulated() -> Iterator[Device]:
             patch.setattr(torch.cuda, name, value)
         # Modules that move get new parameters: the old ones are of another class.
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
-        with _Named(device), device:
+        with _filled_memory(), _Named(device), device:
             yield device
+
+
+@contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Fills new memory, which torch does under deterministic algorithms only."""
+    was = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=only_warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

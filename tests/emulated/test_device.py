@@ -51,6 +51,17 @@ def test_a_capture_breaks_off(what):
             capture(lambda: FORBIDDEN[what](given), None)
 
 
+def test_memory_that_was_not_written_is_seen():
+    """Also of tensors like others and of those that grow; outside, torch's settings are kept."""
+    with emulated():
+        fresh = torch.empty(3, device="cuda")
+        assert torch.empty_like(fresh).isnan().all().cpu()
+        assert fresh.new_empty(2).resize_(5).isnan().all().cpu()
+        largest = torch.iinfo(torch.int64).max
+        assert torch.empty(2, dtype=torch.int64, device="cuda").tolist() == [largest, largest]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def _computed(hidden: torch.Tensor) -> RunnerOutput:
     return RunnerOutput(hidden=hidden)
 
