@@ -1,9 +1,10 @@
 """Certifies the law of whole short outputs: ``python -m experiments.benchmarks.laws``.
 
 Every verifier with every kind of tree decodes 20,000 requests of three tokens on the tables of
-``specdec.certify.laws`` (five tokens, a draft opposed to the target; stages and heads as in
-``specdec verify``), each request with its own keyed draws. The counts of the 125 possible outputs
-are compared with their exact probabilities, which are enumerated.
+``specdec.certify.laws`` (five tokens; half of the requests with a draft opposed to the target, half
+with one that crowds a token; stages and heads as in ``specdec verify``), each request with its own
+keyed draws. The counts of the 125 possible outputs are compared with their exact probabilities,
+which are enumerated.
 
 Statistics: the e-value of ``specdec.certify.evidence`` and the total variation with McDiarmid's
 bound. False-alarm rate: 1e-6 for the whole table, divided equally among rows and statistics.
@@ -33,7 +34,14 @@ import numpy as np
 
 from specdec.certify.cases import Case
 from specdec.certify.evidence import log_evidence
-from specdec.certify.laws import FALSE_ALARM, OPPOSED_TABLE, TARGET_TABLE, total_variation
+from specdec.certify.laws import (
+    CROWDED_TABLES,
+    FALSE_ALARM,
+    OPPOSED_TABLE,
+    TARGET_TABLE,
+    Table,
+    total_variation,
+)
 from specdec.certify.oracle import reference_probs
 from specdec.certify.subject import Subject, decode_cases
 from specdec.config.job import run_job_of
@@ -41,7 +49,7 @@ from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.pairs import TablePair
 from specdec.report.provenance import provenance
-from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
 from specdec.types import FloatArray, IntArray
@@ -53,7 +61,7 @@ RESULT = Path(__file__).with_name("results") / "laws.json"
 VERIFIERS = ("rejection", "match")
 TREES: dict[str, tuple[str, ...]] = {
     "chain": ("strategy=speculative",),
-    "static": ("strategy=specinfer", "policy.branching=[3,2]"),
+    "static": ("strategy=specinfer", "policy.branching=[3,2]", "serving=dynamic"),
     "staged": ("strategy=staged",),
     "early exit": ("strategy=eesd",),
     "multi-exit": ("strategy=eesd_multi",),
@@ -64,8 +72,11 @@ TREES: dict[str, tuple[str, ...]] = {
 }
 """Kind of tree -> the configuration that grows it."""
 
-CONTROLS: dict[str, tuple[str, Callable[..., Any]]] = {}
-"""Verifier -> (the planted bug, a context manager that plants it)."""
+TABLES: dict[str, tuple[Table, Table]] = {
+    "opposed": (TARGET_TABLE, OPPOSED_TABLE),
+    "crowded": CROWDED_TABLES,
+}
+"""Kind of draft -> logits of the target and of the draft."""
 
 
 def _correction_from_target() -> Any:
@@ -83,31 +94,52 @@ def _shared_draws() -> Any:
     return patch.object(KeyedDraws, "uniform", uniform)
 
 
-CONTROLS["rejection"] = ("correction from the target", _correction_from_target)
-CONTROLS["match"] = ("two positions share draws", _shared_draws)
+def _shared_tests() -> Any:
+    """All siblings are tested with the first one's draw."""
+    honest = KeyedDraws.uniform
+
+    def uniform(
+        self: KeyedDraws, prompt_id: int, positions: IntArray, purpose: Purpose, *key: Any
+    ) -> FloatArray:
+        if purpose is Purpose.ACCEPT:
+            key = tuple(0 * np.asarray(number) for number in key)
+        return honest(self, prompt_id, positions, purpose, *key)
+
+    return patch.object(KeyedDraws, "uniform", uniform)
 
 
-def exact_law() -> FloatArray:
+CONTROLS: tuple[tuple[str, str, str, str, Callable[[], Any]], ...] = (
+    ("rejection", "chain", "opposed", "correction from the target", _correction_from_target),
+    ("rejection", "static", "crowded", "siblings share a test", _shared_tests),
+    ("match", "chain", "opposed", "two positions share draws", _shared_draws),
+)
+"""Verifier, tree and draft, the planted bug, and a context manager that plants it."""
+
+
+def exact_law(target: Table) -> FloatArray:
     """float64[V ** 3]: the probability of every output after the prompt [0]."""
-    table = np.stack([reference_probs(np.array(row), SAMPLING) for row in TARGET_TABLE])
+    table = np.stack([reference_probs(np.array(row), SAMPLING) for row in target])
     law = table[0]
     for _ in range(NUM_TOKENS - 1):
         law = law[..., None] * table
     return law.ravel()
 
 
-def counts_of(overrides: tuple[str, ...], num_requests: int) -> IntArray:
+def counts_of(
+    overrides: tuple[str, ...], tables: tuple[Table, Table], num_requests: int
+) -> IntArray:
     """int64[V ** 3]: how often each output was decoded.
 
     Raises:
         UserError: the parts do not fit together.
     """
     subject = Subject(run_job_of(["model=random", *overrides]).config)
-    pair = TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE)
-    section = {"kind": "table", "target": TARGET_TABLE, "draft": OPPOSED_TABLE}
+    target, draft = tables
+    pair = TablePair(target=target, draft=draft)
+    section = {"kind": "table", "target": target, "draft": draft}
     stop = StopRules(max_new_tokens=NUM_TOKENS)
-    weights = len(TARGET_TABLE) ** np.arange(NUM_TOKENS)[::-1]
-    counts = np.zeros(len(TARGET_TABLE) ** NUM_TOKENS, np.int64)
+    weights = len(target) ** np.arange(NUM_TOKENS)[::-1]
+    counts = np.zeros(len(target) ** NUM_TOKENS, np.int64)
     with subject.composed(pair=pair, model=section) as parts:
         for first in range(0, num_requests, BATCH):
             ids = range(first, min(first + BATCH, num_requests))
@@ -118,14 +150,16 @@ def counts_of(overrides: tuple[str, ...], num_requests: int) -> IntArray:
     return counts
 
 
-def tested(overrides: tuple[str, ...], num_requests: int, level: float) -> dict[str, Any]:
+def tested(
+    overrides: tuple[str, ...], tables: tuple[Table, Table], num_requests: int, level: float
+) -> dict[str, Any]:
     """One row of the table; ``level`` is the false-alarm rate of each of its two statistics."""
     start = process_time()
     try:
-        counts = counts_of(overrides, num_requests)
+        counts = counts_of(overrides, tables, num_requests)
     except UserError as error:
         return {"refused": str(error)}
-    law = exact_law()
+    law = exact_law(tables[0])
     evidence = log_evidence(counts, law)
     distance, bound = total_variation(counts, law, false_alarm=level)
     return {
@@ -140,21 +174,27 @@ def tested(overrides: tuple[str, ...], num_requests: int, level: float) -> dict[
 
 def jobs(num_requests: int) -> dict[str, Callable[[], dict[str, Any]]]:
     """Name of a row -> what decodes it."""
-    level = FALSE_ALARM / (2 * len(VERIFIERS) * len(TREES))
+    level = FALSE_ALARM / (2 * len(VERIFIERS) * len(TREES) * len(TABLES))
     rows: dict[str, Callable[[], dict[str, Any]]] = {}
 
-    def control(plant: Callable[[], Any], words: tuple[str, ...]) -> dict[str, Any]:
-        with plant():
-            return tested(words, num_requests, level)
+    def words(verifier: str, tree: str) -> tuple[str, ...]:
+        return (*TREES[tree], f"verifier={verifier}", "sampling=t08")
 
-    for verifier in VERIFIERS:
-        bug, plant = CONTROLS[verifier]
-        words = (f"verifier={verifier}", "sampling=t08")
-        rows[f"control: {verifier}, chain, {bug}"] = partial(
-            control, plant, (*TREES["chain"], *words)
+    def control(plant: Callable[[], Any], *args: Any) -> dict[str, Any]:
+        with plant():
+            return tested(*args)
+
+    half = num_requests // len(TABLES)
+    for verifier, tree, draft, bug, plant in CONTROLS:
+        rows[f"control: {verifier}, {tree}, {bug}"] = partial(
+            control, plant, words(verifier, tree), TABLES[draft], half, level
         )
-        for tree, overrides in TREES.items():
-            rows[f"{verifier}, {tree}"] = partial(tested, (*overrides, *words), num_requests, level)
+    for verifier in VERIFIERS:
+        for tree in TREES:
+            for draft, tables in TABLES.items():
+                rows[f"{verifier}, {tree}, {draft} draft"] = partial(
+                    tested, words(verifier, tree), tables, half, level
+                )
     return rows
 
 
@@ -166,9 +206,9 @@ def is_wrong(name: str, row: dict[str, Any]) -> bool:
 def line(name: str, row: dict[str, Any]) -> str:
     """A row as it is printed."""
     if "refused" in row:
-        return f"{name:48} refused: {row['refused'][:100]}"
+        return f"{name:56} refused: {row['refused'][:100]}"
     return (
-        f"{name:48}{row['log10_e_value']:>12.2f}{row['total_variation']:>9.4f}{row['bound']:>9.4f}"
+        f"{name:56}{row['log10_e_value']:>12.2f}{row['total_variation']:>9.4f}{row['bound']:>9.4f}"
         f"   {'BIASED' if row['biased'] else 'the law'}"
     )
 
@@ -184,7 +224,9 @@ def main() -> int:
     if args.result.is_file():
         stored = json.loads(args.result.read_text("utf-8"))
         rows = stored["rows"] if stored["requests"] == args.requests else {}
-    print(f"{args.requests} requests a row\n{'row':48}{'log10 e':>12}{'TV':>9}{'bound':>9}")
+    print(
+        f"{args.requests} requests, half of them a row\n{'row':48}{'log10 e':>12}{'TV':>9}{'bound':>9}"
+    )
     for name, decode in jobs(args.requests).items():
         if args.rows and not any(part in name for part in args.rows):
             continue
