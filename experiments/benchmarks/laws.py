@@ -224,9 +224,8 @@ def main() -> int:
     if args.result.is_file():
         stored = json.loads(args.result.read_text("utf-8"))
         rows = stored["rows"] if stored["requests"] == args.requests else {}
-    print(
-        f"{args.requests} requests, half of them a row\n{'row':48}{'log10 e':>12}{'TV':>9}{'bound':>9}"
-    )
+    print(f"{args.requests} requests, half of them a row")
+    print(f"{'row':56}{'log10 e':>12}{'TV':>9}{'bound':>9}")
     for name, decode in jobs(args.requests).items():
         if args.rows and not any(part in name for part in args.rows):
             continue
