@@ -111,8 +111,8 @@ class OnnxPasses:
         """Runs the rows of one or more requests; arguments as of ``ModelRunner.forward``."""
         if len(rows) == 1:
             chosen = logits_rows if wants_logits else _WITHOUT_LOGITS
-            logits, states = self._run_one(rows[0], hidden, chosen)
-            return self._runner_output(logits if wants_logits else None, states)
+            found, states = self._run_one(rows[0], hidden, chosen)
+            return self._runner_output(found if wants_logits else None, states)
         num_rows = sum(map(len, rows))
         wanted = np.arange(num_rows) if logits_rows is None else logits_rows
         logits = torch.empty(len(wanted), self._vocab_size) if wants_logits else None
