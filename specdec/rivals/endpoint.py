@@ -70,6 +70,39 @@ class Chunk:
     ids: tuple[int, ...] | None
 
 
+@dataclass(slots=True, kw_only=True)
+class _Answer:
+    """What a server sent for one request.
+
+    Attributes:
+        chunks: in order of arrival.
+        counted: output tokens by the server's count; None where it is not sent.
+        drafts: llama.cpp's counts of draft tokens; empty where not sent.
+        stopped: whether an end token ended the output.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    counted: int | None = None
+    drafts: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False
+
+    def add(self, message: Mapping[str, Any], at_s: float) -> None:
+        """Adds a message of the stream."""
+        if message.get("error"):
+            raise ValueError(str(message["error"]))
+        if message.get("usage"):
+            self.counted = int(message["usage"]["completion_tokens"])
+        timings = message.get("timings") or {}
+        if "draft_n" in timings:
+            counts = (timings["draft_n"], timings["draft_n_accepted"])
+            self.drafts = dict(zip(_COUNTERS, map(int, counts), strict=True))
+        for choice in message.get("choices", ())[:1]:
+            ids = choice.get("token_ids")
+            new = None if ids is None else tuple(map(int, ids))
+            self.chunks.append(Chunk(at_s=at_s, text=choice.get("text") or "", ids=new))
+            self.stopped |= choice.get("finish_reason") == "stop"
+
+
 class Endpoint:
     """A server that decodes one prompt per call of ``generate``.
 
@@ -126,9 +159,10 @@ class Endpoint:
             **options.extra,
         }
         before = self._counters()
-        chunks, usage, drafts = self._stream(body)
+        answer = self._stream(body)
         after = self._counters()
-        tokens, times = self._tokens(prompt, text, chunks, usage)
+        chunks, drafts = answer.chunks, answer.drafts
+        tokens, times = self._tokens(prompt, text, answer)
         if before is not None and after is not None:
             drafts = {name: after[name] - before[name] for name in _COUNTERS}
         accepted = min(drafts.get("accepted_tokens", 0), max(0, len(tokens) - 1))
@@ -171,36 +205,20 @@ class Endpoint:
                 " strategy.options.base_url, or name strategy.options.model"
             ) from error
 
-    def _stream(
-        self, body: Mapping[str, Any]
-    ) -> tuple[list[Chunk], Mapping[str, Any], dict[str, int]]:
-        """Chunks, usage and llama.cpp's counts of draft tokens; both empty where not sent."""
-        chunks: list[Chunk] = []
-        usage: Mapping[str, Any] = {}
-        drafts: dict[str, int] = {}
-        start = perf_counter()
+    def _stream(self, body: Mapping[str, Any]) -> _Answer:
+        """Sends a request and reads its stream."""
+        answer, start = _Answer(), perf_counter()
         try:
-            with self._open(f"{self._url}/completions", body) as answer:
-                for message in _messages(answer):
-                    at_s = perf_counter() - start
-                    if message.get("error"):
-                        raise ValueError(str(message["error"]))
-                    usage = message.get("usage") or usage
-                    timings = message.get("timings") or {}
-                    if "draft_n" in timings:
-                        counts = (timings["draft_n"], timings["draft_n_accepted"])
-                        drafts = dict(zip(_COUNTERS, map(int, counts), strict=True))
-                    for choice in message.get("choices", ())[:1]:
-                        ids = choice.get("token_ids")
-                        new = None if ids is None else tuple(map(int, ids))
-                        chunks.append(Chunk(at_s=at_s, text=choice.get("text") or "", ids=new))
+            with self._open(f"{self._url}/completions", body) as stream:
+                for message in _messages(stream):
+                    answer.add(message, perf_counter() - start)
         except (OSError, ValueError, LookupError, TypeError) as error:
             told = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
             words = " ".join(str(told).split())[:_SHOWN]
             raise UserError(f"{self.version} failed: {words}") from error
-        if not chunks:
+        if not answer.chunks:
             raise UserError(f"{self.version} sent an empty stream: it must support stream=true")
-        return chunks, usage, drafts
+        return answer
 
     def _counters(self) -> dict[str, int] | None:
         """vLLM's counts of draft tokens since its start; None where the server has none."""
@@ -235,17 +253,14 @@ class Endpoint:
         return list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
 
     def _tokens(
-        self,
-        prompt: Sequence[int],
-        text: str | None,
-        chunks: Sequence[Chunk],
-        usage: Mapping[str, Any],
+        self, prompt: Sequence[int], text: str | None, answer: _Answer
     ) -> tuple[list[int], list[float]]:
         """The output's token ids and their times.
 
         Raises:
             UserError: the ids are not known: the server counts another number of them.
         """
+        chunks = answer.chunks
         if text is None:
             if any(chunk.ids is None and chunk.text for chunk in chunks):
                 raise UserError(
@@ -259,14 +274,16 @@ class Endpoint:
         arrived = list(_arrivals(len(text), chunks))
         times = [next(at for end, at in arrived if end >= stop) for stop in ends[first:]]
         tokens = ids[first:]
-        counted = usage.get("completion_tokens", len(tokens))
-        if ids[:first] != list(prompt) or counted not in (len(tokens), len(tokens) + 1):
+        counted = len(tokens) if answer.counted is None else answer.counted
+        # The text leaves an end token out, which some servers count.
+        ends_unseen = answer.stopped and bool(self._eos_ids)
+        if ids[:first] != list(prompt) or not len(tokens) <= counted <= len(tokens) + ends_unseen:
             raise UserError(
                 f"{self.version} counts {counted} tokens of a text that encodes to {len(tokens)}:"
                 " the tokens are not known; use strategy.options.prompt=ids, where the server"
                 " returns token ids"
             )
-        if counted == len(tokens) + 1 and self._eos_ids:  # the text leaves the end token out
+        if ends_unseen:
             tokens.append(self._eos_ids[0])
             times.append(chunks[-1].at_s)
         return tokens, times

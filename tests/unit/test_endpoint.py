@@ -43,6 +43,7 @@ class Server(ThreadingHTTPServer):
         self.metrics = options.get("metrics", False)
         self.timings = options.get("timings")
         self.miscount = options.get("miscount", 0)
+        self.reason = options.get("reason", "stop" if tokens[-1] == EOS else "length")
         self.num_requests = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -61,6 +62,7 @@ class Server(ThreadingHTTPServer):
                 choice["token_ids"] = part[start:]
             yield {"choices": [choice]}
             start, sent = start + size, text
+        yield {"choices": [{"text": "", "finish_reason": self.reason}]}
         end = {"choices": [], "usage": {"completion_tokens": len(self.tokens) + self.miscount}}
         yield end | ({"timings": self.timings} if self.timings else {})
 
@@ -203,6 +205,9 @@ def test_refusals(serve, tokenizer):
     split = [*prompt[:4], *tokenizer("de")["input_ids"], *tokenizer("f")["input_ids"]]
     with pytest.raises(UserError, match="does not encode to its token ids again"):
         _generate(server, split, tokenizer)
-    server, prompt, tokens = serve(miscount=3)
-    with pytest.raises(UserError, match=f"counts {len(tokens) + 3} tokens of a text that encodes"):
-        _generate(server, prompt, tokenizer)
+    # One token more than the text is an end token only where the server says that it stopped.
+    for options in ({"miscount": 3}, {"miscount": -2}, {"eos": True, "reason": "length"}):
+        server, prompt, tokens = serve(**options)
+        counted = len(tokens) + options.get("miscount", 0)
+        with pytest.raises(UserError, match=f"counts {counted} tokens of a text that encodes"):
+            _generate(server, prompt, tokenizer)
