@@ -319,19 +319,19 @@ class DecodeState:
 
     def _commit_one(self, request: RequestState, verdict: Verdict, now: float) -> Commit:
         tree = request.tree
-        path = tree.slots(verdict.accepted_ids)
+        path = tree.slots(verdict.accepted_ids).tolist() if len(verdict.accepted_ids) else []
         assert NO_NODE not in path, f"accepted nodes {verdict.accepted_ids} are not in the tree"
-        last = int(path[-1]) if len(path) else 0
+        retired = [0, *path]
+        last = retired[-1]
         child = tree.child(last, verdict.next_token)
-        retired = np.concatenate([[0], path])
         assert tree.answered[retired].all(), f"a node of request {request.id} has no answer"
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
         hidden = tree.hidden_rows(retired_ids)
         count_answer(request, verdict, hit=child != NO_NODE)
 
-        tokens = [*tree.tokens[path].tolist(), verdict.next_token]
+        tokens = [*retired_tokens[1:].tolist(), verdict.next_token]
         next_origin = TARGET_ORIGIN if child == NO_NODE else int(tree.origins[child])
-        origins = [*tree.origins[path].tolist(), next_origin]
+        origins = [*(tree.origins[path].tolist() if path else ()), next_origin]
         for token, origin in zip(tokens, origins, strict=True):
             if request.finished:
                 request.counters.cut_tokens += 1

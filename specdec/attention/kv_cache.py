@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from specdec.attention.kv_storage import Buffers, CacheSpec, Contiguous, Storage, Store
-from specdec.types import BoolArray, Commit, IntArray
+from specdec.types import BoolArray, Commit, CommitKind, IntArray
 
 EMPTY: IntArray = np.zeros(0, np.int64)
 """An empty array of tokens or nodes."""
@@ -235,23 +235,30 @@ class TreeCache:
             return
         adopted = self._adoptable(commit)
         lo = self._lo + len(adopted)
-        kept = np.zeros(0, np.int64)
-        if self.cached_len + len(adopted) >= commit.prefix_len:
-            kept = self._lo + np.flatnonzero(commit.keeps(self.node_ids))
+        kept = EMPTY
+        # On a miss the only kept node is the new root, which has no entry yet.
+        is_hit = commit.kind is CommitKind.HIT
+        if is_hit and self.cached_len + len(adopted) >= commit.prefix_len:
+            kept = self._lo + commit.keeps(self.node_ids).nonzero()[0]
         hi = lo + len(kept)
+        if len(kept) or adopted != list(range(self._lo, lo)):
+            self._gather(adopted, kept, lo, hi)
+        self.cached_len += len(adopted)
+        self._set_region(lo, hi)
+        self._kv.trim(self.cached_len + self.num_nodes)
+
+    def _gather(self, adopted: list[int], kept: IntArray, lo: int, hi: int) -> None:
+        """Moves adopted entries to the coordinates before ``lo``, kept ones to [lo, hi)."""
         # Kept entries inside the new region keep their slots; the others fill the free slots.
         inside = (kept >= lo) & (kept < hi)
         outside = kept[~inside]
         free = np.ones(len(kept), np.bool_)
         free[kept[inside] - lo] = False
-        sources = np.concatenate([adopted, outside])
+        sources = np.concatenate([np.array(adopted, np.int64), outside])
         targets = np.concatenate([np.arange(self._lo, lo), lo + np.flatnonzero(free)])
         moved = sources != targets
         if moved.any():
             self._move(sources[moved], targets[moved], lo, hi)
-        self.cached_len += len(adopted)
-        self._set_region(lo, hi)
-        self._kv.trim(self.cached_len + self.num_nodes)
 
     def close(self) -> None:
         """Frees all slots; the cache must not be used afterwards."""
@@ -263,8 +270,8 @@ class TreeCache:
         self._set_region(self._lo, self._lo)
         self._kv.trim(self.cached_len)
 
-    def _adoptable(self, commit: Commit) -> IntArray:
-        """int64[M], coordinates of the retired nodes that extend the prefix."""
+    def _adoptable(self, commit: Commit) -> list[int]:
+        """The M coordinates of the retired nodes that extend the prefix."""
         adopted: list[int] = []
         position = commit.prefix_len - len(commit.retired_ids)
         for coordinate in map(self._index.get, commit.retired_ids.tolist()):
@@ -273,7 +280,7 @@ class TreeCache:
                     break
                 adopted.append(coordinate)
             position += 1
-        return np.array(adopted, np.int64)
+        return adopted
 
     def _move(self, sources: IntArray, targets: IntArray, lo: int, hi: int) -> None:
         """Copies entries to other coordinates; [lo, hi) is the tree region afterwards."""

@@ -127,8 +127,11 @@ def _row_names(strategies: object, extra: Sequence[Path]) -> list[str]:
 
 
 def _part_of(override: Override) -> str | None:
-    """The part whose key an override sets, if any."""
-    part = str(override.key_or_group).split(".")[0]
+    """The part whose key an override sets, if any; "strategy" for options of a baseline."""
+    key = str(override.key_or_group)
+    if key.startswith("strategy.options."):
+        return "strategy"
+    part = key.split(".")[0]
     return part if part in PARTS else None
 
 

@@ -202,7 +202,7 @@ def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None
 def _uses_draft_model(config: Mapping[str, Any]) -> bool:
     """Whether a checked configuration runs a draft model."""
     if config["strategy"]["kind"] != "parts":
-        return str(config["strategy"]["method"]).endswith(("_assisted", "_draft"))
+        return str(config["strategy"].get("method")).endswith(("_assisted", "_draft"))
     return any(target.endswith(".DraftModelSource") for target in _targets(config["source"]))
 
 

@@ -5,7 +5,9 @@ Shape letters: R rows of one request, A rows whose logits are computed, E hidden
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -89,15 +91,14 @@ class OnnxPasses:
         )
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
         self._output, self._capture = output, tuple(capture)
-        self._states = dict(zip(states, graph.hidden_names, strict=True))
+        self._states, self._outputs = states, graph.hidden_names
         self._windows = tuple(dict.fromkeys(option.window for option in options.values()))
         self._spec, self._is_first, self._is_last = spec, is_first, is_last
-        self._num_layers = len(options)
         self._session = _session(graph.model, graph.weights)
-        self._bindings: WeakKeyDictionary[TreeCache, tuple[tuple[int, int], Any]] = (
-            WeakKeyDictionary()
-        )
-        self._zeros = torch.zeros(1)
+        self._bindings: WeakKeyDictionary[TreeCache, _Bound] = WeakKeyDictionary()
+        self._memories: dict[tuple[str, tuple[int, ...]], _Memory] = {}
+        self._flat: dict[str, np.ndarray[Any, Any]] = {}  # name of an output -> its memory
+        self._zeros = np.zeros(1, np.float32)
         self.num_passes = 0
 
     def run(
@@ -108,33 +109,33 @@ class OnnxPasses:
         wants_logits: bool,
     ) -> RunnerOutput:
         """Runs the rows of one or more requests; arguments as of ``ModelRunner.forward``."""
+        if len(rows) == 1:
+            chosen = logits_rows if wants_logits else _WITHOUT_LOGITS
+            found, states = self._run_one(rows[0], hidden, chosen)
+            return self._runner_output(found if wants_logits else None, states)
         num_rows = sum(map(len, rows))
-        chosen = np.arange(num_rows) if logits_rows is None else logits_rows
-        logits = torch.empty(len(chosen), self._vocab_size) if wants_logits else None
-        states = {name: torch.empty(num_rows, self._hidden_size) for name in self._states}
+        wanted = np.arange(num_rows) if logits_rows is None else logits_rows
+        logits = torch.empty(len(wanted), self._vocab_size) if wants_logits else None
+        parts: list[list[Tensor]] = []
         start = 0
         for part in rows:
-            if not len(part):
-                continue
             stop = start + len(part)
-            mine = np.flatnonzero((chosen >= start) & (chosen < stop))
-            target = None
+            if stop == start:
+                continue
+            mine = np.flatnonzero((wanted >= start) & (wanted < stop))
+            inputs = None if hidden is None else hidden[start:stop]
+            own = wanted[mine] - start if wants_logits and len(mine) else _WITHOUT_LOGITS
+            found, states = self._run_one(part, inputs, own)
             if logits is not None and len(mine):
-                target = (
-                    logits if len(mine) == len(chosen) else torch.empty(len(mine), logits.shape[1])
-                )
-            self._run_one(
-                part,
-                None if hidden is None else hidden[start:stop].contiguous(),
-                chosen[mine] - start,
-                target,
-                {name: state[start:stop] for name, state in states.items()},
-            )
-            if logits is not None and target is not None and target is not logits:
-                logits[torch.from_numpy(mine)] = target
+                logits[torch.from_numpy(mine)] = found
+            parts.append(states)
             start = stop
-        captured = {name: states[name] for name in self._capture}
-        return RunnerOutput(hidden=states[self._output], logits=logits, captured=captured)
+        return self._runner_output(logits, [torch.cat(state) for state in zip(*parts, strict=True)])
+
+    def _runner_output(self, logits: Tensor | None, states: Sequence[Tensor]) -> RunnerOutput:
+        named = dict(zip(self._states, states, strict=True))
+        captured = {name: named[name] for name in self._capture}
+        return RunnerOutput(hidden=named[self._output], logits=logits, captured=captured)
 
     def compare(self, eager: Run) -> None:
         """Compares the outputs on a small tree with those of another way to run a pass.
@@ -177,76 +178,119 @@ class OnnxPasses:
             )
 
     def _run_one(
-        self,
-        rows: Rows,
-        hidden: Tensor | None,
-        logits_rows: IntArray,
-        logits: Tensor | None,
-        states: Mapping[HiddenName, Tensor],
-    ) -> None:
-        """One session call; the outputs are written to the given contiguous tensors."""
+        self, rows: Rows, hidden: Tensor | None, logits_rows: IntArray | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One session call.
+
+        Args:
+            rows: of one request, at least one.
+            hidden: [R, E], input of every slice but the first.
+            logits_rows: int64[A], A >= 1; None: every row.
+
+        Returns:
+            The logits [A, V], without entries where the slice is not the last; the states [R, E].
+        """
         num_rows, end = len(rows), rows.end
         keys_values, done = rows.cache.buffers(rows)
-        binding = self._binding(rows.cache, keys_values)
-        bind = binding.bind_input
-        kept: list[Any] = []  # memory that the call reads
-
-        def ints(name: str, values: IntArray, kind: type = np.int64) -> None:
-            array: IntArray = np.ascontiguousarray(values, kind)
-            kept.append(array)
-            bind(name, "cpu", 0, kind, array.shape, array.ctypes.data)
-
+        bound = self._bound(rows.cache, keys_values)
+        bind = bound.binding.bind_cpu_input  # without a copy; the binding keeps the array
         if hidden is None:
-            ints("tokens", rows.tokens[None])
+            bind("tokens", np.ascontiguousarray(rows.tokens)[None])
         else:
-            shape = (1, *hidden.shape)
-            bind("hidden", "cpu", 0, np.float32, shape, hidden.data_ptr())
-        ints("positions", rows.positions[None])
-        ints("last_slot", np.array([end - 1]), np.int32)
-        ints("num_slots", np.array([end]), np.int32)
+            bind("hidden", hidden.contiguous().numpy()[None])
+        bind("positions", np.ascontiguousarray(rows.positions)[None])
+        bound.last_slot[0], bound.num_slots[0] = end - 1, end
         part = RequestPart(rows)
         for window in self._windows:
             mask = part.mask(window)
-            if mask is None:  # every row sees what the causal order allows
-                if len(self._zeros) < num_rows * end:
-                    self._zeros = torch.zeros(2 * num_rows * end)
-                mask = self._zeros
-            kept.append(mask)
-            shape = (1, 1, num_rows, end)
-            bind(mask_name(window), "cpu", 0, np.float32, shape, mask.data_ptr())
+            # Without a mask every row sees what the causal order allows.
+            dense = self._no_mask(num_rows * end) if mask is None else mask.numpy()
+            bind(mask_name(window), dense.reshape(1, 1, num_rows, end))
+        outputs = [self._memory(name, (1, num_rows, self._hidden_size)) for name in self._outputs]
         if self._is_last:
-            if logits is None:
-                logits_rows, logits = _WITHOUT_LOGITS, torch.empty(1, self._vocab_size)
-            ints("logits_rows", logits_rows)
-            _bind_output(binding, "logits", logits)
-        for name, state in states.items():
-            _bind_output(binding, self._states[name], state)
-        self._session.run_with_iobinding(binding)
+            chosen = np.arange(num_rows) if logits_rows is None else logits_rows
+            bind("logits_rows", np.ascontiguousarray(chosen))
+            outputs.append(self._memory("logits", (1, len(chosen), self._vocab_size)))
+        for output in outputs:
+            bound.binding.bind_ortvalue_output(output.name, output.value)
+        self._session.run_with_iobinding(bound.binding)
         self.num_passes += 1
         done()
+        found = [torch.from_numpy(output.array[0].copy()) for output in outputs]
+        logits = found.pop() if self._is_last else torch.empty(0)
+        return logits, found
 
-    def _binding(self, cache: TreeCache, keys_values: Tensor) -> Any:
-        """The bound buffers of a request's keys and values, bound anew where they have moved."""
+    def _no_mask(self, size: int) -> np.ndarray[Any, Any]:
+        if len(self._zeros) < size:
+            self._zeros = np.zeros(2 * size, np.float32)
+        return self._zeros[:size]
+
+    def _memory(self, name: str, shape: tuple[int, ...]) -> _Memory:
+        """Memory of an output, which later passes of the same shape write to again.
+
+        To bind an existing value and copy the results costs less than to make a new value, up to
+        some 30 rows of a vocabulary of 4096 tokens; beyond that the pass itself costs far more.
+        """
+        memory = self._memories.get((name, shape))
+        if memory is None:
+            flat = self._flat.get(name)
+            size = math.prod(shape)
+            if flat is None or len(flat) < size:
+                flat = self._flat[name] = np.empty(2 * size, np.float32)
+                self._memories = {k: m for k, m in self._memories.items() if k[0] != name}
+            array = flat[:size].reshape(shape)
+            memory = _Memory(name=name, array=array, value=_value(array))
+            self._memories[name, shape] = memory
+        return memory
+
+    def _bound(self, cache: TreeCache, keys_values: Tensor) -> _Bound:
+        """The binding of a request, with its keys and values; a new one where they have moved."""
         place = (keys_values.data_ptr(), keys_values.shape[3])
         known = self._bindings.get(cache)
-        if known is not None and known[0] == place:
-            return known[1]
+        if known is not None and known.place == place:
+            return known
         binding = self._session.io_binding()
-        for layer in range(self._num_layers):
-            for name, tensor in (
-                ("keys", keys_values[2 * layer]),
-                ("values", keys_values[2 * layer + 1]),
-            ):
-                shape, pointer = tuple(tensor.shape), tensor.data_ptr()
-                binding.bind_input(f"past_{name}_{layer}", "cpu", 0, np.float32, shape, pointer)
-                binding.bind_output(f"{name}_{layer}", "cpu", 0, np.float32, shape, pointer)
-        self._bindings[cache] = (place, binding)
-        return binding
+        for i, tensor in enumerate(keys_values.numpy()):
+            name, value = f"{('keys', 'values')[i % 2]}_{i // 2}", _value(tensor)
+            binding.bind_ortvalue_input(f"past_{name}", value)
+            binding.bind_ortvalue_output(name, value)
+        bound = _Bound(place=place, binding=binding)
+        binding.bind_cpu_input("last_slot", bound.last_slot)
+        binding.bind_cpu_input("num_slots", bound.num_slots)
+        self._bindings[cache] = bound
+        return bound
 
 
-def _bind_output(binding: Any, name: str, tensor: Tensor) -> None:
-    shape = (1, *tensor.shape)
-    binding.bind_output(name, "cpu", 0, np.float32, shape, tensor.data_ptr())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """Memory of one output of a session: an array, and the same as a value of ONNX Runtime."""
+
+    name: str
+    array: np.ndarray[Any, Any]
+    value: Any
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bound:
+    """A binding with a request's keys and values.
+
+    Attributes:
+        place: address and capacity of the keys and values.
+        binding: of the session's inputs and outputs.
+        last_slot, num_slots: int32[1], bound inputs that every pass sets.
+    """
+
+    place: tuple[int, int]
+    binding: Any
+    last_slot: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(1, np.int32))
+    num_slots: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(1, np.int32))
+
+
+def _value(array: np.ndarray[Any, Any]) -> Any:
+    """The array as a value of ONNX Runtime, over the same memory."""
+    import onnxruntime
+
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
 def _session(model: bytes, weights: Mapping[str, np.ndarray[Any, Any]]) -> Any:

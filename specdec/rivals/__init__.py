@@ -1,6 +1,15 @@
 """Other CPU runtimes as baselines, each in a separate Python environment."""
 
+from specdec.rivals.endpoint import Endpoint, EndpointOptions
 from specdec.rivals.environments import RUNTIMES, Runtime, install
 from specdec.rivals.process import Generation, RivalProcess
 
-__all__ = ["RUNTIMES", "Generation", "RivalProcess", "Runtime", "install"]
+__all__ = [
+    "RUNTIMES",
+    "Endpoint",
+    "EndpointOptions",
+    "Generation",
+    "RivalProcess",
+    "Runtime",
+    "install",
+]

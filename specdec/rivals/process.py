@@ -49,7 +49,7 @@ class RivalProcess:
     """One runtime with its models loaded.
 
     Attributes:
-        pid: of the worker.
+        pids: of the worker.
         version: of the runtime.
     """
 
@@ -77,7 +77,7 @@ class RivalProcess:
             text=True,
             env=environment,
         )
-        self.pid = self._process.pid
+        self.pids = (self._process.pid,)
         self.version: str = self._ask({"op": "open", **settings})["version"]
 
     def generate(

@@ -40,7 +40,7 @@ from specdec.runs.conditions import (
 )
 from specdec.runs.hf_generate import HFBaseline
 from specdec.runs.measurements import Measurements, meter_of
-from specdec.runs.rival import RivalBaseline
+from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
@@ -247,7 +247,11 @@ class _Decoding:
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
     """The runner of a strategy: ours for kind ``parts``, transformers', or another runtime's."""
-    kinds: dict[str, Any] = {"hf": HFBaseline.of, "rival": RivalBaseline.of}
+    kinds: dict[str, Any] = {
+        "hf": HFBaseline.of,
+        "rival": baseline_of_runtime,
+        "endpoint": baseline_of_endpoint,
+    }
     make = kinds.get(cfg["strategy"]["kind"])
     return PartsRunner(cfg=cfg, pair=pair, stop=stop) if make is None else make(cfg, pair, stop)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from specdec.metrics.results import RequestResult, RunTotals
 from specdec.pairs import ModelPair, PretrainedPair
 from specdec.parts.fields import Count, validated
 from specdec.rivals import RUNTIMES, Generation, RivalProcess
+from specdec.rivals.endpoint import Endpoint, EndpointOptions
 from specdec.rivals.environments import converted
 from specdec.runs.runners import (
     Book,
@@ -55,8 +56,30 @@ class RivalOptions:
     ngram: Count = 3
 
 
+class Server(Protocol):
+    """What decodes the prompts of a baseline.
+
+    Attributes:
+        pids: processes whose CPU time is the server's; empty where it is not measured.
+        version: of the runtime.
+    """
+
+    version: str
+
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+
+    def generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
+    ) -> Generation:
+        """See ``RivalProcess.generate``."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class RivalBaseline:
-    """One method of another runtime on one model pair, as a ``Runner``.
+    """Another runtime as a ``Runner``.
 
     Attributes:
         name: of the strategy.
@@ -72,72 +95,32 @@ class RivalBaseline:
         self,
         *,
         name: str,
-        method: str,
-        pair: PretrainedPair,
+        server: Server,
+        tokenizer: PreTrainedTokenizerBase | None,
+        weight_bytes: Mapping[str, int],
         stop: StopRules,
         sampling: SamplingParams,
         seed: int = 0,
-        options: RivalOptions,
-        note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Converts the models where needed, and loads them in the runtime's process.
+        """Wraps a runtime with its models loaded.
 
         Args:
             name: of the strategy.
-            method: key of ``METHODS``.
-            pair: models from folders, float32 on the CPU.
+            server: decodes the prompts.
+            tokenizer: of the outputs.
+            weight_bytes: "target" and, with a draft model, "draft" -> bytes of the weights.
             stop: without stop strings, which these runtimes get as token ids only.
             sampling: temperature, top-p and top-k.
             seed: combined with the prompt's id; draws differ from ours.
-            options: of the speculation.
-            note: called with a line of progress.
-
-        Raises:
-            UserError: the runtime is not installed, or cannot do this.
         """
-        runtime, self._kind = METHODS[method]
-        _check(name, pair, stop, sampling)
         self.name = name
         self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
         self._stop, self._sampling, self._seed = stop, sampling, seed
-        self._tokenizer: PreTrainedTokenizerBase | None = pair.tokenizer
-        folders = {"target": pair.folder("target"), "draft": None}
-        if self._kind == "draft":
-            folders["draft"] = pair.folder("draft")
-        self._bytes = {key: pair.weight_bytes[key] for key, path in folders.items() if path}
-        self._process = RivalProcess(
-            runtime,
-            {
-                **{k: path and str(converted(runtime, path, note)) for k, path in folders.items()},
-                "method": self._kind,
-                "threads": torch.get_num_threads(),
-                "eos": sorted(stop.eos_ids),
-                "options": {"num_draft_tokens": options.num_draft_tokens, "ngram": options.ngram},
-            },
-        )
-        self.version = self._process.version
-        self.pids = (self._process.pid,)
+        self._tokenizer = tokenizer
+        self._bytes = weight_bytes
+        self._process = server
+        self.version, self.pids = server.version, server.pids
         self._origin_s = perf_counter()
-
-    @classmethod
-    def of(cls, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
-        """The baseline of a configuration whose strategy has kind ``rival``.
-
-        Raises:
-            UserError: a pair without model folders, or see ``__init__``.
-        """
-        strategy = cfg["strategy"]
-        if not isinstance(pair, PretrainedPair):
-            raise UserError(f"strategy={strategy['name']} needs models from folders: model=tiny/hf")
-        return cls(
-            name=str(strategy["name"]),
-            method=strategy["method"],
-            pair=pair,
-            stop=stop,
-            sampling=sampling_params(cfg["sampling"]),
-            seed=int(cfg["seed"]),
-            options=RivalOptions(**strategy["options"]),
-        )
 
     def run(
         self,
@@ -191,6 +174,101 @@ class RivalBaseline:
         return result_of(request, self._tokenizer), totals
 
 
+def runtime_baseline(
+    *,
+    name: str,
+    method: str,
+    pair: PretrainedPair,
+    stop: StopRules,
+    sampling: SamplingParams,
+    seed: int = 0,
+    options: RivalOptions,
+    note: Callable[[str], None] = lambda _: None,
+) -> RivalBaseline:
+    """A runtime of ``METHODS``: converts the models where needed, and loads them in its process.
+
+    Args:
+        name, stop, sampling, seed: see ``RivalBaseline``.
+        method: key of ``METHODS``.
+        pair: models from folders, float32 on the CPU.
+        options: of the speculation.
+        note: called with a line of progress.
+
+    Raises:
+        UserError: the runtime is not installed, or cannot do this.
+    """
+    runtime, kind = METHODS[method]
+    _check(name, pair, stop, sampling)
+    folders = {"target": pair.folder("target"), "draft": None}
+    if kind == "draft":
+        folders["draft"] = pair.folder("draft")
+    process = RivalProcess(
+        runtime,
+        {
+            **{k: path and str(converted(runtime, path, note)) for k, path in folders.items()},
+            "method": kind,
+            "threads": torch.get_num_threads(),
+            "eos": sorted(stop.eos_ids),
+            "options": {"num_draft_tokens": options.num_draft_tokens, "ngram": options.ngram},
+        },
+    )
+    return RivalBaseline(
+        name=name,
+        server=process,
+        tokenizer=pair.tokenizer,
+        weight_bytes={key: pair.weight_bytes[key] for key, path in folders.items() if path},
+        stop=stop,
+        sampling=sampling,
+        seed=seed,
+    )
+
+
+def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
+    """The baseline of a configuration whose strategy has kind ``rival``.
+
+    Raises:
+        UserError: a pair without model folders, or see ``runtime_baseline``.
+    """
+    strategy = cfg["strategy"]
+    if not isinstance(pair, PretrainedPair):
+        raise UserError(f"strategy={strategy['name']} needs models from folders: model=tiny/hf")
+    return runtime_baseline(
+        name=str(strategy["name"]),
+        method=strategy["method"],
+        pair=pair,
+        stop=stop,
+        sampling=sampling_params(cfg["sampling"]),
+        seed=int(cfg["seed"]),
+        options=RivalOptions(**strategy["options"]),
+    )
+
+
+def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
+    """The baseline of a configuration whose strategy has kind ``endpoint``.
+
+    Raises:
+        UserError: a pair without a tokenizer, stop rules or sampling that servers do not share, or
+            see ``Endpoint``.
+    """
+    name, sampling = str(cfg["strategy"]["name"]), sampling_params(cfg["sampling"])
+    if pair.tokenizer is None:
+        raise UserError(f"strategy={name} needs a model with a tokenizer: model=tiny/hf")
+    _check_rules(name, stop, sampling)
+    return RivalBaseline(
+        name=name,
+        server=Endpoint(
+            EndpointOptions(**cfg["strategy"]["options"]),
+            tokenizer=pair.tokenizer,
+            eos_ids=stop.eos_ids,
+        ),
+        tokenizer=pair.tokenizer,
+        weight_bytes=pair.weight_bytes,
+        stop=stop,
+        sampling=sampling,
+        seed=int(cfg["seed"]),
+    )
+
+
 def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
     """Tokens per pass: the ``passes`` - 1 longest gaps between tokens separate the passes.
 
@@ -207,9 +285,20 @@ def _check(name: str, pair: PretrainedPair, stop: StopRules, sampling: SamplingP
     reasons = [
         (pair.dtype != "float32", f"computes in float32, not in model.dtype={pair.dtype}"),
         (pair.device != "cpu", f"runs on the CPU, not on model.device={pair.device}"),
+    ]
+    _refuse(name, reasons)
+    _check_rules(name, stop, sampling)
+
+
+def _check_rules(name: str, stop: StopRules, sampling: SamplingParams) -> None:
+    reasons = [
         (bool(stop.stop_strings), "has no stop_strings"),
         (bool(sampling.no_repeat_ngram), "has no sampling.no_repeat_ngram"),
     ]
+    _refuse(name, reasons)
+
+
+def _refuse(name: str, reasons: Sequence[tuple[bool, str]]) -> None:
     for wrong, reason in reasons:
         if wrong:
             raise UserError(f"strategy={name} {reason}: leave that option or this row out")

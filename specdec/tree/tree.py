@@ -190,12 +190,13 @@ class TokenTree(NodeTable):
 
     def child(self, slot: int, token: int) -> int:
         """Slot of the child of ``slot`` with ``token``, or ``NO_NODE``."""
-        matches = np.flatnonzero((self.parents == slot) & (self.tokens == token))
-        return int(matches[0]) if len(matches) else NO_NODE
+        matches = (self.parents == slot) & (self.tokens == token)
+        first = int(matches.argmax())
+        return first if matches[first] else NO_NODE
 
     def children(self, slot: int) -> IntArray:
         """int64[C], slots of the children in order of creation."""
-        return np.flatnonzero(self.parents == slot)
+        return (self.parents == slot).nonzero()[0]
 
     def path(self, slot: int) -> IntArray:
         """int64[D + 1], slots from the root down to ``slot``, both included."""

@@ -35,7 +35,7 @@ def _verdict(request: RequestState) -> Verdict:
     parents = tree.parents
     # Siblings differ, so an answered node has at most one matching child. A match of the root is
     # accidental: its parent is not a slot, and the walk never reaches it.
-    hits = np.flatnonzero(tree.tokens == answers[parents])
+    hits = (tree.tokens == answers.take(parents, mode="wrap")).nonzero()[0]
     next_of = dict(zip(parents[hits].tolist(), hits.tolist(), strict=True))
     slot, path = 0, []
     while (child := next_of.get(slot, NO_NODE)) != NO_NODE and tree.answered[child]:

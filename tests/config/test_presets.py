@@ -19,7 +19,7 @@ from specdec.config.options import GROUPS, PARTS, first_comment, flatten, option
 from specdec.errors import UserError
 
 PRESETS = sorted(options("strategy"))
-OURS = [name for name in PRESETS if not name.startswith(("hf_", "ort_", "openvino_"))]
+OURS = [name for name in PRESETS if not name.startswith(("hf_", "ort_", "openvino_", "endpoint"))]
 RANDOM = ("model=random", "model.num_layers=80")  # without files; layers for every pipeline
 
 KEYS_OF_ALL = {

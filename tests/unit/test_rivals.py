@@ -19,7 +19,7 @@ from specdec.pairs import PretrainedPair
 from specdec.rivals import RivalProcess, process
 from specdec.rivals.environments import RUNTIMES, converted, python_of
 from specdec.runs import rival
-from specdec.runs.rival import RivalBaseline, RivalOptions, pass_sizes
+from specdec.runs.rival import RivalOptions, pass_sizes, runtime_baseline
 from specdec.runs.runners import TokenPrompt
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
@@ -66,7 +66,7 @@ def stand_in(monkeypatch, tmp_path):
 
 
 def _baseline(options=None, **stop):
-    return RivalBaseline(
+    return runtime_baseline(
         name="ort_draft",
         method="ort_draft",
         pair=PretrainedPair(target="bundled:target", draft="bundled:draft"),
