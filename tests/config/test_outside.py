@@ -132,6 +132,7 @@ def test_each_kind_runs(folder: Path, part: Outside) -> None:
     assert f"_target_: {part.module}." in config
 
 
+@pytest.mark.slow
 def test_each_kind_compares(folder: Path, part: Outside) -> None:
     assert command("compare", *SMALL, part.rows, *part.overrides, "output_dir=out") == 0
     rows = json.loads((folder / "out" / "comparison.json").read_text(encoding="utf-8"))["rows"]

@@ -26,13 +26,13 @@ def group() -> Iterator[ThreadGroup]:
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "t06"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+@pytest.mark.parametrize("stages", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equal_to_the_in_process_pipeline(strategy: str, stages: int, sampling: str) -> None:
     same(config(strategy, stages, sampling))
 
 
-@pytest.mark.parametrize("stages", [2, 8])
+@pytest.mark.parametrize("stages", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("strategy", "feeding"),
     [

@@ -22,7 +22,7 @@ from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 from tests.emulated.device import Device, emulated
 from tests.matrix.cells import PROMPTS, Cell, all_cells, base, config, cover, plain
-from tests.matrix.outcomes import Kind, composed
+from tests.matrix.outcomes import runs
 
 EXPECTED = {"synchronize", "a copy to the host"}
 NUM_TOKENS = 5  # of those that plain decoding gives
@@ -37,9 +37,8 @@ def chosen() -> tuple[Cell, ...]:
         if cell.policy == "static"  # composing all cells would take longer than decoding some
         if (cell.verifier, cell.sampling) in (("match", "t06"), ("rejection", "greedy"))
         if cell.source == "draft_model" or cell.executor in ("local", "early_exit")
-        if composed(cell).kind is not Kind.REFUSED
     ]
-    return tuple(cover(cells, lambda c: {c.source, c.executor, c.verifier}))
+    return tuple(cover(cells, lambda c: {c.source, c.executor, c.verifier}, runs))
 
 
 def _runner(cell: Cell) -> PartsRunner:

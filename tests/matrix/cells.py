@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -97,11 +97,8 @@ def cells(source: str, policy: str) -> Iterator[Cell]:
 
 @cache
 def fast_cells() -> frozenset[Cell]:
-    """A sample in which every option of an axis meets every option of every other axis.
-
-    And every source meets every policy on every executor.
-    """
-    return frozenset(cover(all_cells(), lambda c: {*met(c), (c.source, c.policy, c.executor)}))
+    """A sample in which every option of an axis meets every option of every other axis."""
+    return frozenset(cover(all_cells(), met))
 
 
 def met(cell: Cell) -> set[Any]:
@@ -109,15 +106,38 @@ def met(cell: Cell) -> set[Any]:
     return set(combinations(zip(AXES, astuple(cell), strict=True), 2))
 
 
-def cover(found: Iterable[Cell], meetings: Callable[[Cell], set[Any]]) -> list[Cell]:
-    """Cells in which everything meets that meets in any of ``found``.
+@cache
+def decoded_cells() -> frozenset[Cell]:
+    """The fast cells, and of every source, policy, verifier and executor one sampling.
 
-    First fit in an order that depends on names only, so that one new option changes little.
+    The sampling is drawn from their names, so that every option meets every sampling.
+    """
+    samplings: dict[Cell, list[str]] = {}
+    for cell in all_cells():
+        samplings.setdefault(replace(cell, sampling=""), []).append(cell.sampling)
+    for cell in fast_cells():
+        samplings.pop(replace(cell, sampling=""), None)
+    drawn = (
+        replace(parts, sampling=names[crc32(repr(parts).encode()) % len(names)])
+        for parts, names in samplings.items()
+    )
+    return fast_cells() | frozenset(drawn)
+
+
+def cover(
+    found: Iterable[Cell],
+    meetings: Callable[[Cell], set[Any]],
+    usable: Callable[[Cell], bool] = lambda _: True,
+) -> list[Cell]:
+    """Usable cells in which everything meets that meets in any usable one of ``found``.
+
+    First fit in an order that depends on names only, so that one new option changes little. Only
+    cells in which something new meets are asked whether they are usable.
     """
     chosen, covered = [], set[Any]()
     for cell in sorted(found, key=lambda c: (crc32(repr(c).encode()), repr(c))):
         here = meetings(cell)
-        if not here <= covered:
+        if not here <= covered and usable(cell):
             chosen.append(cell)
             covered |= here
     return chosen

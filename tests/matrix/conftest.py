@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import matrix_line
+from tests.conftest import DECODED, matrix_line
 from tests.matrix.cells import all_cells
 from tests.matrix.outcomes import Outcome
 
@@ -21,7 +21,9 @@ def record() -> Callable[[Outcome], None]:
 
 
 def _kinds() -> Counter[str]:
-    return Counter(str(outcome.kind) for outcome in _FOUND.values())
+    kinds = Counter(str(outcome.kind) for outcome in _FOUND.values())
+    kinds[DECODED] = sum(outcome.decoded for outcome in _FOUND.values())
+    return kinds
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

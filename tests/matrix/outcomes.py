@@ -46,11 +46,13 @@ class Outcome:
 
     Attributes:
         reason: why it was refused, empty otherwise.
+        decoded: whether it ran and showed what its kind promises.
     """
 
     cell: Cell
     kind: Kind
     reason: str = ""
+    decoded: bool = False
 
 
 def composed(cell: Cell) -> Outcome:
@@ -79,13 +81,26 @@ def _claims(cell: Cell) -> tuple[Lossless | None, str]:
     return ready.claims, ""
 
 
-def check(cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES) -> Outcome:
-    """Runs one cell and asserts what its kind promises. The models are float64: parity is exact."""
+def runs(cell: Cell) -> bool:
+    """Whether the cell is not refused."""
+    return composed(cell).kind is not Kind.REFUSED
+
+
+def decide(cell: Cell) -> Outcome:
+    """Composes one cell and asserts that it is refused with a reason, and where it has to be."""
     outcome = composed(cell)
     if outcome.kind is Kind.REFUSED:
         assert len(outcome.reason) >= _SHORTEST_REASON, f"{cell}: refused without a reason"
+    else:
+        assert not biased(cell), f"{cell} must be refused: its rejection test would be biased"
+    return outcome
+
+
+def check(cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES) -> Outcome:
+    """Runs one cell and asserts what its kind promises. The models are float64: parity is exact."""
+    outcome = decide(cell)
+    if outcome.kind is Kind.REFUSED:
         return outcome
-    assert not biased(cell), f"{cell} must be refused: its rejection test would be biased"
     outputs = decode(runner(config(cell, transport=transport, stages=stages)))
     assert set(outputs) == {prompt.id for prompt in PROMPTS}, f"{cell}: a prompt was lost"
     assert {len(v) for v in outputs.values()} == {MAX_NEW_TOKENS}, f"{cell}: wrong length"
@@ -104,7 +119,7 @@ def check(cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
             assert possible(cell.sampling, prompt, outputs[prompt.id]), (
                 f"{cell}: a token that the target cannot sample"
             )
-    return outcome
+    return replace(outcome, decoded=True)
 
 
 def biased(cell: Cell) -> bool:

@@ -83,10 +83,11 @@ class Case:
     batch_size: int
 
 
+BATCHED = "batched"
 CASES = {
     "greedy": Case("greedy", prompts=2, batch_size=1),
     "sampled": Case("t08", prompts=2, batch_size=1),
-    "batched": Case("t08", prompts=5, batch_size=4),
+    BATCHED: Case("t08", prompts=5, batch_size=4),
 }
 
 

@@ -1,4 +1,10 @@
-"""Every combination of parts is lossless, labelled lossy, or refused with a reason."""
+"""Every combination of parts is lossless, labelled lossy, or refused with a reason.
+
+Every cell is composed here, which decides its kind. Decoded are, of those that run, every source
+with every policy, verifier and executor, under one sampling each, and a sample in which every
+option meets every other one. All samplings of all of them: ``pytest -m exhaustive tests/matrix``,
+or ``make support``.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +23,18 @@ from tests.matrix.cells import (
     Cell,
     all_cells,
     cells,
+    decoded_cells,
     executors,
     fast_cells,
     is_lossy,
 )
-from tests.matrix.outcomes import Kind, Outcome, check
+from tests.matrix.outcomes import Kind, Outcome, check, decide
 from tests.matrix.support import PAGE, page, survey
 
 PAIRS = [(source, policy) for source in options("source") for policy in options("policy")]
 Record = Callable[[Outcome], None]
+
+pytestmark = pytest.mark.xdist_group("matrix")  # a process composes each cell once
 
 
 @pytest.mark.parametrize(("source", "policy"), PAIRS)
@@ -37,9 +46,17 @@ def test_fast_half(source: str, policy: str, record: Record) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "policy"), PAIRS)
-def test_every_other_cell(source: str, policy: str, record: Record) -> None:
+def test_every_combination_of_parts(source: str, policy: str, record: Record) -> None:
     for cell in cells(source, policy):
         if cell not in fast_cells():
+            record(check(cell) if cell in decoded_cells() else decide(cell))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("source", "policy"), PAIRS)
+def test_every_other_cell(source: str, policy: str, record: Record) -> None:
+    for cell in cells(source, policy):
+        if cell not in decoded_cells():
             record(check(cell))
 
 
@@ -54,6 +71,8 @@ def test_no_cell_is_missing() -> None:
         met = {(getattr(c, one), getattr(c, other)) for c in all_cells()}
         fast = {(getattr(c, one), getattr(c, other)) for c in fast_cells()}
         assert fast == met, f"{one} x {other} in the fast half"
+    parts = {replace(c, sampling="") for c in all_cells()}
+    assert {replace(c, sampling="") for c in decoded_cells()} == parts
     assert all(
         {getattr(c, a) for c in all_cells()} == {*n} for a, n in zip(AXES, names, strict=True)
     )

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.distributed import GroupHandle
 from tests.matrix.cells import Cell, all_cells, cover, met, option
-from tests.matrix.outcomes import Kind, check, composed
+from tests.matrix.outcomes import check, runs
 
 pytestmark = pytest.mark.distributed
 
@@ -30,8 +30,7 @@ def ranks() -> Iterator[None]:
 def sample() -> list[Cell]:
     """Cells that run on processes: what meets in any of them meets in these."""
     staged = (c for c in all_cells() if "transport" in option("executor", c.executor))
-    running = (c for c in staged if composed(c).kind is not Kind.REFUSED)
-    return cover(running, met)
+    return cover(staged, met, runs)
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

@@ -29,6 +29,7 @@ from collections import Counter
 import pytest
 
 from tests.matrix.record_presets import (
+    BATCHED,
     CASES,
     COMMAND,
     FILE,
@@ -42,7 +43,7 @@ from tests.matrix.record_presets import (
 MAX_BYTES = 5_000  # of the file, per preset: a diff of it has to be readable
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != BATCHED])
 @pytest.mark.parametrize("preset", presets())
 def test_preset_decodes_as_recorded(preset: str, case: str) -> None:
     recorded = read().get(preset, {}).get(case)
@@ -54,6 +55,12 @@ def test_preset_decodes_as_recorded(preset: str, case: str) -> None:
     if found:
         head = f"{preset}, {case}: {len(found) // 3} figures differ from the record"
         pytest.fail("\n".join([head, *found]), pytrace=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", presets())
+def test_preset_decodes_batches_as_recorded(preset: str) -> None:
+    test_preset_decodes_as_recorded(preset, BATCHED)
 
 
 def test_every_record_is_of_a_preset() -> None:

@@ -16,7 +16,7 @@ from specdec.pairs import RandomPair, build_pair
 from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
 from tests.matrix.cells import MAX_NEW_TOKENS, Cell, all_cells, base, config, cover, decode, plain
-from tests.matrix.outcomes import Kind, composed
+from tests.matrix.outcomes import runs
 
 SAMPLINGS = ("greedy", "t08")
 
@@ -36,9 +36,8 @@ def chosen() -> tuple[Cell, ...]:
         for cell in all_cells()
         if cell.verifier == "match" and cell.sampling in SAMPLINGS
         if cell.source == "draft_model" or cell.policy in ("chain", "best_first")
-        if composed(cell).kind is not Kind.REFUSED
     ]
-    return tuple(cover(cells, lambda c: {(c.policy, c.executor), c.source, c.sampling}))
+    return tuple(cover(cells, lambda c: {(c.policy, c.executor), c.source, c.sampling}, runs))
 
 
 def _runner(cell: Cell) -> PartsRunner:

@@ -49,6 +49,8 @@ from tests.unit.test_hostile_input import ARRAYS, HEAD, TRACE
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
