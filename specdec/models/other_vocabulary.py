@@ -60,7 +60,7 @@ def other_tokenizer(
     Args:
         described: content of tokenizer.json.
         merges: merges that are kept, the first ones; tokens that only the others make are dropped.
-        joined: number of new tokens, each made of two kept ones.
+        joined: number of new tokens, each made of two kept ones; there must be enough pairs.
         seed: of the new numbers, and of the joined pairs.
 
     Returns:
@@ -74,10 +74,9 @@ def other_tokenizer(
     texts += [a + b for a, b in kept]
     parts = {text: [old[text]] for text in texts}
     draws = np.random.default_rng(seed)
-    words = [
-        text for text in texts if old[text] not in {t["id"] for t in described["added_tokens"]}
-    ]
-    while joined and len(words) > 1:
+    added = [dict(entry) for entry in described["added_tokens"]]
+    words = [text for text in texts if text not in {entry["content"] for entry in added}]
+    while joined:
         a, b = (words[at] for at in draws.integers(len(words), size=2))
         if a + b not in old and a + b not in parts:
             kept.append([a, b])
@@ -85,10 +84,8 @@ def other_tokenizer(
             joined -= 1
     order = [list(parts)[at] for at in draws.permutation(len(parts))]
     vocab = {text: token for token, text in enumerate(order)}
-    added = [
-        entry | {"id": vocab[entry["content"]]}
-        for entry in copy.deepcopy(described["added_tokens"])
-    ]
+    for entry in added:
+        entry["id"] = vocab[entry["content"]]
     changed = model | {"vocab": vocab, "merges": kept}
     return described | {"model": changed, "added_tokens": added}, [parts[text] for text in order]
 

@@ -291,13 +291,13 @@ def _continues(data: bytes | None) -> bool:
 
 def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
     """Special target token -> draft token: equal content, and the two ends of text."""
-    found = {
-        token: draft.special[text]
-        for text, token in target.special.items()
-        if text in draft.special
-    }
-    ends = (target.end, draft.end)
-    if ends[0] is not None and ends[1] is not None and ends[0] not in found:
-        if ends[1] not in found.values():
-            found[ends[0]] = ends[1]
+    there = draft.special
+    found = {token: there[text] for text, token in target.special.items() if text in there}
+    if (
+        target.end is not None
+        and draft.end is not None
+        and target.end not in found
+        and draft.end not in found.values()
+    ):
+        found[target.end] = draft.end
     return found
