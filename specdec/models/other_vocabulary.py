@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Sequence
 from itertools import product
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,10 @@ def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
     """A byte-level BPE tokenizer: letters, then pairs of letters; as tokenizer.json describes one.
 
     Args:
-        vocab_size: of the model; half of it are letters, at most 64, and all 4096 pairs are used at
-            most. Further tokens have no text.
+        vocab_size: of the model. Letters are few, at most 64, so that a text can be cut into tokens
+            in many ways; beyond all pairs of them, tokens have no text.
     """
-    letters = _LETTERS[: max(1, vocab_size // 2)]
+    letters = _LETTERS[: isqrt(vocab_size - 1) + 1]
     pairs = [(a, letters[(n + d) % len(letters)]) for d, n, a in _offsets(letters)]
     pairs = pairs[: vocab_size - len(letters)]
     texts = [*letters, *(a + b for a, b in pairs)]
