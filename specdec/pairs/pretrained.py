@@ -25,6 +25,8 @@ from specdec.models.loading import (
     weight_bytes,
 )
 from specdec.models.quantize import Quantization, quantize
+from specdec.models.translated import MODEL as TRANSLATED
+from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import (
     AttentionName,
@@ -63,6 +65,7 @@ class PretrainedPair(HuggingFacePair):
         target: Text,
         draft: Text | None = None,
         middle: Text | None = None,
+        translated: Text | None = None,
         ngram: Text | None = None,
         dtype: Dtype = "float32",
         device: Device = "auto",
@@ -83,6 +86,7 @@ class PretrainedPair(HuggingFacePair):
         Args:
             target: path, hub id or ``bundled:NAME``.
             draft, middle: likewise; None if no strategy needs them.
+            translated: likewise, a draft with a tokenizer of its own.
             ngram: safetensors file of token samples for n-gram counts.
             dtype, ..., backend, exit_layer, exit_head, exact: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
@@ -107,7 +111,7 @@ class PretrainedPair(HuggingFacePair):
         self.heads_folder = None if exit_heads is None else _heads_folder(exit_heads)
         self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
         self.info = inspect_model(family_path(target))
-        paths = {"draft": draft, "middle": middle}
+        paths = {"draft": draft, "middle": middle, TRANSLATED: translated}
         self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
         self._ngram = None if ngram is None else Path(family_path(ngram))
         if self._ngram is not None and not self._ngram.is_file():
@@ -115,7 +119,8 @@ class PretrainedPair(HuggingFacePair):
                 f"model.ngram={ngram}: no such file; give a safetensors file of samples"
             )
         for name, info in self._infos.items():
-            check_vocabularies(self.info, info, name)
+            if name != TRANSLATED:
+                check_vocabularies(self.info, info, name)
 
     def folder(self, name: str) -> Path:
         """The folder of a model.
@@ -154,6 +159,36 @@ class PretrainedPair(HuggingFacePair):
     def middle(self) -> PreTrainedModel:
         """The middle model."""
         return self._loaded("middle") if "middle" in self._infos else super().middle
+
+    @cached_property
+    def translated(self) -> PreTrainedModel:
+        """The draft model with another tokenizer."""
+        self._translated_info()  # refuses where there is none
+        return self._loaded(TRANSLATED)
+
+    def _translated_info(self) -> ModelInfo:
+        if TRANSLATED not in self._infos:
+            raise UserError(
+                "source=translated needs a draft with another tokenizer: give"
+                " model.translated=PATH, or use source=draft_model with a draft that has the"
+                " target's tokenizer"
+            )
+        return self._infos[TRANSLATED]
+
+    def vocabulary(self, name: str) -> Vocabulary:
+        """Tokens of the target or of the translated draft.
+
+        Raises:
+            UserError: there is no such model, or its folder has no tokenizer that can be read.
+        """
+        info = self.info if name == "target" else self._translated_info()
+        ends = end_tokens(info)
+        return Vocabulary(
+            load_tokenizer(info.path),
+            size=info.vocab_size,
+            end=min(ends) if ends else None,
+            name=f"model.{name}={info.path.name}",
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

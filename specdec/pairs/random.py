@@ -13,8 +13,15 @@ from transformers import PreTrainedModel
 from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
 from specdec.models.eagle_fitting import fit_head
+from specdec.models.other_vocabulary import (
+    fast_tokenizer,
+    other_tokenizer,
+    simple_tokenizer,
+    with_vocabulary,
+)
 from specdec.models.quantize import Quantization, quantize
 from specdec.models.random import random_model, window_options
+from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import (
     AttentionName,
@@ -104,6 +111,24 @@ class RandomPair(HuggingFacePair):
     def middle(self) -> PreTrainedModel:
         """The target's first layers, another number of them."""
         return self._first_layers("middle") if "middle" in self.names else super().middle
+
+    @cached_property
+    def translated(self) -> PreTrainedModel:
+        """The draft with another tokenizer: renumbered, some tokens missing, some its own."""
+        return with_vocabulary(self.draft, self._other[1])
+
+    def vocabulary(self, name: str) -> Vocabulary:
+        """Tokens of the target, which are letters and pairs of them, or of ``translated``."""
+        described, size = simple_tokenizer(self.vocab_size), self.vocab_size
+        if name != "target":
+            described, size = self._other[0], len(self._other[1])
+        return Vocabulary(fast_tokenizer(described), size=size, end=None, name=f"model={name}")
+
+    @cached_property
+    def _other(self) -> tuple[dict[str, Any], list[list[int]]]:
+        described = simple_tokenizer(self.vocab_size)
+        num = len(described["model"]["merges"])
+        return other_tokenizer(described, merges=num - num // 4, joined=num // 4)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -25,7 +25,10 @@ from specdec.executors.stage import ModelStage
 from specdec.models.eagle_runner import EagleRunner, HeadOutput
 from specdec.models.exits import HeadWeights
 from specdec.models.medusa import MedusaHeads
+from specdec.models.other_vocabulary import fast_tokenizer, other_tokenizer, simple_tokenizer
 from specdec.models.runner import ModelRunner, RunnerOutput
+from specdec.models.translated import TranslatedDraft
+from specdec.models.vocabulary import Translation, Vocabulary
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.katz import KatzModel
 from specdec.sources.pair import A
@@ -112,6 +115,8 @@ class TablePair:
             return cast("A", TableHeads(table=self.draft_table, num_heads=size, layer=layer))
         if issubclass(kind, EagleRunner):
             return cast("A", TableEagle(table=self.draft_table, layer=self.num_layers - 1))
+        if issubclass(kind, TranslatedDraft):
+            return cast("A", _translated(self.draft_table))
         if issubclass(kind, KatzModel):
             return cast("A", kind.from_pair(self, **options))
         raise UserError(f"model.kind=table has no {kind.__name__}; use model=tiny or model=random")
@@ -135,6 +140,20 @@ class TablePair:
             rows = tokens[-1] % len(self.draft_table)
             tokens.append((self.draft_table.numpy()[rows] + step).argmax(axis=1))
         return np.stack([*tokens, np.zeros(_NUM_SAMPLES, np.int64)], axis=1).ravel()
+
+
+def _translated(table: torch.Tensor) -> TranslatedDraft:
+    """The draft's table [S, V] with another vocabulary: renumbered, and without some tokens."""
+    size = table.shape[1]
+    described = simple_tokenizer(size)
+    num = len(described["model"]["merges"])
+    other, parts = other_tokenizer(described, merges=num - max(1, num // 4))
+    runner = TableRunner(table[:, [tokens[0] for tokens in parts]], "translated")
+    sides = ((described, size, "model.target"), (other, len(parts), "model.translated"))
+    target, draft = (Vocabulary(fast_tokenizer(d), size=n, end=None, name=m) for d, n, m in sides)
+    return TranslatedDraft(
+        cast("ModelRunner", runner), Translation(target, draft), vocab_size=size, weight_bytes=0
+    )
 
 
 class TableHeads:

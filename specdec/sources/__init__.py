@@ -15,6 +15,7 @@ from specdec.sources.null import NullSource
 from specdec.sources.random import RandomSource
 from specdec.sources.suffix_source import SuffixSource
 from specdec.sources.synthetic import SyntheticSource
+from specdec.sources.translated import TranslatedSource
 
 __all__ = [
     "DraftModelSource",
@@ -29,4 +30,5 @@ __all__ = [
     "SuffixSource",
     "SyntheticPair",
     "SyntheticSource",
+    "TranslatedSource",
 ]

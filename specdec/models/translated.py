@@ -1,0 +1,74 @@
+"""A draft model with another tokenizer than the target's.
+
+Shape letters: W rows of logits, U draft vocabulary, V target vocabulary, I tokens that both have.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.clocks.meter import Meter
+from specdec.errors import UserError
+from specdec.models.runner import ModelRunner
+from specdec.models.vocabulary import Translation
+
+MODEL = "translated"
+"""Name of the model in ``model=`` and in the meter."""
+
+
+class TranslatedDraft:
+    """The draft's runner, and the translation between its vocabulary and the target's.
+
+    Attributes:
+        runner: the draft, all layers.
+        translation: of texts and tokens.
+        vocab_size: V, of the target.
+        weight_bytes: bytes of weights that a pass reads.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, translation: Translation, *, vocab_size: int, weight_bytes: int
+    ) -> None:
+        """Stores them."""
+        self.runner, self.translation = runner, translation
+        self.vocab_size, self.weight_bytes = vocab_size, weight_bytes
+
+    @classmethod
+    def from_pair(cls, pair: Any, *, meter: Meter) -> TranslatedDraft:
+        """The pair's ``translated`` model, with ``pair.vocabulary(name)`` of both models.
+
+        Raises:
+            UserError: the pair has none, or the vocabularies have nothing in common.
+        """
+        if not hasattr(pair, "vocabulary"):
+            raise UserError(
+                f"{type(pair).__name__} has no draft with another tokenizer; use model=hf or"
+                " model=tiny with model.translated=PATH, or choose another source"
+            )
+        translation = Translation(pair.vocabulary("target"), pair.vocabulary(MODEL))
+        runner = pair.runner(MODEL, meter)
+        size = sum(p.nbytes for p in pair.model(MODEL).parameters())
+        return cls(runner, translation, vocab_size=pair.vocab_size, weight_bytes=size)
+
+    @cached_property
+    def target_ids(self) -> Tensor:
+        """int64[I]: see ``Translation.target_ids``."""
+        return torch.from_numpy(self.translation.target_ids).to(self.runner.device)
+
+    @cached_property
+    def _draft_ids(self) -> Tensor:
+        return torch.from_numpy(self.translation.draft_ids).to(self.runner.device)
+
+    def shared_logits(self, logits: Tensor) -> Tensor:
+        """[W, I] of draft logits [W, U]; a softmax renormalises over the intersection."""
+        return logits[:, self._draft_ids.to(logits.device)]
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """[W, V] of draft logits [W, U]: -inf for target tokens outside the intersection."""
+        full = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        full[:, self.target_ids.to(logits.device)] = self.shared_logits(logits)
+        return full

@@ -1,0 +1,303 @@
+"""Vocabularies as bytes: what two tokenizers have in common, and text from one to the other.
+
+Shape letters: V target vocabulary, U draft vocabulary, I tokens that both have.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from specdec.errors import UserError
+from specdec.types import IntArray
+
+_WINDOW = 16  # draft tokens that are tokenised again with each new one, at most
+_CACHED = 1 << 16  # results that are kept
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"  # SentencePiece's mark of a space
+_GAPS = b" \t\n\r"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (GPT-2): printable bytes stand for themselves."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class Vocabulary:
+    """A tokenizer's tokens as bytes, and its encoding of a text that continues another.
+
+    Attributes:
+        name: how messages call it.
+        tokens: bytes of each token; None for special and unused ones.
+        special: content of each special token -> its id.
+        opening: tokens that the tokenizer puts before a text.
+        begin: the token that begins a text; None if there is none.
+        end: the token that ends a text; None if there is none.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, size: int, end: int | None, name: str
+    ) -> None:
+        """Reads a tokenizer.
+
+        Args:
+            tokenizer: a fast one (tokenizer.json).
+            size: of the model's vocabulary, which may be padded.
+            end: the token that ends a text.
+            name: how messages call it.
+
+        Raises:
+            UserError: the tokenizer is not a fast one, or joins words itself (WordPiece).
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(
+                f"{name} has a {type(tokenizer).__name__} without tokenizer.json, so its tokens"
+                " are not known as text: save the folder again with a fast tokenizer"
+            )
+        self.name, self.end = name, end
+        described = json.loads(backend.to_str())
+        self.special: dict[str, int] = {}
+        self.tokens: list[bytes | None] = [None] * size
+        read = _reader(described.get("decoder"), name)
+        added = {entry["id"]: entry for entry in described["added_tokens"]}
+        for text, token in backend.get_vocab(with_added_tokens=True).items():
+            if token >= size:
+                continue
+            if token not in added:
+                self.tokens[token] = read(text)
+            elif added[token]["special"]:
+                self.special[text] = token
+            else:
+                self.tokens[token] = text.encode()
+        self._drop_unknown(described["model"])
+        self.opening: tuple[int, ...] = tuple(tokenizer("")["input_ids"])
+        self.begin: int | None = tokenizer.bos_token_id
+        self._encoder = _continuing(described)
+
+    def _drop_unknown(self, model: dict[str, Any]) -> None:
+        """The unknown token stands for no text."""
+        unknown = model.get("unk_token")
+        token = model.get("unk_id") if unknown is None else model["vocab"].get(unknown)
+        if token is not None and token < len(self.tokens):
+            self.tokens[token] = None
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text that continues another: nothing is put before it."""
+        return list(self._encoder.encode(text, add_special_tokens=False).ids)
+
+    def by_bytes(self) -> dict[bytes, int]:
+        """Bytes of each token -> its id; of equal ones the lowest id."""
+        found: dict[bytes, int] = {}
+        for token, data in enumerate(self.tokens):
+            if data:
+                found.setdefault(data, token)
+        return found
+
+
+def _reader(decoder: dict[str, Any] | None, name: str) -> Any:
+    """From a token's text to its bytes, by the tokenizer's kind."""
+    kinds = {step["type"] for step in _steps(decoder, "decoders")}
+    if "WordPiece" in kinds:
+        raise UserError(
+            f"{name} has a WordPiece tokenizer, whose tokens leave out the spaces between words:"
+            " give a draft with a byte-level or SentencePiece tokenizer"
+        )
+    if "ByteLevel" in kinds:
+        return _byte_level
+    if kinds & {"Metaspace", "ByteFallback", "Replace"}:
+        return _sentence_piece
+    return str.encode
+
+
+def _byte_level(text: str) -> bytes | None:
+    codes = [_ALPHABET.get(char) for char in text]
+    return None if None in codes else bytes(code for code in codes if code is not None)
+
+
+def _sentence_piece(text: str) -> bytes:
+    if found := _BYTE.fullmatch(text):
+        return bytes([int(found[1], 16)])
+    return text.replace(_SPACE, " ").encode()
+
+
+def _steps(node: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    if node is None:
+        return []
+    return list(node[inner]) if node["type"] == "Sequence" else [node]
+
+
+def _continuing(described: dict[str, Any]) -> Tokenizer:
+    """The tokenizer without what it puts before a text (spaces, special tokens)."""
+    kept = [s for s in _steps(described.get("normalizer"), "normalizers") if s["type"] != "Prepend"]
+    before = _steps(described.get("pre_tokenizer"), "pretokenizers")
+    for step in before:
+        if "prepend_scheme" in step:
+            step["prepend_scheme"] = "never"
+        if "add_prefix_space" in step:
+            step["add_prefix_space"] = False
+    changed = {
+        "normalizer": {"type": "Sequence", "normalizers": kept} if kept else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": before} if before else None,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
+    return Tokenizer.from_str(json.dumps(described | changed))
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of a text in draft tokens.
+
+    Attributes:
+        tokens: draft tokens; further text may change the last ones.
+        rest: bytes after them that are not a whole character yet, and no draft tokens.
+    """
+
+    tokens: tuple[int, ...]
+    rest: bytes = b""
+
+
+class Translation:
+    """From a target's tokens to a draft's: the tokens that both have, and text.
+
+    The *token-level intersection* (Timor et al. 2025, arXiv 2502.05202, algorithm 4) has the tokens
+    of equal bytes, special tokens of equal content, and the two that end a text.
+
+    A sequence of target tokens has one sequence of draft tokens, computed token by token: its last
+    word, as far as it is within the last 16 draft tokens, is tokenised again with the bytes of each
+    new token. So the result depends on the tokens alone, and the tokens before the last word are
+    final.
+
+    Attributes:
+        draft_ids: int64[I], draft tokens of the intersection.
+        target_ids: int64[I], their target tokens, ascending.
+    """
+
+    def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
+        """Intersects two vocabularies.
+
+        Raises:
+            UserError: they have no token in common.
+        """
+        self._target, self._draft = target, draft
+        own = draft.by_bytes()
+        pairs = {own[data]: token for data, token in target.by_bytes().items() if data in own}
+        if not pairs:
+            raise UserError(
+                f"{draft.name} and {target.name} have no token with the same text, so nothing can"
+                " be proposed: give a model.translated whose tokenizer writes the same language"
+            )
+        self._specials = _specials(target, draft)
+        pairs.update({mine: token for token, mine in self._specials.items()})
+        order = sorted(pairs.items(), key=lambda pair: pair[1])
+        self.draft_ids: IntArray = np.array([mine for mine, _ in order], np.int64)
+        self.target_ids: IntArray = np.array([token for _, token in order], np.int64)
+        self._single = {data: token for data, token in own.items() if len(data) == 1}
+        self._cached = lru_cache(_CACHED)(self._extended)
+
+    def translated(self, tokens: Iterable[int]) -> Tail:
+        """A whole text, such as a prompt.
+
+        Args:
+            tokens: target tokens. The token that begins the target's texts is replaced by what the
+                draft's tokenizer puts before one.
+        """
+        ids = list(tokens)
+        if ids and ids[0] == self._target.begin:
+            ids = ids[1:]
+        found, data = [*self._draft.opening], b""
+        for token in ids:
+            if token in self._specials:
+                found += [*self._encoded(data).tokens, self._specials[token]]
+                data = b""
+            else:
+                data += self._bytes(token)
+        last = self._encoded(data)
+        return Tail((*found, *last.tokens), last.rest)
+
+    def extended(self, tail: Tail, token: int) -> Tail:
+        """The tail of a text after one more target token; it replaces ``tail``."""
+        return self._cached(tail, token)
+
+    def num_final(self, tokens: Sequence[int]) -> int:
+        """Number of first draft tokens that further text does not change.
+
+        Fewer than all of them, unless there are none: the last word, or the last special token.
+        """
+        texts = self._draft.tokens
+        first = max(0, len(tokens) - _WINDOW)
+        for at in range(len(tokens) - 1, first, -1):
+            before, here = texts[tokens[at - 1]], texts[tokens[at]]
+            if before is None or here is None:
+                return at
+            if here[:1] in _GAPS_SET and before[-1:] not in _GAPS_SET:
+                return at
+        while first and _continues(texts[tokens[first]]):
+            first -= 1
+        return first
+
+    def _extended(self, tail: Tail, token: int) -> Tail:
+        if token in self._specials:
+            return Tail((*tail.tokens, self._specials[token]))
+        added = self._bytes(token)
+        if not added:
+            return tail
+        texts = self._draft.tokens
+        known = [texts[mine] for mine in tail.tokens]
+        start = 1 + max((at for at, data in enumerate(known) if data is None), default=-1)
+        data = b"".join(data for data in known[start:] if data is not None)
+        new = self._encoded(data + tail.rest + added)
+        return Tail((*tail.tokens[:start], *new.tokens), new.rest)
+
+    def _encoded(self, data: bytes) -> Tail:
+        """Whole characters by the draft's tokenizer, further bytes one by one if it has them."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(data)
+        rest = decoder.getstate()[0]
+        tokens = self._draft.encode(text) if text else []
+        singles = [self._single.get(rest[at : at + 1]) for at in range(len(rest))]
+        if None in singles:
+            return Tail(tuple(tokens), rest)
+        return Tail((*tokens, *(token for token in singles if token is not None)))
+
+    def _bytes(self, token: int) -> bytes:
+        texts = self._target.tokens
+        return (texts[token] if token < len(texts) else None) or b""
+
+
+_GAPS_SET = frozenset(_GAPS[at : at + 1] for at in range(len(_GAPS)))
+
+
+def _continues(data: bytes | None) -> bool:
+    """Whether a token begins within a character of UTF-8."""
+    return bool(data) and data is not None and 0x80 <= data[0] < 0xC0
+
+
+def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    """Special target token -> draft token: equal content, and the two ends of text."""
+    there = draft.special
+    found = {token: there[text] for text, token in target.special.items() if text in there}
+    if (
+        target.end is not None
+        and draft.end is not None
+        and target.end not in found
+        and draft.end not in found.values()
+    ):
+        found[target.end] = draft.end
+    return found

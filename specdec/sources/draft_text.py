@@ -1,0 +1,195 @@
+"""One request's text in a draft's own tokens: what is final, and a trie of what is not.
+
+Several target nodes may end in the same draft token (the same text by other target tokens), and one
+target node may need several draft tokens, so the draft's cache has entries per trie node. The id of
+a trie node is never reused, and greater than that of its parent.
+
+Shape letters: W target nodes, R trie nodes that a pass computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from specdec.models.vocabulary import Tail, Translation
+from specdec.tree import TokenTree
+from specdec.types import BoolArray, Commit, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a target node's text ends in the trie.
+
+    Attributes:
+        anchor: trie node before the tail; its tokens and those above are final.
+        tail: draft tokens that further text may change.
+        leaf: trie node of the last draft token.
+    """
+
+    anchor: int
+    tail: Tail
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TrieNode:
+    parent: int
+    token: int
+    position: int
+
+
+class DraftText:
+    """Committed text and candidates of one request, in draft tokens.
+
+    Attributes:
+        final: draft tokens of the committed text that no further text changes.
+        root: the place of the target tree's root.
+    """
+
+    def __init__(self, translation: Translation, prompt: Iterable[int]) -> None:
+        """Tokenises a prompt.
+
+        Args:
+            translation: from target to draft.
+            prompt: target tokens; the last one is the root.
+        """
+        self._translation = translation
+        self._nodes: dict[int, _TrieNode] = {}
+        self._children: dict[tuple[int, int], int] = {}
+        self._next = 1
+        self._end = 0  # trie id of the last final token
+        self._places: dict[int, Place] = {}  # target node -> its place
+        self._root_id = -1
+        tail = translation.translated(prompt)
+        num = translation.num_final(tail.tokens)
+        self.final: list[int] = list(tail.tokens[:num])
+        self.root = self._placed(self._end, replace(tail, tokens=tail.tokens[num:]))
+
+    # ------------------------------------------------------------------ places
+
+    def place(self, tree: TokenTree, slot: int) -> Place:
+        """The place of a target node, from that of its nearest known ancestor."""
+        missing: list[int] = []
+        found: Place | None = None
+        ids, parents, tokens = tree.ids, tree.parents, tree.tokens
+        while slot > 0 and (found := self._places.get(int(ids[slot]))) is None:
+            missing.append(slot)
+            slot = int(parents[slot])
+        place = self.root if found is None else found
+        for below in reversed(missing):
+            place = self._below(place, int(tokens[below]))
+            self._places[int(ids[below])] = place
+        return place
+
+    def can_draft(self, place: Place, max_positions: int) -> bool:
+        """Whether the draft can continue a text: it has tokens, and no character is unfinished."""
+        if place.tail.rest or not place.tail.tokens:
+            return False
+        return self._nodes[place.leaf].position < max_positions
+
+    def _below(self, place: Place, token: int) -> Place:
+        return self._placed(place.anchor, self._translation.extended(place.tail, token))
+
+    def _placed(self, anchor: int, tail: Tail) -> Place:
+        """Enters the tail's tokens below ``anchor``, and moves the anchor over the final ones."""
+        final = self._translation.num_final(tail.tokens)
+        leaf = anchor
+        for number, token in enumerate(tail.tokens):
+            if number == final:
+                anchor = leaf
+            leaf = self._child(leaf, token)
+        return Place(anchor, replace(tail, tokens=tail.tokens[final:]), leaf)
+
+    def _child(self, parent: int, token: int) -> int:
+        node = self._children.get((parent, token))
+        if node is None:
+            node, self._next = self._next, self._next + 1
+            above = self._nodes.get(parent)
+            position = len(self.final) if above is None else above.position + 1
+            self._children[parent, token] = node
+            self._nodes[node] = _TrieNode(parent, token, position)
+        return node
+
+    # ------------------------------------------------------------------ rows
+
+    def missing(self, leaves: Sequence[int], held: set[int]) -> list[int]:
+        """``leaves`` and their ancestors that are not in ``held``, parents first.
+
+        Args:
+            leaves: trie nodes to compute, in any order.
+            held: trie nodes that a cache has.
+        """
+        needed: set[int] = set()
+        for node in leaves:
+            while node in self._nodes and node not in held and node not in needed:
+                needed.add(node)
+                node = self._nodes[node].parent
+        return sorted(needed)
+
+    def rows(self, nodes: Sequence[int]) -> dict[str, IntArray]:
+        """Arguments of ``TreeCache.rows`` for trie nodes, int64[R] each."""
+        found = [self._nodes[node] for node in nodes]
+        return {
+            "node_ids": np.array(nodes, np.int64),
+            "node_tokens": np.array([node.token for node in found], np.int64),
+            "parent_ids": np.array([node.parent for node in found], np.int64),
+            "node_positions": np.array([node.position for node in found], np.int64),
+        }
+
+    # ------------------------------------------------------------------ commits
+
+    def commit(self, commit: Commit) -> Commit:
+        """Advances the root and drops what left the tree.
+
+        Returns:
+            The same state change in trie nodes, for the draft's cache.
+        """
+        ids = [*commit.retired_ids[1:].tolist(), commit.root_id]
+        place = self.root
+        for node, token in zip(ids, commit.new_tokens, strict=True):
+            place = self._places.get(node) or self._below(place, token)
+        self.root = place
+        retired = self._path(place.anchor)
+        tokens = [self._nodes[node].token for node in retired]
+        kept = commit.keeps(np.array(list(self._places), np.int64)).tolist()
+        places = zip(list(self._places.items()), kept, strict=True)
+        self._places = {node: place for (node, place), keep in places if keep}
+        self.final.extend(tokens)
+        self._end = place.anchor
+        live = self._live(retired)
+        return replace(
+            commit,
+            retired_ids=np.array(retired, np.int64),
+            retired_tokens=np.array(tokens, np.int64),
+            prefix_len=len(self.final),
+            kept_ids=np.array(live, np.int64),
+        )
+
+    def _path(self, node: int) -> list[int]:
+        """Trie nodes from the first one that was not final down to ``node``."""
+        path: list[int] = []
+        while node != self._end:
+            path.append(node)
+            node = self._nodes[node].parent
+        return path[::-1]
+
+    def _live(self, retired: Sequence[int]) -> list[int]:
+        """Drops trie nodes that no place needs; returns the others, sorted."""
+        for node in retired:
+            self._drop(node)
+        live = self.missing([p.leaf for p in (self.root, *self._places.values())], set())
+        for node in self._nodes.keys() - set(live):
+            self._drop(node)
+        return live
+
+    def _drop(self, node: int) -> None:
+        gone = self._nodes.pop(node)
+        del self._children[gone.parent, gone.token]
+
+
+def reachable(text: DraftText, places: Sequence[Place], max_positions: int) -> BoolArray:
+    """bool[W]: for which places the draft can propose."""
+    return np.array([text.can_draft(place, max_positions) for place in places], np.bool_)
