@@ -3,6 +3,7 @@
 Constructors raise ``ValueError`` for arguments outside their annotated bounds.
 """
 
+from specdec.sources.background import Background
 from specdec.sources.draft_model import DraftModelSource
 from specdec.sources.eagle import EagleSource
 from specdec.sources.early_exit import EarlyExitSource
@@ -17,6 +18,7 @@ from specdec.sources.suffix_source import SuffixSource
 from specdec.sources.synthetic import SyntheticSource
 
 __all__ = [
+    "Background",
     "DraftModelSource",
     "EagleSource",
     "EarlyExitSource",

@@ -13,17 +13,21 @@ from functools import cache
 import numpy as np
 import pytest
 
+from specdec.certify.certify import certify
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, LatencyProfile, MeasuredClock, SimulatedClock, Timeline
+from specdec.compose.build import compose
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
+from specdec.config.hydra import compose_config
 from specdec.errors import UserError
-from specdec.metrics.asynchronous import pearl_time, ssd_hit_rate, ssd_time
+from specdec.metrics.asynchronous import amusd_time, pearl_time, ssd_hit_rate, ssd_time
 from specdec.pairs import build_pair
 from specdec.pairs.synthetic import SyntheticModels
 from specdec.sampling.transform import SamplingParams
 from specdec.state import RequestState, StopRules
-from strategies import pearl, ssd
+from specdec.types import Batch, Output
+from strategies import amusd, pearl, ssd
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
@@ -135,9 +139,9 @@ def test_pearl_pre_verifies_after_a_miss_and_post_verifies_after_a_hit() -> None
     kinds: list[str] = []
     submit = parts.executor.submit
 
-    def noting(batch: object) -> None:
-        rows.append(batch.num_nodes)  # type: ignore[attr-defined]
-        submit(batch)  # type: ignore[arg-type]
+    def noting(batch: Batch) -> None:
+        rows.append(batch.num_nodes)
+        submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
     for commits in parts.decode(parts.new_state(), [request(1)]):
@@ -202,7 +206,7 @@ def test_ssd_takes_the_time_of_its_law(
     parts = ssd.build(bench(alpha, target, draft), gamma=gamma, outcomes=outcomes)
     policy = parts.policy
     assert isinstance(policy, Ssd)
-    time, requests = decoded(parts, num_requests=16)
+    time, requests = decoded(parts, num_requests=10)
     given = {"ranks": ranks(alpha), "fan_outs": policy.fan_outs}
     assert hit_rate(requests) == pytest.approx(ssd_hit_rate(**given), rel=BOUND)
     assert time == pytest.approx(ssd_time(**given, target=target, draft=draft), rel=BOUND)
@@ -245,16 +249,16 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
     submit, counters = parts.executor.submit, parts.source.counters
     collect = parts.executor.collect
 
-    def submitting(batch: object) -> None:
+    def submitting(batch: Batch) -> None:
         passes.append(counters.passes)
-        submit(batch)  # type: ignore[arg-type]
+        submit(batch)
 
-    def collecting(**keys: bool) -> object:
+    def collecting(**keys: bool) -> Output:
         passes.append(counters.passes)
         return collect(**keys)
 
     parts.executor.submit = submitting  # type: ignore[method-assign]
-    parts.executor.collect = collecting  # type: ignore[method-assign, assignment]
+    parts.executor.collect = collecting  # type: ignore[method-assign]
     steps = parts.decode(parts.new_state(), [request(1)])
     kinds = [commit.kind for commits in steps for commit in commits]
     before = [passes[0], *np.subtract(passes[2::2], passes[1:-1:2]).tolist()]
@@ -266,9 +270,61 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
     assert {*kinds} == {*needed}
 
 
+# ---------------------------------------------------------------------- AMUSD
+
+
+@pytest.mark.parametrize(
+    ("alpha", "target", "draft"),
+    [
+        (0.8, 10.0, 3.0),
+        pytest.param(0.6, 10.0, 2.5, marks=pytest.mark.slow),
+        pytest.param(0.9, 10.0, 4.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 20.0, 3.0, marks=pytest.mark.slow),
+    ],
+)
+def test_amusd_takes_the_time_of_its_law(alpha: float, target: float, draft: float) -> None:
+    time, _ = decoded(amusd.build(bench(alpha, target, draft), ahead=64), num_requests=8)
+    assert time == pytest.approx(amusd_time(alpha=alpha, target=target, draft=draft), rel=BOUND)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
+    """Batches of the root alone: none but at the end of a text, or one after every miss."""
+    parts = amusd.build(bench(0.7, 10.0, 3.0), wait=wait)
+    lonely = 0
+    submit = parts.executor.submit
+
+    def noting(batch: Batch) -> None:
+        nonlocal lonely
+        lonely += batch.num_nodes == 1
+        submit(batch)
+
+    parts.executor.submit = noting  # type: ignore[method-assign]
+    for _ in parts.decode(parts.new_state(), [request(1)]):
+        pass
+    assert lonely <= 2 if wait else lonely > 50
+
+
+@pytest.mark.parametrize("source", ["none", "draft_model"])
+def test_a_source_that_is_silent_or_not_asynchronous_does_not_stop_it(source: str) -> None:
+    words = ["strategy=amusd", f"source={source}", "model=random", "model.dtype=float64"]
+    report = certify(compose_config(words).values, checks=["greedy_parity"])
+    assert all(check.passed for check in report.checks)
+
+
+def test_a_free_draft_refuses_rejection() -> None:
+    config = compose_config(["strategy=amusd", "verifier=rejection", "model=random"]).values
+    with pytest.raises(UserError, match="depends on the times of passes"):
+        compose(config, toys.pair())
+
+
 # ---------------------------------------------------------------------- all of them
 
-BUILDERS: dict[str, Callable[[Workbench], Parts]] = {"pearl": pearl.build, "ssd": ssd.build}
+BUILDERS: dict[str, Callable[[Workbench], Parts]] = {
+    "pearl": pearl.build,
+    "ssd": ssd.build,
+    "amusd": amusd.build,
+}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -279,7 +335,7 @@ def test_the_trace_shows_both_groups_at_work_at_the_same_time(name: str) -> None
         pass
     assert clock.timeline is not None
     spans = clock.timeline.take()
-    draft = [s for s in spans if (s.kind, s.rank) == ("draft", 0)]
+    draft = [s for s in spans if s.kind == "draft" and s.rank != 1]
     target = [s for s in spans if (s.kind, s.rank) == ("stage", 1)]
     assert len(draft) + len(target) == len(spans)
     ends = [(s.start_s, s.start_s + s.seconds) for s in target]
