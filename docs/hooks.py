@@ -20,6 +20,7 @@ NAV: dict[str, list[str]] = {
         "architecture.md",
         "specpipe.md",
         "swiftspec.md",
+        "asynchronous.md",
         "early_exit.md",
         "medusa.md",
         "eagle.md",

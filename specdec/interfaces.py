@@ -146,6 +146,13 @@ class Events(Protocol):
         """
         ...
 
+    def next_draft(self) -> Event:
+        """Waits for the first draft pass in flight to end, at least one, whatever else happens.
+
+        For policies whose target has nothing to do before the draft has a token.
+        """
+        ...
+
 
 @runtime_checkable
 class TreePolicy(Protocol):
@@ -158,6 +165,8 @@ class TreePolicy(Protocol):
     levels_per_step (None): 1 where each batch is one level, so that an answer emits one token.
     follows_exits (False): waits for ``Output.exits`` before it continues below a node (PPSD).
     prepared(request) -> bool (none): whether the request's tree is drafted; see ``serving.Turns``.
+    time_dependent (False): what is in a tree when an answer arrives depends on the times of passes.
+        Rejection verifiers, whose output for a seed would depend on them too, are refused.
     inner (none): the policy whose tree this one extends.
     notes() -> Sequence[str] (none): lines that a run prints when it has ended.
     check_source(source) (none): raises ``UserError`` for a source that the policy cannot use.

@@ -18,6 +18,12 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
             f"{at}.draft_overlap=full hides all drafting, which only clock=simulated can do; use"
             f" {at}.draft_overlap=rule or none"
         )
+    if verifier.needs.draft_probs and getattr(policy, "time_dependent", False):
+        raise UserError(
+            f"{type(policy).__name__} submits chains whose length depends on the times of passes,"
+            f" so with {type(verifier).__name__} the output for a seed would; use verifier=match,"
+            " or a policy of fixed rounds (policy=pearl, policy=ssd)"
+        )
     if verifier.needs.draft_probs and policy.value_dependent:
         who, remedy = type(policy).__name__, "a policy that takes candidates in sampling order"
         remedy += " (policy=chain, policy=static)"

@@ -56,7 +56,10 @@ class Chain(Stateless):
 
 
 def grow_chains(
-    state: DecodeState, source: TokenSource, lengths: Sequence[tuple[RequestState, int]]
+    state: DecodeState,
+    source: TokenSource,
+    lengths: Sequence[tuple[RequestState, int]],
+    children: int = 1,
 ) -> None:
     """Grows a chain of first candidates below each root, one source call per token.
 
@@ -64,14 +67,17 @@ def grow_chains(
         state: the decode state.
         source: called with the last nodes of all chains that still grow.
         lengths: (request, length of its chain); the chain is shorter near the request's end.
+        children: candidates requested per node, of which the chain takes the first. Default: 1.
     """
     growing = []
     for request, gamma in lengths:
-        length, tail = _first_path(request.tree)
+        *above, last = first_path(request.tree)
+        length, tail = len(above), np.array([last])
         room = last_position(request) - int(request.tree.positions[0])
         growing.append((request, min(gamma, room) - length, tail))
     while growing := [entry for entry in growing if entry[1] > 0]:
-        expand(state, source, [(r, tail[~r.tree.expanded[tail]]) for r, _, tail in growing], 1)
+        tips = [(r, tail[~r.tree.expanded[tail]]) for r, _, tail in growing]
+        expand(state, source, tips, children)
         longer = []
         for request, num_missing, tail in growing:
             tail = _take_first(request.tree, tail)
@@ -80,12 +86,12 @@ def grow_chains(
         growing = longer
 
 
-def _first_path(tree: TokenTree) -> tuple[int, IntArray]:
-    """(length, int64[1] last slot) of the path along first children in the tree."""
-    slot, length = 0, 0
-    while len(tree) > 1 and len(children := tree.children(slot)):
-        slot, length = int(children[0]), length + 1
-    return length, np.array([slot])
+def first_path(tree: TokenTree) -> list[int]:
+    """Slots of the path along first children in the tree, from the root down."""
+    path = [0]
+    while len(tree) > 1 and len(children := tree.children(path[-1])):
+        path.append(int(children[0]))
+    return path
 
 
 def _take_first(tree: TokenTree, tail: IntArray) -> IntArray:

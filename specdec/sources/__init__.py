@@ -3,6 +3,7 @@
 Constructors raise ``ValueError`` for arguments outside their annotated bounds.
 """
 
+from specdec.sources.background import Background
 from specdec.sources.draft_model import DraftModelSource
 from specdec.sources.eagle import EagleSource
 from specdec.sources.early_exit import EarlyExitSource
@@ -18,6 +19,7 @@ from specdec.sources.synthetic import SyntheticSource
 from specdec.sources.translated import TranslatedSource
 
 __all__ = [
+    "Background",
     "DraftModelSource",
     "EagleSource",
     "EarlyExitSource",

@@ -45,6 +45,18 @@ class LoopEvents:
         """Whether the target's work of the step has ended."""
         return self._executor.ready()
 
+    def next_draft(self) -> Event:
+        """Waits for the end of a draft pass; see ``Events``."""
+        assert self.running, "no draft pass runs"
+        clock = self._state.clock
+        while (event := self._ended_pass()) is None:
+            first = min(ticket.due_s or 0.0 for ticket in self.running)
+            if first > clock.now():
+                clock.wait_until(first)
+            else:
+                self._wait()
+        return event
+
     def next(self) -> Event:
         """Waits for the next event, and applies it to the trees and to the source.
 
@@ -66,14 +78,20 @@ class LoopEvents:
                 self._wait()
         return event
 
-    def _happened(self) -> Event | None:
-        """An event that has happened by now; None if there is none."""
+    def _ended_pass(self) -> Event | None:
+        """A draft pass that has ended by now, stored in the trees; None if there is none."""
         for ticket in sorted(self.running, key=lambda ticket: ticket.due_s or 0.0):
             candidates = self._source.poll(ticket)
             if candidates is not None:
                 self.running.remove(ticket)
                 self._state.set_candidates(ticket.nodes, candidates)
                 return Event(EventKind.DRAFT, ticket)
+        return None
+
+    def _happened(self) -> Event | None:
+        """An event that has happened by now; None if there is none."""
+        if (ended := self._ended_pass()) is not None:
+            return ended
         if self._poll is not None and (output := self._poll()) is not None:
             self._state.receive(output)
             self._source.commit((), output)

@@ -19,6 +19,7 @@ from specdec.errors import UserError
 from specdec.pairs import PretrainedPair, RandomPair
 from specdec.verifiers import RejectionVerifier
 from strategies import (
+    amusd,
     autoregressive,
     best_first,
     eagle,
@@ -26,12 +27,14 @@ from strategies import (
     leviathan2023,
     medusa,
     multi_exit,
+    pearl,
     pipedec,
     ppsd,
     specinfer,
     specpipe,
     specpipe_bf,
     specpipe_db,
+    ssd,
     staged,
     swiftspec,
 )
@@ -69,6 +72,9 @@ EVERY_ARGUMENT = {
     "eagle": changed(eagle.build, preset="eagle", branching=[3, 2], stages=3),
     "eagle2": changed(eagle.build, preset="eagle2", nodes=9, width=2, depth=2),
     "eagle3": changed(eagle.build, early=True),
+    "amusd": changed(amusd.build, ahead=5, wait=False),
+    "pearl": changed(pearl.build, gamma=3),
+    "ssd": changed(ssd.build, gamma=3, outcomes=7, acceptance=0.5, power=2.0),
     "medusa": changed(medusa.build, heads=2, branching=[3, 2], stages=3),
 }
 

@@ -8,7 +8,9 @@ import pytest
 
 from specdec.interfaces import TreePolicy
 from specdec.policies import BestFirst, BestOfBeam, Chain, FixedWidth, RootOnly, Static
+from strategies.pearl import Pearl
 from strategies.specpipe_bf import PipelineBestFirst
+from strategies.ssd import Ssd
 from strategies.staged import StagedTree
 from strategies.staged.policy import cheap_source
 
@@ -31,6 +33,10 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "best_of_beam": lambda: BestOfBeam(nodes=10, width=3, children=3, depth=3),
     "pipe_best": lambda: PipelineBestFirst(width=6, children=4),
     "pipe_best1": lambda: PipelineBestFirst(width=6, children=4, draft_passes=1),
+    "pearl": lambda: Pearl(gamma=3),
+    "pearl_in_steps": lambda: Pearl(gamma=5, latency=3),
+    "ssd": lambda: Ssd(gamma=3, outcomes=6),
+    "ssd_in_steps": lambda: Ssd(gamma=3, outcomes=6, latency=3),
     "staged": lambda: StagedTree(inner=Chain(gamma=3), extend_leaves=2, extend_depth=3),
     "staged_best": lambda: StagedTree(
         inner=BestFirst(bs=6, w=3, d=3), extend_leaves=2, extend_depth=2

@@ -1,0 +1,130 @@
+"""PEARL (arXiv 2408.11850): the draft and the target work at the same time, in rounds.
+
+While the target makes one pass, the draft drafts the next gamma tokens. *Pre-verify*: the target
+sees the root alone, and its answer judges the first of the tokens that are drafted meanwhile.
+Rejected: the target's token is emitted, and the draft is dropped. Accepted: the other tokens go to
+the target in the next round. *Post-verify*: the target judges the tokens of the last round and the
+first one of this round. If all are accepted the mode stays, else the next round pre-verifies.
+
+    parts = pearl.build(bench, gamma=5)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from specdec.clocks import LatencyProfile, Work
+from specdec.compose.presets import build_preset
+from specdec.parts.fields import Count, DraftCount, validated
+from specdec.policies.chain import grow_chains
+from specdec.policies.tree_growth import Stateless, live_requests, ready_requests, unsubmitted
+from specdec.tree import TokenTree
+from specdec.types import Nodes
+
+if TYPE_CHECKING:
+    from specdec.compose.workbench import Parts, Workbench
+    from specdec.interfaces import Events, TokenSource, Verifier
+    from specdec.state import DecodeState
+
+RATIO, UNTIL_READY = "ratio", "until_ready"
+
+
+def build(
+    bench: Workbench,
+    *,
+    gamma: int | Literal["ratio", "until_ready"] | None = None,
+    verifier: Verifier | None = None,
+) -> Parts:
+    """PEARL on a target device and a draft device.
+
+    Args:
+        bench: models, clock and seed.
+        gamma: draft tokens per round; see ``Pearl``.
+        verifier: the preset's ``match`` if omitted; the paper has ``rejection``.
+    """
+    return build_preset("pearl", bench, {"policy.gamma": gamma}, verifier=verifier)
+
+
+class Pearl(Stateless):
+    """Drafts ``gamma`` tokens beside each target pass, and submits those of the last round.
+
+    The mode is the state of the tree: after a miss it has the root alone, which pre-verify submits;
+    after a hit also the rest of the chain that was drafted last, which post-verify submits with it.
+    The paper's published code judges the same tokens in the same rounds (Alg. 2 and 3).
+
+    On an executor of N steps per answer each step has its share of the round's draft passes.
+
+    Attributes:
+        gamma: draft tokens per round; None: as many as fit beside the target's pass.
+    """
+
+    value_dependent = False
+    serial = True
+
+    @validated
+    def __init__(
+        self,
+        *,
+        gamma: DraftCount | Literal["ratio", "until_ready"],
+        max_gamma: Count = 16,
+        latency: int | None = 1,
+        profile: LatencyProfile | None = None,
+    ) -> None:
+        """Sets the length.
+
+        Args:
+            gamma: draft tokens per round. "ratio": t_target / t_draft of the latency profile,
+                rounded (the paper's choice); "until_ready": until the target's pass has ended, at
+                least one.
+            max_gamma: upper limit of "ratio" and "until_ready". Default: 16.
+            latency: steps of the executor from submission to answer. Default: 1.
+            profile: of the clock; required by "ratio".
+
+        Raises:
+            ValueError: "ratio" without the times of a stage and of a draft pass.
+        """
+        steps = latency or 1
+        if gamma == RATIO:
+            gamma = min(_ratio(profile, steps), max_gamma)
+        self.gamma = None if gamma == UNTIL_READY else int(gamma)
+        self._limit = max_gamma if self.gamma is None else self.gamma
+        self._per_step = -(-self._limit // steps)
+
+    def held_nodes(self, in_flight: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + self._limit
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The root, and what the last round has drafted below it."""
+        return unsubmitted(ready_requests(state, serial=True))
+
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
+        """Drafts the step's share of the round, one source call per token."""
+        for num_passes in range(self._per_step):
+            if self.gamma is None and num_passes and events.ready():
+                break
+            growing = [
+                (request, len(request.tree))  # the tree is a chain: one token more
+                for request in live_requests(state)
+                if request.awaiting and _num_drafted(request.tree) < self._limit
+            ]
+            grow_chains(state, source, growing)
+        return False
+
+
+def _num_drafted(tree: TokenTree) -> int:
+    """Number of nodes that the target does not have."""
+    return int((tree.submitted_at < 0).sum())
+
+
+def _ratio(profile: LatencyProfile | None, stages: int) -> int:
+    """Draft passes beside a pass of the target, at least 1."""
+    target_ms, draft_ms = (
+        (0.0, 0.0) if profile is None else (profile.ms(w, 1) for w in (Work.STAGE, Work.DRAFT))
+    )
+    if not (target_ms and draft_ms):
+        raise ValueError(
+            "gamma=ratio follows from a latency profile that prices stage and draft: use"
+            " clock=simulated or clock=paced with one, gamma=until_ready, or a number"
+        )
+    return max(1, round(stages * target_ms / draft_ms))

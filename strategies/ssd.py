@@ -1,0 +1,184 @@
+"""SSD, Saguaro (arXiv 2603.03251): the draft prepares for the outcomes of the pending verification.
+
+While the target verifies a chain of gamma tokens, the draft enumerates outcomes: the accepted
+length k and the token after it, for which it takes the F_k most probable ones besides the drafted
+token. It drafts gamma tokens below each outcome, all outcomes in one batch. A verdict that ends in
+one of them (*hit*) finds its next chain drafted; any other (*miss*) has it drafted just in time.
+
+The outcomes are unsubmitted nodes of the tree, so a verdict finds them as it finds any node. Under
+``rejection`` they are the further samples of a node: tested in turn, they leave the target's
+distribution exact.
+
+    parts = ssd.build(bench, gamma=4, outcomes=16)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from pydantic import Field
+
+from specdec.compose.presets import build_preset
+from specdec.parts.fields import DraftCount, NotNegative, expects, validated
+from specdec.policies.chain import first_path, grow_chains
+from specdec.policies.tree_growth import (
+    NO_SLOTS,
+    as_nodes,
+    expand,
+    last_position,
+    live_requests,
+    ready_requests,
+)
+from specdec.tree import TokenTree
+from specdec.types import Commit, IntArray, Nodes, Output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specdec.compose.workbench import Parts, Workbench
+    from specdec.interfaces import Events, TokenSource, Verifier
+    from specdec.state import DecodeState, RequestState
+
+_OPEN_SHARE = expects("it must be a number above 0 and below 1")
+OpenShare = Annotated[float, Field(gt=0, lt=1), _OPEN_SHARE]
+
+
+def build(
+    bench: Workbench,
+    *,
+    gamma: int | None = None,
+    outcomes: int | None = None,
+    acceptance: float | None = None,
+    power: float | None = None,
+    verifier: Verifier | None = None,
+) -> Parts:
+    """SSD on a target device and a draft device.
+
+    Args:
+        bench: models, clock and seed.
+        gamma, outcomes, acceptance, power: see ``Ssd``.
+        verifier: the preset's ``match`` if omitted.
+    """
+    tree = {"policy.gamma": gamma, "policy.outcomes": outcomes}
+    shape = {"policy.acceptance": acceptance, "policy.power": power}
+    return build_preset("ssd", bench, {**tree, **shape}, verifier=verifier)
+
+
+def fan_outs(*, gamma: int, outcomes: int, acceptance: float, power: float) -> list[int]:
+    """Number of outcomes F_k for each accepted length k = 0 .. gamma, ``outcomes`` in total.
+
+    A verdict ends after k < gamma tokens with probability P(k) = a^k (1 - a) and after gamma with
+    a^gamma, a being ``acceptance``. If F tokens miss with a chance proportional to F^-r (r is
+    ``power``), the chance of a hit is largest for F_k proportional to P(k)^(1 / (1 + r)): a
+    geometric series in k, whose last term is larger. Shares are rounded to whole numbers by largest
+    remainder, ties to the shorter length.
+    """
+    ends = [acceptance**k * (1.0 - acceptance) for k in range(gamma)] + [acceptance**gamma]
+    weights = np.array(ends) ** (1.0 / (1.0 + power))
+    shares = outcomes * weights / weights.sum()
+    counts = np.floor(shares).astype(int)
+    largest = np.argsort(counts - shares, kind="stable")
+    counts[largest[: outcomes - counts.sum()]] += 1
+    return [int(count) for count in counts]
+
+
+class Ssd:
+    """Submits a chain of ``gamma`` tokens, and drafts a chain below each likely outcome of it.
+
+    A round has gamma + 1 draft passes beside the target's: one for the candidates after the chain's
+    end, and one per token of the outcomes' chains, with a row for each outcome. On an executor of
+    N steps per answer each step has its share of these passes.
+
+    Attributes:
+        gamma: draft tokens per target pass.
+        fan_outs: F_k, k = 0 .. gamma.
+    """
+
+    value_dependent = False
+    serial = True
+
+    @validated
+    def __init__(
+        self,
+        *,
+        gamma: DraftCount,
+        outcomes: DraftCount,
+        acceptance: OpenShare = 0.8,
+        power: NotNegative = 1.0,
+        latency: int | None = 1,
+    ) -> None:
+        """Sets the sizes.
+
+        Args:
+            gamma: draft tokens per target pass.
+            outcomes: outcomes that are prepared for, the rows of a draft pass.
+            acceptance, power: shape of the fan-out, see ``fan_outs``. Default: 0.8 and 1.
+            latency: steps of the executor from submission to answer. Default: 1.
+        """
+        self.gamma = gamma
+        self.fan_outs = fan_outs(gamma=gamma, outcomes=outcomes, acceptance=acceptance, power=power)
+        self._children = 1 + max(self.fan_outs)
+        self._per_step = -(-(gamma + 1) // (latency or 1))
+        self._passes: dict[int, int] = {}  # request -> draft passes of its round so far
+
+    def open(self, request: RequestState) -> None:
+        """No round has begun."""
+        self._passes[request.id] = 0
+
+    def held_nodes(self, in_flight: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + self.gamma
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The chain of every ready request; what is missing of it is drafted now."""
+        requests = ready_requests(state, serial=True)
+        lengths = [(request, self.gamma) for request in requests]
+        grow_chains(state, source, lengths, self._children)
+        self._passes.update((request.id, 0) for request in requests)
+        return as_nodes((r, np.array(first_path(r.tree))) for r in requests)
+
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
+        """The step's share of the round's draft passes, for all requests together."""
+        for _ in range(self._per_step):
+            growing = [
+                (request, self._leaves(request))
+                for request in live_requests(state)
+                if request.awaiting and self._passes[request.id] <= self.gamma
+            ]
+            expand(state, source, growing, self._children)
+            for request, leaves in growing:
+                if self._passes[request.id] == 0:
+                    self._enumerate(request)
+                else:
+                    _take(request.tree, leaves, 1)
+                self._passes[request.id] += 1
+        return False
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """No-op: ``DecodeState.commit`` has rerooted the trees, also at an outcome."""
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        del self._passes[request_id]
+
+    def _leaves(self, request: RequestState) -> IntArray:
+        """The chain's end in the first pass of a round, then the ends of the outcomes' chains."""
+        tree = request.tree
+        is_leaf = ~tree.expanded & (tree.positions < last_position(request))
+        first = self._passes[request.id] == 0
+        return np.flatnonzero(is_leaf & ((tree.submitted_at >= 0) == first))
+
+    def _enumerate(self, request: RequestState) -> None:
+        """Makes the outcomes nodes: the F_k best other children of each node of the chain."""
+        tree, limit = request.tree, last_position(request)
+        for slot, num in zip(first_path(tree), self.fan_outs, strict=False):
+            if int(tree.positions[slot]) < limit:
+                _take(tree, np.array([slot]), num)
+
+
+def _take(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
+    """Makes the first ``num`` untaken candidates of each node nodes; returns their slots."""
+    untaken = tree.candidate_logprobs[slots] > -np.inf
+    rows, columns = np.nonzero(untaken & (untaken.cumsum(axis=1) <= num))
+    return tree.take(slots[rows], columns) if len(rows) else NO_SLOTS

@@ -1,0 +1,358 @@
+"""Strategies whose draft works beside the target: their laws against simulated time, their rounds.
+
+Laws are for independent positions. The synthetic pair has one class of positions, and the profile
+has constant times, so the simulated time per token must be the law's, up to chance and the ends of
+texts. The bound is 5 %; at the ends, prompts and last rounds, up to 2 % of it is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+
+from specdec.certify.certify import certify
+from specdec.certify.subject import decode_cases
+from specdec.clocks import Clock, LatencyProfile, MeasuredClock, SimulatedClock, Timeline
+from specdec.compose.build import compose
+from specdec.compose.presets import build_preset
+from specdec.compose.workbench import Parts, Workbench
+from specdec.config.hydra import compose_config
+from specdec.errors import UserError
+from specdec.metrics.asynchronous import amusd_time, pearl_time, ssd_hit_rate, ssd_time
+from specdec.pairs import build_pair
+from specdec.pairs.synthetic import SyntheticModels
+from specdec.sampling.transform import SamplingParams
+from specdec.state import RequestState, StopRules
+from specdec.types import Batch, Output
+from strategies import amusd, pearl, ssd
+from strategies.pearl import Pearl
+from strategies.ssd import Ssd, fan_outs
+from tests import toys
+
+BOUND = 0.05
+NUM_REQUESTS, NUM_TOKENS = 6, 400
+
+
+@cache
+def models(alpha: float) -> SyntheticModels:
+    """A draft whose first candidate is right with probability ``alpha``, at every position."""
+    law = {"weights": [1.0], "top1": [alpha], "decay": [2.0], "miss": [0.0]}
+    found = build_pair({"kind": "synthetic", **law, "vocab_size": 4096})
+    assert isinstance(found, SyntheticModels)
+    return found
+
+
+def ranks(alpha: float) -> list[float]:
+    """Chance that the target's token is the draft's first, second, ... candidate."""
+    found: list[float] = models(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
+    return found
+
+
+def decoded(
+    parts: Parts, *, num_requests: int = NUM_REQUESTS, batch_size: int = 1
+) -> tuple[float, list[RequestState]]:
+    """(milliseconds per token, requests).
+
+    In a batch, where the rounds of all requests coincide, the time per token of each of them.
+    """
+    requests = [request(number) for number in range(num_requests)]
+    for _ in parts.decode(parts.new_state(), requests, batch_size=batch_size):
+        pass
+    if batch_size > 1:
+        return 1e3 * float(np.mean([r.emitted_s[-1] for r in requests])) / NUM_TOKENS, requests
+    return 1e3 * parts.clock.now() / (num_requests * NUM_TOKENS), requests
+
+
+def request(number: int, num_tokens: int = NUM_TOKENS) -> RequestState:
+    """A greedy request with a prompt of one token."""
+    return RequestState(
+        request_id=number,
+        prompt=np.array([1]),
+        stop=StopRules(max_new_tokens=num_tokens),
+        sampling=SamplingParams(),
+    )
+
+
+def hit_rate(requests: list[RequestState]) -> float:
+    hits, misses = (sum(getattr(r.counters, n) for r in requests) for n in ("hits", "misses"))
+    return float(hits / (hits + misses))
+
+
+def bench(alpha: float, target: float, draft: float) -> Workbench:
+    return Workbench(models(alpha), clock=toys.simulated(target, draft))
+
+
+# ---------------------------------------------------------------------- PEARL
+
+
+@pytest.mark.parametrize(
+    ("alpha", "gamma", "target", "draft"),
+    [
+        (0.8, 5, 10.0, 2.0),
+        pytest.param(0.6, 5, 10.0, 2.0, marks=pytest.mark.slow),
+        pytest.param(0.8, 3, 10.0, 2.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 8, 10.0, 2.0, marks=pytest.mark.slow),  # the draft takes longer
+    ],
+)
+def test_pearl_takes_the_time_of_its_law(
+    alpha: float, gamma: int, target: float, draft: float
+) -> None:
+    time, _ = decoded(
+        pearl.build(bench(alpha, target, draft), gamma=gamma), num_requests=16, batch_size=16
+    )
+    law = pearl_time(alpha=alpha, gamma=gamma, target=target, draft=draft)
+    assert time == pytest.approx(law, rel=BOUND)
+
+
+def test_a_serial_draft_does_not_keep_pearls_law() -> None:
+    """A control: rounds in which target and draft take turns are seen."""
+    serial = decoded(pearl.build(_in_turns(bench(0.8, 10.0, 2.0)), gamma=5), num_requests=1)[0]
+    assert serial > 1.5 * pearl_time(alpha=0.8, gamma=5, target=10.0, draft=2.0)
+
+
+def _in_turns(bench: Workbench) -> Workbench:
+    """A workbench whose clock begins no work of the target before the controller's has ended."""
+    clock = bench.clock
+    original: Callable[..., None] = clock.barrier
+
+    def barrier(ranks: range) -> None:
+        original(ranks)
+        clock.wait_until(clock.now() + 10e-3)
+
+    clock.barrier = barrier  # type: ignore[method-assign, assignment]
+    return bench
+
+
+@pytest.mark.parametrize(("alpha", "tokens_per_round"), [(0.0, 1.0), (1.0, 4.0)])
+def test_pearls_law_at_its_ends(alpha: float, tokens_per_round: float) -> None:
+    """No draft is right: one token per pass. All are: gamma per round, for ever post-verify."""
+    assert pearl_time(alpha=alpha, gamma=4, target=8.0, draft=1.0) == 8.0 / tokens_per_round
+
+
+def test_pearl_pre_verifies_after_a_miss_and_post_verifies_after_a_hit() -> None:
+    """Rows of each pass: the root alone, or the gamma tokens of the round before."""
+    parts = pearl.build(bench(0.7, 10.0, 2.0), gamma=4)
+    rows: list[int] = []
+    kinds: list[str] = []
+    submit = parts.executor.submit
+
+    def noting(batch: Batch) -> None:
+        rows.append(batch.num_nodes)
+        submit(batch)
+
+    parts.executor.submit = noting  # type: ignore[method-assign]
+    for commits in parts.decode(parts.new_state(), [request(1)]):
+        kinds += [commit.kind for commit in commits]
+    assert rows[0] == 1
+    wanted = {"miss": 1, "hit": 4}
+    middle = slice(0, -3)  # the last chains are cut at the end of the text
+    assert rows[1:][middle] == [wanted[kind] for kind in kinds][:-1][middle]
+    assert {*kinds} == {*wanted}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "stages", "gamma"),
+    [
+        (10.0, 2.0, 1, 5),
+        (10.0, 3.0, 1, 3),
+        (1.0, 3.0, 1, 1),
+        (10.0, 3.0, 4, 13),
+        (90.0, 1.0, 1, 16),
+    ],
+)
+def test_gamma_is_the_ratio_of_pass_times(
+    target: float, draft: float, stages: int, gamma: int
+) -> None:
+    found = Pearl(gamma="ratio", latency=stages, profile=toys.profile(target, draft))
+    assert found.gamma == gamma
+
+
+@pytest.mark.parametrize("profile", [None, LatencyProfile(name="empty")])
+def test_a_ratio_without_times_is_refused(profile: LatencyProfile | None) -> None:
+    with pytest.raises(ValueError, match="gamma=ratio follows from a latency profile"):
+        Pearl(gamma="ratio", profile=profile)
+    with pytest.raises(UserError, match="gamma=until_ready, or a number"):
+        pearl.build(Workbench(toys.pair(), clock=MeasuredClock()), gamma="ratio")
+
+
+@pytest.mark.parametrize(("target", "draft", "gamma"), [(10.0, 2.1, 5), (10.0, 3.0, 4)])
+def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: int) -> None:
+    """It begins no pass after the target's has ended."""
+    times = [
+        decoded(pearl.build(bench(0.8, target, draft), gamma=chosen), num_requests=1)[0]
+        for chosen in ("until_ready", gamma)
+    ]
+    assert times[0] == pytest.approx(times[1])
+
+
+# ---------------------------------------------------------------------- SSD
+
+
+@pytest.mark.parametrize(
+    ("alpha", "gamma", "outcomes", "target", "draft"),
+    [
+        (0.8, 3, 6, 10.0, 2.0),
+        pytest.param(0.6, 4, 16, 10.0, 2.0, marks=pytest.mark.slow),
+        pytest.param(0.8, 6, 24, 10.0, 2.0, marks=pytest.mark.slow),  # the draft takes longer
+        pytest.param(0.9, 7, 16, 20.0, 2.0, marks=pytest.mark.slow),
+    ],
+)
+def test_ssd_takes_the_time_of_its_law(
+    alpha: float, gamma: int, outcomes: int, target: float, draft: float
+) -> None:
+    parts = ssd.build(bench(alpha, target, draft), gamma=gamma, outcomes=outcomes)
+    policy = parts.policy
+    assert isinstance(policy, Ssd)
+    time, requests = decoded(parts, num_requests=10)
+    given = {"ranks": ranks(alpha), "fan_outs": policy.fan_outs}
+    assert hit_rate(requests) == pytest.approx(ssd_hit_rate(**given), rel=BOUND)
+    assert time == pytest.approx(ssd_time(**given, target=target, draft=draft), rel=BOUND)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 7])
+@pytest.mark.parametrize("outcomes", [1, 5, 24])
+@pytest.mark.parametrize("power", [0.0, 1.0, 3.0])
+def test_the_fan_out_spends_the_outcomes(gamma: int, outcomes: int, power: float) -> None:
+    shares = fan_outs(gamma=gamma, outcomes=outcomes, acceptance=0.7, power=power)
+    assert len(shares) == gamma + 1
+    assert sum(shares) == outcomes
+    assert shares[:-1] == sorted(shares[:-1], reverse=True)
+
+
+@pytest.mark.parametrize(("alpha", "power"), [(0.6, 0.5), (0.8, 1.0), (0.9, 2.0)])
+def test_the_fan_out_is_the_best_for_its_law(alpha: float, power: float) -> None:
+    """Moving an outcome to another length gains nothing beyond what rounding may cost."""
+    gamma, outcomes = 4, 200
+    ends = np.array([alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma])
+
+    def missed(counts: np.ndarray) -> float:
+        return float((ends * np.maximum(counts, 1e-9) ** -power).sum())
+
+    shares = fan_outs(gamma=gamma, outcomes=outcomes, acceptance=alpha, power=power)
+    best = np.array(shares)
+    for source in range(gamma + 1):
+        for to in range(gamma + 1):
+            moved = best.copy()
+            moved[source] -= 3
+            moved[to] += 3
+            assert missed(moved) >= missed(best) - 1e-12
+
+
+def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
+    """Draft passes of a round: gamma + 1 beside the target, and gamma before it after a miss."""
+    gamma = 4
+    parts = ssd.build(bench(0.7, 10.0, 2.0), gamma=gamma)
+    passes: list[int] = []
+    submit, counters = parts.executor.submit, parts.source.counters
+    collect = parts.executor.collect
+
+    def submitting(batch: Batch) -> None:
+        passes.append(counters.passes)
+        submit(batch)
+
+    def collecting(**keys: bool) -> Output:
+        passes.append(counters.passes)
+        return collect(**keys)
+
+    parts.executor.submit = submitting  # type: ignore[method-assign]
+    parts.executor.collect = collecting  # type: ignore[method-assign]
+    steps = parts.decode(parts.new_state(), [request(1)])
+    kinds = [commit.kind for commits in steps for commit in commits]
+    before = [passes[0], *np.subtract(passes[2::2], passes[1:-1:2]).tolist()]
+    beside = np.subtract(passes[1::2], passes[::2]).tolist()
+    needed = {"miss": gamma, "hit": 0}
+    middle = slice(0, -4)
+    assert before[middle] == [gamma, *(needed[kind] for kind in kinds[:-1])][middle]
+    assert {*beside[middle]} == {gamma + 1}
+    assert {*kinds} == {*needed}
+
+
+# ---------------------------------------------------------------------- AMUSD
+
+
+@pytest.mark.parametrize(
+    ("alpha", "target", "draft"),
+    [
+        (0.8, 10.0, 3.0),
+        pytest.param(0.6, 10.0, 2.5, marks=pytest.mark.slow),
+        pytest.param(0.9, 10.0, 4.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 20.0, 3.0, marks=pytest.mark.slow),
+    ],
+)
+def test_amusd_takes_the_time_of_its_law(alpha: float, target: float, draft: float) -> None:
+    time, _ = decoded(amusd.build(bench(alpha, target, draft), ahead=64), num_requests=8)
+    assert time == pytest.approx(amusd_time(alpha=alpha, target=target, draft=draft), rel=BOUND)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
+    """Batches of the root alone: none but at the end of a text, or one after every miss."""
+    parts = amusd.build(bench(0.7, 10.0, 3.0), wait=wait)
+    lonely = 0
+    submit = parts.executor.submit
+
+    def noting(batch: Batch) -> None:
+        nonlocal lonely
+        lonely += batch.num_nodes == 1
+        submit(batch)
+
+    parts.executor.submit = noting  # type: ignore[method-assign]
+    for _ in parts.decode(parts.new_state(), [request(1)]):
+        pass
+    assert lonely <= 2 if wait else lonely > 50
+
+
+@pytest.mark.parametrize("source", ["none", "draft_model"])
+def test_a_source_that_is_silent_or_not_asynchronous_does_not_stop_it(source: str) -> None:
+    words = ["strategy=amusd", f"source={source}", "model=random", "model.dtype=float64"]
+    report = certify(compose_config(words).values, checks=["greedy_parity"])
+    assert all(check.passed for check in report.checks)
+
+
+def test_a_free_draft_refuses_rejection() -> None:
+    config = compose_config(["strategy=amusd", "verifier=rejection", "model=random"]).values
+    with pytest.raises(UserError, match="depends on the times of passes"):
+        compose(config, toys.pair())
+
+
+# ---------------------------------------------------------------------- all of them
+
+BUILDERS: dict[str, Callable[[Workbench], Parts]] = {
+    "pearl": pearl.build,
+    "ssd": ssd.build,
+    "amusd": amusd.build,
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_trace_shows_both_groups_at_work_at_the_same_time(name: str) -> None:
+    clock = SimulatedClock(toys.profile(10.0, 2.0), timeline=Timeline())
+    parts = BUILDERS[name](Workbench(models(0.8), clock=clock))
+    for _ in parts.decode(parts.new_state(), [request(1)]):
+        pass
+    assert clock.timeline is not None
+    spans = clock.timeline.take()
+    draft = [s for s in spans if s.kind == "draft" and s.rank != 1]
+    target = [s for s in spans if (s.kind, s.rank) == ("stage", 1)]
+    assert len(draft) + len(target) == len(spans)
+    ends = [(s.start_s, s.start_s + s.seconds) for s in target]
+    inside = sum(any(a <= s.start_s < b for a, b in ends) for s in draft)
+    assert inside > 0.5 * len(draft)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("clock", ["measured", "simulated"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_output_is_that_of_plain_decoding(
+    name: str, stages: int, clock: str, batch_size: int
+) -> None:
+    """Greedy and sampled, with and without a history."""
+    found: Clock = MeasuredClock() if clock == "measured" else toys.simulated(10.0, 3.0)
+    shared = Workbench(toys.pair(), seed=toys.SEED, clock=found)
+    parts = build_preset(name, shared, {"executor.stages": stages})
+    wanted = toys.cases(12)
+    toys.assert_plain(decode_cases(parts, wanted, batch_size=batch_size), wanted)
