@@ -6,7 +6,6 @@ pipeline with one level per step its hit rate, for a static tree the share of ac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
+from specdec.config.job import run_job_of
 from specdec.pairs.record import Record, read_record
 from specdec.sources.hit_law import SyntheticPair
 
@@ -29,22 +29,25 @@ _LAW = ("weights", "top1", "decay", "miss")
 def tree_sizes(item: Item, lab: Lab) -> Findings:
     """TBT and accuracy over tree width and children.
 
-    Keys: ``common``, ``strategy``, ``draft``, ``widths``, ``children``, ``choice`` ([width,
+    Keys: ``common``, ``strategy``, ``drafts``, ``widths``, ``children``, ``choice`` ([width,
     children]), and the claims ``saturates``, ``few_children``, ``optimum``.
     """
     findings, config = Findings(), item.config
-    names = [config["draft"]]
-    table, cells = [], {}
-    for draft in drafts(names, item, lab, findings):
+    table: list[tuple[Any, ...]] = []
+    first: dict[tuple[int, int], Outcome] = {}
+    for draft in drafts(config["drafts"], item, lab, findings):
+        cells: dict[tuple[int, int], Outcome] = {}
         for children in config["children"]:
             for width in config["widths"]:
                 overrides = [f"policy.width={width}", f"policy.children={children}"]
                 run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
                 cells[width, children] = run
                 s = run.summary
-                table.append((width, children, s["hit_rate"], run.tbt_ms, s["loop_share"]))
+                shown = (s["hit_rate"], run.tbt_ms, s["loop_share"])
+                table.append((draft.title, width, children, *shown))
         _add_size_measures(findings, config, draft, cells)
-    columns = ("width", "children", "accuracy (hit rate)", "TBT ms", "loop_share")
+        first = first or cells
+    columns = ("draft", "width", "children", "accuracy (hit rate)", "TBT ms", "loop_share")
     findings.table("Tree parameters, simulated", columns, table)
     fig, (left, right) = figure(10.0, 3.9, 2)
     for ax, pick in ((left, "hit_rate"), (right, "tbt_ms_mean")):
@@ -53,10 +56,10 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
             {
                 f"{c} children": (
                     config["widths"],
-                    [cells[w, c].summary[pick] for w in config["widths"]],
+                    [first[w, c].summary[pick] for w in config["widths"]],
                 )
                 for c in config["children"]
-                if cells
+                if first
             },
         )
         doublings(ax, config["widths"])
@@ -95,13 +98,15 @@ def _add_size_measures(
         "optimum": (excess <= 3.0, f"best is {best[0]}/{best[1]}, the choice {excess:+.1f} %"),
     }
     for claim, (value, text) in facts.items():
-        findings.add(claim, bool(value), "simulated", f"{draft.title}: {text}", loops=loops)
+        where = f"{draft.title}: {text}"
+        findings.add(claim, bool(value), "simulated", where, kind=draft.kind, loops=loops)
 
 
 def top_k(item: Item, lab: Lab) -> Findings:
     """Share of the target's tokens among the draft's k best: recorded pairs, and laws.
 
-    Keys: ``drafts``, ``claims`` (claim -> k), ``times`` (claims that need the paper's hardware).
+    Keys: ``drafts``, ``claims`` (claim -> k; of every record), ``claims_of`` (draft with a law ->
+    claims), ``times`` (claims that need the paper's hardware).
     """
     findings, config = Findings(), item.config
     ks = (1, 2, 4, 8, 16, 32)
@@ -112,7 +117,10 @@ def top_k(item: Item, lab: Lab) -> Findings:
         if record is None:
             cumulated = np.cumsum(SyntheticPair(**_law_of(draft.overrides)).rank_probabilities())
             shares = [float(cumulated[k - 1]) for k in ks]
-            table.append((draft.title, "formula", *shares, None, None, None))
+            table.append((draft.title, "law", *shares, None, None, None))
+            for claim in config.get("claims_of", {}).get(draft.name, ()):
+                value = shares[ks.index(config["claims"][claim])]
+                findings.add(claim, value, "simulated", draft.title, kind=draft.kind)
         else:
             shares = [record.top_share(k) for k in ks]
             size = (len(record.requests), sum(r.num_output for r in record.requests))
@@ -145,15 +153,16 @@ def top_k(item: Item, lab: Lab) -> Findings:
 
 def _record_of(draft: Draft) -> Record | None:
     """The record of a replayed draft; None for a synthetic one."""
-    if any(word == "model=synthetic" for word in draft.overrides):
+    if not any(word == "model=replay" for word in draft.overrides):
         return None
     path = next((w.partition("=")[2] for w in draft.overrides if w.startswith("model.record=")), "")
     return read_record(Path(path)) if path else _shipped()
 
 
 def _law_of(overrides: Sequence[str]) -> dict[str, list[float]]:
-    split = (word.removeprefix("model.").partition("=") for word in overrides)
-    return {key: json.loads(value) for key, _, value in split if key in _LAW}
+    """The parameters of a law, from the model option that the overrides name."""
+    model = run_job_of(["strategy=ar", *overrides]).config["model"]
+    return {key: model[key] for key in _LAW}
 
 
 def _shipped() -> Record:
@@ -210,7 +219,7 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
     for name in config["static"]:
         shared = _shared_grid(curves[name][0], dynamic[0])
         other, ours = (np.interp(shared, *map(np.asarray, c)) for c in (curves[name], dynamic))
-        lower = bool(len(shared)) and bool((ours < other).all())
+        lower = bool((ours < other).all()) if len(shared) else None
         where = f"{name}: no shared accuracy"
         if len(shared):
             ratio = ours / other
@@ -253,9 +262,16 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         lost = 100 * (ends[0] - ends[-1])
         text = f"{min(ends):.2f} at least, static {max(still.values()):.2f}"
         higher = min(ends) > max(still.values())
-        findings.add(config["higher"], higher, "simulated", f"{draft.title}: {text}", loops=loops)
-        text = f"{draft.title}: {lost:.1f} points lost from the shallowest to the deepest"
-        findings.add(config["with_depth"], lost < config["points"], "simulated", text, loops=loops)
+        for claim, value, fact in (
+            ("higher", higher, text),
+            (
+                "with_depth",
+                lost < config["points"],
+                f"{lost:.1f} points lost from the shallowest to the deepest",
+            ),
+        ):
+            where = f"{draft.title}: {fact}"
+            findings.add(config[claim], value, "simulated", where, kind=draft.kind, loops=loops)
     columns = ("draft", "tree", "accuracy", "95 % from", "to", "loop_share")
     findings.table("Accuracy", columns, table)
     x, y = "pipeline stages", "accuracy (hit rate of the dynamic tree)"

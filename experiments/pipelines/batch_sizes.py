@@ -24,10 +24,10 @@ from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 def batches(item: Item, lab: Lab) -> Findings:
     """Throughput and TBT over batch sizes.
 
-    Keys: ``common``, ``drafts``, ``rows`` (name -> overrides), ``batch_sizes``, ``ratios`` (claim
-    -> [metric, row, other row]: the median over batch sizes from ``from_batch`` on is the figure
-    of the claim), ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes``
-    (claim -> [metric, rows above at the largest size, row]), ``batching`` (see ``_batching``).
+    Keys: ``common``, ``drafts``, ``rows`` (name -> overrides), ``batch_sizes``, ``ratios``
+    (claim -> [metric, row, other row]: a figure for every batch size from ``from_batch`` on),
+    ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes`` (claim ->
+    [metric, rows above at the largest size, row]), ``batching`` (see ``_batching``).
     """
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -95,27 +95,34 @@ def _add_batch_measures(
     sizes = list(config["batch_sizes"])
     loops = next(iter(next(iter(rows.values())).values())).summary["loop_share"]
     for claim, ratios in _batch_ratios(config, rows).items():
-        later = {size: r for size, r in ratios.items() if size >= config.get("from_batch", 1)}
-        size = sorted(later, key=lambda size: later[size])[len(later) // 2]
         metric, ours, other = config["ratios"][claim]
-        ends: Interval = (None, None)
-        if metric.startswith("tbt"):
-            _, low, high = speed_ratio(rows[ours][size], rows[other][size])
-            ends = (low, high)
-        spread = f"{min(later.values()):.2f} to {max(later.values()):.2f} over batches of"
-        where = f"{draft.title}; batch {size}; {spread} {min(later)} to {max(later)}"
-        findings.add(claim, later[size], "simulated", where, loops=loops, interval=ends)
+        for size, ratio in ratios.items():
+            if size < config.get("from_batch", 1):
+                continue
+            ends: Interval = (None, None)
+            if metric.startswith("tbt"):
+                _, low, high = speed_ratio(rows[ours][size], rows[other][size])
+                ends = (low, high)
+            findings.add(
+                claim,
+                ratio,
+                "simulated",
+                f"{draft.title}; batch {size}",
+                kind=draft.kind,
+                loops=loops,
+                interval=ends,
+            )
     for claim, (metric, ours, other) in config.get("below", {}).items():
         worst = max(value(ours, size, metric) / value(other, size, metric) for size in sizes)
         where = f"{draft.title}; at worst {worst:.2f} of it"
-        findings.add(claim, worst < 1.0, "simulated", where, loops=loops)
+        findings.add(claim, worst < 1.0, "simulated", where, kind=draft.kind, loops=loops)
     for claim, (metric, others, ours) in config.get("overtakes", {}).items():
         last = sizes[-1]
         ahead = {name: value(name, last, metric) / value(ours, last, metric) for name in others}
         text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ahead.items())
         above = all(r > 1 for r in ahead.values())
         where = f"{draft.title}; batch {last}: {text}"
-        findings.add(claim, above, "simulated", where, loops=loops)
+        findings.add(claim, above, "simulated", where, kind=draft.kind, loops=loops)
 
 
 def _batch_ratios(

@@ -68,7 +68,15 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
             (config["length"], s.summary["acceptance_length"], lengths_of(s.results)),
         ):
             ends, loops = interval(counts, share), d.summary["loop_share"]
-            findings.add(claim, value, "simulated", draft.title, loops=loops, interval=ends)
+            findings.add(
+                claim,
+                value,
+                "simulated",
+                draft.title,
+                kind=draft.kind,
+                loops=loops,
+                interval=ends,
+            )
     findings.notes.append(_pairs_note(implied[0], swept))
     findings.figure = _pairs_figure(item, points, swept, implied)
     return findings

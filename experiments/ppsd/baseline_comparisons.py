@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from experiments.ppsd.exit_runs import rival_runs
@@ -84,22 +84,25 @@ def independent(item: Item, lab: Lab) -> Findings:
         alpha = alpha_of_speedup(theory, 1, stages)
         rows.append((model, temperature, stages, theory, wall, kept, alpha, cost))
     greedy = [row for row in rows if row[0] == first and row[1] == 0]
-    per_step = median(row[7] for row in greedy)
-    where = f"one cost of {per_step:.2f} ms per step beside {pass_ms} ms / stages"
 
-    def law(stages: float) -> float:
+    def law(stages: float, per_step: float) -> float:
         return float(pass_ms / stages / (pass_ms / stages + per_step))
 
     for stages, claim in config["claims"].items():
-        findings.add(claim, law(stages), "formula", where)
+        per_step = fmean(row[7] for row in greedy if row[2] != stages)
+        where = (
+            f"cost of {per_step:.2f} ms per step from the other rows, beside {pass_ms} ms / stages"
+        )
+        findings.add(claim, law(stages, per_step), "formula", where)
     columns = (
         *("model", "temperature", "stages", "theoretical", "wall", "wall / theory"),
         *("alpha by Eq. 6", "cost per step, ms"),
     )
     findings.table("Measured by others", columns, rows)
     xs = [2, 4, 6, 8, 12, 16, 24]
+    per_step = fmean(row[7] for row in greedy)
     series = {
-        where: (xs, [law(n) for n in xs]),
+        f"one cost of {per_step:.2f} ms per step": (xs, [law(n, per_step) for n in xs]),
         f"{first}, measured by others": ([r[2] for r in greedy], [r[5] for r in greedy]),
     }
     findings.figure = line_chart(series, x="stages", y="wall over theory", title=item.stated.title)

@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.pipelines.token_times import SIMULATED
 from experiments.ppsd.laws import eq5_acceptance
-from experiments.reproduce.findings import Findings
+from experiments.reproduce.findings import Findings, surely
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
@@ -252,7 +252,7 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
             ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
             text = f"bundled target, {name}, {label}: {ratio:.2f}x{ends}"
             loops = runs[ours].summary["loop_share"]
-            findings.add(claim, ratio > 1.0, "simulated", text, loops=loops)
+            findings.add(claim, surely(low, high), "simulated", text, loops=loops)
     columns = (
         *("data", "profile", "row", "accepted / judged", "tokens per answer", "speed-up"),
         *("95 % from", "to", "loop_share"),

@@ -43,7 +43,13 @@ def arithmetic(item: Item, lab: Lab) -> Findings:
 def computed(config: Mapping[str, Any]) -> list[Measure]:
     """The measures of ``computed``."""
     return [
-        Measure(claim=claim, value=evaluate(str(text)), kind="formula", conditions=f"{how}: {text}")
+        Measure(
+            claim=claim,
+            value=evaluate(str(text)),
+            origin="formula",
+            conditions=f"{how}: {text}",
+            kind="formula",
+        )
         for claim, (text, how) in config.get("computed", {}).items()
     ]
 

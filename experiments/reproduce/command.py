@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-from experiments.reproduce.findings import Findings, of_claim, verdict
+from experiments.reproduce.findings import Findings, claim_verdict
 from experiments.reproduce.items import Item, all_items, choose
-from experiments.reproduce.rendering import NONE, value_text
+from experiments.reproduce.rendering import NONE, span_text
 from experiments.reproduce.results import write_item
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
@@ -45,6 +46,10 @@ Examples
   specdec reproduce specpipe/fig11
   specdec reproduce --all --quick
 """
+
+_MOST_LINES = 20
+_WIDTHS = (52, 34, 34, 12, 14)
+"""Widest columns of the printed table: claim, paper, ours, kind, verdict."""
 
 _FLAGS = ("--list", "--all", "--quick", "--paced", "--document")
 _KEYS = {"output_dir": "outputs/reproduce", "runs_dir": "outputs/reproduce", "record": ""}
@@ -122,7 +127,7 @@ def _run_all(
         seconds, cpu_seconds = perf_counter() - start, process_time() - cpu_start
         conditions = conditions_of(item, quick, (seconds, cpu_seconds), facts)
         write_item(item, findings, out, conditions)
-        for line in summary_lines(item, findings):
+        for line in summary_lines(item, findings, out):
             print(f"  {line}")
         print(f"  {seconds:.1f} s ({cpu_seconds:.1f} s of CPU)", flush=True)
     spent = f"{perf_counter() - began:.0f} s ({process_time() - cpu_began:.0f} s of CPU)"
@@ -179,13 +184,32 @@ def conditions_of(
     }
 
 
-def summary_lines(item: Item, findings: Findings) -> list[str]:
-    """A line per claim and figure, and per missing item."""
-    lines = []
+def summary_lines(item: Item, findings: Findings, out: Path) -> list[str]:
+    """A table of at most ``_MOST_LINES`` lines: a line per claim, then what is left out."""
+    page = f"page: {out / item.paper.name / 'results' / item.name}.md"
+    rows = []
     for claim in item.stated.claims.values():
-        for measure in of_claim(findings.measures, claim.id) or [None]:
-            ours = NONE if measure is None else f"{value_text(claim, measure)} {measure.kind}"
-            where = "" if measure is None else f" [{measure.conditions}]"
-            outcome = verdict(claim, measure)
-            lines.append(f"{claim.text}: paper {claim.stated}, ours {ours}: {outcome}{where}")
-    return [*lines, *(f"missing: {what}" for what in findings.missing)]
+        outcome, kind, shown = claim_verdict(claim, findings.measures)
+        rows.append(
+            (claim.text, claim.stated, span_text(claim, shown) if shown else NONE, kind, outcome)
+        )
+    room = _MOST_LINES - 3
+    more = []
+    if len(rows) > room:
+        left = Counter(row[-1] for row in rows[room:])
+        text = ", ".join(f"{num} {outcome}" for outcome, num in left.items())
+        more = [f"and {len(rows) - room} further claims: {text}"]
+    if findings.missing:
+        page += f"; {len(findings.missing)} parts missing, see there"
+    return [*_aligned(("claim", "paper", "ours", "kind", "verdict"), rows[:room]), *more, page]
+
+
+def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of text, each cell cut to its column's width."""
+    if not rows:
+        return []
+    table = [headings, *rows]
+    widths = [min(max(len(row[i]) for row in table), most) for i, most in enumerate(_WIDTHS)]
+    return [
+        "  ".join(f"{c[:w]:<{w}}" for c, w in zip(r, widths, strict=True)).rstrip() for r in table
+    ]

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.reproduce.findings import MISSING, Findings, Measure, of_claim, verdict
+from experiments.reproduce.findings import (
+    MISSING,
+    UNDECIDED,
+    Findings,
+    Measure,
+    claim_verdict,
+    kind_of,
+    of_claim,
+    verdict,
+)
 from experiments.reproduce.items import Item
 from experiments.reproduce.rendering import NONE, grid, value_text
 from experiments.reproduce.results import read_item
-from experiments.reproduce.stated import ROOT, Claim
+from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Claim, Paper
 from specdec.files import write_text
 
 _HEAD = """\
 # Reproduction of the papers
 
-Here you can look up every table and figure of the five papers beside the result of this library,
-and run any of them again:
+What of each paper holds, what does not, and what could not be tested here. A sentence counts as
+tested only
+if its figures are measured on the same kind of thing, or simulated with the hits of a law that was
+fitted to
+measured acceptance of a real pair. All figures, with their windows and conditions, follow behind.
+"""
+
+_LEGEND = """\
+## How to read the tables
 
     specdec reproduce --quick specpipe/fig7
 
@@ -27,30 +43,51 @@ claim. `specdec reproduce --all --quick` runs all of them at a small size. The f
 writes this page from the results under `experiments/<paper>/results/`, where each table and figure
 has its page.
 
-The kinds of figures are not comparable with each other:
+The window decides a verdict and stands beside the value with its reason. One rule holds for all
+papers: a
+stated range is its own window, and a single figure has 5 % on either side; a claim that differs
+says why.
+A sentence has a criterion. A figure with an interval is *inside* only if all of the interval is,
+*above* or
+*below* only if none of it is, and otherwise *undecided*.
 
-- *measured*: real models on one machine's CPU, times or exact counts;
-- *paced*: real processes paced by a latency profile;
-- *simulated*: a profile's virtual clock, with hits that are replayed from records of the bundled
-  pair (7M target, 1.2M draft; they show the effect of a schedule, not the acceptance of Llama),
-  synthetic by a stated law, or traced (accepted lengths of Llama-3.1-8B);
+Kinds of verdicts, of which only the first two count:
+
+- *measured*: on the same kind of thing as the paper's;
+- *calibrated*: simulated with the hits of a law fitted to measured acceptance of a real pair of
+  that size
+  ([Laws of hits](calibration.md)), on a latency profile whose figures are stated, measured or
+  assumed;
+- *stand-in*: measured or simulated with other models (the bundled pair, 7M and 1.2M), another
+  machine or an
+  assumed law: shows the effect of a schedule, not the paper's acceptance;
+- *input*: a figure of the profile that comes back;
+- *construction*: true by construction of the schedule, a check of the program;
 - *formula*: arithmetic on the paper's own figures or on a law.
 
 Intervals are 95 % bootstrap intervals over prompts; all rows of a table decode the same prompts.
 `loop_share` is the share of generated tokens that end an 8-gram generated before: loops flatter
-every speculative method. A range includes its ends; a single number is met within 5 %, unless
-`experiments/<paper>/stated.yaml` states another tolerance. *known* and *reconstructed* mark
-stated values that the available text lacks; *independent* are measurements of other groups.
-
-No profile and no law was fitted to a stated ratio.
+every speculative method. *known* and *reconstructed* mark stated values that the available text
+lacks;
+*independent* are measurements of other groups. No profile and no law was fitted to a stated ratio.
 """
+
+_GROUPS = {
+    "holds": "Holds",
+    "fails": "Does not hold",
+    "open": "Undecided",
+    "untested": "Not tested",
+}
 
 
 def write_document(items: Mapping[str, Item], root: Path = ROOT) -> Path:
     """Writes the page; returns its path."""
-    lines = [_HEAD]
     results = {name: read_item(item, root) for name, item in items.items()}
-    lines += [*_spent(results), *_summary(items, results)]
+    papers = list({item.paper.name: item.paper for item in items.values()}.values())
+    lines = [_HEAD]
+    for paper in papers:
+        lines += _opening(paper)
+    lines += [*_summary(items, results), _LEGEND, *_spent(results)]
     for paper in dict.fromkeys(item.paper.name for item in items.values()):
         of_paper = [item for item in items.values() if item.paper.name == paper]
         lines += [f"## {of_paper[0].paper.title} ({of_paper[0].paper.reference})", ""]
@@ -69,25 +106,56 @@ def _spent(results: Mapping[str, Any]) -> list[str]:
     return [f"{text}; shared runs count once.", ""]
 
 
+def _opening(paper: Paper) -> list[str]:
+    """What holds, what does not and what was not tested, in sentences."""
+    if not any(paper.summary.values()):
+        return []
+    lines = [f"## {paper.title}: in short", ""]
+    for group, heading in _GROUPS.items():
+        sentences = paper.summary.get(group, ())
+        if sentences:
+            lines += [
+                f"**{heading}.**",
+                "",
+                *(f"- {s.text} ({', '.join(s.claims)})" for s in sentences),
+            ]
+            lines.append("")
+    return lines
+
+
 def _summary(items: Mapping[str, Item], results: Mapping[str, Any]) -> list[str]:
-    """The number of verdicts of each kind per paper, one per claim and figure."""
-    names = ("inside", "above", "below", "holds", "does not hold", "formula check", MISSING)
-    rows = []
-    for paper in dict.fromkeys(item.paper.name for item in items.values()):
-        counts: Counter[str] = Counter()
-        for item in items.values():
-            if item.paper.name == paper:
-                findings = results[item.id][0] if results[item.id] else Findings()
-                for claim in item.stated.claims.values():
-                    counts.update(_verdicts(claim, findings))
-        if counts:
-            rows.append([paper, *(str(counts[name]) for name in names)])
-    return ["## Verdicts, one per claim and figure of ours", "", *grid(("paper", *names), rows), ""]
-
-
-def _verdicts(claim: Claim, findings: Findings) -> list[str]:
-    measures: Sequence[Measure | None] = of_claim(findings.measures, claim.id) or [None]
-    return [verdict(claim, measure).partition(":")[0] for measure in measures]
+    """Claims by verdict over the counted kinds, and figures by kind, per paper."""
+    claims_of: dict[str, Counter[str]] = {}
+    figures_of: dict[str, Counter[str]] = {}
+    for name, item in items.items():
+        findings = results[name][0] if results[name] else Findings()
+        claims = claims_of.setdefault(item.paper.name, Counter())
+        for claim in item.stated.claims.values():
+            outcome, _, shown = claim_verdict(claim, findings.measures)
+            counted = bool(shown) and kind_of(claim, shown[0]) in COUNTED
+            claims[outcome if counted else "not tested"] += 1
+            kinds = (kind_of(claim, m) for m in of_claim(findings.measures, claim.id))
+            figures_of.setdefault(item.paper.name, Counter()).update(kinds)
+    rows = [
+        [
+            paper,
+            str(claims["inside"] + claims["holds"]),
+            str(claims["outside"] + claims["does not hold"]),
+            str(claims[UNDECIDED]),
+            str(claims["not tested"]),
+        ]
+        for paper, claims in claims_of.items()
+        if claims
+    ]
+    headings = ("paper", "inside or holds", "outside or does not hold", UNDECIDED, "not tested")
+    lines = [
+        "## Claims by verdict",
+        "",
+        "Counted kinds only; a claim is inside or outside if all of its",
+    ]
+    lines += ["figures agree.", "", *grid(headings, rows), ""]
+    rows = [[p, *(str(k[kind]) for kind in KINDS)] for p, k in figures_of.items() if k]
+    return [*lines, "Figures by kind:", "", *grid(("paper", *KINDS), rows), ""]
 
 
 def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list[str]:
@@ -100,7 +168,7 @@ def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list
         for measure in of_claim(findings.measures, claim.id) or [None]:
             rows.append(_row(claim, measure))
     if rows:
-        headings = ("claim", "paper", "ours", "kind", "verdict", "on")
+        headings = ("claim", "paper", "window", "ours", "kind", "verdict", "on")
         lines += [*grid(headings, rows), ""]
     if item.config.get("why"):
         lines += [f"Why: {str(item.config['why']).strip()}", ""]
@@ -119,8 +187,10 @@ def _row(claim: Claim, measure: Measure | None) -> list[str]:
     mark = "" if claim.mark == "original" else f" ({claim.mark})"
     stated = f"{claim.stated}{mark}"
     if measure is None:
-        return [claim.text, stated, NONE, NONE, MISSING, NONE]
+        return [claim.text, stated, str(claim.window), NONE, NONE, MISSING, NONE]
     loops = "" if measure.loop_share is None else f"; loops {100 * measure.loop_share:.0f} %"
     where = f"{measure.conditions}{loops}"
-    kind = measure.kind
-    return [claim.text, stated, value_text(claim, measure), kind, verdict(claim, measure), where]
+    return [
+        *(claim.text, stated, str(claim.window), value_text(claim, measure)),
+        *(kind_of(claim, measure), verdict(claim, measure), f"{where} ({measure.origin})"),
+    ]

@@ -26,12 +26,14 @@ class Draft:
         title: title in tables.
         short: title in pictures.
         overrides: overrides that choose model, prompts and length.
+        kind: kind of verdicts on its figures (``stated.KINDS``).
     """
 
     name: str
     title: str
     short: str
     overrides: tuple[str, ...]
+    kind: str = "stand-in"
 
 
 @cache
@@ -75,7 +77,13 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
         overrides = ("model=replay", f"model.record={path}", f"model.method={method}", *size)
     else:
         overrides = (*spec["words"], *size)
-    return Draft(name=name, title=spec["title"], short=spec["short"], overrides=overrides)
+    return Draft(
+        name=name,
+        title=spec["title"],
+        short=spec["short"],
+        overrides=overrides,
+        kind="calibrated" if spec.get("calibrated") else "stand-in",
+    )
 
 
 def size_overrides(item: Item, lab: Lab) -> tuple[str, str]:

@@ -203,8 +203,8 @@ def claims_panel(
 
 def _where(measure: Measure) -> str:
     """Label of a point: conditions and kind, without the arithmetic of a formula."""
-    text = measure.conditions.split(": ")[0] if measure.kind == "formula" else measure.conditions
-    return f"{text} ({measure.kind})"
+    text = measure.conditions.split(": ")[0] if measure.origin == "formula" else measure.conditions
+    return f"{text} ({measure.origin})"
 
 
 def _point(ax: Axes, measure: Measure, y: float, color: str) -> None:

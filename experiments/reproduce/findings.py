@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.reproduce.stated import Claim
+from experiments.reproduce.stated import COUNTED, KINDS, Claim
 
-KINDS = ("measured", "paced", "simulated", "formula")
+ORIGINS = ("measured", "paced", "simulated", "formula")
 """Origin of a figure: separate columns of a table, never mixed.
 
 measured: real models on this machine (times of its clock, or counts of its runs); paced: real
@@ -16,7 +16,9 @@ processes paced by a profile; simulated: a profile's virtual clock; formula: ari
 paper's own figures or on a law, no run.
 """
 
-MISSING = "missing"
+MISSING, UNDECIDED = "missing", "undecided"
+INSIDE = ("inside", "holds")
+OUTSIDE = ("above", "below", "does not hold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +27,26 @@ class Measure:
 
     Attributes:
         claim: id of the claim.
-        value: the figure; for a claim that is a sentence, whether it holds.
-        kind: one of ``KINDS``.
+        value: the figure; for a claim that is a sentence, whether it holds, None if an interval
+            leaves it open.
+        origin: one of ``ORIGINS``.
         conditions: models, data and settings.
+        kind: one of ``KINDS``: what a verdict on the figure says.
         low, high: 95 % interval over prompts; None if there is none.
         loop_share: loop share of its tokens; None for synthetic tokens and formulas.
     """
 
     claim: str
-    value: float | bool
-    kind: str
+    value: float | bool | None
+    origin: str
     conditions: str
+    kind: str
     low: float | None = None
     high: float | None = None
     loop_share: float | None = None
 
     def __post_init__(self) -> None:
+        assert self.origin in ORIGINS, self.origin
         assert self.kind in KINDS, self.kind
 
 
@@ -74,21 +80,23 @@ class Findings:
     def add(
         self,
         claim: str,
-        value: float | bool,
-        kind: str,
+        value: float | bool | None,
+        origin: str,
         conditions: str,
         *,
+        kind: str = "",
         loops: float | None = None,
         interval: tuple[float | None, float | None] = (None, None),
     ) -> None:
-        """Adds a ``Measure``."""
+        """Adds a ``Measure``; without a kind it is a formula by origin, else a stand-in."""
         low, high = interval
         self.measures.append(
             Measure(
                 claim=claim,
                 value=value,
-                kind=kind,
+                origin=origin,
                 conditions=conditions,
+                kind=kind or ("formula" if origin == "formula" else "stand-in"),
                 low=low,
                 high=high,
                 loop_share=loops,
@@ -101,28 +109,74 @@ class Findings:
 
 
 def verdict(claim: Claim, measure: Measure | None) -> str:
-    """inside, above or below; holds or does not hold for a sentence; missing without a figure.
+    """inside, above, below or undecided; holds or does not hold for a sentence; or missing.
 
-    A range includes its ends; a single number allows the relative error ``claim.within``. Figures
-    of kind "formula" have the prefix "formula check: ".
+    A figure with an interval is inside if all of it is, and undecided if it crosses an end of the
+    window.
     """
     if measure is None:
         return MISSING
-    if claim.low is None or claim.high is None:
-        outcome = "holds" if measure.value else "does not hold"
-    else:
-        low, high = claim.low, claim.high
-        if low == high:
-            slack = abs(low) * claim.within
-            low, high = low - slack, high + slack
-        value = float(measure.value)
-        outcome = "inside" if low <= value <= high else "above" if value > high else "below"
-    return f"formula check: {outcome}" if measure.kind == "formula" else outcome
+    if measure.value is None:
+        return UNDECIDED
+    window = claim.window
+    if window.low is None or window.high is None:
+        return "holds" if measure.value else "does not hold"
+    least = most = float(measure.value)
+    if measure.low is not None and measure.high is not None:
+        least, most = measure.low, measure.high
+    if window.low <= least and most <= window.high:
+        return "inside"
+    if most < window.low or least > window.high:
+        return "below" if most < window.low else "above"
+    return UNDECIDED
+
+
+def kind_of(claim: Claim, measure: Measure) -> str:
+    """The kind of a verdict: the claim's own where it has one, except for formulas."""
+    return measure.kind if measure.kind == "formula" or not claim.kind else claim.kind
+
+
+def claim_verdict(claim: Claim, measures: Sequence[Measure]) -> tuple[str, str, list[Measure]]:
+    """One verdict over all figures for a claim: (verdict, kind, figures that it is about).
+
+    Figures of the counted kinds alone decide if there are any. The verdict is inside or outside
+    only if all of them agree (figures on both sides of a window do not), "missing" without figures,
+    otherwise undecided.
+    """
+    of = of_claim(measures, claim.id)
+    counted = [m for m in of if kind_of(claim, m) in COUNTED]
+    shown = counted or of
+    if not shown:
+        return MISSING, "-", []
+    kinds = [kind for kind in KINDS if kind in {kind_of(claim, m) for m in shown}]
+    outcomes = {verdict(claim, measure) for measure in shown}
+    if outcomes <= set(INSIDE):
+        return "holds" if claim.sentence else "inside", ", ".join(kinds), shown
+    if outcomes <= set(OUTSIDE) and outcomes != {"above", "below"}:
+        return "does not hold" if claim.sentence else "outside", ", ".join(kinds), shown
+    return UNDECIDED, ", ".join(kinds), shown
+
+
+def surely(low: float | None, high: float | None, above: float = 1.0) -> bool | None:
+    """Whether a figure with this interval is above a number; None if the interval crosses it."""
+    if low is None or high is None or low <= above <= high:
+        return None
+    return low > above
+
+
+def weaker(*kinds: str) -> str:
+    """The kind of a figure that takes its sides from several: the last of ``KINDS``."""
+    return max(kinds, key=KINDS.index)
 
 
 def ratio_to_stated(claim: Claim, measure: Measure) -> str:
     """Ours over the paper's value, at both ends of a range; "" for sentences."""
-    if claim.low is None or not claim.low or not claim.high or isinstance(measure.value, bool):
+    if (
+        claim.low is None
+        or not claim.low
+        or not claim.high
+        or isinstance(measure.value, bool | None)
+    ):
         return ""
     if claim.low == claim.high:
         return f"{measure.value / claim.low:.2f}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
 from experiments.reproduce.findings import (
     MISSING,
+    ORIGINS,
     Findings,
     Measure,
     Table,
+    kind_of,
     of_claim,
     ratio_to_stated,
     verdict,
@@ -21,8 +24,8 @@ from experiments.reproduce.stated import Claim
 
 NONE = "-"
 _HEADINGS = (
-    *("claim", "paper", "mark", "measured", "paced", "simulated", "formula"),
-    *("ours / paper", "verdict", "loop_share", "conditions"),
+    *("claim", "paper", "mark", "window and reason", *ORIGINS),
+    *("ours / paper", "kind", "verdict", "loop_share", "conditions"),
 )
 
 
@@ -53,18 +56,18 @@ def claim_rows(item: Item, findings: Findings) -> list[list[str]]:
 
 
 def _claim_row(claim: Claim, measure: Measure | None, item: Item) -> list[str]:
-    by_kind = dict.fromkeys(("measured", "paced", "simulated", "formula"), NONE)
+    by_origin = dict.fromkeys(ORIGINS, NONE)
+    stated = [claim.text, claim.stated, claim.mark, str(claim.window)]
     if measure is None:
         why = item.reason or (item.status if item.absent else "")
-        return [claim.text, claim.stated, claim.mark, *by_kind.values(), "", MISSING, NONE, why]
-    by_kind[measure.kind] = value_text(claim, measure)
+        return [*stated, *by_origin.values(), "", NONE, MISSING, NONE, why]
+    by_origin[measure.origin] = value_text(claim, measure)
     loops = NONE if measure.loop_share is None else f"{100 * measure.loop_share:.0f} %"
     return [
-        claim.text,
-        claim.stated,
-        claim.mark,
-        *by_kind.values(),
+        *stated,
+        *by_origin.values(),
         ratio_to_stated(claim, measure),
+        kind_of(claim, measure),
         verdict(claim, measure),
         loops,
         measure.conditions,
@@ -73,6 +76,8 @@ def _claim_row(claim: Claim, measure: Measure | None, item: Item) -> list[str]:
 
 def value_text(claim: Claim, measure: Measure) -> str:
     """Our figure with its unit and interval."""
+    if measure.value is None:
+        return "open"
     if isinstance(measure.value, bool):
         return "yes" if measure.value else "no"
     unit = {"x": "x", "%": " %"}.get(claim.unit, f" {claim.unit}" if claim.unit else "")
@@ -80,6 +85,18 @@ def value_text(claim: Claim, measure: Measure) -> str:
     if measure.low is not None and measure.high is not None:
         text += f" ({cell(measure.low)}-{cell(measure.high)})"
     return text
+
+
+def span_text(claim: Claim, measures: Sequence[Measure]) -> str:
+    """Our figures for a claim in one cell: the only one, the span of several, or the answers."""
+    if len(measures) == 1:
+        return value_text(claim, measures[0])
+    if claim.sentence:
+        answers = Counter("open" if m.value is None else cell(m.value) for m in measures)
+        return ", ".join(f"{num} {answer}" for answer, num in answers.items())
+    values = sorted(float(m.value) for m in measures if m.value is not None)
+    unit = {"x": "x", "%": " %"}.get(claim.unit, f" {claim.unit}" if claim.unit else "")
+    return f"{cell(values[0])} to {cell(values[-1])}{unit} ({len(values)})"
 
 
 def cell(value: Any) -> str:

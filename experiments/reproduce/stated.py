@@ -2,15 +2,16 @@
 
 A file has the paper's name and reference and the claims of each table or figure. A claim has
 ``text``, ``stated`` (a number, a pair [min, max], or a sentence), ``unit``, ``section`` if it
-differs from the item's, ``within`` (allowed relative error of a number) and ``mark``: original (in
-the available text), known (general knowledge of the original) or reconstructed (from the sentences
-around a gap).
+differs from the item's, ``window`` (see ``Window``), ``kind`` where the claim fixes the kind of
+verdict (``findings.KINDS``) and ``mark``: original (in the available text), known (general
+knowledge of the original) or reconstructed (from the sentences around a gap).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,40 @@ PAPERS = ("specpipe", "pipedec", "ppsd", "swiftspec", "staged", "open")
 MARKS = ("original", "known", "reconstructed", "independent", "open")
 """Origin of a stated value; ``independent`` is a measurement of another group."""
 
-_CLAIM_KEYS = {"text", "stated", "unit", "section", "mark", "within"}
+_CLAIM_KEYS = {"text", "stated", "unit", "section", "mark", "window", "kind"}
 _ITEM_KEYS = {"title", "section", "claims"}
+
+
+KINDS = ("measured", "calibrated", "stand-in", "input", "construction", "formula")
+"""Kinds of verdicts; only ``COUNTED`` ones count for or against a paper.
+
+measured: measured on the same kind of thing; calibrated: simulated with the hits of a law that was
+fitted to measured acceptance of a real pair; stand-in: measured or simulated with other models,
+another machine or an assumed law; input: a figure of the profile that comes back; construction:
+true by construction of the schedule, a check of the program; formula: arithmetic on the paper's
+own figures.
+"""
+
+COUNTED = ("measured", "calibrated")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What decides a verdict, and why.
+
+    Attributes:
+        low, high: ends of the window; None for a sentence.
+        reason: why these ends; for a sentence its criterion.
+    """
+
+    low: float | None
+    high: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return self.reason
+        return f"{self.low:.4g} to {self.high:.4g}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +76,8 @@ class Claim:
         unit: unit of the numbers; may be empty.
         section: section of the paper.
         mark: one of ``MARKS``.
-        within: allowed relative error of a single number.
+        window: decides the verdict.
+        kind: the kind of the claim's verdicts, one of ``KINDS``; empty if each figure has its own.
     """
 
     id: str
@@ -54,7 +88,8 @@ class Claim:
     unit: str
     section: str
     mark: str
-    within: float
+    window: Window
+    kind: str = ""
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -88,6 +123,18 @@ class Stated:
     claims: Mapping[str, Claim]
 
 
+GROUPS = ("holds", "fails", "open", "untested")
+"""Groups of a paper's summary; a test compares each sentence with the verdicts of its claims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """A sentence of a paper's summary and the claims that it is about, as item/claim or item."""
+
+    text: str
+    claims: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
     """The claims of one paper.
@@ -96,12 +143,14 @@ class Paper:
         name: name of the folder.
         title, reference: the method and the citation.
         items: tables and figures by name, in the order of the file.
+        summary: sentences on the paper by group: holds, fails, open, untested.
     """
 
     name: str
     title: str
     reference: str
     items: Mapping[str, Stated]
+    summary: Mapping[str, tuple[Sentence, ...]]
 
 
 def read_paper(name: str, root: Path = ROOT) -> Paper:
@@ -114,7 +163,21 @@ def read_paper(name: str, root: Path = ROOT) -> Paper:
     with path.open(encoding="utf-8") as stream:
         values = yaml.safe_load(stream)
     items = {key: _stated(f"{path.name} {key}", value) for key, value in values["items"].items()}
-    return Paper(name=name, title=values["title"], reference=values["reference"], items=items)
+    return Paper(
+        name=name,
+        title=values["title"],
+        reference=values["reference"],
+        items=items,
+        summary=_summary(path.name, values.get("summary") or {}),
+    )
+
+
+def _summary(where: str, values: Mapping[str, Any]) -> dict[str, tuple[Sentence, ...]]:
+    _refuse_unknown(f"{where} summary", values, set(GROUPS))
+    return {
+        group: tuple(Sentence(text.strip(), tuple(claims)) for text, *claims in sentences)
+        for group, sentences in values.items()
+    }
 
 
 def _stated(where: str, values: Mapping[str, Any]) -> Stated:
@@ -132,6 +195,9 @@ def _claim(where: str, key: str, values: Mapping[str, Any], section: str) -> Cla
     mark = values.get("mark", "original")
     if mark not in MARKS:
         raise UserError(f"{where}: mark={mark} is not one of {', '.join(MARKS)}")
+    kind = values.get("kind", "")
+    if kind and kind not in KINDS:
+        raise UserError(f"{where}: kind={kind} is not one of {', '.join(KINDS)}")
     low, high, sentence = _value(where, values["stated"])
     return Claim(
         id=key,
@@ -142,8 +208,42 @@ def _claim(where: str, key: str, values: Mapping[str, Any], section: str) -> Cla
         unit=str(values.get("unit", "")),
         section=str(values.get("section", section)),
         mark=mark,
-        within=float(values.get("within", 0.05)),
+        window=_window(where, low, high, values.get("window")),
+        kind=kind,
     )
+
+
+@cache
+def known_windows() -> Mapping[str, Mapping[str, Any]]:
+    """The content of ``windows.yaml``."""
+    path = Path(__file__).with_name("windows.yaml")
+    content: Mapping[str, Mapping[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _window(where: str, low: float | None, high: float | None, given: Any) -> Window:
+    """The window of a claim: the rule of ``windows.yaml``, a named one, or its own.
+
+    A sentence needs its criterion as text; an own window has ``ends`` or ``within``, and
+    ``reason``.
+    """
+    if low is None or high is None:
+        if not isinstance(given, str) or not given:
+            raise UserError(f"{where}: window must say what decides this sentence")
+        return Window(None, None, given)
+    if given is None:
+        given = "figure" if low == high else "range"
+    if isinstance(given, str):
+        if given not in known_windows():
+            raise UserError(f"{where}: window={given} is not one of {', '.join(known_windows())}")
+        given = known_windows()[given]
+    if not given.get("reason") or not set(given) <= {"ends", "within", "reason"}:
+        raise UserError(f"{where}: window={given} needs ends or within, and its reason")
+    if "ends" in given:
+        low, high = map(float, given["ends"])
+        return Window(low, high, given["reason"])
+    slack = float(given["within"])
+    return Window(low - abs(low) * slack, high + abs(high) * slack, given["reason"])
 
 
 def _value(where: str, stated: Any) -> tuple[float | None, float | None, str]:

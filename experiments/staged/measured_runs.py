@@ -37,10 +37,10 @@ def data_overrides() -> list[str]:
     return ["data=humaneval" if os.environ.get("SPECDEC_DATA") else "data=stdlib"]
 
 
-def compared(item: Item, lab: Lab, sampling: str) -> dict[str, Any]:
+def compared(item: Item, lab: Lab, label: str) -> dict[str, Any]:
     """Plain, speculative and staged decoding of the same prompts, interleaved.
 
-    Keys of the config: ``words`` (further overrides), ``repeats``.
+    Keys of the config: ``samplings`` (label -> overrides), ``repeats``.
     """
     prompts, tokens = item.size["quick" if lab.quick else "full"]
     repeats = item.config.get("repeats", 3)
@@ -50,10 +50,9 @@ def compared(item: Item, lab: Lab, sampling: str) -> dict[str, Any]:
             *data_overrides(),
             f"data.limit={prompts}",
             f"max_new_tokens={tokens}",
-            f"sampling={sampling}",
             f"repeats={repeats}",
             "threads=1",
-            *item.config.get("words", ()),
+            *item.config["samplings"][label],
         ]
     )
 
@@ -64,12 +63,12 @@ def relative_traffic(row: Mapping[str, Any], draft_share: float) -> float:
 
 
 def traffic(item: Item, lab: Lab) -> Findings:
-    """Table 1: relative memory traffic. Keys: ``samplings`` (label -> option), ``paper_share``
+    """Table 1: relative memory traffic. Keys: ``samplings`` (label -> overrides), ``paper_share``
     (draft over target weights in the paper), ``claims`` (label -> strategy -> claim)."""
     findings, config = Findings(), item.config
     table = []
-    for label, sampling in config["samplings"].items():
-        result = compared(item, lab, sampling)
+    for label in config["samplings"]:
+        result = compared(item, lab, label)
         counts = _totals(result)
         for row in result["rows"]:
             name = row["strategy"]
@@ -155,8 +154,8 @@ def speed(item: Item, lab: Lab) -> Findings:
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
-    for label, sampling in config["samplings"].items():
-        result = compared(item, lab, sampling)
+    for label in config["samplings"]:
+        result = compared(item, lab, label)
         rows = {r["strategy"]: r for r in result["rows"]}
         staged = rows["staged"]
         keys = ("tokens_per_s", "speedup_wall", "speedup_theoretical", "lossless")
@@ -208,8 +207,8 @@ def overhead(item: Item, lab: Lab) -> Findings:
             )
     columns = ("sampling", "row", "tokens/s by traffic alone", "stated tokens/s", "lost, %")
     findings.table("What Tables 1 and 2 imply", columns, rows)
-    for label, sampling in config["samplings"].items():
-        result = compared(item, lab, sampling)
+    for label in config["samplings"]:
+        result = compared(item, lab, label)
         row = next(r for r in result["rows"] if r["strategy"] == "staged")
         findings.add(
             "overhead",
@@ -228,8 +227,8 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
     findings, config = Findings(), item.config
     fig, axes = figure(9.0, 3.8, len(config["samplings"]))
     table = []
-    for ax, (label, sampling) in zip(axes, config["samplings"].items(), strict=True):
-        result = compared(item, lab, sampling)
+    for ax, label in zip(axes, config["samplings"], strict=True):
+        result = compared(item, lab, label)
         runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
         loops = next(r["loop_share"] for r in result["rows"] if r["strategy"] == "staged")
         ratios = {n: np.sort(prompt_speedups(runs[n], runs["ar"])) for n in STRATEGIES[1:]}

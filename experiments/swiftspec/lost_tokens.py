@@ -21,10 +21,11 @@ _COLUMNS = (
 def lost(item: Item, lab: Lab) -> Findings:
     """Serial and parallel trees of equal d, bs, w and children.
 
-    Keys: ``drafts``, ``common``, ``serial`` and ``parallel`` (overrides), ``depths``, ``children``
-    (per expanded leaf), ``bs``; claims ``loss`` (tokens per pass lost) and ``speedup``, as means
-    over the drafts, and ``levels`` (with at least ``bs`` children, at most d tokens
-    per pass beside the target and d + 1 in turns), ``computed``.
+    Keys: ``drafts``, ``common``, ``serial`` and ``parallel`` (overrides), ``depths``,
+    ``children`` (per expanded leaf), ``bs``; claims ``loss`` (accepted guesses per pass lost,
+    as Table 6 counts) and ``speedup``, as means over the drafts, and ``levels`` (with at least
+    ``bs`` children, at most d tokens per pass beside the target and d + 1 in turns),
+    ``computed``.
     """
     findings, config = Findings(), item.config
     fig, axes = figure(11.0, 4.2, len(config["depths"]))
@@ -46,15 +47,15 @@ def lost(item: Item, lab: Lab) -> Findings:
                 ratio = speed_ratio(ours, base)[0]
                 loops = ours.summary["loop_share"]
                 rows.append((draft.title, d, children, *lengths, tokens, guesses, ratio, loops))
-                sums.setdefault((d, children), []).append((tokens, ratio))
+                sums.setdefault((d, children), []).append((guesses, ratio))
                 if children >= config["bs"]:
                     bounded = bounded and lengths[1] <= d and lengths[0] <= d + 1
                 line[0].append(float(children))
-                line[1].append(tokens)
+                line[1].append(guesses)
     for (d, children), values in sums.items():
         where = f"d = {d}, {children} children per leaf; mean of {len(values)} drafts"
-        tokens, ratio = (fmean(column) for column in zip(*values, strict=True))
-        findings.add(config["loss"], tokens, "simulated", where)
+        guesses, ratio = (fmean(column) for column in zip(*values, strict=True))
+        findings.add(config["loss"], guesses, "simulated", where)
         findings.add(config["speedup"], ratio, "simulated", where)
     findings.add(
         config["levels"], bounded, "simulated", f"all drafts, {config['bs']} children per leaf"
@@ -65,7 +66,7 @@ def lost(item: Item, lab: Lab) -> Findings:
     for ax, (d, drawn) in zip(axes, series.items(), strict=True):
         lines(ax, drawn)
         band(ax, *stated.ends, f"stated: {stated.stated}")
-        y = "tokens per pass lost (per cent, simulated)"
+        y = "guesses per pass lost (per cent, simulated)"
         tidy(ax, x="children per expanded leaf", y=y, title=f"{d} expansions per pass")
         legend(ax)
     findings.figure = fig

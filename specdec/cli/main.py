@@ -41,6 +41,7 @@ _COMMANDS = {
     "train": "train the models that ship with the package",
     "doctor": "which reading of an EAGLE head its target accepts best",
     "profile": "latency profile of this hardware, and trees that suit it",
+    "record": "a draft's ranks of texts that a target wrote, for model=replay",
     "fit": "a law of hits from measured acceptance, for model=",
     "trace": "timeline of all ranks and the tree's growth, of a traced run",
     "report": "one HTML page and pictures of a run, comparison or sweep",

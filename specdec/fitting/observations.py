@@ -158,8 +158,10 @@ def observe(samples: Sequence[Sample]) -> Observations:
 
 
 def _pass(accepted: int, drafted: int) -> tuple[list[int], list[int]]:
+    """Hits and depths of one pass; what it accepted beyond ``drafted`` is not known (censored)."""
+    judged = min(accepted, drafted)
     last = 0 if accepted < drafted else UNKNOWN
-    return [1] * accepted + [last], list(range(accepted + 1))
+    return [1] * judged + [UNKNOWN] * (accepted - judged) + [last], list(range(accepted + 1))
 
 
 def _pieces(values: list[int]) -> list[list[int]]:

@@ -89,9 +89,7 @@ def of_passes(
     turns: Sequence[int] = (),
 ) -> RequestLog:
     """A request whose passes are known one by one, in their order."""
-    if drafted is not None and len(drafted) == len(accepted):
-        drafted = np.maximum(drafted, accepted)
-    else:
+    if drafted is not None and len(drafted) != len(accepted):
         drafted = None
     fits = sum(turns) == len(accepted)
     return RequestLog(

@@ -30,8 +30,8 @@ def test_hits_take_their_own_draft_s_time() -> None:
 
 
 def test_another_draft_s_time_is_refused() -> None:
-    with pytest.raises(UserError, match=r"llama-68m.*has the time of llama-3.2-1b, llama-3.1-8b"):
-        draft_ms("model=law_specbench_68m_7b")
+    with pytest.raises(UserError, match=r"eagle.*has the time of llama-3.2-1b, llama-3.1-8b"):
+        draft_ms("model=law_simulator_eagle3_8b")
 
 
 def test_a_profile_that_names_no_draft_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from experiments.reproduce.findings import (
     Findings,
     Measure,
     Table,
+    claim_verdict,
     from_json,
+    kind_of,
     ratio_to_stated,
     to_json,
     verdict,
@@ -33,7 +35,7 @@ from experiments.reproduce.findings import (
 from experiments.reproduce.items import all_items, choose
 from experiments.reproduce.lab import Lab
 from experiments.reproduce.rendering import claim_rows, csv_text, markdown
-from experiments.reproduce.stated import Claim, read_paper
+from experiments.reproduce.stated import COUNTED, KINDS, Claim, Window, read_paper
 from specdec.errors import UserError
 
 ITEMS = all_items()
@@ -44,7 +46,9 @@ SIMPLE = [
 ]
 
 
-def claim(low: float | None = None, high: float | None = None, within: float = 0.05) -> Claim:
+def claim(low: float | None = None, high: float | None = None, kind: str = "") -> Claim:
+    slack = 0.0 if low is None or low != high else 0.05 * low
+    ends = (None, None) if low is None or high is None else (low - slack, high + slack)
     return Claim(
         id="c",
         text="t",
@@ -54,12 +58,21 @@ def claim(low: float | None = None, high: float | None = None, within: float = 0
         unit="x",
         section="1",
         mark="original",
-        within=within,
+        window=Window(*ends, "a reason"),
+        kind=kind,
     )
 
 
-def measure(value: float | bool, kind: str = "simulated") -> Measure:
-    return Measure(claim="c", value=value, kind=kind, conditions="here")
+def measure(
+    value: float | bool | None,
+    kind: str = "calibrated",
+    ends: tuple[float | None, float | None] = (None, None),
+) -> Measure:
+    origin = "formula" if kind == "formula" else "simulated"
+    low, high = ends
+    return Measure(
+        claim="c", value=value, origin=origin, conditions="here", kind=kind, low=low, high=high
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,9 +91,110 @@ def test_a_number_is_met_within_its_distance(value: float, said: str) -> None:
 
 def test_other_verdicts() -> None:
     assert verdict(claim(), measure(False)) == "does not hold"
-    assert verdict(claim(), measure(True, "formula")) == "formula check: holds"
+    assert verdict(claim(), measure(True, "formula")) == "holds"
+    assert verdict(claim(), measure(None)) == "undecided"
     assert verdict(claim(1.0, 2.0), None) == "missing"
     assert ratio_to_stated(claim(2.0, 4.0), measure(3.0)) == "0.75-1.50"
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ((2.1, 2.9), "inside"),
+        ((2.0, 3.0), "inside"),
+        ((1.9, 2.9), "undecided"),
+        ((2.5, 3.1), "undecided"),
+        ((1.0, 9.0), "undecided"),
+        ((3.1, 3.2), "above"),
+        ((1.0, 1.9), "below"),
+    ],
+)
+def test_an_interval_that_crosses_an_end_decides_nothing(
+    ends: tuple[float, float], said: str
+) -> None:
+    """The point alone would be inside in the first five cases."""
+    assert verdict(claim(2.0, 3.0), measure(2.5, ends=ends)) == said
+
+
+def test_a_claim_is_decided_by_the_counted_kinds_and_only_if_they_agree() -> None:
+    """A stand-in or an input inside the window adds nothing, and two sides of it do not agree."""
+    of = claim(2.0, 3.0)
+    inside, below, above = (measure(value) for value in (2.5, 1.0, 4.0))
+    assert claim_verdict(of, [inside, measure(9.0, "stand-in")])[:2] == ("inside", "calibrated")
+    assert claim_verdict(of, [below, measure(2.5, "stand-in")])[0] == "outside"
+    assert claim_verdict(of, [below, above])[0] == "undecided"
+    assert claim_verdict(of, [inside, below])[0] == "undecided"
+    assert claim_verdict(of, [])[0] == "missing"
+    for kind in ("input", "construction"):
+        fixed = claim(2.0, 3.0, kind=kind)
+        assert claim_verdict(fixed, [inside])[:2] == ("inside", kind)
+        assert kind_of(fixed, inside) not in COUNTED
+    assert kind_of(claim(2.0, 3.0, kind="measured"), measure(2.5, "formula")) == "formula"
+
+
+def test_every_verdict_has_a_kind_a_window_and_its_reason(tmp_path: Path) -> None:
+    """Every claim of the papers, every stored figure; a claim without them is refused."""
+    for name, item in ITEMS.items():
+        for stated in item.stated.claims.values():
+            window = stated.window
+            assert window.reason, f"{name} {stated.id}"
+            assert (window.low is None) == bool(stated.sentence), f"{name} {stated.id}"
+            if window.low is not None and window.high is not None:
+                assert window.low <= window.high, f"{name} {stated.id}"
+        read = results.read_item(item)
+        for found in read[0].measures if read else ():
+            assert kind_of(item.stated.claims[found.claim], found) in KINDS, name
+    with pytest.raises(AssertionError):
+        measure(1.0, kind="")
+    (tmp_path / "p").mkdir()
+    path = tmp_path / "p" / "stated.yaml"
+    for wrong in (
+        {"stated": "it is fast"},
+        {"stated": 1, "window": {"within": 0.5}},
+        {"stated": 1, "window": "wide"},
+        {"stated": 1, "kind": "certain"},
+    ):
+        found = {"title": "P", "reference": "r", "items": {"a": {"title": "A", "section": "1"}}}
+        found["items"]["a"]["claims"] = {"c": {"text": "t", **wrong}}
+        path.write_text(yaml.safe_dump(found), encoding="utf-8")
+        with pytest.raises(UserError, match=r"yaml a c: (window|kind)"):
+            read_paper("p", tmp_path)
+
+
+def test_sentences_on_the_papers_follow_their_claims_verdicts() -> None:
+    """The first page of docs/reproduction.md; stored results decide."""
+    allowed = {
+        "holds": {"inside", "holds"},
+        "fails": {"outside", "does not hold"},
+        "open": {"undecided"},
+    }
+    for paper in {item.paper.name: item.paper for item in ITEMS.values()}.values():
+        for group, sentences in paper.summary.items():
+            for sentence in sentences:
+                assert sentence.claims, sentence.text
+                for claim_id in sentence.claims:
+                    name, _, of = claim_id.partition("/")
+                    item = ITEMS[f"{paper.name}/{name}"]
+                    read = results.read_item(item)
+                    assert read is not None
+                    stated = item.stated.claims
+                    for one in [stated[of]] if of else stated.values():
+                        outcome, _, shown = claim_verdict(one, read[0].measures)
+                        counted = bool(shown) and kind_of(one, shown[0]) in COUNTED
+                        if group == "untested":
+                            assert not counted, f"{claim_id} is tested"
+                        else:
+                            assert counted, f"{claim_id} is not tested"
+                            assert outcome in allowed[group], f"{claim_id}: {outcome}"
+
+
+def test_the_printed_table_has_at_most_twenty_lines() -> None:
+    for name in ("ppsd/table1", "specpipe/fig11", "specpipe/tables3_4"):
+        read = results.read_item(ITEMS[name])
+        assert read is not None
+        lines = command.summary_lines(ITEMS[name], read[0], Path("out"))
+        assert len(lines) <= 20
+        assert "results" in lines[-1]
 
 
 def test_every_item_says_what_it_can() -> None:
@@ -173,7 +287,7 @@ def test_formula_checks_need_no_run(name: str, tmp_path: Path) -> None:
     findings = item.build(None)  # type: ignore[arg-type]
     found = {m.claim for m in findings.measures}
     assert found <= set(item.stated.claims)
-    assert {m.kind for m in findings.measures} == {"formula"}
+    assert {m.origin for m in findings.measures} == {"formula"}
     results.write_item(item, findings, tmp_path, {"revision": "x"})
     read = results.read_item(item, tmp_path)
     assert read is not None

@@ -10,7 +10,7 @@ from experiments.pipelines.schedule import _facts
 from experiments.reproduce import drawing
 from experiments.reproduce.findings import Measure
 from experiments.reproduce.intervals import beside, hits_of, interval, share
-from experiments.reproduce.stated import Claim
+from experiments.reproduce.stated import Claim, Window
 from specdec.metrics import RequestResult
 from specdec.metrics.counters import RequestCounters
 
@@ -105,12 +105,14 @@ def test_points_of_a_claim_lie_in_its_own_row() -> None:
             unit=unit,
             section="1",
             mark="original",
-            within=0.05,
+            window=Window(1.0, 2.0, "range"),
         )
         for name, unit in (("a", "x"), ("b", "x"), ("c", "ms"))
     }
     measures = [
-        Measure(claim=claim, value=1.5, kind="simulated", conditions=f"draft {i}")
+        Measure(
+            claim=claim, value=1.5, origin="simulated", conditions=f"draft {i}", kind="stand-in"
+        )
         for claim in claims
         for i in range(6)
     ]

@@ -1,0 +1,181 @@
+"""``specdec record``: a record for ``model=replay`` from texts of a target, without the target."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.cli.arguments import read_arguments
+from specdec.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from specdec.pairs.record import RecordedRequest
+
+HELP = """\
+specdec record TEXTS [draft=FOLDER] [sampling=NAME] [target=NAME] [dtype=TYPE] [device=NAME]
+               [output_dir=DIR]
+
+Records how a draft model ranks texts that a target wrote, for model=replay. The target is not
+needed: its texts come from a log. TEXTS is a JSON lines file; a line has
+
+  prompt_token_ids, output_token_ids   lists of token ids: the record equals record=true's
+  prompt, completion                   text, tokenised by the draft's tokenizer
+  id                                   optional; default: the number of the line from 0
+
+  draft=FOLDER      folder of the draft, or bundled:NAME (default bundled:draft)
+  sampling=NAME     the target's sampling, under which the draft's candidates are scored (greedy)
+  target=NAME       name of the target, for the tables
+  dtype=, device=   of the draft (float32, cpu)
+  output_dir=DIR    for record.npz (default outputs/record)
+
+A record has the draft's candidates on the target's path: chains and static trees replay exactly,
+trees in which wrong nodes compete for places approximately (docs/replay.md).
+
+Example
+  specdec record answers.jsonl draft=models/llama-1b sampling=t06 output_dir=outputs/70b
+  specdec compare 'strategies=[ar,specinfer]' model=replay model.record=outputs/70b/record.npz \\
+      clock=simulated
+"""
+
+_DEFAULTS = {
+    "draft": "bundled:draft",
+    "sampling": "greedy",
+    "target": "",
+    "dtype": "float32",
+    "device": "cpu",
+    "output_dir": "outputs/record",
+}
+_IDS = ("prompt_token_ids", "output_token_ids")
+_TEXTS = ("prompt", "completion")
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = read_arguments(words, flags=("--help",))
+    if "--help" in arguments.flags:
+        print(HELP, end="")
+        return 0
+    path, values = _read_words(arguments.overrides)
+    # Imported here: torch and transformers take seconds to import.
+    from specdec.clocks.meter import Meter
+    from specdec.config.job import run_job_of
+    from specdec.metrics import loop_share
+    from specdec.models.bundled import family_path
+    from specdec.models.loading import load_model, weight_bytes
+    from specdec.models.runner import ModelRunner
+    from specdec.pairs.record import Record, write_record
+    from specdec.pairs.recorder import record_request
+    from specdec.report.provenance import provenance
+    from specdec.runs.runners import sampling_params
+
+    config = run_job_of(["strategy=ar", "model=random", f"sampling={values['sampling']}"]).config
+    sampling = sampling_params(config["sampling"])
+    folder = family_path(values["draft"])
+    texts = _texts(path, folder)
+    model = load_model(folder, dtype=values["dtype"], device=values["device"])
+    runner = ModelRunner(model=model, name="draft", meter=Meter())
+    _check_tokens(texts, runner.vocab_size, path)
+    requests: list[RecordedRequest] = [
+        record_request(runner, sampling, request_id=number, prompt=prompt, output=output)
+        for number, prompt, output in texts
+    ]
+    about = {
+        "strategy": "given texts",
+        "model": {"target": values["target"] or "not named", "draft": values["draft"]},
+        "data": path.name,
+        "sampling": values["sampling"],
+        "sampling_params": dict(config["sampling"]),
+        "dtype": values["dtype"],
+        "loop_share": loop_share([output.tolist() for _, _, output in texts]),
+        "provenance": provenance(command=sys.argv, config=values),
+    }
+    record = Record(
+        requests=tuple(requests),
+        vocab_size=runner.vocab_size,
+        weight_bytes=(0, weight_bytes(folder, values["dtype"])),
+        about=about,
+    )
+    place = Path(values["output_dir"]).expanduser() / "record.npz"
+    write_record(place, record)
+    tokens = sum(request.num_output for request in requests)
+    shares = ", ".join(f"top-{k} {record.top_share(k):.3f}" for k in (1, 8, 32))
+    print(f"{len(requests)} requests, {tokens} tokens: {shares}")
+    print(f"record: {place}")
+    return 0
+
+
+def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
+    values, files = dict(_DEFAULTS), []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            files.append(word)
+        elif key in _DEFAULTS and value:
+            values[key] = value
+        else:
+            raise UserError(f"{word}: unknown key; use one of {', '.join(_DEFAULTS)}")
+    if len(files) != 1:
+        raise UserError("name one file of texts: specdec record TEXTS, see `specdec record --help`")
+    return Path(files[0]).expanduser(), values
+
+
+def _texts(path: Path, folder: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """(id, prompt int64[T], output int64[L]) of each line."""
+    import numpy as np
+
+    from specdec.data.files import read_records
+    from specdec.models.loading import load_tokenizer
+
+    if not path.is_file():
+        raise UserError(f"{path}: no such file of texts")
+    tokenizer: Any = None
+    texts: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for number, (line, entry) in enumerate(read_records(path)):
+        where = f"{path} line {line}"
+        if all(key in entry for key in _IDS):
+            parts = [_token_ids(entry[key], f"{where}: {key}") for key in _IDS]
+        elif all(isinstance(entry.get(key), str) for key in _TEXTS):
+            tokenizer = tokenizer or load_tokenizer(folder)
+            first = tokenizer(entry["prompt"])["input_ids"]
+            second = tokenizer(entry["completion"], add_special_tokens=False)["input_ids"]
+            parts = [np.array(ids, np.int64) for ids in (first, second)]
+        else:
+            raise UserError(f"{where} needs {' and '.join(_IDS)}, or {' and '.join(_TEXTS)}")
+        if not all(map(len, parts)):
+            raise UserError(f"{where} has an empty prompt or output")
+        texts.append((_id(entry, number, where), parts[0], parts[1]))
+    if not texts:
+        raise UserError(f"{path} has no texts")
+    if len({number for number, _, _ in texts}) < len(texts):
+        raise UserError(f"{path}: an id occurs twice; give every line a different one")
+    return texts
+
+
+def _id(entry: Mapping[str, Any], number: int, where: str) -> int:
+    found = entry.get("id", number)
+    if type(found) is not int or found < 0:
+        raise UserError(f"{where}: id={found} is not a whole number of at least 0")
+    return found
+
+
+def _token_ids(values: Any, where: str) -> np.ndarray:
+    import numpy as np
+
+    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+        raise UserError(f"{where} is not a list of token ids")
+    return np.array(values, np.int64)
+
+
+def _check_tokens(
+    texts: Sequence[tuple[int, np.ndarray, np.ndarray]], vocab_size: int, path: Path
+) -> None:
+    most = max(int(ids.max()) for _, *parts in texts for ids in parts)
+    if most >= vocab_size:
+        raise UserError(
+            f"{path} has the token {most}, but the draft has {vocab_size}: its texts are of another"
+            " tokenizer; give text in prompt and completion, or another draft"
+        )
