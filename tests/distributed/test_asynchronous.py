@@ -1,0 +1,67 @@
+"""Strategies whose draft works beside the target, over ranks: the same tokens on every clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec.certify.subject import decode_cases
+from specdec.clocks import Timeline
+from specdec.clocks.wall import MeasuredClock, PacedClock
+from specdec.compose.presets import build_preset
+from specdec.compose.workbench import Workbench
+from specdec.distributed.executor import Ranks
+from tests import toys
+from tests.distributed.threads import thread_ranks
+
+PRESETS = ("pearl", "ssd", "amusd")
+CLOCKS: dict[str, dict[str, Any]] = {
+    "measured": {"kind": "measured"},
+    "paced": {
+        "kind": "paced",
+        "profile": "toy",
+        "scale": 1.0,
+        "costs": {
+            "stage": {"tokens": [1], "ms": [4.0]},
+            "draft": {"tokens": [1], "ms": [2.0]},
+        },
+    },
+}
+
+
+def decoded(preset: str, kind: str, stages: int, batch_size: int) -> Timeline:
+    """Decodes over ranks, asserts that the output is plain decoding's; spans of rank 0."""
+    timeline = Timeline()
+    clock = (
+        PacedClock(toys.profile(4.0, 2.0), timeline=timeline)
+        if kind == "paced"
+        else MeasuredClock(timeline=timeline)
+    )
+    ranks = Ranks(model={"kind": "random", **toys.MODEL}, clock=CLOCKS[kind], threads=1)
+    bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, meter=None, ranks=ranks)
+    keys = {"executor.stages": stages, "executor.transport": "distributed"}
+    parts = build_preset(preset, bench, keys)
+    wanted = toys.cases(12)
+    try:
+        toys.assert_plain(decode_cases(parts, wanted, batch_size=batch_size), wanted)
+    finally:
+        parts.executor.shutdown()
+    return timeline
+
+
+@pytest.mark.parametrize(("stages", "batch_size"), [(1, 1), (3, 3)])
+@pytest.mark.parametrize("kind", CLOCKS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lossless_beside_ranks(preset: str, kind: str, stages: int, batch_size: int) -> None:
+    """Ranks are threads here."""
+    with thread_ranks(stages + 1):
+        timeline = decoded(preset, kind, stages, batch_size)
+    if kind == "paced" and preset != "amusd":  # whose passes are planned on a rank of their own
+        assert {span.kind for span in timeline.spans} == {"draft"}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lossless_beside_processes(preset: str) -> None:
+    decoded(preset, "measured", 1, 3)
