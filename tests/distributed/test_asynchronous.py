@@ -57,8 +57,11 @@ def test_lossless_beside_ranks(preset: str, kind: str, stages: int, batch_size: 
     """Ranks are threads here."""
     with thread_ranks(stages + 1):
         timeline = decoded(preset, kind, stages, batch_size)
-    if kind == "paced" and preset != "amusd":  # whose passes are planned on a rank of their own
-        assert {span.kind for span in timeline.spans} == {"draft"}
+    spans = [span for span in timeline.spans if span.kind == "draft"]
+    assert len(spans) > 10, "the draft's work is missing in the trace"
+    draft_rank = stages + 1 if preset == "amusd" else 0
+    assert {span.rank for span in spans} == {draft_rank}
+    assert all(span.seconds > 0 for span in spans)
 
 
 @pytest.mark.distributed
