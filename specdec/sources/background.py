@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from specdec.clocks import Clock, ClockKind, MeasuredClock
+from specdec.clocks import Clock, ClockKind, MeasuredClock, Work
 from specdec.types import Candidates, Commit, Nodes, Output, Ticket
 
 if TYPE_CHECKING:
@@ -97,13 +97,16 @@ class Background:
             self._thread_clock = self._thread_clock or MeasuredClock(rank=self._rank)
             view.clock = self._thread_clock
             calls, self._deferred = self._deferred, []
-            result = self._thread.submit(self._pass, calls, view, nodes, k)
+            result = self._thread.submit(self._pass, calls, view, nodes, k, state.clock)
             result.add_done_callback(self._wake)
         else:
-            result = Future()
-            with state.clock.on(self._rank):
+            result, clock = Future(), state.clock
+            began = max(clock.now(), clock.ends_s(self._rank) or 0.0)
+            with clock.on(self._rank):
                 result.set_result(self._source.expand(state, nodes, k))
-            ticket = Ticket(nodes=nodes, due_s=state.clock.ends_s(self._rank))
+            ticket = Ticket(nodes=nodes, due_s=clock.ends_s(self._rank))
+            if clock.kind is ClockKind.PACED:  # a simulated clock traces every rank's charges
+                self._trace(clock, began, (ticket.due_s or began) - began, nodes)
         self._results[ticket] = self._last = result
         self._run_clock = state.clock
         return ticket
@@ -126,13 +129,30 @@ class Background:
         self._after_pass(partial(self._source.close, request_id))
 
     def _pass(
-        self, calls: Sequence[Callable[[], None]], view: DecodeState, nodes: Nodes, k: int
+        self,
+        calls: Sequence[Callable[[], None]],
+        view: DecodeState,
+        nodes: Nodes,
+        k: int,
+        clock: Clock,
     ) -> Candidates:
         """Thread: the calls deferred before the start, then one pass over a copy of the trees."""
         with torch.inference_mode():
             for call in calls:
                 call()
-            return self._source.expand(view, nodes, k)
+            began = clock.now()
+            candidates = self._source.expand(view, nodes, k)
+        took = clock.now() - began
+        self._trace(clock, began, took, nodes, work_s=took)
+        return candidates
+
+    def _trace(
+        self, clock: Clock, began: float, seconds: float, nodes: Nodes, *, work_s: float = 0.0
+    ) -> None:
+        """Adds a pass to the trace, if the run has one."""
+        if clock.timeline is not None:
+            kind = Work.DRAFT.value
+            clock.timeline.add(self._rank, kind, began, seconds, len(nodes), work_s)
 
     def _wake(self, _result: Future[Candidates]) -> None:
         """Thread: a pass has ended, and ``poll`` returns it."""

@@ -85,7 +85,8 @@ def chrome_events(
     ]
     for rank in by_rank:
         what = "controller, draft" if places else "draft, target"
-        what = what if rank == CONTROLLER else f"stage {places[rank]}"
+        if rank != CONTROLLER:  # a rank that has no stage is that of a source in the background
+            what = f"stage {places[rank]}" if rank in places else "draft"
         thread = {"ph": "M", "pid": 0, "tid": rank}
         events += [
             thread | {"name": "thread_name", "args": {"name": f"rank {rank}: {what}"}},

@@ -26,6 +26,7 @@ from specdec.pairs import build_pair
 from specdec.pairs.synthetic import SyntheticModels
 from specdec.sampling.transform import SamplingParams
 from specdec.state import RequestState, StopRules
+from specdec.trace.files import chrome_events
 from specdec.types import Batch, Output
 from strategies import amusd, pearl, ssd
 from strategies.pearl import Pearl
@@ -341,6 +342,10 @@ def test_the_trace_shows_both_groups_at_work_at_the_same_time(name: str) -> None
     ends = [(s.start_s, s.start_s + s.seconds) for s in target]
     inside = sum(any(a <= s.start_s < b for a, b in ends) for s in draft)
     assert inside > 0.5 * len(draft)
+    events = chrome_events(spans, {}, {1: 1})
+    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    draft_rank = draft[0].rank
+    assert {f"rank {draft_rank}: {'draft' if draft_rank else 'controller, draft'}"} <= threads
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -1,0 +1,70 @@
+"""Strategies whose draft works beside the target, over ranks: the same tokens on every clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec.certify.subject import decode_cases
+from specdec.clocks import Timeline
+from specdec.clocks.wall import MeasuredClock, PacedClock
+from specdec.compose.presets import build_preset
+from specdec.compose.workbench import Workbench
+from specdec.distributed.executor import Ranks
+from tests import toys
+from tests.distributed.threads import thread_ranks
+
+PRESETS = ("pearl", "ssd", "amusd")
+CLOCKS: dict[str, dict[str, Any]] = {
+    "measured": {"kind": "measured"},
+    "paced": {
+        "kind": "paced",
+        "profile": "toy",
+        "scale": 1.0,
+        "costs": {
+            "stage": {"tokens": [1], "ms": [4.0]},
+            "draft": {"tokens": [1], "ms": [2.0]},
+        },
+    },
+}
+
+
+def decoded(preset: str, kind: str, stages: int, batch_size: int) -> Timeline:
+    """Decodes over ranks, asserts that the output is plain decoding's; spans of rank 0."""
+    timeline = Timeline()
+    clock = (
+        PacedClock(toys.profile(4.0, 2.0), timeline=timeline)
+        if kind == "paced"
+        else MeasuredClock(timeline=timeline)
+    )
+    ranks = Ranks(model={"kind": "random", **toys.MODEL}, clock=CLOCKS[kind], threads=1)
+    bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, meter=None, ranks=ranks)
+    keys = {"executor.stages": stages, "executor.transport": "distributed"}
+    parts = build_preset(preset, bench, keys)
+    wanted = toys.cases(12)
+    try:
+        toys.assert_plain(decode_cases(parts, wanted, batch_size=batch_size), wanted)
+    finally:
+        parts.executor.shutdown()
+    return timeline
+
+
+@pytest.mark.parametrize(("stages", "batch_size"), [(1, 1), (3, 3)])
+@pytest.mark.parametrize("kind", CLOCKS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lossless_beside_ranks(preset: str, kind: str, stages: int, batch_size: int) -> None:
+    """Ranks are threads here."""
+    with thread_ranks(stages + 1):
+        timeline = decoded(preset, kind, stages, batch_size)
+    spans = [span for span in timeline.spans if span.kind == "draft"]
+    assert len(spans) > 10, "the draft's work is missing in the trace"
+    draft_rank = stages + 1 if preset == "amusd" else 0
+    assert {span.rank for span in spans} == {draft_rank}
+    assert all(span.seconds > 0 for span in spans)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lossless_beside_processes(preset: str) -> None:
+    decoded(preset, "measured", 1, 3)
