@@ -161,19 +161,14 @@ class RequestState:
     @property
     def awaiting(self) -> bool:
         """Whether submitted nodes of the tree have no answer of the target yet."""
-        tree = self.tree
-        if tree.submitted_at[0] < 0:  # no node is submitted before its parent
-            return False
-        return bool(not tree.answered[0] or ((tree.submitted_at >= 0) & ~tree.answered).any())
+        at, answered = self.tree.submitted_at, self.tree.answered
+        return bool(at[0] >= 0 and ((at >= 0) & ~answered).any())  # the root is submitted first
 
     @property
     def held_tokens(self) -> int:
         """KV entries on the target's first stage: prefix tokens and submitted nodes."""
         prefix = self.prefill_sent if not self.output else self.prefix_len
-        submitted_at = self.tree.submitted_at
-        if submitted_at[0] < 0:  # no node is submitted before its parent
-            return prefix
-        return prefix + int(np.count_nonzero(submitted_at >= 0))
+        return prefix + int(np.count_nonzero(self.tree.submitted_at >= 0))
 
     def path_tokens(self, slot: int) -> IntArray:
         """int64[T + depth]: committed tokens, then the path from below the root to ``slot``."""

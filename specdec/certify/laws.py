@@ -46,7 +46,7 @@ FALSE_ALARM = 1e-6
 """Chance that a lossless strategy fails a distribution check."""
 
 NUM_REQUESTS = 800
-_BATCH = 50  # where requests take turns, each step has a cost per open request
+_BATCH = 25  # where requests take turns, each step has a cost per open request
 _NUM_TOKENS = 4  # deep enough for the branches of SpecInfer's tree
 _NUM_TOKENS_SHAPES = 3
 _MIN_EXPECTED = 5.0

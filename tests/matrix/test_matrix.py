@@ -80,7 +80,7 @@ def test_no_cell_is_missing() -> None:
 
 @pytest.mark.slow
 def test_the_support_page_is_what_a_run_writes() -> None:
-    """Composes every cell; the tests above hold what the page says about those that run."""
+    """Composes every cell; what the page says about those that run, `make support` holds of all."""
     assert Path(PAGE).read_text(encoding="utf-8") == page(survey()), (
         "docs/support.md differs from what the parts in conf/ do now: run `make support`"
     )

@@ -1,4 +1,4 @@
-"""Prints the planted bugs and the checks that detected them at the end of the run."""
+"""Prints the planted bugs and the check that detected each at the end of the run."""
 
 from __future__ import annotations
 

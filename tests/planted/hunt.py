@@ -44,16 +44,20 @@ def hunt(names: Sequence[str]) -> list[HuntResult]:
 
 
 def find(warm: Warm, name: str) -> HuntResult:
-    """Runs ``specdec verify`` with one bug planted; ``SOUND`` plants none."""
+    """Runs ``specdec verify`` with one bug planted, up to the first check that fails.
+
+    ``SOUND`` plants none, so that every check runs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         count = Path(folder) / "fired"
-        words = ["tests.planted.plant", name, str(count), "verify", *BUGS[name].overrides]
+        command = ["verify", "--fail-fast", *BUGS[name].overrides]
+        words = ["tests.planted.plant", name, str(count), *command]
         found = certificate(warm, words, Path(folder))
         return HuntResult(name, int(count.read_text("utf-8")) if count.is_file() else 0, found)
 
 
 def table(results: Sequence[HuntResult]) -> str:
-    """A line per bug with the checks that failed, then the count."""
+    """A line per bug with the check that failed, then the count."""
     width = max(len(one.bug) for one in results)
     lines = [
         f"{one.bug:<{width}}  {', '.join(one.found.checks) if one.caught else 'NOT FOUND'}"
