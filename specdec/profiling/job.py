@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from rich.table import Table
 from specdec.clocks import CostCurve, LatencyProfile, Work
 from specdec.clocks.build import build_profile
 from specdec.errors import UserError
-from specdec.files import write_json, write_text
+from specdec.files import write_bytes, write_json, write_text
 from specdec.pairs import HuggingFacePair
+from specdec.profiling.limits import measure_machine, passes_of, roofline_png
 from specdec.profiling.passes import Sample, measure_model
 from specdec.profiling.proposal import Cell, Workload, costs_node, propose
 from specdec.profiling.transfer import measure_transfer
@@ -48,10 +50,12 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     work = Workload.of(cfg, progress)
     options = work.options
     samples: dict[Work, list[Sample]] = {}
+    limits: dict[str, Any] = {}
     if options.use is not None:
         profile = build_profile({"profile": options.use, **cfg["use"]})
     else:
         samples = _measure(work, progress)
+        limits = _limits(work, samples, folder)
         profile = profile_of(samples, name=options.name, note=_note(work))
         write_text(
             folder / f"{profile.name}.yaml", profile_yaml(profile, stages=cfg["executor"]["stages"])
@@ -65,6 +69,7 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     result = {
         "profile": {"name": profile.name, "note": profile.note, "costs": costs_node(profile)},
         "samples": {k.value: [s.to_json() for s in v] for k, v in samples.items()},
+        "limits": limits,
         "cells": [cell.to_json() for cell in cells],
         "proposal": proposal_of(cells),
         "provenance": provenance(command=sys.argv, config=cfg),
@@ -124,6 +129,8 @@ def print_profile(result: Mapping[str, Any]) -> None:
         ms = dict(zip(curve["tokens"], curve["ms"], strict=True))
         table.add_row(kind, *(number(ms.get(n), 2) for n in points))
     console.print(table)
+    if result["limits"]:
+        _print_limits(result["limits"], console)
     spread = max((s["spread"] for s in result["samples"].get(Work.STAGE, ())), default=0.0)
     if spread > _NOISY:
         console.print(
@@ -154,6 +161,44 @@ def print_profile(result: Mapping[str, Any]) -> None:
         f" (what Eq. 2 would choose is {percent(loses, 1)} slower)",
         highlight=False,
     )
+
+
+def _print_limits(limits: Mapping[str, Any], console: Console) -> None:
+    """Prints bytes, FLOPs and the share of the machine's limits that passes reach."""
+    machine = limits["machine"]
+    table = Table("pass", "rows", "MB", "MFLOPs", "ms", "least ms", "bound by", "reached", box=None)
+    for work in limits["passes"]:
+        table.add_row(
+            *(work["kind"], str(work["rows"])),
+            *(number(work["num_bytes"] / 1e6, 1), number(work["flops"] / 1e6, 1)),
+            *(number(work["ms"], 2), number(work["bound_ms"], 2), work["bound"]),
+            percent(work["share"]),
+        )
+    console.print(table)
+    console.print(
+        f"least ms: the longer of the pass's bytes at {machine['bytes_per_s'] / 1e9:.1f} GB/s (copy"
+        f" of {machine['copy_bytes'] / 1e6:.0f} MB, read + written) and its FLOPs at"
+        f" {machine['flops_per_s'] / 1e9:.1f} GFLOP/s (GEMM), both measured; roofline.png",
+        highlight=False,
+    )
+
+
+def _limits(
+    work: Workload, samples: Mapping[Work, Sequence[Sample]], folder: Path
+) -> dict[str, Any]:
+    """The machine's limits and what passes reach of them; draws ``roofline.png``."""
+    pair = work.pair
+    assert isinstance(pair, HuggingFacePair), "measured"
+    stages, context = int(work.cfg["executor"]["stages"]), work.options.context
+    passes = passes_of(pair, samples, stages=stages, context=context)
+    weight = next(pair.target.parameters())
+    machine = measure_machine(
+        num_bytes=min(p.num_bytes for p in passes if p.kind == Work.STAGE.value),
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    write_bytes(folder / "roofline.png", roofline_png(machine, passes))
+    return {"machine": asdict(machine), "passes": [p.to_json(machine) for p in passes]}
 
 
 def _measure(work: Workload, progress: Progress) -> dict[Work, list[Sample]]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 _PLAIN, _OURS, _THEIRS, _BAD = "#8a8a8a", "#2f6db3", "#c98a2b", "#b33a3a"
-_OTHERS = ("hf_", "ort_", "openvino_")  # rows of other programs
+_OTHERS = ("hf_", "ort_", "openvino_", "endpoint")  # rows of other programs
 _DPI = 150
 DRAFTED_LABEL = "share of tokens that a source proposed"
 
