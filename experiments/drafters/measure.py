@@ -101,7 +101,7 @@ class Runs:
 
 
 def ratio(counted: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
-    """(ratio of the sums, bounds of its bootstrap interval) of float64[P, 2], one row per prompt."""
+    """(ratio of the sums, bounds of its bootstrap interval) of float64[P, 2], a row per prompt."""
     picks = np.random.default_rng(seed).integers(len(counted), size=(_RESAMPLES, len(counted)))
     sums = counted[picks].sum(1)
     low, high = np.quantile(
