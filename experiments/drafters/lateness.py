@@ -5,9 +5,9 @@
 Level-per-step and best-first pipelines (``specpipe``, ``specpipe_bf``) of N stages with the bundled
 head: a feature arrives with its answer, N - 1 steps after its token was submitted, or as soon as
 its layers have computed it (``source.early=true``). The draft model, which reads no features, is
-the control: what N costs it is not lateness. The two-group executor (``swiftspec``) drafts during one
-pass of the target; its reference waits for each answer (``swiftspec_base``). Simulated time; counts
-do not depend on the machine.
+the control: what N costs it is not lateness. The two-group executor (``swiftspec``) drafts during
+one pass of the target; its reference waits for each answer (``swiftspec_base``). Simulated time;
+counts do not depend on the machine.
 """
 
 from __future__ import annotations

@@ -312,6 +312,7 @@ def check_vocabularies(target: ModelInfo, other: ModelInfo, name: str = "draft")
         UserError: naming both sizes, or the differing tokenizers.
     """
     remedy = f"give a {name} model trained with the target's tokenizer"
+    remedy += ", or name it model.translated for source=translated"
     if target.vocab_size != other.vocab_size:
         raise UserError(
             f"model.{name} has a vocabulary of {other.vocab_size} tokens, model.target has"
