@@ -1,6 +1,6 @@
 """What late hidden states cost an EAGLE head: acceptance over the number of stages.
 
-    python -m experiments.drafters.lateness [--stages 1 2 4 8 16] [--prompts 16] [--tokens 128]
+    python -m experiments.drafters.lateness [--stages 2 4 8 16] [--prompts 16] [--tokens 128]
 
 Level-per-step and best-first pipelines (``specpipe``, ``specpipe_bf``) of N stages with the bundled
 head: a feature arrives with its answer, N - 1 steps after its token was submitted, or as soon as
@@ -34,7 +34,7 @@ GROUPS = {"two groups in turns": "swiftspec_base", "two groups at once": "swifts
 def main(words: Sequence[str] | None = None) -> int:
     """Runs all configurations; writes lateness.json and eagle_lateness.png."""
     arguments = parser(__doc__ or "", "experiments.drafters.lateness")
-    arguments.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    arguments.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8, 16])
     arguments.add_argument("--width", type=int, default=16, help="nodes per step of a pipeline")
     args = parsed(arguments, words)
     runs, rows = Runs(args), list[dict[str, Any]]()
@@ -64,8 +64,8 @@ def _add(
 
 def draw(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
     """Hit rate over the number of stages, a panel per pipeline."""
-    figure, axes = plt.subplots(1, len(PIPELINES), figsize=(9, 3.4), sharey=True)
-    for axis, strategy in zip(axes, PIPELINES, strict=True):
+    figure, axes = plt.subplots(1, len(PIPELINES), figsize=(9, 3.4), sharey=True, squeeze=False)
+    for axis, strategy in zip(axes[0], PIPELINES, strict=True):
         for draft in DRAFTS:
             here = [r for r in rows if (r["strategy"], r["draft"]) == (strategy, draft)]
             at: list[int] = [row["stages"] for row in here]
@@ -76,8 +76,8 @@ def draw(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
         axis.set(title=strategy, xlabel="stages", xscale="log")
         axis.set_xticks(args.stages, [str(num) for num in args.stages])
         axis.minorticks_off()
-    axes[0].set_ylabel("hit rate (simulated)")
-    axes[0].legend(fontsize=7)
+    axes[0, 0].set_ylabel("hit rate (simulated)")
+    axes[0, 0].legend(fontsize=7)
     figure.tight_layout()
     args.images.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.images / "eagle_lateness.png", dpi=110)
