@@ -25,6 +25,7 @@ NAV: dict[str, list[str]] = {
         "medusa.md",
         "eagle.md",
         "suffix.md",
+        "translated.md",
         "adaptive.md",
         "training.md",
         "serving.md",

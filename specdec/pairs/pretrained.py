@@ -113,11 +113,7 @@ class PretrainedPair(HuggingFacePair):
         self.info = inspect_model(family_path(target))
         paths = {"draft": draft, "middle": middle, TRANSLATED: translated}
         self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
-        self._ngram = None if ngram is None else Path(family_path(ngram))
-        if self._ngram is not None and not self._ngram.is_file():
-            raise UserError(
-                f"model.ngram={ngram}: no such file; give a safetensors file of samples"
-            )
+        self._ngram = None if ngram is None else _samples_file(ngram)
         for name, info in self._infos.items():
             if name != TRANSLATED:
                 check_vocabularies(self.info, info, name)
@@ -305,6 +301,14 @@ def _heads_folder(exit_heads: str) -> Path:
     return folder
 
 
+def _samples_file(ngram: str) -> Path:
+    """The file ``model.ngram``, which must exist."""
+    path = Path(family_path(ngram))
+    if not path.is_file():
+        raise UserError(f"model.ngram={ngram}: no such file; give a safetensors file of samples")
+    return path
+
+
 def check_vocabularies(target: ModelInfo, other: ModelInfo, name: str = "draft") -> None:
     """Checks that the model ``model.<name>`` and the target have the same vocabulary.
 
@@ -312,6 +316,7 @@ def check_vocabularies(target: ModelInfo, other: ModelInfo, name: str = "draft")
         UserError: naming both sizes, or the differing tokenizers.
     """
     remedy = f"give a {name} model trained with the target's tokenizer"
+    remedy += ", or name it model.translated for source=translated"
     if target.vocab_size != other.vocab_size:
         raise UserError(
             f"model.{name} has a vocabulary of {other.vocab_size} tokens, model.target has"

@@ -1,0 +1,1 @@
+"""Drafters beyond a small model: features that arrive late, sources by executor, tokenizers."""
