@@ -35,7 +35,8 @@ def cells(item: Item, lab: Lab) -> Findings:
 
     Keys: ``rows``: [model, method, N, E, gamma, [per set: AR %, tokens/s, SR]], gamma 0 for PPSD;
     ``plain``: model -> tokens/s per set; ``claims``: claim -> [model, method, set], "mean" for all
-    sets; ``bound`` and ``consistent`` (claims that are sentences).
+    sets; ``bound``, ``fair`` (EESD against its own law) and ``consistent`` (claims
+    that are sentences).
     """
     findings, config = Findings(), item.config
     table = [cell for row in config["rows"] for cell in _cells(row, config["plain"])]
@@ -51,6 +52,10 @@ def cells(item: Item, lab: Lab) -> Findings:
     text = f"{len(above)} of {len(ppsd)} cells above by more than 2 %"
     text += f"; {worst[0]} {worst[3]} {worst[9]:.2f} of it"
     findings.add(config["bound"], not above, "formula", text)
+    eesd = [cell[9] for cell in table if not str(cell[1]).startswith("PPSD")]
+    text = f"EESD's cells are {min(eesd):.2f} to {max(eesd):.2f} of Eq. 4 and 5, PPSD's"
+    text += f" {min(cell[9] for cell in ppsd):.2f} to {max(cell[9] for cell in ppsd):.2f} of Eq. 6"
+    findings.add(config["fair"], min(eesd) >= 0.9, "formula", text)
     off = [cell for cell in table if abs(cell[7] / cell[6] - 1) > 0.02]
     names = ", ".join(f"{c[0]} {c[1]} {c[3]} ({c[6]:.2f} stated, {c[7]:.2f})" for c in off)
     text = f"{len(off)} of {len(table)} cells are off by more than 2 %" + (

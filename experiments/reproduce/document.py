@@ -27,10 +27,9 @@ _HEAD = """\
 # Reproduction of the papers
 
 What of each paper holds, what does not, and what could not be tested here. A sentence counts as
-tested only
-if its figures are measured on the same kind of thing, or simulated with the hits of a law that was
-fitted to
-measured acceptance of a real pair. All figures, with their windows and conditions, follow behind.
+tested only if its figures are measured on the same kind of thing, or simulated with the hits of a
+law that was fitted to measured acceptance of a real pair. Stage times of SpecPipe and PipeDec are
+partly assumed. All figures, with their windows and conditions, follow behind.
 """
 
 _LEGEND = """\
@@ -44,23 +43,18 @@ writes this page from the results under `experiments/<paper>/results/`, where ea
 has its page.
 
 The window decides a verdict and stands beside the value with its reason. One rule holds for all
-papers: a
-stated range is its own window, and a single figure has 5 % on either side; a claim that differs
-says why.
-A sentence has a criterion. A figure with an interval is *inside* only if all of the interval is,
-*above* or
-*below* only if none of it is, and otherwise *undecided*.
+papers: a stated range is its own window, and a single figure has 5 % on either side; a claim that
+differs says why. A sentence has a criterion. A figure with an interval is *inside* only if all of
+the interval is, *above* or *below* only if none of it is, and otherwise *undecided*.
 
 Kinds of verdicts, of which only the first two count:
 
 - *measured*: on the same kind of thing as the paper's;
 - *calibrated*: simulated with the hits of a law fitted to measured acceptance of a real pair of
-  that size
-  ([Laws of hits](calibration.md)), on a latency profile whose figures are stated, measured or
-  assumed;
+  that size ([Laws of hits](calibration.md)), on a latency profile whose figures are stated,
+  measured or assumed;
 - *stand-in*: measured or simulated with other models (the bundled pair, 7M and 1.2M), another
-  machine or an
-  assumed law: shows the effect of a schedule, not the paper's acceptance;
+  machine or an assumed law: shows the effect of a schedule, not the paper's acceptance;
 - *input*: a figure of the profile that comes back;
 - *construction*: true by construction of the schedule, a check of the program;
 - *formula*: arithmetic on the paper's own figures or on a law.
@@ -68,8 +62,8 @@ Kinds of verdicts, of which only the first two count:
 Intervals are 95 % bootstrap intervals over prompts; all rows of a table decode the same prompts.
 `loop_share` is the share of generated tokens that end an 8-gram generated before: loops flatter
 every speculative method. *known* and *reconstructed* mark stated values that the available text
-lacks;
-*independent* are measurements of other groups. No profile and no law was fitted to a stated ratio.
+lacks; *independent* are measurements of other groups. No profile and no law was fitted to a stated
+ratio.
 """
 
 _GROUPS = {

@@ -21,12 +21,12 @@ def origins(item: Item, lab: Lab) -> Findings:
 
     A token counts for the n-gram model if it is among its ``guesses`` best after the two preceding
     tokens; else for the draft if the target accepted it from the tree; else for the target.
-    Keys: ``sampling``, ``guesses``.
+    Keys: ``samplings`` (the first is shown), ``guesses``.
     """
     findings, config = Findings(), item.config
     pair = lab.models()
     katz = pair.artefact(KatzModel)
-    result = compared(item, lab, config["sampling"])
+    result = compared(item, lab, next(iter(config["samplings"])))
     records = [
         r for r in read_requests(result["folder"] / "requests.jsonl") if r.strategy == "staged"
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.arithmetic import computed
-from experiments.reproduce.drafts import drafts
+from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import (
     band,
     bar_chart,
@@ -75,17 +75,7 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
             )
         if "loss" in config:
             ours, other = (next(iter(runs.values())) for runs in sides.values())
-            lost, ends = _lost(ours, other)
-            where = f"{draft.title}; equal d and w"
-            findings.add(
-                config["loss"],
-                lost,
-                "simulated",
-                where,
-                kind=draft.kind,
-                loops=share,
-                interval=ends,
-            )
+            _add_loss(findings, config["loss"], draft, ours, other)
     if ratios and "speedup_mean" in config:
         findings.add(
             config["speedup_mean"],
@@ -105,11 +95,19 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     return findings
 
 
-def _lost(ours: Outcome, other: Outcome) -> tuple[float, Interval]:
-    """Loss of accepted tokens per pass of one run against another in per cent, with interval."""
+def _add_loss(findings: Findings, claim: str, draft: Draft, ours: Outcome, other: Outcome) -> None:
+    """Adds the loss of accepted tokens per pass of one run against another in per cent."""
     ratio = ours.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
     rows = beside(ours.results, other.results, accepted_of)
-    return 100 * (1 - ratio), interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
+    findings.add(
+        claim,
+        100 * (1 - ratio),
+        "simulated",
+        f"{draft.title}; equal d and w",
+        kind=draft.kind,
+        loops=ours.summary["loop_share"],
+        interval=interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3]))),
+    )
 
 
 def _row(title: str, name: str, run: Outcome) -> tuple[Any, ...]:
