@@ -229,7 +229,8 @@ class OnnxPasses:
         """Memory of an output, which later passes of the same shape write to again.
 
         To bind an existing value and copy the results costs less than to make a new value, up to
-        some 30 rows of a vocabulary of 4096 tokens; beyond that the pass itself costs far more.
+        about 8 rows of a vocabulary of 4096 tokens (5 to 7 us against a copy of 0.7 us per row);
+        32 rows cost some 20 us more, of a pass of about 6 ms.
         """
         memory = self._memories.get((name, shape))
         if memory is None:
