@@ -77,7 +77,7 @@ def draw(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
         axis.set_xticks(args.stages, [str(num) for num in args.stages])
         axis.minorticks_off()
     axes[0, 0].set_ylabel("hit rate (simulated)")
-    axes[0, 0].legend(fontsize=7)
+    axes[0, 0].legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     args.images.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.images / "eagle_lateness.png", dpi=110)

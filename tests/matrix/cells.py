@@ -90,9 +90,17 @@ def is_lossy(verifier: str) -> bool:
     return bool(build_part(option("verifier", verifier), {}, "verifier").lossless is Lossless.LOSSY)
 
 
+@cache
+def _by_parts() -> dict[tuple[str, str], list[Cell]]:
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for cell in all_cells():
+        found.setdefault((cell.source, cell.policy), []).append(cell)
+    return found
+
+
 def cells(source: str, policy: str) -> Iterator[Cell]:
     """All cells of one source and policy."""
-    return (c for c in all_cells() if (c.source, c.policy) == (source, policy))
+    return iter(_by_parts()[source, policy])
 
 
 @cache
