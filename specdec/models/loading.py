@@ -38,6 +38,9 @@ DTYPES = {
 }
 """Supported values of ``model.dtype``."""
 
+_LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, ArithmeticError)
+"""What transformers raises for configurations and weights that it cannot use."""
+
 
 def load_model(
     model: ModelInfo | str | Path, *, dtype: str = "float32", device: str = "cpu"
@@ -67,7 +70,7 @@ def load_model(
                 attn_implementation=_reference_attention(config),
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except _LOADING_ERRORS as error:
         raise UserError(
             f"{info.path} could not be loaded ({error}); check that config.json and the weights "
             "belong together"
@@ -110,7 +113,7 @@ def load_stage(
     config = _config(info)
     if getattr(config, "quantization_config", None):
         raise UserError(f"{info.path} is quantised; use a checkpoint with unquantised weights")
-    loaded = _empty(config, kind)
+    loaded = _empty(info, config, kind)
     total = len(loaded.get_submodule(layers_name(loaded)))
     if not 0 <= first_layer < last_layer <= total:
         raise ValueError(
@@ -133,7 +136,8 @@ def weight_bytes(model: ModelInfo | str | Path, dtype: str) -> int:
     Raises:
         UserError: as ``load_model``.
     """
-    shape = _empty(_config(inspect_model(model)), torch_dtype(dtype))
+    info = inspect_model(model)
+    shape = _empty(info, _config(info), torch_dtype(dtype))
     return sum(p.numel() * p.element_size() for p in shape.parameters())
 
 
@@ -168,15 +172,20 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _empty(config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _empty(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Builds the model's modules with all parameters on the meta device."""
-    with init_empty_weights(include_buffers=False):
-        empty = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            trust_remote_code=False,
-            attn_implementation=_reference_attention(config),
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            empty = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                trust_remote_code=False,
+                attn_implementation=_reference_attention(config),
+            )
+    except _LOADING_ERRORS as error:
+        raise UserError(
+            f"no model can be built from {info.path}/config.json ({error}); check its values"
+        ) from error
     empty.tie_weights()
     return empty
 

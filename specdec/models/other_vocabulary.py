@@ -123,5 +123,5 @@ def with_vocabulary(model: PreTrainedModel, parts: Sequence[Sequence[int]]) -> P
 
 
 def _rows(weight: nn.Parameter, parts: Sequence[Sequence[int]]) -> nn.Parameter:
-    rows = [weight[list(tokens)].mean(dim=0) for tokens in parts]
+    rows = [weight[torch.tensor(tokens).to(weight.device)].mean(dim=0) for tokens in parts]
     return nn.Parameter(torch.stack(rows), requires_grad=False)

@@ -34,6 +34,7 @@ def chosen() -> tuple[Cell, ...]:
     cells = [
         cell
         for cell in all_cells()
+        if cell.source != "background"  # in a thread, which the device's mode does not reach
         if cell.policy == "static"  # composing all cells would take longer than decoding some
         if (cell.verifier, cell.sampling) in (("match", "t06"), ("rejection", "greedy"))
         if cell.source == "draft_model" or cell.executor in ("local", "early_exit")
