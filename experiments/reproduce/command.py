@@ -32,7 +32,8 @@ Claims that cannot be reproduced are listed with the reason.
                     needs an otherwise idle machine
   --resume          keep results in output_dir that this revision, code and size have written
   --list            names, titles and what is missing
-  --document        write docs/reproduction.md from the results checked in under experiments/
+  --document        write docs/reproduction.md from the results checked in under experiments/;
+                    fails if a sentence in a stated.yaml contradicts the verdict of its claim
   output_dir=DIR    for <paper>/results/<name>.md, .csv, .json, .png (default outputs/reproduce)
   runs_dir=DIR      stores the runs of the tables; they are reused while models and code are
                     unchanged (default outputs/reproduce)
@@ -75,8 +76,11 @@ def main(words: Sequence[str]) -> int:
     if "--document" in arguments.flags:
         from experiments.reproduce.document import write_document
 
-        print(write_document(items))
-        return 0
+        path, wrong = write_document(items)
+        print(path)
+        for line in wrong:
+            print(f"a sentence of stated.yaml no longer holds: {line}", file=sys.stderr)
+        return 1 if wrong else 0
     names, keys = _read_words(arguments.overrides)
     if "--all" in arguments.flags:
         names = names or list(items)
