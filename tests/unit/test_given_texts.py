@@ -14,7 +14,7 @@ from specdec.errors import UserError
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner
 
-SIZE = ("max_new_tokens=40", "clock=simulated", "clock.profile=uniform_30ms", "threads=1")
+SIZE = ("max_new_tokens=24", "clock=simulated", "clock.profile=uniform_30ms", "threads=1")
 
 
 def decode(*words: str) -> tuple[list[Any], Any, Any]:
@@ -35,7 +35,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """(sampling, file of the texts that the bundled target wrote)."""
     sampling = f"sampling={request.param}"
     prompts, results, _ = decode(
-        "strategy=ar", "model=tiny", "data=stdlib", "data.limit=3", sampling
+        "strategy=ar", "model=tiny", "data=stdlib", "data.limit=2", sampling
     )
     path = tmp_path_factory.mktemp("texts") / "log.jsonl"
     lines = [
@@ -60,15 +60,16 @@ def test_trees_are_those_of_the_target_that_wrote_the_text(
 ) -> None:
     """Tokens, passes, rows, hits and draft passes: every counter, wrong nodes included."""
     sampling, path = written
-    _, real, totals = decode("model=tiny", "data=stdlib", "data.limit=3", sampling, *strategy)
+    _, real, totals = decode("model=tiny", "data=stdlib", "data.limit=2", sampling, *strategy)
     given = ("model=transcript", f"model.texts={path}", "model.draft=bundled:draft")
     _, ours, ours_totals = decode(*given, sampling, *strategy)
     assert [r.output for r in ours] == [r.output for r in real]
     assert [asdict(r.counters) for r in ours] == [asdict(r.counters) for r in real]
     assert ours_totals.target_rows == totals.target_rows
-    other = ("model=transcript", f"model.texts={path}", "model.draft=bundled:target")
-    _, better, _ = decode(*other, sampling, *strategy)
-    assert [asdict(r.counters) for r in better] != [asdict(r.counters) for r in real], "a control"
+    if strategy == ("strategy=specinfer",):  # a control
+        other = ("model=transcript", f"model.texts={path}", "model.draft=bundled:target")
+        _, better, _ = decode(*other, sampling, *strategy)
+        assert [asdict(r.counters) for r in better] != [asdict(r.counters) for r in real]
 
 
 def test_refused_texts_and_drafts(tmp_path: Path) -> None:

@@ -141,6 +141,20 @@ def test_a_result_is_kept_only_under_the_same_conditions(tmp_path: Path) -> None
         assert not run_item(item, settings(tmp_path, **changed)).kept, changed
 
 
+def test_a_paced_column_is_added_to_the_result_and_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = ITEMS["swiftspec/table7"]
+    monkeypatch.setattr(running, "perf_counter", iter(range(0, 100, 10)).__next__)
+    assert run_item(item, settings(tmp_path)).conditions["seconds"] == 10
+    paced = run_item(item, settings(tmp_path), paced=True)
+    assert not paced.kept
+    assert paced.conditions["seconds"] == 20
+    assert paced.conditions["paced"]
+    assert run_item(item, settings(tmp_path), paced=True).kept
+    assert run_item(item, settings(tmp_path)).kept, "a result with the column has all rows"
+
+
 def test_a_failed_result_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     item = ITEMS["swiftspec/table7"]
 
