@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +20,11 @@ from experiments.reproduce.findings import (
     verdict,
 )
 from experiments.reproduce.items import Item
-from experiments.reproduce.rendering import NONE, grid, value_text
+from experiments.reproduce.rendering import NONE, grid, span_of, value_text
 from experiments.reproduce.results import read_item
 from experiments.reproduce.sentences import Results, contradictions
 from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Claim, Paper
+from specdec.errors import UserError
 from specdec.files import write_text
 
 _HEAD = """\
@@ -92,7 +94,7 @@ def write_document(items: Mapping[str, Item], root: Path = ROOT) -> tuple[Path, 
     papers = list({item.paper.name: item.paper for item in items.values()}.values())
     lines = ["# Reproduction of the papers", "", *_prose(_HEAD)]
     for paper in papers:
-        lines += _opening(paper)
+        lines += _opening(paper, _by_claim(paper.name, items, results))
     lines += [*_summary(items, results), *_reading()]
     for paper in dict.fromkeys(item.paper.name for item in items.values()):
         of_paper = [item for item in items.values() if item.paper.name == paper]
@@ -152,7 +154,40 @@ def _run_times(results: Results) -> list[str]:
     return ["## Run times", "", *_prose(text), *grid(headings, rows), ""]
 
 
-def _opening(paper: Paper) -> list[str]:
+Figures = Mapping[str, tuple[Item, Findings]]
+"""Name in a sentence -> the item and its findings; the claim is the part after the last slash."""
+
+
+def _by_claim(paper: str, items: Mapping[str, Item], results: Results) -> dict[str, Any]:
+    """The findings of a paper's claims, by item/claim."""
+    return {
+        f"{item.name}/{claim}": (item, entry[0])
+        for name, item in items.items()
+        if item.paper.name == paper and (entry := results[name]) is not None
+        for claim in item.stated.claims
+    }
+
+
+def _filled(text: str, figures: Figures) -> str:
+    """A sentence with the figures of the claims that it names in braces.
+
+    Raises:
+        UserError: it names no claim with a figure.
+    """
+
+    def figure(match: re.Match[str]) -> str:
+        name = match[1]
+        item, findings = figures.get(name, (None, Findings()))
+        claim = item.stated.claims[name.rpartition("/")[2]] if item else None
+        shown = claim_verdict(claim, findings.measures)[2] if claim else []
+        if claim is None or not shown:
+            raise UserError(f"{{{name}}} in {text[:60]!r} is no claim with a figure")
+        return span_of(claim, shown)
+
+    return re.sub(r"\{([a-z0-9_/]+)\}", figure, text)
+
+
+def _opening(paper: Paper, figures: Figures) -> list[str]:
     """What holds, what does not and what was not tested, in sentences."""
     if not any(paper.summary.values()):
         return []
@@ -166,7 +201,9 @@ def _opening(paper: Paper) -> list[str]:
                 *(
                     line
                     for s in sentences
-                    for line in _prose(f"{s.text} ({', '.join(s.claims)})", bullet="- ")
+                    for line in _prose(
+                        f"{_filled(s.text, figures)} ({', '.join(s.claims)})", bullet="- "
+                    )
                 ),
             ]
             lines.append("")
@@ -217,7 +254,8 @@ def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list
         headings = ("claim", "paper", "window", "ours", "kind", "verdict", "on")
         lines += [*grid(headings, rows), ""]
     if item.config.get("why"):
-        lines += _prose(f"Why: {item.config['why']}")
+        why = _filled(item.config["why"], dict.fromkeys(item.stated.claims, (item, findings)))
+        lines += _prose(f"Why: {why}")
     if findings.missing:
         missing = [text.removeprefix("missing: ").rstrip(".") for text in findings.missing]
         lines += _prose(f"Missing: {'; '.join(missing)}.")
