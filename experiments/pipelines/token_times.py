@@ -156,6 +156,8 @@ def _add_chain_ratios(
         return
     for claim, (slow, fast) in config.get("chain_ratios", {}).items():
         for traced, run in chains.get(slow, ()):
+            if traced.swapped != draft.swapped:  # another end of the band
+                continue
             where = f"{draft.title}; other side: {traced.title} (other prompts)"
             loops = runs[fast].summary["loop_share"]
             ratio = run.tbt_ms / runs[fast].tbt_ms

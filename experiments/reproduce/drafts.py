@@ -42,16 +42,16 @@ class Draft:
     kind: str = "stand-in"
     profiles: Mapping[str, str] = field(default_factory=dict, hash=False)
 
+    @property
+    def swapped(self) -> dict[str, str]:
+        """The profiles of which another stands in place."""
+        return {name: other for name, other in self.profiles.items() if name != other}
+
     def words(self, *overrides: str) -> list[str]:
         """Overrides of a simulated run with its hits, at its end of the band."""
         key = "clock.profile="
-        swapped = [
-            f"{key}{self.profiles.get(word.removeprefix(key), word.removeprefix(key))}"
-            if word.startswith(key)
-            else word
-            for word in overrides
-        ]
-        return [*self.overrides, SIMULATED, *swapped]
+        swapped = {f"{key}{name}": f"{key}{other}" for name, other in self.swapped.items()}
+        return [*self.overrides, SIMULATED, *(swapped.get(word, word) for word in overrides)]
 
 
 @cache
