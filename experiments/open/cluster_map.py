@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.pipelines.token_times import SIMULATED
-from experiments.reproduce.drafts import make_draft
+from experiments.reproduce.drafts import SIMULATED, make_draft
 from experiments.reproduce.drawing import COLORS, figure
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.pipelines.token_times import SIMULATED, run_rows
-from experiments.reproduce.drafts import Draft, drafts, make_draft
+from experiments.pipelines.token_times import run_rows
+from experiments.reproduce.drafts import SIMULATED, Draft, drafts, make_draft
 from experiments.reproduce.drawing import band, doublings, figure, legend, line_chart, lines, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, share
@@ -40,7 +40,7 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
         for children in config["children"]:
             for width in config["widths"]:
                 overrides = [f"policy.width={width}", f"policy.children={children}"]
-                run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+                run = lab.run(draft.words(*config["common"], *overrides))
                 cells[width, children] = run
                 s = run.summary
                 shown = (s["hit_rate"], run.tbt_ms, s["loop_share"])

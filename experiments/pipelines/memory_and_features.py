@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.drafts import drafts
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
@@ -68,7 +67,7 @@ def features(item: Item, lab: Lab) -> Findings:
     findings, config = Findings(), item.config
     presets = options("strategy", ())
     for draft in drafts([config["draft"]], item, lab, findings):
-        run = lab.run([*draft.overrides, SIMULATED, *config["common"]])
+        run = lab.run(draft.words(*config["common"]))
         step = 1e3 * run.summary["clock_s"] / run.summary["steps"]
         draft_ms = build_profile(run.config["clock"]).ms(Work.DRAFT, 1)
         batch = [name for name in config["batch"] if name in presets]

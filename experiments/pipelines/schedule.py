@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from experiments.pipelines.token_times import SIMULATED
-from experiments.reproduce.drafts import Draft, drafts
+from experiments.reproduce.drafts import SIMULATED, Draft, drafts
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab

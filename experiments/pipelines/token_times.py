@@ -21,14 +21,13 @@ from experiments.reproduce.drawing import (
     tidy,
 )
 from experiments.reproduce.findings import Findings, surely, weaker
-from experiments.reproduce.intervals import Interval, beside, interval, times_of
+from experiments.reproduce.intervals import Interval, interval, times_of
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.pacing import add_paced
 from specdec.clocks.build import build_profile
 from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt
 
-SIMULATED = "clock=simulated"
 COLUMNS = (
     *("draft", "row", "TBT ms", "of PP", "steps/token", "hit rate", "accept length"),
     *("nodes/pass", "draft passes/token", "loop_share", "prompts", "tokens"),
@@ -74,10 +73,7 @@ def run_rows(
     lab: Lab, draft: Draft, common: Sequence[str], rows: Mapping[str, Sequence[str]]
 ) -> dict[str, Outcome]:
     """Runs every row on one draft; later overrides win."""
-    return {
-        name: lab.run([*draft.overrides, SIMULATED, *common, *overrides])
-        for name, overrides in rows.items()
-    }
+    return {name: lab.run(draft.words(*common, *overrides)) for name, overrides in rows.items()}
 
 
 def tbt_interval(run: Outcome) -> Interval:
@@ -160,6 +156,8 @@ def _add_chain_ratios(
         return
     for claim, (slow, fast) in config.get("chain_ratios", {}).items():
         for traced, run in chains.get(slow, ()):
+            if traced.swapped != draft.swapped:  # another end of the band
+                continue
             where = f"{draft.title}; other side: {traced.title} (other prompts)"
             loops = runs[fast].summary["loop_share"]
             ratio = run.tbt_ms / runs[fast].tbt_ms
@@ -179,59 +177,6 @@ def _tbt_figure(
     claims_panel(right, item.stated.claims, same or findings.measures, unit="x")
     fig.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
     return fig
-
-
-def sampling_change(item: Item, lab: Lab) -> Findings:
-    """The change of TBT by sampling: 0.6/0.9/80 against greedy, each over its own tokens.
-
-    Keys: ``common``, ``rows``, ``greedy`` (drafts), ``stochastic`` (a draft), ``changes`` (claim ->
-    row), ``sentences`` (claim -> row whose increase must be below ``small`` per cent).
-    """
-    findings, config = Findings(), item.config
-    runs = {
-        draft: run_rows(lab, draft, config["common"], config["rows"])
-        for draft in drafts([*config["greedy"], config["stochastic"]], item, lab, findings)
-    }
-    table = [
-        row_of(draft, name, run, plain=next(iter(rows.values())))
-        for draft, rows in runs.items()
-        for name, run in rows.items()
-    ]
-    findings.table("Greedy and stochastic decoding", COLUMNS, table)
-    _add_changes(findings, config, runs)
-    fig, (left, *more) = figure(*((11.5, 4.4, 2) if config.get("changes") else (7.0, 4.2, 1)))
-    shown = {d.short: {n: r.tbt_ms for n, r in rows.items()} for d, rows in runs.items()}
-    bars(left, shown)
-    tidy(left, x="sampling", y="time between tokens (ms, simulated)", title=item.stated.title)
-    legend(left)
-    for ax in more:
-        claims_panel(ax, item.stated.claims, findings.measures)
-    findings.figure = fig
-    return findings
-
-
-def _add_changes(
-    findings: Findings, config: Mapping[str, Any], runs: Mapping[Draft, Mapping[str, Outcome]]
-) -> None:
-    """Adds the change of a row's TBT by sampling in per cent, with its interval over prompts."""
-    sentences = config.get("sentences", {})
-    by_name = {draft.name: draft for draft in runs}
-    pairs = [(by_name[name], by_name[config["stochastic"]]) for name in config["greedy"]]
-    for claim, name in {**config.get("changes", {}), **sentences}.items():
-        for plain, stochastic in pairs:
-            greedy, sampled = runs[plain][name], runs[stochastic][name]
-            change = 100.0 * (sampled.tbt_ms / greedy.tbt_ms - 1.0)
-            rows = beside(sampled.results, greedy.results, times_of)
-            ends = interval(rows, lambda s: 100.0 * (s[0] / s[1] / (s[2] / s[3]) - 1.0))
-            text = f"bundled pair, replayed: {stochastic.short} against {plain.short}"
-            loops = sampled.summary["loop_share"]
-            if claim in sentences:
-                text += f"; change {change:+.1f} %"
-                more = surely(*ends, config["small"])
-                value = None if more is None else not more
-                findings.add(claim, value, "simulated", text, loops=loops)
-            else:
-                findings.add(claim, change, "simulated", text, loops=loops, interval=ends)
 
 
 def levels(item: Item, lab: Lab) -> Findings:
@@ -302,7 +247,7 @@ def _equations_row(
     config: Mapping[str, Any], lab: Lab, draft: Draft, stages: int
 ) -> tuple[Any, ...]:
     overrides = [*config["row"], f"executor.stages={stages}"]
-    run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+    run = lab.run(draft.words(*config["common"], *overrides))
     s, tokens = run.summary, run.summary["new_tokens"]
     counts = decode_counts(run.results, run.totals)  # without the steps that fill the pipeline
     simulated = counts.steps / counts.tokens

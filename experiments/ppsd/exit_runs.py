@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.pipelines.token_times import SIMULATED
 from experiments.ppsd.laws import eq5_acceptance
+from experiments.reproduce.drafts import SIMULATED
 from experiments.reproduce.findings import Findings, surely
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item

@@ -43,9 +43,11 @@ def cells(item: Item, lab: Lab) -> Findings:
     findings.table("Formula check of every stated cell", _CELL, table)
     ppsd = [cell for cell in table if str(cell[1]).startswith("PPSD")]
     for claim, (model, method, which) in config.get("claims", {}).items():
-        chosen = [c for c in ppsd if c[0] == model and c[1] == method and which in ("mean", c[3])]
+        chosen = [c for c in table if c[0] == model and c[1] == method and which in ("mean", c[3])]
         law = float(np.mean([cell[8] for cell in chosen]))
-        where = f"{'Eq. 6 at AR of ' if which != 'mean' else 'mean of Eq. 6, '}{model}, {method}"
+        equation = "Eq. 6" if method.startswith("PPSD") else "Eq. 4 and 5"
+        start = f"{equation} at AR of" if which != "mean" else f"mean of {equation},"
+        where = f"{start} {model}, {method}"
         findings.add(claim, law, "formula", where)
     above = [cell for cell in ppsd if cell[9] > 1.02]
     worst = max(ppsd, key=lambda cell: cell[9])

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import perf_counter, process_time
-from typing import Any
+from time import perf_counter
 
 from experiments.reproduce.findings import Findings, claim_verdict
 from experiments.reproduce.items import Item, all_items, choose
 from experiments.reproduce.rendering import NONE, span_text
-from experiments.reproduce.results import write_item
+from experiments.reproduce.running import Settings, revision_facts, run_items
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
 from specdec.report.provenance import provenance
 
 HELP = """\
-specdec reproduce [--list] [--all] [--quick] [--document] [NAME ...] [output_dir=DIR] [runs_dir=DIR]
+specdec reproduce [--list] [--all] [--quick] [--paced] [--resume] [--document] [NAME ...]
+                  [output_dir=DIR] [runs_dir=DIR] [jobs=N] [record=FILE]
 
 Runs the experiment of a paper's table or figure and writes the results beside the paper's values:
 Markdown, CSV, JSON and a PNG each. Measured, paced, simulated and computed figures have separate
@@ -31,11 +30,14 @@ Claims that cannot be reproduced are listed with the reason.
   --quick           few prompts and tokens; all of them in some minutes on two cores
   --paced           also the paced column of tables that have one: real time, a process per stage;
                     needs an otherwise idle machine
+  --resume          keep results in output_dir that this revision, code and size have written
   --list            names, titles and what is missing
-  --document        write docs/reproduction.md from the results checked in under experiments/
+  --document        write docs/reproduction.md from the results checked in under experiments/;
+                    fails if a sentence in a stated.yaml contradicts the verdict of its claim
   output_dir=DIR    for <paper>/results/<name>.md, .csv, .json, .png (default outputs/reproduce)
   runs_dir=DIR      stores the runs of the tables; they are reused while models and code are
                     unchanged (default outputs/reproduce)
+  jobs=N            items that measure no times run in N processes, one thread each (default 1)
   record=FILE       a record.npz of your own models (`record=true`, docs/replay.md), used as a
                     further draft in every simulated table
 
@@ -44,15 +46,21 @@ SPECDEC_DATA names the folder of the data sets; tables that need it report if it
 Examples
   specdec reproduce --list
   specdec reproduce specpipe/fig11
-  specdec reproduce --all --quick
+  specdec reproduce --all --quick jobs=2
+  specdec reproduce --all --paced --resume jobs=2 output_dir=experiments
 """
 
 _MOST_LINES = 20
 _WIDTHS = (52, 34, 34, 12, 14)
 """Widest columns of the printed table: claim, paper, ours, kind, verdict."""
 
-_FLAGS = ("--list", "--all", "--quick", "--paced", "--document")
-_KEYS = {"output_dir": "outputs/reproduce", "runs_dir": "outputs/reproduce", "record": ""}
+_FLAGS = ("--list", "--all", "--quick", "--paced", "--resume", "--document")
+_KEYS = {
+    "output_dir": "outputs/reproduce",
+    "runs_dir": "outputs/reproduce",
+    "record": "",
+    "jobs": "1",
+}
 
 
 def main(words: Sequence[str]) -> int:
@@ -68,15 +76,28 @@ def main(words: Sequence[str]) -> int:
     if "--document" in arguments.flags:
         from experiments.reproduce.document import write_document
 
-        print(write_document(items))
-        return 0
+        path, wrong = write_document(items)
+        print(path)
+        for line in wrong:
+            print(f"a sentence of stated.yaml no longer holds: {line}", file=sys.stderr)
+        return 1 if wrong else 0
     names, keys = _read_words(arguments.overrides)
     if "--all" in arguments.flags:
         names = names or list(items)
     if not names:
         raise UserError("name a table or figure, or --all: `specdec reproduce --list` shows them")
-    chosen = choose(names, items)
-    return _run_all(chosen, arguments.flags, keys, words)
+    facts = provenance(command=["specdec", "reproduce", *words], config={})
+    settings = Settings(
+        out=Path(keys["output_dir"]),
+        runs=Path(keys["runs_dir"]),
+        facts={**facts, **revision_facts(facts)},
+        quick="--quick" in arguments.flags,
+        paced="--paced" in arguments.flags,
+        resume="--resume" in arguments.flags,
+        jobs=_jobs(keys["jobs"]),
+        record=_own_record(keys["record"]),
+    )
+    return _run_all(choose(names, items), settings)
 
 
 def _read_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -99,42 +120,31 @@ def _list(items: Mapping[str, Item]) -> None:
         print(f"{name:<{width}}  {item.stated.title}  [{item.status}]")
 
 
-def _run_all(
-    chosen: Sequence[Item], flags: Set[str], keys: Mapping[str, str], words: Sequence[str]
-) -> int:
+def _run_all(chosen: Sequence[Item], settings: Settings) -> int:
     import torch
 
-    from experiments.reproduce.lab import Lab
-
     torch.set_num_threads(1)
-    out, quick = Path(keys["output_dir"]), "--quick" in flags
-    lab = Lab(
-        folder=Path(keys["runs_dir"]),
-        quick=quick,
-        paced="--paced" in flags,
-        own_record=_own_record(keys["record"]),
-        say=lambda text: print(f"  run {text}", file=sys.stderr),
-    )
-    # Before any result is written, which may change the repository.
-    facts = provenance(command=["specdec", "reproduce", *words], config={})
-    began, cpu_began, failed = perf_counter(), process_time(), []
-    for number, item in enumerate(chosen, start=1):
-        print(f"[{number}/{len(chosen)}] {item.id}: {item.stated.title}", flush=True)
-        start, cpu_start = perf_counter(), process_time()
-        findings, error = _findings(item, lab)
-        if error:
-            failed.append(item.id)
-        seconds, cpu_seconds = perf_counter() - start, process_time() - cpu_start
-        conditions = conditions_of(item, quick, (seconds, cpu_seconds), facts)
-        write_item(item, findings, out, conditions)
-        for line in summary_lines(item, findings, out):
+    began, failed, num = perf_counter(), [], 0
+    for number, (item, done) in enumerate(run_items(chosen, settings), start=1):
+        num = number
+        print(f"[{number}] {item.id}: {item.stated.title}")
+        for line in summary_lines(item, done.findings, settings.out):
             print(f"  {line}")
-        print(f"  {seconds:.1f} s ({cpu_seconds:.1f} s of CPU)", flush=True)
-    spent = f"{perf_counter() - began:.0f} s ({process_time() - cpu_began:.0f} s of CPU)"
-    print(f"{len(chosen)} tables and figures in {spent}, under {out}")
+        seconds = f"{done.conditions['seconds']:.1f} s"
+        kept = "; kept from an earlier run" if done.kept else ""
+        print(f"  {seconds} ({done.conditions['cpu_seconds']:.1f} s of CPU){kept}", flush=True)
+        if done.failed:
+            failed.append(item.id)
+    print(f"{num} tables and figures in {perf_counter() - began:.0f} s, under {settings.out}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"jobs={text} is not a whole number of at least 1")
+    return int(text)
 
 
 def _own_record(text: str) -> Path | None:
@@ -146,42 +156,6 @@ def _own_record(text: str) -> Path | None:
             f"record={text}: not a record.npz; `specdec run ... record=true` writes one"
         )
     return path
-
-
-def _findings(item: Item, lab: Any) -> tuple[Findings, bool]:
-    """The item's findings, and whether its builder failed (the others continue)."""
-    if not item.builder or item.absent:
-        return Findings(missing=[item.status]), False
-    try:
-        return item.build(lab), False
-    except UserError as error:
-        return Findings(missing=[f"not run: {error}"]), True
-    except Exception as error:
-        traceback.print_exc()
-        return Findings(missing=[f"failed: {type(error).__name__}: {error}"]), True
-
-
-def conditions_of(
-    item: Item, quick: bool, seconds: tuple[float, float], facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Conditions of the figures: revision, command, machine, size, time.
-
-    ``seconds`` of wall and CPU time exclude reused runs.
-    """
-    git, machine = facts["git"], facts["hardware"]
-    revision = "unknown"
-    if git:
-        revision = git["revision"][:10] + (" with local changes" if git["dirty"] else "")
-    prompts, tokens = item.size["quick" if quick else "full"]
-    return {
-        "size": f"{'quick' if quick else 'full'}: up to {prompts} prompts x {tokens} tokens",
-        "revision": revision,
-        "command": " ".join(facts["command"]),
-        "machine": f"{machine['machine']}, {machine['cores']} cores, torch with 1 thread",
-        "time": facts["time"],
-        "seconds": round(seconds[0], 1),
-        "cpu_seconds": round(seconds[1], 1),
-    }
 
 
 def summary_lines(item: Item, findings: Findings, out: Path) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from experiments.reproduce.findings import (
@@ -18,53 +20,65 @@ from experiments.reproduce.findings import (
     verdict,
 )
 from experiments.reproduce.items import Item
-from experiments.reproduce.rendering import NONE, grid, value_text
+from experiments.reproduce.rendering import NONE, grid, span_of, value_text
 from experiments.reproduce.results import read_item
+from experiments.reproduce.sentences import Results, contradictions
 from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Claim, Paper
+from specdec.errors import UserError
 from specdec.files import write_text
 
 _HEAD = """\
-# Reproduction of the papers
-
 What of each paper holds, what does not, and what could not be tested here. A sentence counts as
 tested only if its figures are measured on the same kind of thing, or simulated with the hits of a
 law that was fitted to measured acceptance of a real pair. Stage times of SpecPipe and PipeDec are
-partly assumed. All figures, with their windows and conditions, follow behind.
+partly assumed: calibrated figures are given at both ends of the band that the papers leave. All
+figures, with their windows and conditions, follow behind.
 """
 
-_LEGEND = """\
-## How to read the tables
-
-    specdec reproduce --quick specpipe/fig7
-
+_USE = """\
 writes `outputs/reproduce/specpipe/results/fig7.md` (and .csv, .json, .png) and prints a line per
 claim. `specdec reproduce --all --quick` runs all of them at a small size. The flag `--document`
 writes this page from the results under `experiments/<paper>/results/`, where each table and figure
 has its page.
+"""
 
+_LEGEND = """\
 The window decides a verdict and stands beside the value with its reason. One rule holds for all
 papers: a stated range is its own window, and a single figure has 5 % on either side; a claim that
 differs says why. A sentence has a criterion. A figure with an interval is *inside* only if all of
 the interval is, *above* or *below* only if none of it is, and otherwise *undecided*.
 
 Kinds of verdicts, of which only the first two count:
+"""
 
-- *measured*: on the same kind of thing as the paper's;
-- *calibrated*: simulated with the hits of a law fitted to measured acceptance of a real pair of
-  that size ([Laws of hits](calibration.md)), on a latency profile whose figures are stated,
-  measured or assumed;
-- *stand-in*: measured or simulated with other models (the bundled pair, 7M and 1.2M), another
-  machine or an assumed law: shows the effect of a schedule, not the paper's acceptance;
-- *input*: a figure of the profile that comes back;
-- *construction*: true by construction of the schedule, a check of the program;
-- *formula*: arithmetic on the paper's own figures or on a law.
+_KINDS = (
+    "*measured*: on the same kind of thing as the paper's;",
+    """*calibrated*: simulated with the hits of a law fitted to measured acceptance of a real pair
+    of that size ([Laws of hits](calibration.md)), on a latency profile whose figures are stated,
+    measured or assumed; where stage times are assumed, at both ends of their band;""",
+    """*stand-in*: measured or simulated with other models (the bundled pair, 7M and 1.2M), another
+    machine or an assumed law: shows the effect of a schedule, not the paper's acceptance;""",
+    "*input*: a figure of the profile that comes back;",
+    "*construction*: true by construction of the schedule, a check of the program;",
+    "*formula*: arithmetic on the paper's own figures or on a law.",
+)
 
+_MARKS = """\
 Intervals are 95 % bootstrap intervals over prompts; all rows of a table decode the same prompts.
 `loop_share` is the share of generated tokens that end an 8-gram generated before: loops flatter
 every speculative method. *known* and *reconstructed* mark stated values that the available text
 lacks; *independent* are measurements of other groups. No profile and no law was fitted to a stated
 ratio.
 """
+
+_TIMES = """\
+Seconds without runs that an earlier item had made; an item with a paced column has both runs. The
+full size is `specdec reproduce --all --paced --resume jobs=2 output_dir=experiments`: what measures
+this machine runs alone first, the rest in two processes, paced columns last; started again it goes
+on where it stopped.
+"""
+
+_WIDTH = 100
 
 _GROUPS = {
     "holds": "Holds",
@@ -74,33 +88,106 @@ _GROUPS = {
 }
 
 
-def write_document(items: Mapping[str, Item], root: Path = ROOT) -> Path:
-    """Writes the page; returns its path."""
+def write_document(items: Mapping[str, Item], root: Path = ROOT) -> tuple[Path, list[str]]:
+    """Writes the page; returns its path, and what its sentences and the verdicts contradict in."""
     results = {name: read_item(item, root) for name, item in items.items()}
     papers = list({item.paper.name: item.paper for item in items.values()}.values())
-    lines = [_HEAD]
+    lines = ["# Reproduction of the papers", "", *_prose(_HEAD)]
     for paper in papers:
-        lines += _opening(paper)
-    lines += [*_summary(items, results), _LEGEND, *_spent(results)]
+        lines += _opening(paper, _by_claim(paper.name, items, results))
+    lines += [*_summary(items, results), *_reading()]
     for paper in dict.fromkeys(item.paper.name for item in items.values()):
         of_paper = [item for item in items.values() if item.paper.name == paper]
         lines += [f"## {of_paper[0].paper.title} ({of_paper[0].paper.reference})", ""]
         for item in of_paper:
             lines += _section(item, results[item.id])
+    lines += _run_times(results)
     path = root.parent / "docs" / "reproduction.md"
-    return write_text(path, "\n".join(lines))
+    return write_text(path, "\n".join(lines)), contradictions(items, results)
 
 
-def _spent(results: Mapping[str, Any]) -> list[str]:
-    """The number of results, and the CPU time of the quick ones."""
-    shown = [entry[1] for entry in results.values() if entry]
-    quick = [c for c in shown if c["size"].startswith("quick")]
-    seconds = sum(float(c.get("cpu_seconds", 0.0)) for c in quick)
-    text = f"{len(shown)} results, {len(quick)} of them quick: {seconds:.0f} s of CPU time in all"
-    return [f"{text}; shared runs count once.", ""]
+def _prose(text: str, *, bullet: str = "") -> list[str]:
+    """Wrapped lines of each paragraph, an empty line after it; bullets have none."""
+    lines = []
+    for paragraph in text.strip().split("\n\n"):
+        words = " ".join(paragraph.split())
+        indent = " " * len(bullet)
+        lines += wrap(
+            words,
+            _WIDTH,
+            initial_indent=bullet,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [] if bullet else [""]
+    return lines
 
 
-def _opening(paper: Paper) -> list[str]:
+def _reading() -> list[str]:
+    command = "    specdec reproduce --quick specpipe/fig7"
+    kinds = [line for kind in _KINDS for line in _prose(kind, bullet="- ")]
+    lines = ["## How to read the tables", "", command, "", *_prose(_USE), *_prose(_LEGEND)]
+    return [*lines, *kinds, "", *_prose(_MARKS)]
+
+
+def _run_times(results: Results) -> list[str]:
+    """Size, revision and time of every result, and their sums."""
+    found = {name: entry[1] for name, entry in results.items() if entry}
+    rows = [
+        [
+            name,
+            conditions["size"].partition(":")[0],
+            "yes" if conditions.get("paced") else NONE,
+            f"{conditions['seconds']:.0f}",
+            f"{conditions['cpu_seconds']:.0f}",
+            conditions["revision"],
+        ]
+        for name, conditions in found.items()
+    ]
+    sums = [sum(float(c[key]) for c in found.values()) for key in ("seconds", "cpu_seconds")]
+    rows.append(["all", NONE, NONE, *(f"{value:.0f}" for value in sums), NONE])
+    revisions = {conditions["revision"] for conditions in found.values()}
+    num = "one revision" if len(revisions) == 1 else f"{len(revisions)} revisions"
+    headings = ("item", "size", "paced", "seconds", "CPU seconds", "revision")
+    text = f"{len(found)} results on {num}. {_TIMES}"
+    return ["## Run times", "", *_prose(text), *grid(headings, rows), ""]
+
+
+Figures = Mapping[str, tuple[Item, Findings]]
+"""Name in a sentence -> the item and its findings; the claim is the part after the last slash."""
+
+
+def _by_claim(paper: str, items: Mapping[str, Item], results: Results) -> dict[str, Any]:
+    """The findings of a paper's claims, by item/claim."""
+    return {
+        f"{item.name}/{claim}": (item, entry[0])
+        for name, item in items.items()
+        if item.paper.name == paper and (entry := results[name]) is not None
+        for claim in item.stated.claims
+    }
+
+
+def _filled(text: str, figures: Figures) -> str:
+    """A sentence with the figures of the claims that it names in braces.
+
+    Raises:
+        UserError: it names no claim with a figure.
+    """
+
+    def figure(match: re.Match[str]) -> str:
+        name = match[1]
+        item, findings = figures.get(name, (None, Findings()))
+        claim = item.stated.claims[name.rpartition("/")[2]] if item else None
+        shown = claim_verdict(claim, findings.measures)[2] if claim else []
+        if claim is None or not shown:
+            raise UserError(f"{{{name}}} in {text[:60]!r} is no claim with a figure")
+        return span_of(claim, shown)
+
+    return re.sub(r"\{([a-z0-9_/]+)\}", figure, text)
+
+
+def _opening(paper: Paper, figures: Figures) -> list[str]:
     """What holds, what does not and what was not tested, in sentences."""
     if not any(paper.summary.values()):
         return []
@@ -111,7 +198,13 @@ def _opening(paper: Paper) -> list[str]:
             lines += [
                 f"**{heading}.**",
                 "",
-                *(f"- {s.text} ({', '.join(s.claims)})" for s in sentences),
+                *(
+                    line
+                    for s in sentences
+                    for line in _prose(
+                        f"{_filled(s.text, figures)} ({', '.join(s.claims)})", bullet="- "
+                    )
+                ),
             ]
             lines.append("")
     return lines
@@ -142,12 +235,8 @@ def _summary(items: Mapping[str, Item], results: Mapping[str, Any]) -> list[str]
         if claims
     ]
     headings = ("paper", "inside or holds", "outside or does not hold", UNDECIDED, "not tested")
-    lines = [
-        "## Claims by verdict",
-        "",
-        "Counted kinds only; a claim is inside or outside if all of its",
-    ]
-    lines += ["figures agree.", "", *grid(headings, rows), ""]
+    rule = "Counted kinds only; a claim is inside or outside if all of its figures agree."
+    lines = ["## Claims by verdict", "", rule, "", *grid(headings, rows), ""]
     rows = [[p, *(str(k[kind]) for kind in KINDS)] for p, k in figures_of.items() if k]
     return [*lines, "Figures by kind:", "", *grid(("paper", *KINDS), rows), ""]
 
@@ -165,10 +254,11 @@ def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list
         headings = ("claim", "paper", "window", "ours", "kind", "verdict", "on")
         lines += [*grid(headings, rows), ""]
     if item.config.get("why"):
-        lines += [f"Why: {str(item.config['why']).strip()}", ""]
+        why = _filled(item.config["why"], dict.fromkeys(item.stated.claims, (item, findings)))
+        lines += _prose(f"Why: {why}")
     if findings.missing:
         missing = [text.removeprefix("missing: ").rstrip(".") for text in findings.missing]
-        lines += [f"Missing: {'; '.join(missing)}.", ""]
+        lines += _prose(f"Missing: {'; '.join(missing)}.")
     page = f"../experiments/{item.paper.name}/results/{item.name}.md"
     return [
         *lines,

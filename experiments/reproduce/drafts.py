@@ -1,10 +1,13 @@
-"""The origins of hits in simulated tables: recorded, synthetic or traced (``drafts.yaml``)."""
+"""The origins of hits in simulated tables: recorded, synthetic or traced (``drafts.yaml``).
+
+Calibrated ones run at both ends of the band of stage times (``bands.yaml``).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import SIZE, Item
 from experiments.reproduce.lab import Lab
 from specdec.errors import UserError
+
+SIMULATED = "clock=simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class Draft:
         short: title in pictures.
         overrides: overrides that choose model, prompts and length.
         kind: kind of verdicts on its figures (``stated.KINDS``).
+        profiles: latency profiles that stand in place of others, at one end of a band.
     """
 
     name: str
@@ -34,6 +40,26 @@ class Draft:
     short: str
     overrides: tuple[str, ...]
     kind: str = "stand-in"
+    profiles: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def swapped(self) -> dict[str, str]:
+        """The profiles of which another stands in place."""
+        return {name: other for name, other in self.profiles.items() if name != other}
+
+    def words(self, *overrides: str) -> list[str]:
+        """Overrides of a simulated run with its hits, at its end of the band."""
+        key = "clock.profile="
+        swapped = {f"{key}{name}": f"{key}{other}" for name, other in self.swapped.items()}
+        return [*self.overrides, SIMULATED, *(swapped.get(word, word) for word in overrides)]
+
+
+@cache
+def known_bands() -> Mapping[str, Mapping[str, str]]:
+    """The content of ``bands.yaml``."""
+    path = Path(__file__).with_name("bands.yaml")
+    content: Mapping[str, Mapping[str, str]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
 
 
 @cache
@@ -47,17 +73,44 @@ def known_drafts() -> Mapping[str, Mapping[str, Any]]:
 def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> Iterator[Draft]:
     """The drafts of these names, then the user's own record if there is one.
 
+    A calibrated one comes once for each end of the band if the item runs on a profile that has one.
     An unavailable draft is added to ``findings.missing``.
     """
+    banded = _on_a_band(item)
     for name in names:
         try:
-            yield make_draft(name, item, lab)
+            draft = make_draft(name, item, lab)
         except UserError as error:
             findings.missing.append(f"{known_drafts()[name]['title']}: {error}")
+            continue
+        yield from _ends(draft) if banded and draft.kind == "calibrated" else [draft]
     if lab.own_record is not None:
         overrides = ("model=replay", f"model.record={lab.own_record}", *size_overrides(item, lab))
         title = f"own record {lab.own_record.name}, replayed"
         yield Draft(name="own", title=title, short="own record", overrides=overrides)
+
+
+def _on_a_band(item: Item) -> bool:
+    """Whether a row of the item is on a profile with a band; its name may end in a number."""
+    text = str(item.config)
+    return any(
+        f"clock.profile={name}'" in text or f"clock.profile={name.rpartition('_')[0]}_{{" in text
+        for band in known_bands().values()
+        for name in band
+    )
+
+
+def _ends(draft: Draft) -> list[Draft]:
+    """The draft at every end of the band."""
+    return [
+        replace(
+            draft,
+            title=f"{draft.title}; {label}",
+            short=f"{draft.short}, {label.split()[1]}",
+            profiles=profiles,
+        )
+        for label, profiles in known_bands().items()
+    ]
 
 
 def make_draft(name: str, item: Item, lab: Lab) -> Draft:

@@ -1,8 +1,9 @@
 """The reproducible tables and figures: a YAML each, ``experiments/<paper>/<item>.yaml``.
 
 Keys of a config: ``builder`` (module:function that returns the findings), ``needs`` (required
-presets), ``size`` (quick and full: [prompts, tokens]), ``missing`` (why there is no builder), and
-the keys of the builder.
+presets), ``size`` (quick and full: [prompts, tokens]), ``missing`` (why there is no builder),
+``alone`` (true: measures this machine's times, so nothing runs beside it), ``paced`` (rows in real
+time, see ``pacing``), and the keys of the builder.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from experiments.reproduce.findings import Findings
     from experiments.reproduce.lab import Lab
 
-_ITEM_KEYS = ("builder", "needs", "size", "missing")
+_ITEM_KEYS = ("builder", "needs", "size", "missing", "alone")
 SIZE = {"quick": (8, 48), "full": (32, 128)}
 """Default number of prompts and tokens."""
 
@@ -42,6 +43,7 @@ class Item:
         needs: required presets.
         size: (prompts, tokens) of "quick" and "full".
         reason: why there is no builder.
+        alone: whether its times are measured on this machine.
     """
 
     paper: Paper
@@ -52,6 +54,7 @@ class Item:
     needs: tuple[str, ...]
     size: Mapping[str, tuple[int, int]]
     reason: str
+    alone: bool = False
 
     @property
     def id(self) -> str:
@@ -125,4 +128,5 @@ def _item(paper: Paper, name: str, stated: Stated, path: Path) -> Item:
         needs=tuple(values.get("needs", ())),
         size={k: (int(v[0]), int(v[1])) for k, v in size.items()},
         reason=values.get("missing", ""),
+        alone=bool(values.get("alone", False)),
     )

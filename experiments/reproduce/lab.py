@@ -2,20 +2,23 @@
 
 Each run has a folder named by a hash of the resolved configuration, the models' weights and the
 code. It contains config.json, requests.jsonl and summary.json; an existing run is not repeated.
+Several processes may share a folder of runs: one at a time works on a run.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import conf
 import specdec
 from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
@@ -110,12 +113,13 @@ class Lab:
         key = {"config": config, "models": _identity(pair), "code": code_hash()}
         folder = self.folder / "runs" / _hash(key)
         path, done = folder / "requests.jsonl", folder / "summary.json"
-        if not done.is_file():
-            self._say(" ".join(w for w in overrides if not w.startswith("model.record=")))
-            path.unlink(missing_ok=True)
-            write_json(folder / "config.json", key)
-            expansions = _decode(config, pair, prompts, path)
-            write_json(done, {**_summary(pair, path), "expansions": expansions})
+        with _locked(folder):
+            if not done.is_file():
+                self._say(" ".join(w for w in overrides if not w.startswith("model.record=")))
+                path.unlink(missing_ok=True)
+                write_json(folder / "config.json", key)
+                expansions = _decode(config, pair, prompts, path)
+                write_json(done, {**_summary(pair, path), "expansions": expansions})
         results, totals = _read(path)
         summary = json.loads(done.read_text(encoding="utf-8"))
         return Outcome(
@@ -132,12 +136,13 @@ class Lab:
         key = {"config": comparison.config, "code": code_hash()}
         folder = self.folder / "compared" / _hash(key)
         path = folder / "comparison.json"
-        if not path.is_file():
-            self._say(" ".join(overrides))
-            (folder / "requests.jsonl").unlink(missing_ok=True)
-            configs = [job.config for job in comparison.jobs]
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-                compare_jobs(configs, folder, comparison.repeats, _Silent())
+        with _locked(folder):
+            if not path.is_file():
+                self._say(" ".join(overrides))
+                (folder / "requests.jsonl").unlink(missing_ok=True)
+                configs = [job.config for job in comparison.jobs]
+                with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+                    compare_jobs(configs, folder, comparison.repeats, _Silent())
         comparison_json: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {**comparison_json, "folder": folder}
 
@@ -160,11 +165,12 @@ class Lab:
         pair, _ = self._prepare(config)
         key = {"config": config, "models": _identity(pair), "code": code_hash()}
         folder = self.folder / kind / _hash(key)
-        if not (folder / result_file).is_file():
-            self._say(f"{kind}: {' '.join(overrides)}")
-            (folder / "requests.jsonl").unlink(missing_ok=True)
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-                run_job(config, folder, _Silent())
+        with _locked(folder):
+            if not (folder / result_file).is_file():
+                self._say(f"{kind}: {' '.join(overrides)}")
+                (folder / "requests.jsonl").unlink(missing_ok=True)
+                with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+                    run_job(config, folder, _Silent())
         return folder
 
     def _prepare(self, config: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt]]:
@@ -192,13 +198,23 @@ def speed_ratio(fast: Outcome, slow: Outcome) -> tuple[float, float | None, floa
 
 @cache
 def code_hash() -> str:
-    """Hash of the package's source, without the packages ``_WITHOUT_EFFECT``."""
+    """Hash of the latency profiles and the package's source without ``_WITHOUT_EFFECT``."""
     root = Path(specdec.__file__).parent
+    sources = [p for p in root.rglob("*.py") if p.relative_to(root).parts[0] not in _WITHOUT_EFFECT]
+    profiles = Path(conf.__file__).parent.glob("profile/*.yaml")
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in _WITHOUT_EFFECT:
-            digest.update(path.read_bytes())
+    for path in [*sorted(sources), *sorted(profiles)]:
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lets one process at a time work on a run."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def _read(path: Path) -> tuple[tuple[RequestResult, ...], RunTotals]:

@@ -94,9 +94,15 @@ def span_text(claim: Claim, measures: Sequence[Measure]) -> str:
     if claim.sentence:
         answers = Counter("open" if m.value is None else cell(m.value) for m in measures)
         return ", ".join(f"{num} {answer}" for answer, num in answers.items())
+    return f"{span_of(claim, measures)} ({len(measures)})"
+
+
+def span_of(claim: Claim, measures: Sequence[Measure]) -> str:
+    """Least and largest of our figures for a claim that is a number, with the unit."""
     values = sorted(float(m.value) for m in measures if m.value is not None)
     unit = {"x": "x", "%": " %"}.get(claim.unit, f" {claim.unit}" if claim.unit else "")
-    return f"{cell(values[0])} to {cell(values[-1])}{unit} ({len(values)})"
+    span = dict.fromkeys(cell(value) for value in (values[0], values[-1]))
+    return f"{' to '.join(span)}{unit}"
 
 
 def cell(value: Any) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import (
@@ -24,6 +23,7 @@ from experiments.reproduce.findings import Findings, surely
 from experiments.reproduce.intervals import Interval, accepted_of, beside, interval
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from experiments.swiftspec.by_set import add_sets
 
 _COLUMNS = (
     "draft",
@@ -41,7 +41,8 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
 
     Keys: ``drafts``, ``common``, ``parallel`` and ``serial`` (name -> overrides), ``speedup`` and
     ``speedup_mean`` (claims of the ratio, per draft and as a mean), ``loss`` (claim: accepted
-    guesses per pass lost, in per cent, between the first row of each), ``computed``.
+    guesses per pass lost, in per cent, between the first row of each), ``computed``, ``sets``
+    (see ``add_sets``).
     """
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -50,7 +51,7 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     for draft in drafts(config["drafts"], item, lab, findings):
         sides = {
             side: {
-                name: lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+                name: lab.run(draft.words(*config["common"], *overrides))
                 for name, overrides in config[side].items()
             }
             for side in ("parallel", "serial")
@@ -86,6 +87,8 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         )
     findings.measures += computed(config)
     findings.table("Simulated decoding", _COLUMNS, table)
+    if "sets" in config:
+        add_sets(item, lab, findings, config["sets"])
     fig, (left, right) = figure(12.0, 4.8, 2)
     bars(left, shown, form="{:.0f}")
     tidy(left, x="draft", y="tokens per second (simulated)", title=item.stated.title)
@@ -134,7 +137,7 @@ def tree_batches(item: Item, lab: Lab) -> Findings:
             sizes, lengths, runs = config[key], [], {}
             for size in sizes:
                 overrides = [f"policy.{key}={size}", f"policy.{fixed}={config[f'at_{fixed}']}"]
-                run = lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
+                run = lab.run(draft.words(*config["common"], *overrides))
                 runs[size] = run
                 lengths.append(run.summary["accepted_per_pass"])
                 table.append((draft.title, key, size, lengths[-1], run.summary["loop_share"]))
@@ -180,35 +183,57 @@ def choices(item: Item, lab: Lab) -> Findings:
     """Speed over one parameter (the split of devices, or d), and whether the paper's is best.
 
     Keys: ``drafts``, ``common``, ``rows`` (name -> overrides), ``best`` (claim -> rows that may be
-    best).
+    best), ``pairs`` (model pair -> its own ``common`` and ``best``; None for one pair).
     """
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
+    pairs = config.get("pairs", {"": {}})
     for draft in drafts(config["drafts"], item, lab, findings):
-        runs = {
-            name: lab.run([*draft.overrides, SIMULATED, *config["common"], *overrides])
-            for name, overrides in config["rows"].items()
-        }
-        table += [_row(draft.title, name, run) for name, run in runs.items()]
-        shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}
-        best = min(runs, key=lambda name: runs[name].tbt_ms)
-        for claim, allowed in config["best"].items():
-            rivals = [n for n in runs if (n in allowed) != (best in allowed)]
-            rival = min(rivals, key=lambda name: runs[name].tbt_ms)
-            lead, low, high = speed_ratio(runs[best], runs[rival])
-            ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
-            findings.add(
-                claim,
-                (best in allowed) if surely(low, high) else None,
-                "simulated",
-                f"{draft.title}; best: {best}, {lead:.2f}x{ends} of {rival}",
-                kind=draft.kind,
-                loops=runs[best].summary["loop_share"],
-            )
+        for pair, own in pairs.items():
+            of = {**config, **own}
+            title = f"{pair}: {draft.title}" if pair else draft.title
+            runs = {
+                name: lab.run(draft.words(*of["common"], *overrides))
+                for name, overrides in of["rows"].items()
+            }
+            table += [_row(title, name, run) for name, run in runs.items()]
+            short = f"{pair}: {draft.short}" if pair else draft.short
+            shown[short] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}
+            for claim, allowed in of["best"].items():
+                _add_best(findings, claim, draft, title, runs, allowed)
     findings.table("Simulated decoding", _COLUMNS, table)
-    stated = " or ".join(name for allowed in config["best"].values() for name in allowed)
-    title = f"{item.stated.title} (the paper's best: {stated})"
+    stated = {
+        name
+        for own in pairs.values()
+        for allowed in {**config, **own}["best"].values()
+        for name in allowed
+    }
+    title = f"{item.stated.title} (the paper's best: {' or '.join(sorted(stated))})"
     y = "tokens per second (simulated)"
     findings.figure = bar_chart(shown, x="draft", y=y, title=title, size=(7.5, 4.0), form="{:.0f}")
     return findings
+
+
+def _add_best(
+    findings: Findings,
+    claim: str,
+    draft: Draft,
+    title: str,
+    runs: Mapping[str, Outcome],
+    allowed: Sequence[str],
+) -> None:
+    """Adds whether the fastest row is one of ``allowed``; open if its lead is not sure."""
+    best = min(runs, key=lambda name: runs[name].tbt_ms)
+    rivals = [n for n in runs if (n in allowed) != (best in allowed)]
+    rival = min(rivals, key=lambda name: runs[name].tbt_ms)
+    lead, low, high = speed_ratio(runs[best], runs[rival])
+    ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+    findings.add(
+        claim,
+        (best in allowed) if surely(low, high) else None,
+        "simulated",
+        f"{title}; best: {best}, {lead:.2f}x{ends} of {rival}",
+        kind=draft.kind,
+        loops=runs[best].summary["loop_share"],
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from experiments.pipelines.token_times import SIMULATED
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import drafts
 from experiments.reproduce.drawing import band, figure, legend, lines, tidy
@@ -36,7 +35,7 @@ def lost(item: Item, lab: Lab) -> Findings:
         for d in config["depths"]:
             line = series.setdefault(d, {}).setdefault(draft.short, ([], []))
             for children in config["children"]:
-                overrides = [*draft.overrides, SIMULATED, *config["common"], f"policy.d={d}"]
+                overrides = draft.words(*config["common"], f"policy.d={d}")
                 overrides.append(f"policy.children={children}")
                 base, ours = (lab.run([*overrides, *config[s]]) for s in ("serial", "parallel"))
                 tokens, guesses = (

@@ -33,7 +33,8 @@ needed: its texts come from a log. TEXTS is a JSON lines file; a line has
   output_dir=DIR    for record.npz (default outputs/record)
 
 A record has the draft's candidates on the target's path: chains and static trees replay exactly,
-trees in which wrong nodes compete for places approximately (docs/replay.md).
+trees in which wrong nodes compete for places approximately. With the draft at hand these are exact
+too: model=transcript model.texts=TEXTS model.draft=FOLDER (docs/replay.md).
 
 Example
   specdec record answers.jsonl draft=models/llama-1b sampling=t06 output_dir=outputs/70b

@@ -1,10 +1,11 @@
-"""A target that writes given texts (``model=transcript``), for sources that read text.
+"""A target that writes given texts (``model=transcript``), with or without a draft model.
 
-Prompt lookup and suffix decoding propose from tokens alone, so their tokens per pass on a workload
-depend on the text that the target writes and not on the target. Here the text is given: the turns
-of ``data.edits``, or prompts and completions of a file, such as the log of a larger model. Tokens,
-hits and passes are exactly those of a target that writes this text; there are no probabilities, no
-draft model, and no times of its own (use ``clock=simulated``).
+Under ``verifier=match`` the tokens per pass on a workload depend on the text that the target writes
+and not on the target. Here the text is given: the turns of ``data.edits``, or prompts and
+completions of a file, such as the log of a larger model. Sources that read text need no more. With
+``draft`` a real draft model proposes after every token, right or wrong, so trees have exactly the
+hits and passes that they have beside the target. There are no probabilities of the target and no
+times of its own (use ``clock=simulated``).
 
 Shape letters: T tokens of a request, n given positions.
 """
@@ -12,6 +13,7 @@ Shape letters: T tokens of a request, n given positions.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from specdec.data.edits import chosen_turns, edits_provenance
 from specdec.data.files import read_records, text_field
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
-from specdec.models.loading import load_tokenizer
+from specdec.models.loading import load_model, load_tokenizer, weight_bytes
 from specdec.models.runner import ModelRunner
+from specdec.pairs.options import Device, Dtype
 from specdec.pairs.synthetic import HiddenModels
 from specdec.parts.fields import Count, Text, validated
 from specdec.sources.pair import A
@@ -33,6 +36,12 @@ EDITS = "edits"
 """Value of ``model.texts`` for the turns of ``data.edits``."""
 
 _COPIES = "use source=suffix or source=prompt_lookup, or model=tiny or model=hf"
+_DRAFT = "name its folder in model.draft, or use source=suffix or source=prompt_lookup"
+_IDS = ("prompt_token_ids", "output_token_ids")
+_HINT = f"each line needs the fields prompt and completion, or {' and '.join(_IDS)}"
+
+Turn = tuple[str, str] | tuple[IntArray, IntArray]
+"""Prompt and completion, as text or as token ids int64[T]."""
 
 
 class GivenTexts:
@@ -73,7 +82,7 @@ class GivenTexts:
 
 
 class TranscriptModels(HiddenModels):
-    """A target that writes given texts, and no draft model."""
+    """A target that writes given texts, and a draft model if one is named."""
 
     hidden: GivenTexts  # type: ignore[assignment]  # without a draft's ranks
     option = "transcript"
@@ -84,34 +93,59 @@ class TranscriptModels(HiddenModels):
         *,
         texts: Text = EDITS,
         subset: Text | None = None,
-        tokenizer: Text = "bundled:target",
+        tokenizer: Text | None = None,
+        draft: Text | None = None,
+        draft_name: Text | None = None,
+        dtype: Dtype = "float32",
+        device: Device = "cpu",
         num_layers: Count = 80,
     ) -> None:
         """Reads and tokenizes the texts.
 
         Args:
-            texts: "edits", or a JSON lines file with the fields ``prompt`` and ``completion``.
+            texts: "edits", or a JSON lines file with ``prompt`` and ``completion``, or with the
+                token ids ``prompt_token_ids`` and ``output_token_ids``.
             subset: one kind of turn of "edits"; None for all.
-            tokenizer: folder of a model, or ``bundled:NAME``.
+            tokenizer: folder of a model, or ``bundled:NAME``; None for the draft's, without a
+                draft ``bundled:target``.
+            draft: folder of a draft model that shares the tokenizer, or ``bundled:NAME``.
+            draft_name: the draft's name in latency profiles.
+            dtype, device: of the draft.
             num_layers: of the target; the largest possible number of stages.
 
         Raises:
-            UserError: texts or tokenizer that cannot be read, an empty prompt or completion.
+            UserError: texts, tokenizer or draft that cannot be read, an empty prompt or
+                completion, or tokens that the draft does not have.
         """
-        tools = load_tokenizer(family_path(tokenizer))
+        name = tokenizer or draft or "bundled:target"
+        tools = load_tokenizer(family_path(name))
         end = tools.eos_token_id
         if end is None:
-            raise UserError(f"model.tokenizer={tokenizer} has no end-of-sequence token")
+            raise UserError(f"model.tokenizer={name} has no end-of-sequence token")
         pairs, facts = _read(texts, subset)
         tokenized = []
-        for index, (prompt, completion) in enumerate(pairs):
-            ids = [np.array(tools(text)["input_ids"], np.int64) for text in (prompt, completion)]
+        for index, turn in enumerate(pairs):
+            ids = [
+                np.array(tools(part)["input_ids"] if isinstance(part, str) else part, np.int64)
+                for part in turn
+            ]
             if not len(ids[0]) or not len(ids[1]):
                 raise UserError(f"model.texts={texts}: prompt or completion {index} has no tokens")
             tokenized.append((index, ids[0], ids[1]))
-        given = GivenTexts(tokenized, vocab_size=len(tools), end=int(end))
-        super().__init__(pair=given, num_layers=num_layers)  # type: ignore[arg-type]
-        self._facts = facts
+        self._draft, size, weights = None, len(tools), 0
+        if draft is not None:
+            folder = family_path(draft)
+            self._draft = load_model(folder, dtype=dtype, device=device)
+            size, weights = int(self._draft.config.vocab_size), weight_bytes(folder, dtype)
+        most = max(int(ids.max()) for _, *parts in tokenized for ids in parts)
+        if most >= size:
+            raise UserError(
+                f"model.texts={texts} has the token {most}, but {name} has {size}: the texts are of"
+                " another tokenizer; give them as text, or the draft that belongs to them"
+            )
+        given = GivenTexts(tokenized, vocab_size=size, end=int(end))
+        super().__init__(pair=given, num_layers=num_layers, weight_bytes=(0, weights))  # type: ignore[arg-type]
+        self._facts = facts | ({"draft": draft_name or draft} if draft else {})
         self.eos_ids = frozenset({int(end)})
 
     def prompts(self) -> list[tuple[int, IntArray]]:
@@ -128,16 +162,22 @@ class TranscriptModels(HiddenModels):
         raise UserError(f"{kind.__name__} needs a model, which model=transcript has not; {_COPIES}")
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """Raises ``UserError``: there is no model."""
-        raise UserError(f"model=transcript has no {name} model; {_COPIES}")
+        """The draft model.
+
+        Raises:
+            UserError: there is none, or another model is asked for.
+        """
+        if name == "draft" and self._draft is not None:
+            return ModelRunner(model=self._draft, name=name, meter=meter)
+        raise UserError(f"model=transcript has no {name} model; {_DRAFT}")
 
     def fitted_source(self, source: Any, policy: Any) -> Any:
-        """The source node, unchanged: there is no draft model, which ``runner`` says."""
+        """The source node, unchanged; ``runner`` refuses a draft model that is not there."""
         return source
 
 
-def _read(texts: str, subset: str | None) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """(prompt, completion) pairs, and facts about them."""
+def _read(texts: str, subset: str | None) -> tuple[list[Turn], dict[str, Any]]:
+    """Prompts and completions, and facts about them."""
     if texts == EDITS:
         turns = chosen_turns(subset, "model.subset")
         name = EDITS if subset is None else f"{EDITS}/{subset}"
@@ -145,15 +185,24 @@ def _read(texts: str, subset: str | None) -> tuple[list[tuple[str, str]], dict[s
     if subset is not None:
         raise UserError(f"model.subset={subset} is only used by model.texts={EDITS}: leave it out")
     path = Path(texts).expanduser()
-    hint = "each line needs the fields prompt and completion"
-    pairs = [
-        (
-            text_field(fields, "prompt", where=f"{path.name} line {number}", hint=hint),
-            text_field(fields, "completion", where=f"{path.name} line {number}", hint=hint),
-        )
-        for number, fields in read_records(path)
-    ]
+    pairs = [_turn(fields, f"{path.name} line {number}") for number, fields in read_records(path)]
     if not pairs:
-        raise UserError(f"model.texts={texts} has no lines; {hint}")
-    digest = zlib.crc32("".join(map("".join, pairs)).encode())
+        raise UserError(f"model.texts={texts} has no lines; {_HINT}")
+    parts = (
+        part if isinstance(part, str) else str(part.tolist()) for pair in pairs for part in pair
+    )
+    digest = zlib.crc32("".join(parts).encode())
     return pairs, {"data": path.name, "turns": len(pairs), "crc32": digest}
+
+
+def _turn(fields: Mapping[str, Any], where: str) -> Turn:
+    if not all(key in fields for key in _IDS):
+        prompt, completion = (
+            text_field(fields, key, where=where, hint=_HINT) for key in ("prompt", "completion")
+        )
+        return prompt, completion
+    for key in _IDS:
+        ids = fields[key]
+        if not isinstance(ids, list) or not all(type(v) is int and v >= 0 for v in ids):
+            raise UserError(f"{where}: {key} is not a list of token ids")
+    return tuple(np.array(fields[key], np.int64) for key in _IDS)  # type: ignore[return-value]

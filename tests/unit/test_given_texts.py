@@ -1,0 +1,90 @@
+"""``model=transcript`` with a draft model: trees as beside the target that wrote the text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.config.job import run_job_of
+from specdec.errors import UserError
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.runners import PartsRunner
+
+SIZE = ("max_new_tokens=24", "clock=simulated", "clock.profile=uniform_30ms", "threads=1")
+
+
+def decode(*words: str) -> tuple[list[Any], Any, Any]:
+    """(prompts, results, totals) of a run."""
+    cfg = run_job_of([*SIZE, *words]).config
+    pair, prompts, _ = prepare(cfg)
+    runner = PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair))
+    results: list[Any] = []
+    try:
+        totals = runner.run(prompts, results.append)
+    finally:
+        runner.close()
+    return prompts, sorted(results, key=lambda result: result.id), totals
+
+
+@pytest.fixture(scope="module", params=["greedy", "t06"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(sampling, file of the texts that the bundled target wrote)."""
+    sampling = f"sampling={request.param}"
+    prompts, results, _ = decode(
+        "strategy=ar", "model=tiny", "data=stdlib", "data.limit=2", sampling
+    )
+    path = tmp_path_factory.mktemp("texts") / "log.jsonl"
+    lines = [
+        {"prompt_token_ids": prompt.tokens.tolist(), "output_token_ids": list(result.output)}
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return sampling, path
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ("strategy=specinfer",),
+        ("strategy=best_first",),
+        ("strategy=specpipe", "executor.stages=4", "policy.width=8", "policy.children=4"),
+    ],
+    ids=lambda words: words[0].partition("=")[2],
+)
+def test_trees_are_those_of_the_target_that_wrote_the_text(
+    written: tuple[str, Path], strategy: tuple[str, ...]
+) -> None:
+    """Tokens, passes, rows, hits and draft passes: every counter, wrong nodes included."""
+    sampling, path = written
+    _, real, totals = decode("model=tiny", "data=stdlib", "data.limit=2", sampling, *strategy)
+    given = ("model=transcript", f"model.texts={path}", "model.draft=bundled:draft")
+    _, ours, ours_totals = decode(*given, sampling, *strategy)
+    assert [r.output for r in ours] == [r.output for r in real]
+    assert [asdict(r.counters) for r in ours] == [asdict(r.counters) for r in real]
+    assert ours_totals.target_rows == totals.target_rows
+    if strategy == ("strategy=specinfer",):  # a control
+        other = ("model=transcript", f"model.texts={path}", "model.draft=bundled:target")
+        _, better, _ = decode(*other, sampling, *strategy)
+        assert [asdict(r.counters) for r in better] != [asdict(r.counters) for r in real]
+
+
+def test_refused_texts_and_drafts(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    words = ("model=transcript", f"model.texts={path}", "model.draft=bundled:draft")
+    for line, said in (
+        ({"prompt_token_ids": [1], "output_token_ids": [10**6]}, "another tokenizer"),
+        ({"prompt_token_ids": [1], "output_token_ids": [-1]}, "not a list of token ids"),
+        ({"prompt_token_ids": [1]}, "prompt_token_ids and output_token_ids"),
+    ):
+        path.write_text(json.dumps(line), encoding="utf-8")
+        with pytest.raises(UserError, match=said):
+            decode(*words, "strategy=specinfer")
+    path.write_text(json.dumps({"prompt": "a", "completion": "b"}), encoding="utf-8")
+    with pytest.raises(UserError, match=r"model\.draft"):
+        decode(*words[:2], "strategy=specinfer")
+    with pytest.raises(UserError, match="has the time of"):
+        decode(*words, "strategy=specinfer", "model.draft_name=x", "clock.profile=pipedec_14")
