@@ -2,10 +2,11 @@
 
     python -m experiments.drafters.lateness [--data humaneval] [--sampling t06] [--prompts 16]
         [--tokens 128] [--stages 1 2 4 8 12 16] [--control 8]
+        [--only "draft model"]
 
 Level-per-step and best-first pipelines (``specpipe``, ``specpipe_bf``) of N stages with the bundled
 head: a feature arrives with its answer, N - 1 steps after its token was submitted, or as soon as
-its layers have computed it (``source.early=true``). The draft model, which reads no features, is
+its layers have computed it (``source.early=true``; run only where that is sooner). The draft model, which reads no features, is
 the control of what N costs without lateness. A second control is planted: at the stages of
 ``--control`` features leave the first stage, which no target could do, so that what is lost to
 lateness must come back. The two-group executor (``swiftspec``) drafts during one pass of the
@@ -16,7 +17,7 @@ depend on the machine. ``python -m experiments.drafters.page`` writes table and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.drafters.measure import Measured, Runs, Target, parsed, parser, write
@@ -37,16 +38,18 @@ PROFILE = "clock.profile=uniform_30ms"  # drafting is free: only the order of ev
 GROUPS = {"two groups in turns": "swiftspec_base", "two groups at once": "swiftspec"}
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Runs all configurations; writes lateness-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.lateness")
     arguments.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16])
     arguments.add_argument("--control", type=int, nargs="*", default=[8])
+    arguments.add_argument("--only", nargs="+", choices=DRAFTS, default=list(DRAFTS))
     arguments.add_argument("--width", type=int, default=16, help="nodes per step of a pipeline")
-    args = parsed(arguments, words)
+    args = parsed(arguments, given)
     runs, rows = Runs(args), list[dict[str, Any]]()
+    drafts = {name: DRAFTS[name] for name in args.only}
     for name, strategy in GROUPS.items():
-        for draft, overrides in DRAFTS.items():
+        for draft, overrides in _differing(drafts, 0).items():
             found = runs.measured("tokens per pass", f"strategy={strategy}", *overrides, PROFILE)
             _add(rows, name, 1, draft, found)
     for num in args.stages:
@@ -54,14 +57,15 @@ def main(words: Sequence[str] | None = None) -> int:
             if (strategy, num) == ("specpipe", 1):
                 continue  # one stage answers before a level can follow: no hits with any source
             where = (f"strategy={strategy}", f"executor.stages={num}", f"policy.width={args.width}")
-            for draft, overrides in DRAFTS.items():
+            gained = steps_gained(num)
+            for draft, overrides in _differing(drafts, gained).items():
                 found = runs.measured("hit rate", *where, *overrides, PROFILE)
                 _add(rows, strategy, num, draft, found)
-            if num in args.control:
-                early = DRAFTS["early"]
-                found = runs.measured("hit rate", *where, *early, PROFILE, target=AT_ONCE)
+            if num in args.control and "early" in drafts:
+                words = (*where, *drafts["early"], PROFILE)
+                found = runs.measured("hit rate", *words, target=AT_ONCE)
                 _add(rows, strategy, num, AT_ONCE, found)
-    write("lateness", {**runs.about, "width": args.width}, rows, args.results)
+        write("lateness", {**runs.about, "width": args.width}, rows, args.results)
     return 0
 
 
@@ -76,11 +80,16 @@ def steps_gained(num_stages: int) -> int:
     return num_stages - 1 - next(i for i, (_, last) in enumerate(bounds) if highest < last)
 
 
+def _differing(drafts: Mapping[str, tuple[str, ...]], gained: int) -> dict[str, tuple[str, ...]]:
+    """Without early features where they arrive with the answers: the run is the same."""
+    return {name: words for name, words in drafts.items() if name != "early" or gained}
+
+
 def _add(
     rows: list[dict[str, Any]], strategy: str, num: int, draft: str, found: Measured | None
 ) -> None:
     if found is not None:
-        gained = steps_gained(num) if strategy in PIPELINES else 0
+        gained = steps_gained(num)
         row = {"strategy": strategy, "stages": num, "steps_gained": gained, "draft": draft}
         rows.append({**row, "measured": found})
         print(f"{strategy:20} N={num:2}  {draft:17} {found}  {found.cpu_s} s", flush=True)

@@ -220,12 +220,30 @@ def parsed(found: argparse.ArgumentParser, words: Sequence[str] | None) -> argpa
 
 
 def write(name: str, about: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Writes ``name``-DATA-SAMPLING.json: what was run, and a row per run."""
-    plain = [
-        {k: asdict(v) if isinstance(v, Measured) else v for k, v in row.items()} for row in rows
-    ]
+    """Writes ``name``-DATA-SAMPLING.json: what was run, and a row per run.
+
+    Rows of an earlier file of the same size that were not run again stay, with their revision.
+    """
     path = folder / f"{name}-{about['data']}-{about['sampling']}.json"
-    write_json(path, {**about, "clock": "simulated", "rows": plain})
+    made = {key: about[key] for key in ("revision", "command")}
+    shared = {key: value for key, value in about.items() if key not in made}
+    plain = [
+        {k: asdict(v) if isinstance(v, Measured) else v for k, v in row.items()} | made
+        for row in rows
+    ]
+    if path.is_file():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if {key: earlier.get(key) for key in shared} == shared:
+            again = {_key(row): row for row in plain}
+            old = [again.pop(_key(row), row) for row in earlier["rows"]]
+            plain = old + list(again.values())
+    write_json(path, {**shared, "clock": "simulated", "rows": plain})
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    """What was run in a row."""
+    left_out = ("measured", "revision", "command", "steps_gained", "shared")
+    return json.dumps({k: v for k, v in row.items() if k not in left_out}, sort_keys=True)
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:

@@ -50,12 +50,12 @@ def rendered(page: str, folder: Path = RESULTS) -> str:
 
 
 def _title(content: dict[str, Any]) -> str:
-    """The workload, its size and loops, and the command."""
+    """The workload, its size and loops, and the revisions of its rows."""
     shares = [row["measured"].loop_share for row in content["rows"] if row["measured"]]
+    revisions = ", ".join(dict.fromkeys(row["revision"] for row in content["rows"]))
     return (
         f"{_SETS[content['data']]}, `{content['sampling']}`, {content['prompts']} prompts of"
-        f" {content['tokens']} tokens, loop_share {max(shares):.2f}"
-        f" (revision {content['revision']}, `{content['command']}`):"
+        f" {content['tokens']} tokens, loop_share {max(shares):.2f} (revision {revisions}):"
     )
 
 
@@ -96,8 +96,9 @@ def lateness(folder: Path = RESULTS) -> str:
                 late, early, draft = (found.get(name) for name in DRAFTS)
                 gained = next(r["steps_gained"] for r in rows if r["stages"] == num)
                 lines.append(
-                    [f"`{strategy}`", str(num), _cell(late), _cell(early), str(gained)]
-                    + [_change(early, late), _cell(draft)]
+                    [f"`{strategy}`", str(num), _cell(late)]
+                    + [_cell(early) if gained else "the same", str(gained)]
+                    + [_change(early, late) if gained else "0", _cell(draft)]
                 )
         columns = ("", "stages", *list(DRAFTS)[:2], "steps gained", "early - late", "draft model")
         parts.append(f"{_title(content)}\n\n{_grid(columns, lines)}")
@@ -129,9 +130,10 @@ def lateness_groups(folder: Path = RESULTS) -> str:
     for content in read("lateness", folder):
         for name in GROUPS:
             found = _by_draft(content["rows"], name, 1)
+            late, draft = (found.get(key) for key in ("with the answers", "draft model"))
             workload = f"{_SETS[content['data']]}, `{content['sampling']}`"
-            lines.append([workload, name, *(_cell(found.get(draft)) for draft in DRAFTS)])
-    return _grid(("", "", *DRAFTS), lines)
+            lines.append([workload, name, _cell(late), _cell(draft)])
+    return _grid(("", "", "EAGLE-3 head", "draft model"), lines)
 
 
 def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:

@@ -51,8 +51,10 @@ def test_lateness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [*SMALL, "--data", "stdlib", "--stages", "1", "3", "--control", "3"]
     lateness.main([*small, *where(tmp_path)])
     found = written("lateness", tmp_path)
-    assert [row["draft"] for row in found["rows"]] == [*lateness.DRAFTS, lateness.AT_ONCE]
-    assert found["command"].startswith("python -m experiments.drafters.lateness --prompts 2")
+    drafts = ["with the answers", "draft model", lateness.AT_ONCE]  # early ones gain no step
+    assert [row["draft"] for row in found["rows"]] == drafts
+    command = "python -m experiments.drafters.lateness --prompts 2"
+    assert all(row["command"].startswith(command) for row in found["rows"])
     assert all(row["measured"]["steps_per_token"] >= 1.0 for row in found["rows"])
 
 
@@ -66,6 +68,12 @@ def test_sources_by_executor(tmp_path: Path) -> None:
     found = {row["executor"]: row["measured"] for row in written("sources", tmp_path)["rows"]}
     assert list(found) == list(sources.EXECUTORS)
     assert [name for name, row in found.items() if row is None] == ["two groups"]
+    again = [*SMALL, "--data", "stdlib", "--only", "suffix", *where(tmp_path)]
+    sources.main(again)  # the rows of other sources stay
+    rows = written("sources", tmp_path)["rows"]
+    assert [row["source"] for row in rows] == ["exit"] * 3 + ["suffix"] * 3
+    assert [row["measured"] for row in rows[:3]] == list(found.values())
+    assert rows[0]["command"] != rows[3]["command"]
 
 
 def test_a_draft_with_all_merges_is_the_same_draft(tmp_path: Path) -> None:

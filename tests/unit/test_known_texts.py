@@ -51,6 +51,14 @@ def test_counts_are_those_of_the_real_target(cell: str, runs: Runs) -> None:
     assert sum(len(output) for output, _ in known) >= 12
 
 
+def test_early_states_that_gain_no_step_change_nothing(runs: Runs) -> None:
+    """Up to four stages the highest stream of the bundled head is in the last one."""
+    cell = ("strategy=specpipe", "executor.stages=4", "source=eagle", "policy.width=8", PROFILE)
+    found = [runs.counted(*cell, f"source.early={early}") for early in ("true", "false")]
+    early, late = ([r.counters for r in one.results] for one in found)
+    assert early == late
+
+
 def test_states_of_another_row_would_be_seen(
     tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
