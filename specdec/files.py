@@ -21,6 +21,11 @@ import numpy as np
 import yaml
 
 
+def cache_dir() -> Path:
+    """The folder of what can be made again: ``SPECDEC_CACHE``, else ``~/.cache/specdec``."""
+    return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser()
+
+
 def write_bytes(path: str | Path, data: bytes) -> Path:
     """Writes a file atomically, creating parent folders. Returns its path."""
     target = Path(path)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import types
 from collections import Counter
 from pathlib import Path
@@ -19,6 +22,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Triton reads this when it is first imported, by whatever imports it: interpret without a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
+# Proofs and the like are kept for this run only; workers of pytest-xdist inherit the folder.
+if "SPECDEC_CACHE" not in os.environ:
+    os.environ["SPECDEC_CACHE"] = tempfile.mkdtemp(prefix="specdec-cache-")
+    atexit.register(shutil.rmtree, os.environ["SPECDEC_CACHE"], ignore_errors=True)
 
 _MATRIX: list[dict[str, Any]] = []  # one per worker of pytest-xdist
 NOT_FAST = ("slow", "gpu", "distributed", "exhaustive")

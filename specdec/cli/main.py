@@ -22,6 +22,12 @@ _FAILED = 1
 _MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
 _LONGEST = 1000  # characters of a message
 _ONE_PROCESS = ("run", "compare", "verify", "profile", "reproduce")  # start their ranks themselves
+_LAUNCHERS = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+"""Launcher -> variables that it sets, of this process's rank, and of the number of ranks."""
+
 _TORCH_FULL = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
 """Texts of torch's out-of-memory errors, which are plain ``RuntimeError`` on a CPU."""
 
@@ -154,16 +160,21 @@ def _launched_beside_others(command: str) -> bool:
     Raises:
         UserError: so it is, and this is the process that tells.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    if command not in _ONE_PROCESS or ranks < 2:
+    if command not in _ONE_PROCESS:
         return False
-    if os.environ.get("RANK", "0") != "0":
-        return True
-    raise UserError(
-        f"torchrun has started `specdec {command}` {ranks} times, and each would do all the work:"
-        f" start it once without torchrun (executor.transport=distributed starts the ranks), or"
-        " give torchrun the command `specdec worker CONFIG OUTPUT_DIR` (docs/distributed.md)"
-    )
+    for launcher, (started, rank, size) in _LAUNCHERS.items():
+        ranks = int(os.environ.get(size, "1")) if started in os.environ else 1
+        if ranks < 2:
+            continue
+        if os.environ.get(rank, "0") != "0":
+            return True
+        raise UserError(
+            f"{launcher} has started `specdec {command}` {ranks} times, and each would do all the"
+            f" work: start it once without {launcher} (executor.transport=distributed starts the"
+            f" ranks), or give {launcher} the command `specdec worker CONFIG OUTPUT_DIR`"
+            " (docs/distributed.md)"
+        )
+    return False
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
-from specdec.rivals.environments import RUNTIMES, cache_dir, install, python_of
+from specdec.rivals.environments import RUNTIMES, install, python_of, rivals_dir
 
 HELP = """\
 specdec rivals [install NAME...]
@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
     if not given:
         for name, runtime in RUNTIMES.items():
             print(f"{name:<10} {runtime.title:<20} {_state(name)}")
-        print(f"environments and converted models: {cache_dir()}")
+        print(f"environments and converted models: {rivals_dir()}")
         return 0
     action, *names = given
     if action != "install" or not names:

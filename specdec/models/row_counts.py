@@ -7,14 +7,15 @@ rows is *proved* if passes of that many of them, at several places and in severa
 equal bits. Passes are then padded to proved numbers only. A trial is no proof for all inputs, but
 kernels do not choose their order of additions by values.
 
-Proofs are cached for the life of the process.
+Proofs are cached in the process; those of matrix products, norms and attention also on disk
+(``proofs``).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from specdec.attention.tree_attention import ScoreOptions
 from specdec.errors import UserError
 from specdec.kernels.graphs import ROW_COUNTS
 from specdec.models.inspection import CERTIFIED
+from specdec.models.proofs import store_counts, stored_counts
 
 MOST_ROWS = ROW_COUNTS[-1]
 """Rows of the reference pass, and of the largest pass."""
@@ -38,6 +40,7 @@ EAGER = "torch eager"
 _DISTINCT = 1024  # distinct columns of a matrix product's sample, repeated beyond
 _NORM_ELEMENTS = 1 << 19  # of a norm's samples
 _FOLLOWING = ("dynamic", "longrope")  # rope types
+_LIBRARIES = ("specdec", "torch", "transformers")  # whose modules a proof on disk knows by name
 
 Layout = Callable[[int, int], Sequence[Tensor]]
 """(start, stop) -> results of the sample's rows ``start`` .. ``stop`` - 1, from one pass."""
@@ -54,12 +57,15 @@ class Operator:
         key: everything that may decide which kernel runs, besides type, device and threads.
         num_rows: size of the sample, at most ``MOST_ROWS``.
         layouts: ways to run rows of the sample; the first one defines the reference.
+        on_disk: name and key say all about the operator, so that its proof holds in other
+            processes.
     """
 
     name: str
     key: Hashable
     num_rows: int
     layouts: tuple[Layout, ...]
+    on_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +103,13 @@ def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int,
     for operator in operators:
         key = (setting, operator.name, operator.key)
         if key not in _PROVED:
-            with torch.inference_mode():
-                _PROVED[key] = tuple(_proved(operator))
+            found = stored_counts(key, setting.device) if operator.on_disk else None
+            if found is None:
+                with torch.inference_mode():
+                    found = tuple(_proved(operator))
+                if operator.on_disk:
+                    store_counts(key, setting.device, found)
+            _PROVED[key] = found
         if MOST_ROWS not in _PROVED[key]:
             raise UserError(
                 f"model.exact=true cannot be kept here: {operator.name} in {_name(setting)} gives a"
@@ -184,12 +195,15 @@ def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
         if not isinstance(weight, Tensor) or weight.is_meta or isinstance(module, nn.Embedding):
             continue
         biased = getattr(module, "bias", None) is not None
-        key = (type(module).__name__, tuple(weight.shape), weight.stride(), biased)
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        layout = (tuple(weight.shape), weight.stride(), str(weight.dtype))
+        key = (kind, *layout, biased, repr(getattr(module, "split", None)))
         if weight.dim() > 2 or key in seen:
             continue
         seen.add(key)
         make = _linear_operator if weight.dim() == 2 else _norm_operator
-        yield make(module, weight, key, setting)
+        own = "forward" in vars(module) or kind.split(".")[0] not in _LIBRARIES
+        yield replace(make(module, weight, key, setting), on_disk=not own)
 
 
 def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
@@ -292,4 +306,5 @@ def attention_operator(
         return [exact_attention(own, shuffled[0], shuffled[1], context, ScoreOptions())]
 
     name = f"attention of {num_heads} x {head_dim}"
-    return Operator(name, (num_heads, num_kv_heads, head_dim), MOST_ROWS, (prompt, tree))
+    shape = (num_heads, num_kv_heads, head_dim)
+    return Operator(name, shape, MOST_ROWS, (prompt, tree), on_disk=True)

@@ -28,6 +28,7 @@ _FADE = 0.9  # of a request's gains per round of the arm
 _FADE_ALL = 0.99  # of all requests' gains and costs
 _OUTLIER = 3.0  # a round's cost counts as at most this multiple of the mean
 _PLAIN = 0
+_PLAIN_WAIT = 64  # rounds of a request until plain decoding is tried again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,9 @@ class Adaptive(Stateless):
     *break-even*), which ``notes`` prints.
 
     Other arms are tried again, longest untried first, as long as the time that such rounds have
-    lost is at most ``explore`` of all time; each trial has two rounds, since the first one includes
-    what a source has to catch up. In a batch a request's round includes the work of the others.
+    lost on balance is at most ``explore`` of all time; each trial has two rounds, since the first
+    one includes what a source has to catch up. Plain decoding is tried seldom: its gain is known,
+    only its cost may drift. In a batch a request's round includes the work of the others.
 
     The output does not depend on the choices with verifiers that are lossless token for token.
 
@@ -216,7 +218,8 @@ class Adaptive(Stateless):
         arm, gain, cost = ended.arm, num_tokens - ended.num_tokens, now - ended.began_s
         self._total_s += cost
         if arm != self._best(record):
-            self._lost_s += max(0.0, cost - gain / max(self._rate(record, None), 1e-9))
+            lost = cost - gain / max(self._rate(record, None), 1e-9)
+            self._lost_s = max(0.0, self._lost_s + lost)
         record.gains[arm].add(gain)
         self._gains[arm].add(gain)
         mean = self._costs[arm]
@@ -239,7 +242,8 @@ class Adaptive(Stateless):
         for arm in sorted(others, key=lambda arm: -record.since[arm]):
             lost = self._costs[arm].value - self._gain(record, arm) / rate
             affordable = self._lost_s + 2 * max(0.0, lost) <= self._explore * self._total_s
-            if affordable and record.since[arm] > len(self.rounds):
+            wait = _PLAIN_WAIT if arm == _PLAIN else len(self.rounds)
+            if affordable and record.since[arm] > wait:
                 return arm
         return best
 

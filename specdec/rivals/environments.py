@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.errors import UserError
+from specdec.files import cache_dir
 
 _WORKERS = Path(__file__).parent / "workers"
 _DONE = "specdec.json"  # written last: a folder without it is incomplete
@@ -64,9 +65,9 @@ RUNTIMES: Mapping[str, Runtime] = {
 """Name -> runtime."""
 
 
-def cache_dir() -> Path:
+def rivals_dir() -> Path:
     """The folder of all environments and converted models."""
-    return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser() / "rivals"
+    return cache_dir() / "rivals"
 
 
 def python_of(name: str, *, converter: bool = False) -> Path:
@@ -77,7 +78,7 @@ def python_of(name: str, *, converter: bool = False) -> Path:
     """
     runtime = RUNTIMES[name]
     kind = "converter" if converter and runtime.converter else "run"
-    folder = cache_dir() / f"{name}-{kind}"
+    folder = rivals_dir() / f"{name}-{kind}"
     if _read(folder / _DONE) != {"packages": list(_packages(runtime, kind))}:
         raise UserError(
             f"{runtime.title} is not installed: run `specdec rivals install {name}`, or leave its"
@@ -98,7 +99,7 @@ def install(name: str, note: Callable[[str], None]) -> None:
     """
     runtime = RUNTIMES[name]
     for kind in ("run", "converter") if runtime.converter else ("run",):
-        folder, packages = cache_dir() / f"{name}-{kind}", _packages(runtime, kind)
+        folder, packages = rivals_dir() / f"{name}-{kind}", _packages(runtime, kind)
         if _read(folder / _DONE) == {"packages": list(packages)}:
             note(f"{folder} is installed")
             continue
@@ -124,7 +125,7 @@ def converted(name: str, model: Path, note: Callable[[str], None]) -> Path:
         UserError: the runtime is not installed, or cannot convert the model.
     """
     runtime = RUNTIMES[name]
-    folder = cache_dir() / "models" / f"{name}-{_fingerprint(model, runtime)}"
+    folder = rivals_dir() / "models" / f"{name}-{_fingerprint(model, runtime)}"
     if (folder / _DONE).is_file():
         return folder
     note(f"converting {model} for {runtime.title}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from specdec.attention.kv_storage import BlockPool
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
+from specdec.models import proofs, row_counts
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
@@ -251,6 +254,44 @@ def test_proofs_are_cached_by_setting():
     assert len(calls) == done
     proved_counts([operator], Setting(torch.float32, torch.device("cpu"), 1, "another backend"))
     assert len(calls) == 2 * done
+
+
+def test_proofs_on_disk_serve_another_process(tmp_path, monkeypatch):
+    """Not for another processor, other variables of a library, or an operator of the user's."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    calls = []
+
+    def counted(rows, start):
+        calls.append(len(rows))
+        return rows
+
+    def trials(*, on_disk=True):
+        row_counts._PROVED.clear()  # as in a new process
+        done = len(calls)
+        operator = replace(_operator(counted, "kept"), on_disk=on_disk)
+        assert proved_counts([operator], SETTING) == (1, 2, 4, 8, 16, 32, 64)
+        return len(calls) - done
+
+    assert trials()
+    assert not trials()
+    assert trials(on_disk=False)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert trials()
+    assert not trials()
+    monkeypatch.setattr(proofs, "_processor", lambda: "another")
+    assert trials()
+    for path in (tmp_path / "row_counts").iterdir():
+        path.write_text("[", encoding="utf-8")
+    assert trials()
+    monkeypatch.setenv("SPECDEC_CACHE", "/dev/null/nowhere")
+    assert trials()
+
+
+def test_operators_of_torch_are_kept_on_disk_and_changed_ones_are_not():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    model[1].forward = lambda rows: rows
+    kept = {o.name: o.on_disk for o in row_counts.module_operators(model, SETTING)}
+    assert kept == {"linear 8 x 16": True, "linear 16 x 8": False}
 
 
 def test_unequal_numbers_of_a_group_are_intersected():

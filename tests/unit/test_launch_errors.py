@@ -36,6 +36,22 @@ def test_torchrun_of_a_command_that_starts_its_own_ranks(
     assert main(["run", "--help"]) == 0
 
 
+def test_srun_of_a_command_that_starts_its_own_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert main(["compare", "model=random"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "srun has started `specdec compare` 8 times" in line
+    assert "give srun the command `specdec worker CONFIG OUTPUT_DIR`" in line
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    assert main(["compare", "model=random"]) == 2
+    assert capsys.readouterr().err == "", "one process tells"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert main(["compare", "--help"]) == 0
+
+
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

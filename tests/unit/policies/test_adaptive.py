@@ -99,6 +99,15 @@ def test_each_request_of_a_batch_has_its_own_choice():
     assert output == seconds(RootOnly(), GOOD, num_requests=4)[1]
 
 
+def test_losses_are_counted_on_balance():
+    """Rounds of an equally good arm lose and win by chance: they leave the budget for trials."""
+    twins = [Arm(name=name, policy=small(), member=1) for name in ("one", "other")]
+    policy = Adaptive(arms=twins, explore=0.02)
+    seconds(policy, {**GOOD, "top1": [0.75]}, num_requests=6)
+    assert policy._lost_s < 0.5 * 0.02 * policy._total_s
+    assert policy.rounds[0] < 0.03 * sum(policy.rounds), "the gain of plain decoding is known"
+
+
 def test_without_exploring_a_wrong_first_impression_stays():
     """Planted: first costs that mislead. Without trials the arms are not seen again."""
 
