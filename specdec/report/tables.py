@@ -102,6 +102,8 @@ def title_of(conditions: Mapping[str, Any]) -> str:
     if conditions.get("data") is not None:
         count = conditions.get("num_prompts")
         parts.append(f"data={conditions['data']}" + (f" ({count} prompts)" if count else ""))
+    if conditions.get("chat_template"):
+        parts.append("chat template applied")
     for key in ("sampling", "max_new_tokens", "executor", "dtype"):
         if conditions.get(key) is not None:
             parts.append(f"{key}={_inline(conditions[key])}")
