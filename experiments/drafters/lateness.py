@@ -7,11 +7,12 @@
 Level-per-step and best-first pipelines (``specpipe``, ``specpipe_bf``) of N stages with the bundled
 head: a feature arrives with its answer, N - 1 steps after its token was submitted, or as soon as
 its layers have computed it (``source.early=true``; run only where that is sooner). The draft model,
-which reads no features, is the control of what N costs without lateness. A second control is planted: at the stages of
-``--control`` features leave the first stage, which no target could do, so that what is lost to
-lateness must come back. The two-group executor (``swiftspec``) drafts during one pass of the
-target; its reference waits for each answer (``swiftspec_base``). Simulated time; counts do not
-depend on the machine. ``python -m experiments.drafters.page`` writes table and figure.
+which reads no features, is the control of what N costs without lateness. A second control is
+planted: at the stages of ``--control`` features leave the first stage, which no target could do, so
+that what is lost to lateness must come back. The two-group executor (``swiftspec``) drafts during
+one pass of the target; its reference waits for each answer (``swiftspec_base``). Simulated time;
+counts do not depend on the machine. ``python -m experiments.drafters.page`` writes tables and
+figure.
 """
 
 from __future__ import annotations
