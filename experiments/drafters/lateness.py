@@ -1,15 +1,14 @@
 """What late hidden states cost an EAGLE head: acceptance over the number of stages.
 
     python -m experiments.drafters.lateness [--data humaneval] [--sampling t06] [--prompts 16]
-        [--tokens 128] [--stages 1 2 4 8 12 16] [--control 8]
-        [--only "draft model"]
+        [--tokens 128] [--stages 1 2 4 8 12 16] [--only "draft model"]
 
 Level-per-step and best-first pipelines (``specpipe``, ``specpipe_bf``) of N stages with the bundled
 head: a feature arrives with its answer, N - 1 steps after its token was submitted, or as soon as
 its layers have computed it (``source.early=true``; run only where that is sooner). The draft model,
 which reads no features, is the control of what N costs without lateness. A second control is
-planted: at the stages of ``--control`` features leave the first stage, which no target could do, so
-that what is lost to lateness must come back. The two-group executor (``swiftspec``) drafts during
+planted (``--only "at once"``): features leave the first stage, which no target could do, so that
+what is lost to lateness must come back. The two-group executor (``swiftspec``) drafts during
 one pass of the target; its reference waits for each answer (``swiftspec_base``). Simulated time;
 counts do not depend on the machine. ``python -m experiments.drafters.page`` writes tables and
 figure.
@@ -18,7 +17,7 @@ figure.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.drafters.measure import Measured, Runs, Target, parsed, parser, write
@@ -33,7 +32,7 @@ DRAFTS: dict[str, tuple[str, ...]] = {
     "draft model": ("source=draft_model",),
 }
 AT_ONCE: Target = "at once"
-"""The planted control, run with the overrides of "early"."""
+"""The planted control, not run unless it is named."""
 PIPELINES = ("specpipe", "specpipe_bf")
 PROFILE = "clock.profile=uniform_30ms"  # drafting is free: only the order of events counts
 GROUPS = {"two groups in turns": "swiftspec_base", "two groups at once": "swiftspec"}
@@ -43,29 +42,24 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs all configurations; writes lateness-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.lateness")
     arguments.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16])
-    arguments.add_argument("--control", type=int, nargs="*", default=[8])
-    arguments.add_argument("--only", nargs="+", choices=DRAFTS, default=list(DRAFTS))
+    arguments.add_argument("--only", nargs="+", choices=(*DRAFTS, AT_ONCE), default=list(DRAFTS))
     arguments.add_argument("--width", type=int, default=16, help="nodes per step of a pipeline")
     args = parsed(arguments, given)
     runs, rows = Runs(args), list[dict[str, Any]]()
-    drafts = {name: DRAFTS[name] for name in args.only}
     for name, strategy in GROUPS.items():
-        for draft, overrides in _differing(drafts, 0).items():
-            found = runs.measured("tokens per pass", f"strategy={strategy}", *overrides, PROFILE)
-            _add(rows, name, 1, draft, found)
+        for draft in _differing(args.only, 1):
+            words = (f"strategy={strategy}", *DRAFTS[draft], PROFILE)
+            _add(rows, name, 1, draft, runs.measured("tokens per pass", *words))
     for num in args.stages:
         for strategy in PIPELINES:
             if (strategy, num) == ("specpipe", 1):
                 continue  # one stage answers before a level can follow: no hits with any source
             where = (f"strategy={strategy}", f"executor.stages={num}", f"policy.width={args.width}")
-            gained = steps_gained(num)
-            for draft, overrides in _differing(drafts, gained).items():
-                found = runs.measured("hit rate", *where, *overrides, PROFILE)
+            for draft in _differing(args.only, num):
+                target: Target = AT_ONCE if draft == AT_ONCE else "texts"
+                words = (*where, *DRAFTS["early" if draft == AT_ONCE else draft], PROFILE)
+                found = runs.measured("hit rate", *words, target=target)
                 _add(rows, strategy, num, draft, found)
-            if num in args.control and "early" in drafts:
-                words = (*where, *drafts["early"], PROFILE)
-                found = runs.measured("hit rate", *words, target=AT_ONCE)
-                _add(rows, strategy, num, AT_ONCE, found)
         write("lateness", {**runs.about, "width": args.width}, rows, args.results)
     return 0
 
@@ -81,9 +75,10 @@ def steps_gained(num_stages: int) -> int:
     return num_stages - 1 - next(i for i, (_, last) in enumerate(bounds) if highest < last)
 
 
-def _differing(drafts: Mapping[str, tuple[str, ...]], gained: int) -> dict[str, tuple[str, ...]]:
+def _differing(drafts: Sequence[str], num_stages: int) -> list[str]:
     """Without early features where they arrive with the answers: the run is the same."""
-    return {name: words for name, words in drafts.items() if name != "early" or gained}
+    same = {AT_ONCE: num_stages == 1, "early": not steps_gained(num_stages)}
+    return [name for name in drafts if not same.get(name)]
 
 
 def _add(

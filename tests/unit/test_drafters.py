@@ -48,8 +48,9 @@ def test_a_difference_is_over_the_same_prompts() -> None:
 def test_lateness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lateness, "GROUPS", {})
     monkeypatch.setattr(lateness, "PIPELINES", ("specpipe",))
-    small = [*SMALL, "--data", "stdlib", "--stages", "1", "3", "--control", "3"]
+    small = [*SMALL, "--data", "stdlib", "--stages", "1", "3"]
     lateness.main([*small, *where(tmp_path)])
+    lateness.main([*small, "--only", lateness.AT_ONCE, *where(tmp_path)])
     found = written("lateness", tmp_path)
     drafts = ["with the answers", "draft model", lateness.AT_ONCE]  # early ones gain no step
     assert [row["draft"] for row in found["rows"]] == drafts
