@@ -20,6 +20,7 @@ from experiments.reproduce.lab import Lab, Outcome
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics import RequestResult
+from specdec.metrics.loops import loop_share
 from specdec.pairs import ModelPair, PretrainedPair
 from specdec.runs.runners import TokenPrompt
 
@@ -169,7 +170,7 @@ class Runs:
             high=high,
             counts=counts.tolist(),
             steps_per_token=float(outcome.summary["steps_per_token"]),
-            loop_share=float(outcome.summary["loop_share"]),
+            loop_share=loop_share([result.output for result in outcome.results]),
             tokens=int(outcome.summary["new_tokens"]),
             cpu_s=round(process_time() - start, 1),
         )
@@ -187,6 +188,12 @@ def difference(one: Measured, other: Measured, seed: int = 0) -> tuple[float, fl
     return _interval(
         both, lambda s: s[..., 0] / floor(s[..., 1]) - s[..., 2] / floor(s[..., 3]), seed
     )
+
+
+def quotient(one: Measured, other: Measured, seed: int = 0) -> tuple[float, float, float]:
+    """(one / other, bounds of its bootstrap interval) over the prompts of both, in pairs."""
+    both = np.concatenate([np.array(one.counts), np.array(other.counts)], axis=1)  # [P, 4]
+    return _interval(both, lambda s: s[..., 0] * s[..., 3] / (s[..., 1] * s[..., 2]), seed)
 
 
 def _interval(
@@ -242,14 +249,16 @@ def write(name: str, about: dict[str, Any], rows: Sequence[dict[str, Any]], fold
 
 def _key(row: Mapping[str, Any]) -> str:
     """What was run in a row."""
-    left_out = ("measured", "revision", "command", "steps_gained", "shared")
+    left_out = ("measured", "revision", "command", "steps_gained", "shared", "target_rows", "kinds")
     return json.dumps({k: v for k, v in row.items() if k not in left_out}, sort_keys=True)
 
 
-def read(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The contents of all results of a script, with ``Measured`` in their rows."""
+def read(
+    name: str, folder: Path = RESULTS, workloads: Sequence[tuple[str, str]] = WORKLOADS
+) -> list[dict[str, Any]]:
+    """The contents of a script's results of ``workloads``, with ``Measured`` in their rows."""
     found = []
-    for data, sampling in WORKLOADS:
+    for data, sampling in workloads:
         path = folder / f"{name}-{data}-{sampling}.json"
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))

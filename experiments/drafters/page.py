@@ -2,8 +2,8 @@
 
     python -m experiments.drafters.page
 
-Replaces what is between ``<!-- NAME -->`` and ``<!-- end -->`` in ``docs/eagle.md`` and
-``docs/translated.md``; a test compares the pages with the results.
+Replaces what is between ``<!-- NAME -->`` and ``<!-- end -->`` in ``PAGES``; a test compares the
+pages with the results.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from experiments.drafters.lateness import AT_ONCE, DRAFTS, GROUPS, PIPELINES
-from experiments.drafters.measure import RESULTS, Measured, difference, read
+from experiments.drafters.measure import RESULTS, Measured, difference, quotient, read
+from experiments.drafters.presets import EDITS
 from experiments.drafters.sources import EXECUTORS
 from specdec.files import write_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("eagle.md", "translated.md")
+PAGES = ("eagle.md", "medusa.md", "suffix.md", "translated.md")
 _SETS = {"humaneval": "HumanEval", "gsm8k": "GSM8K"}
 _BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Rows = Sequence[dict[str, Any]]
@@ -57,6 +58,10 @@ def _title(content: dict[str, Any]) -> str:
         f"{_SETS[content['data']]}, `{content['sampling']}`, {content['prompts']} prompts of"
         f" {content['tokens']} tokens, loop_share {max(shares):.2f} (revision {revisions}):"
     )
+
+
+def _workload(content: dict[str, Any]) -> str:
+    return f"{_SETS[content['data']]}, `{content['sampling']}`"
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -115,9 +120,8 @@ def lateness_control(folder: Path = RESULTS) -> str:
                 continue
             found = _by_draft(rows, row["strategy"], row["stages"])
             late, early = (found[name] for name in list(DRAFTS)[:2])
-            workload = f"{_SETS[content['data']]}, `{content['sampling']}`"
             lines.append(
-                [workload, f"`{row['strategy']}`", str(row["stages"]), _cell(late)]
+                [_workload(content), f"`{row['strategy']}`", str(row["stages"]), _cell(late)]
                 + [_cell(row["measured"]), _change(row["measured"], late), _change(early, late)]
             )
     columns = ("", "", "stages", "with the answers", "at once", "at once - late", "early - late")
@@ -131,8 +135,7 @@ def lateness_groups(folder: Path = RESULTS) -> str:
         for name in GROUPS:
             found = _by_draft(content["rows"], name, 1)
             late, draft = (found.get(key) for key in ("with the answers", "draft model"))
-            workload = f"{_SETS[content['data']]}, `{content['sampling']}`"
-            lines.append([workload, name, _cell(late), _cell(draft)])
+            lines.append([_workload(content), name, _cell(late), _cell(draft)])
     return _grid(("", "", "EAGLE-3 head", "draft model"), lines)
 
 
@@ -261,12 +264,73 @@ def draw_tokenizers(contents: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+# ---------------------------------------------------------------------- presets side by side
+
+
+def _by_preset(content: dict[str, Any]) -> dict[str, Measured]:
+    return {row["preset"]: row["measured"] for row in content["rows"]}
+
+
+def _times(one: Measured, other: Measured) -> str:
+    value, low, high = quotient(one, other)
+    return f"{value:.2f}x ({low:.2f}-{high:.2f})"
+
+
+def ddtree(folder: Path = RESULTS) -> str:
+    """``ddtree`` over the static tree, a row per workload."""
+    lines = []
+    for content in read("presets", folder):
+        found = _by_preset(content)
+        medusa, tree = found["medusa"], found["ddtree"]
+        lines.append(
+            [_workload(content), _cell(medusa), _cell(tree), _times(tree, medusa)]
+            + [f"{medusa.loop_share:.2f}"]
+        )
+    columns = ("", "`medusa`, static tree", "`ddtree`", "`ddtree` / `medusa`", "loop_share")
+    return _grid(columns, lines)
+
+
+def suffix(folder: Path = RESULTS) -> str:
+    """``suffix`` over ``prompt_lookup``, a row per workload."""
+    lines = []
+    for content in read("presets", folder):
+        found = _by_preset(content)
+        rows = {row["preset"]: row["target_rows"] for row in content["rows"]}
+        cells = [_workload(content)]
+        for name in ("prompt_lookup", "suffix"):
+            cells += [_cell(found[name]), f"{rows[name]:,}"]
+        cells += [_times(found["suffix"], found["prompt_lookup"])]
+        lines.append([*cells, f"{found['suffix'].loop_share:.2f}"])
+    columns = ("", "`prompt_lookup`", "rows", "`suffix`", "rows", "quotient", "loop_share")
+    return _grid(columns, lines)
+
+
+def suffix_edits(folder: Path = RESULTS) -> str:
+    """Sources that copy text on the agent's edits, by kind of turn."""
+    (content,) = read("presets", folder, ((EDITS, "t06"),))
+    kinds, lines = ("rewrite", "resume"), []
+    base = _by_preset(content)["prompt_lookup"]
+    for row in content["rows"]:
+        cells = [f"`{row['preset']}`", _cell(row["measured"]), _times(row["measured"], base)]
+        for kind in kinds:
+            pairs = zip(row["measured"].counts, row["kinds"], strict=True)
+            counts = [count for count, of in pairs if of == kind]
+            tokens, passes = map(sum, zip(*counts, strict=True))
+            cells.append(f"{tokens / passes:.2f}")
+        lines.append([*cells, f"{row['target_rows']:,}"])
+    columns = ("", "all", "of `prompt_lookup`", *(f"`{kind}`" for kind in kinds), "rows")
+    return _grid(columns, lines)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "lateness": lateness,
     "lateness_control": lateness_control,
     "lateness_groups": lateness_groups,
     "sources": sources,
     "other_tokenizer": other_tokenizer,
+    "ddtree": ddtree,
+    "suffix": suffix,
+    "suffix_edits": suffix_edits,
 }
 """Name in a page -> its table."""
 

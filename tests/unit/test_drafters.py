@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.drafters import lateness, other_tokenizer, page, sources
+from experiments.drafters import lateness, other_tokenizer, page, presets, sources
 from experiments.drafters.measure import WORKLOADS, Measured, difference, ratio, read
 
 SMALL = ["--prompts", "2", "--tokens", "4"]
@@ -108,7 +108,7 @@ def test_a_page_that_was_edited_differs(tmp_path: Path) -> None:
 
 
 def test_stored_results_are_of_full_size() -> None:
-    for name in ("lateness", "sources", "other_tokenizer"):
+    for name in ("lateness", "sources", "other_tokenizer", "presets"):
         found = read(name)
         assert (found[0]["data"], found[0]["sampling"]) == WORKLOADS[0]
         assert {(one["prompts"], one["tokens"]) for one in found} == {(16, 128)}
@@ -121,3 +121,12 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     page.draw_lateness(read("lateness"), tmp_path / "lateness.png")
     page.draw_tokenizers(read("other_tokenizer"), tmp_path / "tokenizers.png")
     assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_presets_on_given_texts(tmp_path: Path) -> None:
+    presets.main(["--data", "edits", "--prompts", "2", "--tokens", "40", *where(tmp_path)])
+    path = tmp_path / "results" / "presets-edits-t06.json"
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert [row["preset"] for row in rows] == list(presets.COPYING)
+    assert all(row["kinds"] == ["rewrite"] * 2 for row in rows)
+    assert rows[0]["measured"]["tokens"] == rows[-1]["measured"]["tokens"] > 40
