@@ -1,4 +1,4 @@
-"""Presets beside the ones that they replace: ``ddtree`` and ``medusa``, ``suffix`` and prompt lookup.
+"""Presets beside those that they replace: ``ddtree`` and ``medusa``, ``suffix`` and prompt lookup.
 
     python -m experiments.drafters.presets [--data humaneval] [--sampling t06] [--prompts 16]
         [--tokens 128]
