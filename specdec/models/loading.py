@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging
 
 from specdec.errors import UserError
@@ -209,10 +211,11 @@ def _fill(
 ) -> None:
     """Reads the tensors that a stage needs and assigns them, or this rank's shares of them."""
     prefix = f"{model.base_model_prefix}."  # checkpoints of a base model omit it
+    stored_as = _stored_names(model, info)
     sources, missing = [], []  # sources: file, tensor, names of the parameters that share it
     for names in tied:
         aliases = (alias for name in names for alias in (name, name.removeprefix(prefix)))
-        source = next((alias for alias in aliases if alias in info.tensors), None)
+        source = next((stored_as[alias] for alias in aliases if alias in stored_as), None)
         used = [name for name in names if name in needed]
         if used and source is not None:
             sources.append((info.tensors[source], source, used))
@@ -232,6 +235,18 @@ def _fill(
                         tensor = stored.get_tensor(source).to(dtype)
                         whole = nn.Parameter(tensor, requires_grad=False)
                     _put(model, name, whole, info)
+
+
+def _stored_names(model: PreTrainedModel, info: ModelInfo) -> dict[str, str]:
+    """Name in the modules -> name in the checkpoint, where a family's names differ."""
+    renamings = [m for m in get_model_conversion_mapping(model) if isinstance(m, WeightRenaming)]
+    names = {}
+    for stored in info.tensors:
+        name = stored
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        names[name] = stored
+    return names
 
 
 def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> set[str]:

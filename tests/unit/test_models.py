@@ -25,9 +25,10 @@ from specdec.types import HiddenName
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folders of random models: untied llama in shards, tied qwen3, gpt2, opt."""
+    """Folders of random models: untied llama and gpt_neox in shards, tied qwen3, gpt2, opt."""
     folder = tmp_path_factory.mktemp("models")
-    for family, tied in (("llama", False), ("qwen3", True), ("gpt2", True), ("opt", True)):
+    ties = {"llama": False, "gpt_neox": False, "qwen3": True, "gpt2": True, "opt": True}
+    for family, tied in ties.items():
         options = {"tie_word_embeddings": tied}
         model = random_model(family, dtype="float32", options=options)
         model.save_pretrained(folder / family, max_shard_size="20KB")
@@ -220,7 +221,7 @@ def test_no_tokenizer(saved):
         load_tokenizer(saved / "llama")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt", "gpt_neox"])
 @pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 4), (0, 1, 3, 4)])
 def test_stages_equal_whole(saved, family, cuts):
     """Separately loaded stages, tied and untied, give the whole model's logits."""
