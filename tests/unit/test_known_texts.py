@@ -31,7 +31,7 @@ CELLS = {
 
 def small_runs(folder: Path) -> Runs:
     words = ["--data", "stdlib", "--prompts", "2", "--tokens", "12", f"--out={folder}"]
-    args: argparse.Namespace = parsed(parser("", "m"), words)
+    args: argparse.Namespace = parsed(parser("Counts.", "m"), words)
     return Runs(args)
 
 
