@@ -191,8 +191,9 @@ def _add_chain_ratios(
 def _tbt_figure(
     item: Item, findings: Findings, shown: Mapping[str, Mapping[str, float | None]]
 ) -> Any:
-    fig, (left, right) = figure(13.5, 6.0, 2)
-    bars(left, shown, form="{:.0f}")
+    fig, (left, right) = figure(max(13.5, 1.8 * len(shown)), 6.0, 2)
+    times = [ms for group in shown.values() for ms in group.values() if ms is not None]
+    bars(left, shown, form="{:.0f}" if max(times, default=0.0) > 50 else "{:.1f}")
     title = "simulated" + ("; group 'paper': stated" if "paper" in shown else "")
     tidy(left, x="draft", y="time between tokens (ms)", title=title)
     legend(left)
