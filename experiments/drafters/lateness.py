@@ -1,87 +1,94 @@
 """What late hidden states cost an EAGLE head: acceptance over the number of stages.
 
-    python -m experiments.drafters.lateness [--stages 2 4 8 16] [--prompts 16] [--tokens 128]
+    python -m experiments.drafters.lateness [--data humaneval] [--sampling t06] [--prompts 16]
+        [--tokens 128] [--stages 1 2 4 8 12 16] [--only "draft model"]
 
 Level-per-step and best-first pipelines (``specpipe``, ``specpipe_bf``) of N stages with the bundled
 head: a feature arrives with its answer, N - 1 steps after its token was submitted, or as soon as
-its layers have computed it (``source.early=true``). The draft model, which reads no features, is
-the control: what N costs it is not lateness. The two-group executor (``swiftspec``) drafts during
+its layers have computed it (``source.early=true``; run only where that is sooner). The draft model,
+which reads no features, is the control of what N costs without lateness. A second control is
+planted (``--only "at once"``): features leave the first stage, which no target could do, so that
+what is lost to lateness must come back. The two-group executor (``swiftspec``) drafts during
 one pass of the target; its reference waits for each answer (``swiftspec_base``). Simulated time;
-counts do not depend on the machine.
+counts do not depend on the machine. ``python -m experiments.drafters.page`` writes tables and
+figure.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
+from experiments.drafters.measure import Measured, Runs, Target, parsed, parser, write
+from specdec.executors.stage import split_layers
+from specdec.models.bundled import family_path
+from specdec.models.eagle_loading import HeadFiles
+from specdec.models.inspection import inspect_model
 
-from experiments.drafters.measure import Measured, Runs, parsed, parser, write
-
-DRAFTS = {
-    "eagle3, features with the answers": ("source=eagle",),
-    "eagle3, early features": ("source=eagle", "source.early=true"),
+DRAFTS: dict[str, tuple[str, ...]] = {
+    "with the answers": ("source=eagle",),
+    "early": ("source=eagle", "source.early=true"),
     "draft model": ("source=draft_model",),
 }
+AT_ONCE: Target = "at once"
+"""The planted control, not run unless it is named."""
 PIPELINES = ("specpipe", "specpipe_bf")
 PROFILE = "clock.profile=uniform_30ms"  # drafting is free: only the order of events counts
 GROUPS = {"two groups in turns": "swiftspec_base", "two groups at once": "swiftspec"}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs all configurations; writes lateness.json and eagle_lateness.png."""
+def main(given: Sequence[str] | None = None) -> int:
+    """Runs all configurations; writes lateness-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.lateness")
-    arguments.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8, 16])
+    arguments.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16])
+    arguments.add_argument("--only", nargs="+", choices=(*DRAFTS, AT_ONCE), default=list(DRAFTS))
     arguments.add_argument("--width", type=int, default=16, help="nodes per step of a pipeline")
-    args = parsed(arguments, words)
+    args = parsed(arguments, given)
     runs, rows = Runs(args), list[dict[str, Any]]()
-    for strategy in PIPELINES:
-        for num in args.stages:
-            for draft, overrides in DRAFTS.items():
-                where = (f"strategy={strategy}", f"executor.stages={num}")
-                size = f"policy.width={args.width}"
-                found = runs.measured("hit rate", *where, *overrides, size, PROFILE)
-                _add(rows, strategy, num, draft, found)
     for name, strategy in GROUPS.items():
-        for draft, overrides in DRAFTS.items():
-            found = runs.measured("tokens per pass", f"strategy={strategy}", *overrides, PROFILE)
-            _add(rows, name, 1, draft, found)
-    write("lateness", {**runs.about, "width": args.width}, rows, args.results)
-    draw(rows, args)
+        for draft in _differing(args.only, 1):
+            words = (f"strategy={strategy}", *DRAFTS[draft], PROFILE)
+            _add(rows, name, 1, draft, runs.measured("tokens per pass", *words))
+    for num in args.stages:
+        for strategy in PIPELINES:
+            if (strategy, num) == ("specpipe", 1):
+                continue  # one stage answers before a level can follow: no hits with any source
+            where = (f"strategy={strategy}", f"executor.stages={num}", f"policy.width={args.width}")
+            for draft in _differing(args.only, num):
+                target: Target = AT_ONCE if draft == AT_ONCE else "texts"
+                words = (*where, *DRAFTS["early" if draft == AT_ONCE else draft], PROFILE)
+                found = runs.measured("hit rate", *words, target=target)
+                _add(rows, strategy, num, draft, found)
+        write("lateness", {**runs.about, "width": args.width}, rows, args.results)
     return 0
+
+
+def steps_gained(num_stages: int) -> int:
+    """Steps by which early features of the bundled head precede the answers in a pipeline.
+
+    A feature is complete when the layer below its highest stream has been computed.
+    """
+    ids = HeadFiles(family_path("bundled:eagle3")).config["eagle_config"]
+    highest = max(ids["eagle_aux_hidden_state_layer_ids"]) - 1  # an id is of a stream that enters
+    bounds = split_layers(inspect_model(family_path("bundled:target")).num_layers, num_stages)
+    return num_stages - 1 - next(i for i, (_, last) in enumerate(bounds) if highest < last)
+
+
+def _differing(drafts: Sequence[str], num_stages: int) -> list[str]:
+    """Without early features where they arrive with the answers: the run is the same."""
+    same = {AT_ONCE: num_stages == 1, "early": not steps_gained(num_stages)}
+    return [name for name in drafts if not same.get(name)]
 
 
 def _add(
     rows: list[dict[str, Any]], strategy: str, num: int, draft: str, found: Measured | None
 ) -> None:
     if found is not None:
-        rows.append({"strategy": strategy, "stages": num, "draft": draft, "measured": found})
-        print(f"{strategy:20} N={num:2}  {draft:34} {found}  loops {found.loop_share:.2f}")
-
-
-def draw(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Hit rate over the number of stages, a panel per pipeline."""
-    figure, axes = plt.subplots(1, len(PIPELINES), figsize=(9, 3.4), sharey=True, squeeze=False)
-    for axis, strategy in zip(axes[0], PIPELINES, strict=True):
-        for draft in DRAFTS:
-            here = [r for r in rows if (r["strategy"], r["draft"]) == (strategy, draft)]
-            at: list[int] = [row["stages"] for row in here]
-            found: list[Measured] = [row["measured"] for row in here]
-            low = [m.value - m.low for m in found]
-            high = [m.high - m.value for m in found]
-            axis.errorbar(at, [m.value for m in found], (low, high), marker="o", label=draft)
-        axis.set(title=strategy, xlabel="stages", xscale="log")
-        axis.set_xticks(args.stages, [str(num) for num in args.stages])
-        axis.minorticks_off()
-    axes[0, 0].set_ylabel("hit rate (simulated)")
-    axes[0, 0].legend(fontsize=7, loc="lower right")
-    figure.tight_layout()
-    args.images.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.images / "eagle_lateness.png", dpi=110)
-    plt.close(figure)
+        gained = steps_gained(num)
+        row = {"strategy": strategy, "stages": num, "steps_gained": gained, "draft": draft}
+        rows.append({**row, "measured": found})
+        print(f"{strategy:20} N={num:2}  {draft:17} {found}  {found.cpu_s} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """How much acceptance a draft keeps when its tokenizer is another one (``source=translated``).
 
-    python -m experiments.drafters.other_tokenizer [--prompts 16] [--tokens 128] [--data humaneval]
+    python -m experiments.drafters.other_tokenizer [--data humaneval] [--sampling t06]
+        [--prompts 16] [--tokens 128]
 
 The bundled draft with a renumbered vocabulary that has the first 100, 75, 50, 25 and 0 per cent of
 the merges of the target's tokenizer, against the same draft as it is. The models are not trained on
 the other tokenization, so what is kept is a lower bound for a draft that is. Simulated time; counts
-do not depend on the machine.
+do not depend on the machine. ``python -m experiments.drafters.page`` writes table and figure.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-
-from experiments.drafters.measure import Measured, Runs, parsed, parser, write
+from experiments.drafters.measure import Runs, parsed, parser, write
 from specdec.models.bundled import family_path
 from specdec.models.loading import load_model
 from specdec.models.other_vocabulary import fast_tokenizer, other_tokenizer, with_vocabulary
@@ -28,7 +27,7 @@ PROFILE = "clock.profile=uniform_30ms"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs all shares; writes other_tokenizer.json and translated.png."""
+    """Runs all shares; writes other_tokenizer-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.other_tokenizer")
     arguments.add_argument("--shares", type=int, nargs="+", default=[100, 75, 50, 25, 0])
     args = parsed(arguments, words)
@@ -44,7 +43,6 @@ def main(words: Sequence[str] | None = None) -> int:
             rows.append({"policy": policy, "merges": share, "shared": shared, "measured": found})
             print(f"{policy:12} {share:3} % of merges, {shared:4} tokens  {found}", flush=True)
     write("other_tokenizer", runs.about, rows, args.results)
-    draw(rows, args.images)
     return 0
 
 
@@ -62,28 +60,6 @@ def save_draft(folder: Path, share: int) -> tuple[Path, int]:
         model.save_pretrained(folder)
         fast_tokenizer(other, eos_token="<|end|>", bos_token="<|end|>").save_pretrained(folder)
     return folder, len(parts)
-
-
-def draw(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Accepted draft tokens per pass, of those with the target's tokenizer."""
-    figure, axis = plt.subplots(figsize=(5.5, 3.4))
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        here = [row for row in rows if row["policy"] == policy]
-        full: Measured = here[0]["measured"]
-        gain = full.value - 1.0
-        at = [row["merges"] for row in here[1:]]
-        found: list[Measured] = [row["measured"] for row in here[1:]]
-        kept = [100 * (m.value - 1.0) / gain for m in found]
-        low = [100 * (m.value - m.low) / gain for m in found]
-        high = [100 * (m.high - m.value) / gain for m in found]
-        axis.errorbar(at, kept, (low, high), marker="o", label=policy)
-    axis.axhline(100, color="grey", linewidth=0.8)
-    axis.set(xlabel="merges of the tokenizer kept, %", ylabel="accepted tokens kept, %")
-    axis.legend()
-    figure.tight_layout()
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "translated.png", dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

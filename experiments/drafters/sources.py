@@ -1,11 +1,13 @@
 """Sources on three executors: local, a pipeline of 8 stages, two groups of devices.
 
-    python -m experiments.drafters.sources [--prompts 16] [--tokens 128]
+    python -m experiments.drafters.sources [--data humaneval] [--sampling t06] [--prompts 16]
+        [--tokens 128]
 
 Tokens per pass of the target on one device and on two groups, hit rate and steps per token on the
 pipeline; each source with the tree of ``best_first``, ``specpipe`` and ``swiftspec``, except where
 its own preset has another one (Medusa's static tree, the exit's chain and ``ppsd_tree``). "refused"
 is a combination that the library refuses. Simulated time; counts do not depend on the machine.
+``python -m experiments.drafters.page`` writes the tables.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.drafters.measure import Runs, parsed, parser, write
+from experiments.drafters.measure import Runs, Target, parsed, parser, write
 
 EXECUTORS = {
     "local": ("tokens per pass", ("strategy=best_first",)),
@@ -44,7 +46,7 @@ PROFILE = "clock.profile=uniform_30ms"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the table; writes sources.json and sources.md."""
+    """Runs the table; writes sources-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.sources")
     arguments.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES))
     args = parsed(arguments, words)
@@ -53,30 +55,12 @@ def main(words: Sequence[str] | None = None) -> int:
         for executor, (measure, preset) in EXECUTORS.items():
             own = OWN.get((source, executor))
             overrides = own or (*preset, *SOURCES[source])
-            found = runs.measured(measure, *overrides, PROFILE)
+            target: Target = "real" if source == "exit" else "texts"
+            found = runs.measured(measure, *overrides, PROFILE, target=target)
             rows.append({"source": source, "executor": executor, "measured": found})
             print(f"{source:14} {executor:14} {found or 'refused'}", flush=True)
     write("sources", runs.about, rows, args.results)
-    (args.results / "sources.md").write_text(table(rows), encoding="utf-8")
     return 0
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table in Markdown, with 95 % intervals over prompts."""
-    lines = [
-        "| source | local: tokens per pass | pipeline of 8: hit rate | steps per token |"
-        " two groups: tokens per pass | loop_share |",
-        "|---|---|---|---|---|---|",
-    ]
-    for source in dict.fromkeys(row["source"] for row in rows):
-        found = {row["executor"]: row["measured"] for row in rows if row["source"] == source}
-        piped = found["pipeline of 8"]
-        steps = "-" if piped is None else f"{piped.steps_per_token:.2f}"
-        cells = [str(found[name] or "refused") for name in EXECUTORS]
-        loops = [one.loop_share for one in found.values() if one is not None]
-        cells[2:2] = [steps]
-        lines.append(f"| `{source}` | {' | '.join(cells)} | {max(loops, default=0):.2f} |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

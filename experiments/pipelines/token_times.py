@@ -41,8 +41,10 @@ def tbt(item: Item, lab: Lab) -> Findings:
     decoding), ``ratios`` (claim -> [slow, fast]), ``values`` (claim -> row), ``chains`` (row ->
     drafts and overrides: methods with hits from an acceptance trace, on other prompts),
     ``chain_ratios`` (claim -> [slow, fast], the slow one a chain; on the drafts of
-    ``chain_against``), ``values_of`` (drafts of ``values``), ``paper`` (row -> the
-    paper's milliseconds, for the picture), ``paced`` (run with ``--paced``).
+    ``chain_against``), ``heads`` (row -> ``drafts``, ``words``, rows ``beside`` it and ``ratios``:
+    a method that runs a trained head on a real target, with those rows on the same prompts),
+    ``values_of`` (drafts of ``values``), ``paper`` (row -> the paper's milliseconds, for the
+    picture), ``paced`` (run with ``--paced``).
     """
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -58,6 +60,8 @@ def tbt(item: Item, lab: Lab) -> Findings:
         shown[draft.short] = {name: run.tbt_ms for name, run in runs.items()}
         _add_ratios(findings, config, draft, runs)
         _add_chain_ratios(findings, config, draft, runs, chains)
+    for draft, runs in _heads(item, lab, findings, table):
+        shown[draft.short] = {name: run.tbt_ms for name, run in runs.items()}
     for traced in chains.values():
         for draft, run in traced:
             shown.setdefault("traced chains", {})[draft.short] = run.tbt_ms
@@ -144,6 +148,23 @@ def _chains(
     return chains
 
 
+def _heads(
+    item: Item, lab: Lab, findings: Findings, table: list[tuple[Any, ...]]
+) -> list[tuple[Draft, dict[str, Outcome]]]:
+    """Rows with a trained head, each beside rows of ``rows`` that decode the same tokens."""
+    found = []
+    for name, head in item.config.get("heads", {}).items():
+        rows = {row: item.config["rows"][row] for row in head["beside"]} | {name: head["words"]}
+        for draft in drafts(head["drafts"], item, lab, findings):
+            runs = run_rows(lab, draft, item.config["common"], rows)
+            plain = next(iter(runs.values()))
+            table += [row_of(draft, row, run, plain=plain) for row, run in runs.items()]
+            for claim, (slow, fast) in head.get("ratios", {}).items():
+                add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast])
+            found.append((draft, runs))
+    return found
+
+
 def _add_chain_ratios(
     findings: Findings,
     config: Mapping[str, Any],
@@ -168,8 +189,9 @@ def _add_chain_ratios(
 def _tbt_figure(
     item: Item, findings: Findings, shown: Mapping[str, Mapping[str, float | None]]
 ) -> Any:
-    fig, (left, right) = figure(13.5, 6.0, 2)
-    bars(left, shown, form="{:.0f}")
+    fig, (left, right) = figure(max(13.5, 1.8 * len(shown)), 6.0, 2)
+    times = [ms for group in shown.values() for ms in group.values() if ms is not None]
+    bars(left, shown, form="{:.0f}" if max(times, default=0.0) > 50 else "{:.1f}")
     title = "simulated" + ("; group 'paper': stated" if "paper" in shown else "")
     tidy(left, x="draft", y="time between tokens (ms)", title=title)
     legend(left)

@@ -26,6 +26,7 @@ from specdec.errors import UserError
 from specdec.files import plain, write_json
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.metrics.compare import speed_ratio_interval
+from specdec.models.bundled import family_path
 from specdec.pairs import HuggingFacePair, ModelPair, ReplayModels
 from specdec.report import RequestWriter, read_requests
 from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
@@ -110,7 +111,7 @@ class Lab:
         """
         config = run_job_of(_last_wins(overrides)).config
         pair, prompts = self._prepare(config)
-        key = {"config": config, "models": _identity(pair), "code": code_hash()}
+        key = {"config": config, "models": _identity(pair, config), "code": code_hash()}
         folder = self.folder / "runs" / _hash(key)
         path, done = folder / "requests.jsonl", folder / "summary.json"
         with _locked(folder):
@@ -163,7 +164,7 @@ class Lab:
     def _job(self, overrides: Sequence[str], kind: str, result_file: str) -> Path:
         config = run_job_of(_last_wins(overrides)).config
         pair, _ = self._prepare(config)
-        key = {"config": config, "models": _identity(pair), "code": code_hash()}
+        key = {"config": config, "models": _identity(pair, config), "code": code_hash()}
         folder = self.folder / kind / _hash(key)
         with _locked(folder):
             if not (folder / result_file).is_file():
@@ -251,14 +252,24 @@ def _decode(
     return getattr(runner.parts.policy, "expansions", None)
 
 
-def _identity(pair: ModelPair) -> Any:
-    """Distinguishes trained models and records; None for synthetic models."""
+def _identity(pair: ModelPair, config: Mapping[str, Any]) -> Any:
+    """Distinguishes trained models, heads and records; None for synthetic models."""
     if isinstance(pair, ReplayModels):
         return plain(pair.about)
     if not isinstance(pair, HuggingFacePair):
         return None
     models = (pair.target, pair.draft)
-    return [float(sum(p.double().abs().sum() for p in m.parameters())) for m in models if m]
+    sums = [float(sum(p.double().abs().sum() for p in m.parameters())) for m in models if m]
+    folders = [config["model"].get(name) for name in ("eagle_head", "exit_heads", "translated")]
+    return [*sums, *(_digest(Path(family_path(name))) for name in folders if name)]
+
+
+def _digest(folder: Path) -> str:
+    """Hash of the weights and configurations in a folder; of nothing if it does not exist."""
+    found = hashlib.sha256()
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("config.json"))):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _last_wins(overrides: Sequence[str]) -> list[str]:

@@ -38,7 +38,7 @@ likeliest tokens. A head that is read wrongly decodes the same text, only more s
   --json        file for the figures, "-" for the screen in place of the table
 
 Exit status: 1 another reading than the folder's is better, by more than 2 % and by a standard
-error over the texts; else 0.
+error over the texts, or none has accepted tokens; else 0.
 
 Examples
   specdec doctor
@@ -46,6 +46,7 @@ Examples
 """
 
 _CLOSE = 0.02  # share of the best reading's accepted tokens within which the folder's own is right
+_LEAST = 0.05  # tokens accepted per draft; a head that is trained for the target has more than one
 _ERRORS = 1.0  # standard errors over texts by which another reading must be better
 
 
@@ -165,7 +166,12 @@ def _compared(known: Sequence[Reading], counts: Sequence[Accepted]) -> dict[str,
     gains = [b - a for a, b in zip(counts[0].by_text, counts[best].by_text, strict=True)]
     by_chance = sum(gains) <= _ERRORS * sum(gain * gain for gain in gains) ** 0.5
     right = own >= (1.0 - _CLOSE) * top or by_chance
-    return {"readings": rows, "best": known[0 if right else best].name, "is_right": right}
+    return {
+        "readings": rows,
+        "best": known[0 if right else best].name,
+        "fits": top >= _LEAST,
+        "is_right": right and top >= _LEAST,
+    }
 
 
 def _show(report: dict[str, Any], json_file: str | None) -> None:
@@ -204,6 +210,11 @@ def _show(report: dict[str, Any], json_file: str | None) -> None:
 def _verdict(report: dict[str, Any]) -> list[str]:
     """What to do."""
     own, *others = report["readings"]
+    if not report["fits"]:
+        return [
+            "The target accepts next to nothing under any reading: the head was trained for another"
+            " target, or not at all."
+        ]
     if report["is_right"]:
         worst = max(others, key=lambda row: row["loss"], default=None)
         told = "The folder is read as the head was trained: no other accepts clearly more."

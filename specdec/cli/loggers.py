@@ -13,6 +13,7 @@ from specdec.parts.fields import Text, validated
 _PICTURES = ("run.png", "comparison.png")
 _HISTOGRAMS = {
     "acceptance_by_depth": "depth",
+    "drafted_share_by_context": "context",
     "drafted_share_by_position": "position",
     "path_lengths": "tokens_per_answer",
 }

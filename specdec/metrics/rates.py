@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
 
+LEAST_CONTEXT = 128
+"""End of the first bucket of ``drafted_share_by_context``; each further one is twice as long."""
+
 MAX_OVERRUN_SHARE = 0.02
 """Largest share of overruns among pieces of paced work for which a run's times are valid."""
 
@@ -137,6 +140,20 @@ def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
     return {start: drafted[start] / emitted[start] for start in sorted(emitted)}
 
 
+def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
+    """Context length below which a bucket's tokens are -> share that a source proposed.
+
+    The context of a token is the prompt and the output before it.
+    """
+    drafted, emitted = Counter[int](), Counter[int]()
+    for result in results:
+        for context, origin in enumerate(result.origins, start=result.num_prompt):
+            end = max(LEAST_CONTEXT, 1 << context.bit_length())
+            emitted[end] += 1
+            drafted[end] += origin >= 0
+    return {end: drafted[end] / emitted[end] for end in sorted(emitted)}
+
+
 def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> dict[str, Any]:
     """Counts by depth (empty for one level per step), by position and by origin."""
     accepted, judged, paths, origins = (Counter[int]() for _ in range(4))
@@ -152,6 +169,7 @@ def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> di
         "path_lengths": paths,
         "tokens_by_origin": origins,
         "drafted_share_by_position": drafted_by_position(results),
+        "drafted_share_by_context": drafted_by_context(results),
     }
     return {name: {str(k): of[k] for k in sorted(of)} for name, of in histograms.items()}
 

@@ -102,6 +102,8 @@ def title_of(conditions: Mapping[str, Any]) -> str:
     if conditions.get("data") is not None:
         count = conditions.get("num_prompts")
         parts.append(f"data={conditions['data']}" + (f" ({count} prompts)" if count else ""))
+    if conditions.get("chat_template"):
+        parts.append("chat template applied")
     for key in ("sampling", "max_new_tokens", "executor", "dtype"):
         if conditions.get(key) is not None:
             parts.append(f"{key}={_inline(conditions[key])}")
@@ -175,6 +177,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     ]
     notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
     notes += _disturbed_note(rows)
+    notes += _context_notes(rows)
     few = [
         row
         for row in rows
@@ -204,6 +207,20 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             " flatter every speculative method: compare under sampling=t06 or no_repeat4 too."
         )
     return notes
+
+
+def _context_notes(rows: Sequence[Row]) -> list[str]:
+    """How much sources proposed at short and at long contexts, where there are both."""
+    by_ends: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        shares: Mapping[str, float] = row.get("drafted_share_by_context") or {}
+        if len(shares) > 1 and any(shares.values()):
+            text = f"{row['strategy']} {', '.join(f'{share:.2f}' for share in shares.values())}"
+            by_ends.setdefault(tuple(shares), []).append(text)
+    return [
+        f"Share of drafted tokens at contexts below {', '.join(ends)} tokens: {'; '.join(texts)}."
+        for ends, texts in by_ends.items()
+    ]
 
 
 def _disturbed_note(rows: Sequence[Row]) -> list[str]:

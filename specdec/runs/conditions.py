@@ -38,6 +38,8 @@ def conditions_of(
         "threads": torch.get_num_threads(),
         "repeats": repeats,
     }
+    if getattr(pair.tokenizer, "chat_template", None) and cfg["data"].get("chat") != "never":
+        conditions["chat_template"] = True
     if "profile" in clock and "_target_" not in clock:
         conditions["clock_profile"] = clock["profile"]
         conditions["clock_scale"] = clock["scale"]

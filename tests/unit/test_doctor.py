@@ -223,11 +223,15 @@ def test_the_bundled_target_continues_prompts(
 
     target = load_hf(Path(family_path("bundled:target")))
     save_head(new_head(target, head_config(target, Eagle3Spec()), None, 0), tmp_path)
-    words = ["doctor", str(tmp_path), "--prompts", "1", "--new-tokens", "12", "--json", "-"]
-    assert main(words) in (0, 1)
+    words = ["doctor", str(tmp_path), "--prompts", "1", "--new-tokens", "12"]
+    assert main([*words, "--json", "-"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["drafts"] > 0
     assert report["readings"][0]["reading"] == "as on disk"
+    assert not report["fits"]
+    assert main(words) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "trained for another target, or not at all" in shown
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""A target that writes known texts: the counts of a run are those of the real target."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.drafters import known_texts
+from experiments.drafters.measure import Runs, Target, parsed, parser
+from specdec.executors import row_packing
+
+PROFILE = "clock.profile=uniform_30ms"
+CELLS = {
+    "levels": ("hit rate", "strategy=specpipe", "executor.stages=8", "source=eagle"),
+    "levels, early": (
+        *("hit rate", "strategy=specpipe", "executor.stages=16"),
+        *("source=eagle", "source.early=true"),
+    ),
+    "best first, early": (
+        *("hit rate", "strategy=specpipe_bf", "executor.stages=16"),
+        *("source=eagle", "source.early=true"),
+    ),
+    "two groups": ("tokens per pass", "strategy=swiftspec", "source=eagle"),
+    "one device": ("tokens per pass", "strategy=medusa"),
+}
+
+
+def small_runs(folder: Path) -> Runs:
+    words = ["--data", "stdlib", "--prompts", "2", "--tokens", "12", f"--out={folder}"]
+    args: argparse.Namespace = parsed(parser("Counts.", "m"), words)
+    return Runs(args)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return small_runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_counts_are_those_of_the_real_target(cell: str, runs: Runs) -> None:
+    measure, *overrides = CELLS[cell]
+    width = ("policy.width=8",) if measure == "hit rate" else ()
+    targets: tuple[Target, ...] = ("texts", "real")
+    found = [runs.counted(*overrides, *width, PROFILE, target=target) for target in targets]
+    known, real = ([(r.output, r.counters) for r in one.results] for one in found)
+    assert known == real
+    assert sum(len(output) for output, _ in known) >= 12
+
+
+def test_early_states_that_gain_no_step_change_nothing(runs: Runs) -> None:
+    """Up to four stages the highest stream of the bundled head is in the last one."""
+    cell = ("strategy=specpipe", "executor.stages=4", "source=eagle", "policy.width=8", PROFILE)
+    found = [runs.counted(*cell, f"source.early={early}") for early in ("true", "false")]
+    early, late = ([r.counters for r in one.results] for one in found)
+    assert early == late
+
+
+def test_states_of_another_row_would_be_seen(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control of the comparison: rows are exchanged on their way."""
+    right = row_packing._by_item
+
+    def exchanged(batch, captured):  # type: ignore[no-untyped-def]
+        return right(batch, {name: rows.roll(1, 0) for name, rows in captured.items()})
+
+    _, *overrides = CELLS["levels"]
+    overrides += ["policy.width=8", PROFILE]
+    real = [r.counters for r in runs.counted(*overrides, target="real").results]
+    monkeypatch.setattr(row_packing, "_by_item", exchanged)
+    wrong = small_runs(tmp_path).counted(*overrides).results
+    assert [r.counters for r in wrong] != real
+
+
+def test_states_of_nodes_beside_the_text_are_those_of_a_fresh_pass() -> None:
+    """In any order of the requests, and with their ancestors left out."""
+    from specdec.pairs import PretrainedPair
+    from specdec.types import HiddenName
+
+    pair = PretrainedPair(target="bundled:target")
+    text = known_texts.KnownText(np.arange(10, 30))
+    known = known_texts.KnownTexts(pair, {0: text})
+    known.stage(0, 24, None, capture=(HiddenName(11), HiddenName(20)))  # type: ignore[arg-type]
+    states = text.states(known.target_runner())
+    keys = [(5, 700, 701), (7, 90), (5, 700), (5, 702)]
+    for key, found in zip(keys, states.beside(keys), strict=True):
+        path = np.concatenate([text.tokens[: key[0] + 1], key[1:]])
+        fresh = known_texts.KnownText(path).states(known.target_runner()).on_text
+        for name, state in found.items():
+            torch.testing.assert_close(state, fresh[name][-1], atol=1e-4, rtol=1e-4)
