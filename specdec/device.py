@@ -1,9 +1,10 @@
-"""Copies between host and device, and probability rows that stay on their device until needed.
+"""Copies between host and device, and rows of probabilities in forms smaller than [A, V].
 
 With a vocabulary of 128k, a row of float64 takes a megabyte. Parts that support ``DeviceProbs``
-work on the device; for all others it converts to an array, by one copy, when used as one.
+work on the device, and those that support ``SupportProbs`` on the tokens of positive probability;
+for all others both convert to an array when used as one.
 
-Shape letters: A rows, V vocabulary, W selected rows.
+Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entries of all rows.
 """
 
 from __future__ import annotations
@@ -64,12 +65,56 @@ class DeviceProbs:
         return np.asarray(to_host(self.rows), dtype)
 
 
-Probs: TypeAlias = _Array | DeviceProbs
+@dataclass(frozen=True, slots=True, eq=False)
+class SupportProbs:
+    """Normalised probabilities on the host, stored for the tokens whose probability is positive.
+
+    Attributes:
+        ids: int64[A, S], or [S] for a single row: token ids, increasing up to the padding.
+        values: float64[A, S] or [S]; 0 in the padding.
+        vocab_size: V.
+    """
+
+    ids: npt.NDArray[np.int64]
+    values: _Array
+    vocab_size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that this converts to."""
+        return (*self.ids.shape[:-1], self.vocab_size)
+
+    @property
+    def support(self) -> tuple[npt.NDArray[np.int64], _Array]:
+        """Token ids int64[N] and probabilities float64[N], without padding, row by row."""
+        positive = self.values > 0.0
+        return self.ids[positive], self.values[positive]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int | slice | npt.NDArray[np.int64]) -> SupportProbs:
+        """Returns a row or some rows."""
+        return SupportProbs(self.ids[index], self.values[index], self.vocab_size)
+
+    def __iter__(self) -> Iterator[SupportProbs]:
+        return (self[row] for row in range(len(self)))
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
+        """Writes the rows out, float64[A, V]."""
+        dense = np.zeros(self.shape)
+        ids, values = self.support
+        rows = np.nonzero(self.values)[:-1]
+        dense[(*rows, ids)] = values
+        return np.asarray(dense, dtype)
+
+
+Probs: TypeAlias = _Array | DeviceProbs | SupportProbs
 """Rows of probabilities, on the host or on a device."""
 
 
 def on_host(probs: Probs) -> _Array:
-    """Returns the probabilities as an array; see ``DeviceProbs``."""
+    """Returns the probabilities as an array; see ``DeviceProbs`` and ``SupportProbs``."""
     return np.asarray(probs)
 
 

@@ -33,7 +33,6 @@ from specdec.types import (
 )
 
 _STOP_TAIL_TOKENS = 8  # decoded in addition to one token per byte of the longest stop string
-
 _MAX_IDLE_STEPS = 10_000  # far beyond any pipeline's latency; stops an endless loop
 
 TARGET_ORIGIN = -1
@@ -68,8 +67,7 @@ class StopRules:
             )
         if self.stop_strings and self.decode is None:
             raise ValueError(
-                f"stop_strings={self.stop_strings} requires decode, a function from token ids to"
-                " text"
+                f"stop_strings={self.stop_strings} requires decode, from token ids to text"
             )
 
     def reason(self, output: Sequence[int]) -> str | None:
@@ -94,6 +92,7 @@ class RequestState:
         emitted_s: time of each, in seconds of the run's clock.
         finish_reason: why the request is complete; None while it is not.
         prefill_sent: prompt tokens submitted to the target so far.
+        max_cached: entries that the target's caches reserve: prompt, output and nodes of the tree.
         last_kind: kind of the last commit; None before the first.
     """
 
@@ -130,11 +129,11 @@ class RequestState:
         self.output_origins: list[int] = []
         self.finish_reason: str | None = None
         self.prefill_sent = 0
+        self.max_cached = self.num_prompt + stop.max_new_tokens
         self.last_kind: CommitKind | None = None
         self.counters = RequestCounters()
-        self._tokens = np.concatenate(
-            [np.asarray(prompt, np.int64), np.zeros(stop.max_new_tokens + 1, np.int64)]
-        )
+        room = np.zeros(stop.max_new_tokens + 1, np.int64)
+        self._tokens = np.concatenate([np.asarray(prompt, np.int64), room])
         self._num_tokens = len(prompt)
         self.tree = TokenTree(token=int(prompt[-1]), position=len(prompt) - 1)
 

@@ -25,6 +25,8 @@ from specdec.device import to_device
 from specdec.types import IntArray
 
 _FIRST_BLOCKS = 64  # that a new pool allocates
+_LEAST_GROWTH = 128  # slots
+_GROWTH = 1 / 32  # of the capacity: requests reserve what they need, so caches seldom grow
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -74,9 +76,18 @@ class Contiguous:
         layers: the same memory as ``layer_views``.
     """
 
-    def __init__(self, *, make: Callable[[int], Tensor], capacity: int) -> None:
-        """Allocates ``capacity`` slots by ``make``: number of slots -> [L, 2, G, slots, D]."""
+    def __init__(
+        self, *, make: Callable[[int], Tensor], capacity: int, growth: float = _GROWTH
+    ) -> None:
+        """Allocates the first slots.
+
+        Args:
+            make: number of slots -> [L, 2, G, slots, D].
+            capacity: slots to allocate at first.
+            growth: share of its capacity by which full memory grows at least.
+        """
         self._make = make
+        self._growth = growth
         self._allocate(capacity)
 
     @property
@@ -85,10 +96,11 @@ class Contiguous:
         return self.tensor.shape[3]
 
     def reserve(self, end: int, used: int) -> None:
-        """Allocates room for ``end`` slots, at least doubling; keeps the first ``used``."""
+        """Allocates room for ``end`` slots, and some more; keeps the first ``used``."""
         if end > self.capacity:
             old = self.tensor
-            self._allocate(max(end, 2 * self.capacity))
+            more = max(_LEAST_GROWTH, int(self._growth * self.capacity))
+            self._allocate(max(end, self.capacity + more))
             self.tensor[:, :, :, :used] = old[:, :, :, :used]
 
     def writer(self, start: int, end: int) -> Store:
@@ -154,7 +166,9 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: low numbers first
         most = num_blocks * block_tokens
         self._memory = Contiguous(
-            make=lambda slots: spec.empty(min(slots, most)), capacity=_FIRST_BLOCKS * block_tokens
+            make=lambda slots: spec.empty(min(slots, most)),
+            capacity=_FIRST_BLOCKS * block_tokens,
+            growth=1.0,
         )
 
     @property

@@ -143,7 +143,7 @@ class DistributedExecutor:
         self._opens.append(
             OpenedRequest(
                 id=request.id,
-                max_len=request.num_prompt + request.stop.max_new_tokens,
+                max_len=request.max_cached,
                 sampling=sampling,
                 tokens=request.tokens.copy() if sampling.needs_history else _NO_TOKENS,
             )

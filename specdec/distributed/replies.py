@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from specdec.device import Probs, on_host
+from specdec.device import Probs, SupportProbs, on_host
 from specdec.distributed.messages import HEADER_WORDS, Kind, pack_message
 from specdec.types import (
     Answers,
@@ -45,9 +45,10 @@ class Reply:
 
     Attributes:
         kind: one of ``REPLIES``.
-        body: int64[n]; tokens of answers, or candidates as packed by ``exits_reply``.
+        body: int64[n]; answers as packed by ``answers_reply``, or candidates by ``exits_reply``.
         rows: content of the second message, on the host, or None: distributions float64[W, V] of
-            the answers or of each exit, or hidden states [R, E] of each name, concatenated.
+            the answers or of each exit, supports float64[2, N] of the answers' distributions, or
+            hidden states [R, E] of each name, concatenated.
     """
 
     kind: Kind
@@ -86,9 +87,21 @@ class ReceivedReply:
 
 
 def answers_reply(answers: Sequence[Answers]) -> Reply:
-    """The last rank's reply for all tree rows that it has computed."""
-    probs = [a.probs for a in answers if a.probs is not None]
-    return Reply(Kind.ANSWERS, np.concatenate([a.tokens for a in answers]), _joined(probs))
+    """The last rank's reply for all tree rows that it has computed.
+
+    The body is the tokens [W]. Distributions that filters have cut are sent as supports: the body
+    continues with V and the number of entries of each row [W], and the second message is the token
+    ids and the probabilities of all entries, float64[2, N].
+    """
+    tokens = np.concatenate([a.tokens for a in answers])
+    given = [a.probs for a in answers if a.probs is not None]
+    supports = [probs for probs in given if isinstance(probs, SupportProbs)]
+    if not supports or len(supports) < len(given):
+        return Reply(Kind.ANSWERS, tokens, _joined(given))
+    counts = [np.count_nonzero(probs.values, axis=1) for probs in supports]
+    entries = np.concatenate([np.stack(probs.support) for probs in supports], axis=1)
+    body = np.concatenate([tokens, [supports[0].vocab_size], *counts])
+    return Reply(Kind.ANSWERS, body, torch.from_numpy(entries))
 
 
 def read_answers(reply: Reply, batch: Batch, is_open: Callable[[int], bool]) -> tuple[Answers, ...]:
@@ -99,17 +112,30 @@ def read_answers(reply: Reply, batch: Batch, is_open: Callable[[int], bool]) -> 
         batch: the rows that were computed, according to rank 0.
         is_open: whether a request is still open; answers of other requests are dropped.
     """
-    tokens = reply.body
-    assert len(tokens) == batch.num_nodes, "rank 0 and the last rank disagree"
+    num = batch.num_nodes
+    tokens, rest = reply.body[:num], reply.body[num:]
+    assert len(tokens) == num, "rank 0 and the last rank disagree"
+    assert len(rest) in (0, num + 1), "rank 0 and the last rank disagree"
+    probs: Probs | None = None if reply.rows is None else reply.rows.numpy()
+    if len(rest) and reply.rows is not None:
+        probs = _supports(reply.rows.numpy(), vocab_size=int(rest[0]), counts=rest[1:])
     return tuple(
         Answers(
             request=rows.request,
             node_ids=rows.node_ids,
             tokens=tokens[part],
-            probs=_rows(reply.rows, part),
+            probs=None if probs is None else probs[part],
         )
         for rows, part in _by_request(batch, is_open)
     )
+
+
+def _supports(entries: FloatArray, *, vocab_size: int, counts: IntArray) -> SupportProbs:
+    """Inverse of the second message of ``answers_reply``, float64[2, N]."""
+    used = np.arange(counts.max()) < counts[:, None]
+    ids, values = np.zeros(used.shape, np.int64), np.zeros(used.shape)
+    ids[used], values[used] = entries
+    return SupportProbs(ids, values, vocab_size)
 
 
 def exits_reply(exits: Sequence[Exits]) -> Reply:

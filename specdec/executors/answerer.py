@@ -12,6 +12,7 @@ from specdec.device import Probs
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
+from specdec.sampling.on_device import Weighted
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Answers, Batch, Commit, IntArray, TreeRows
 
@@ -150,4 +151,7 @@ class ModelAnswerer:
             tokens = transform.sample(logits, uniforms, known)
             return tokens, transform.proposal_probs(logits, known)
         distribution = transform.distribution(logits, known)
-        return distribution.sample(uniforms), distribution.probs()
+        tokens = distribution.sample(uniforms)
+        if isinstance(distribution, Weighted):
+            return tokens, distribution.probs()
+        return tokens, distribution.on_support()

@@ -99,7 +99,7 @@ class LocalExecutor:
 
     def open(self, request: RequestState) -> None:
         """Allocates the request's cache."""
-        self._stage.open(request.id, request.num_prompt + request.stop.max_new_tokens)
+        self._stage.open(request.id, request.max_cached)
         self._answerer.open(request)
 
     def submit(self, batch: Batch) -> None:

@@ -152,7 +152,7 @@ class PipelineExecutor:
     def open(self, request: RequestState) -> None:
         """Allocates the request's cache on every stage."""
         for stage in self._stages:
-            stage.open(request.id, request.num_prompt + request.stop.max_new_tokens)
+            stage.open(request.id, request.max_cached)
         self._answerer.open(request)
         if self._exits is not None:
             self._exits.open(request)

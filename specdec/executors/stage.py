@@ -47,7 +47,7 @@ class Stage(Protocol):
     """A slice of the target."""
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Allocates the cache of a request of at most ``max_len`` tokens."""
+        """Allocates the cache of a request of at most ``max_len`` entries, nodes included."""
         ...
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
@@ -71,7 +71,7 @@ class ModelStage:
         self._caches: dict[int, TreeCache] = {}
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Allocates the request's cache; its tree region grows as needed."""
+        """Allocates the request's cache, which grows if it needs more."""
         make, pool = self.runner.new_cache, self.pool
         self._caches[request_id] = make(max_len) if pool is None else make(max_len, pool)
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from accelerate import init_empty_weights
@@ -39,6 +41,10 @@ DTYPES = {
     "float16": torch.float16,
 }
 """Supported values of ``model.dtype``."""
+
+Weights: TypeAlias = WeakValueDictionary[tuple[Any, ...], nn.Parameter]
+"""Parameters in use, by file, tensor, share, dtype and device. Stages that have layers in common
+share their memory, which is freed with the last of them."""
 
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, ArithmeticError)
 """What transformers raises for configurations and weights that it cannot use."""
@@ -91,6 +97,7 @@ def load_stage(
     dtype: str = "float32",
     device: str = "cpu",
     group: Collective | None = None,
+    loaded_before: Weights | None = None,
 ) -> PreTrainedModel:
     """Loads a model with weights for layers first .. last - 1 only.
 
@@ -104,6 +111,8 @@ def load_stage(
         dtype, device: as in ``load_model``.
         group: tensor-parallel group; only this rank's shares of linear layers are read. None: whole
             layers.
+        loaded_before: parameters in use, which are shared instead of read again; those that are
+            read are added. None: all are read.
 
     Raises:
         UserError: as ``load_model``; also for quantised weights, or a family that cannot be
@@ -124,7 +133,9 @@ def load_stage(
     tied = _tied_groups(loaded)
     cuts = {} if group is None else shard_modules(loaded, group)
     needed = _needed_names(loaded, first_layer, last_layer)
-    _fill(loaded, info, needed, tied, cuts, kind, place)
+    weights = Weights() if loaded_before is None else loaded_before
+    sources = _sources(loaded, info, needed, tied)
+    _fill(loaded, info, sources, cuts, weights, kind, place)
     for module in loaded.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(place))
@@ -200,19 +211,13 @@ def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
     return list(groups.values())
 
 
-def _fill(
-    model: PreTrainedModel,
-    info: ModelInfo,
-    needed: set[str],
-    tied: list[list[str]],
-    cuts: Mapping[str, Cut],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Reads the tensors that a stage needs and assigns them, or this rank's shares of them."""
+def _sources(
+    model: PreTrainedModel, info: ModelInfo, needed: set[str], tied: list[list[str]]
+) -> list[tuple[str, str, list[str]]]:
+    """The tensors that a stage needs: file, tensor, names of the parameters that share it."""
     prefix = f"{model.base_model_prefix}."  # checkpoints of a base model omit it
     stored_as = _stored_names(model, info)
-    sources, missing = [], []  # sources: file, tensor, names of the parameters that share it
+    sources, missing = [], []
     for names in tied:
         aliases = (alias for name in names for alias in (name, name.removeprefix(prefix)))
         source = next((stored_as[alias] for alias in aliases if alias in stored_as), None)
@@ -222,19 +227,34 @@ def _fill(
         else:
             missing += used[:1]
     _refuse_missing(info, missing)
-    for file, tensors in groupby(sorted(sources), key=itemgetter(0)):
+    return sorted(sources, key=itemgetter(0))
+
+
+def _fill(
+    model: PreTrainedModel,
+    info: ModelInfo,
+    sources: list[tuple[str, str, list[str]]],
+    cuts: Mapping[str, Cut],
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Assigns the tensors, or this rank's shares of them; reads those that are not in use."""
+    for file, tensors in groupby(sources, key=itemgetter(0)):
         with safe_open(info.path / file, framework="pt", device=str(device)) as stored:
             for _, source, used in tensors:
-                whole = None
                 for name in used:
-                    if name in cuts:
-                        share = cuts[name].of(stored.get_slice(source), dtype).to(device)
-                        _put(model, name, nn.Parameter(share, requires_grad=False), info)
-                        continue
-                    if whole is None:
-                        tensor = stored.get_tensor(source).to(dtype)
-                        whole = nn.Parameter(tensor, requires_grad=False)
-                    _put(model, name, whole, info)
+                    cut = cuts.get(name)
+                    key = (str(info.path / file), source, cut, dtype, device)
+                    parameter = weights.get(key)
+                    if parameter is None:
+                        if cut is None:
+                            tensor = stored.get_tensor(source).to(dtype)
+                        else:
+                            tensor = cut.of(stored.get_slice(source), dtype).to(device)
+                        parameter = nn.Parameter(tensor, requires_grad=False)
+                        weights[key] = parameter
+                    _put(model, name, parameter, info)
 
 
 def _stored_names(model: PreTrainedModel, info: ModelInfo) -> dict[str, str]:

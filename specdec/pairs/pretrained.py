@@ -17,6 +17,7 @@ from specdec.models.eagle import EagleHead
 from specdec.models.eagle_loading import HeadFiles, load_head
 from specdec.models.inspection import ModelInfo, inspect_model
 from specdec.models.loading import (
+    Weights,
     end_tokens,
     load_model,
     load_stage,
@@ -114,6 +115,8 @@ class PretrainedPair(HuggingFacePair):
         paths = {"draft": draft, "middle": middle, TRANSLATED: translated}
         self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
         self._ngram = None if ngram is None else _samples_file(ngram)
+        self._weights = Weights()
+        self._quantized_parts: dict[tuple[int, int], PreTrainedModel] = {}
         for name, info in self._infos.items():
             if name != TRANSLATED:
                 check_vocabularies(self.info, info, name)
@@ -203,22 +206,41 @@ class PretrainedPair(HuggingFacePair):
 
     def lone_part(self, first: int, last: int) -> PreTrainedModel:
         """Target layers ``first`` .. ``last`` alone."""
-        loaded = load_stage(self.info, first, last, dtype=self.dtype, device=self.device)
-        return quantize(loaded, self._quantization)
+        if self._quantization != Quantization.NONE:
+            return self._quantized(first, last)
+        return self._stage(self.info, first, last)
+
+    def _quantized(self, first: int, last: int) -> PreTrainedModel:
+        """As ``lone_part``, of which the plain weights are freed; kept for the next stage."""
+        if (first, last) not in self._quantized_parts:
+            loaded = load_stage(self.info, first, last, dtype=self.dtype, device=self.device)
+            self._quantized_parts[first, last] = quantize(loaded, self._quantization)
+        return self._quantized_parts[first, last]
+
+    def _stage(
+        self, info: ModelInfo, first: int, last: int, group: Collective | None = None
+    ) -> PreTrainedModel:
+        """Layers with plain weights, which stages of other strategies share."""
+        return load_stage(
+            info,
+            first,
+            last,
+            dtype=self.dtype,
+            device=self.device,
+            group=group,
+            loaded_before=self._weights,
+        )
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of target layers; nothing else is read."""
-        at = {"dtype": self.dtype, "device": self.device}
-        return load_stage(self.info, first, last, **at, group=group)
+        return self._stage(self.info, first, last, group)
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of a model; nothing else is read."""
         info = self._infos.get(name)
         if info is None:
             return super().model_share(name, group)  # raises: there is no such model
-        return load_stage(
-            info, 0, info.num_layers, dtype=self.dtype, device=self.device, group=group
-        )
+        return self._stage(info, 0, info.num_layers, group)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

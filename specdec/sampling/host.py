@@ -11,21 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from specdec.types import BoolArray, FloatArray, IntArray
+from specdec.device import SupportProbs, on_host
+from specdec.sampling import large_rows
+from specdec.sampling.filters import (
+    Values,
+    at_least_kth,
+    best_entries,
+    block_sums,
+    check_finite,
+    chunks,
+    keep_top_k,
+    keep_top_p,
+    row_max,
+    rows_of,
+    weights_of,
+)
+from specdec.types import FloatArray, IntArray
 
-Values: TypeAlias = npt.NDArray[np.floating]
-"""Logits in the model's precision, float32 or float64."""
-
-_CHUNK = 1 << 18  # entries to process at a time: 2 MiB of float64, which fit the L2 cache
-_MIN_BLOCKS = 256  # with fewer blocks, the search for the k-th largest uses SIMD badly
-_BLOCKS_PER_CHOICE = 4
-_BINS = 128
 _BLOCK = 64  # entries per block in the first of the two levels of a cumulative sum
 _DIRECT = 4 * _BLOCK  # for at most this many entries, one level is faster
 
@@ -36,21 +43,6 @@ def argmax(logits: Tensor) -> IntArray:
     best = values.argmax(axis=1)  # NaN counts as the largest
     check_finite(values[np.arange(len(best)), best])
     return best
-
-
-def check_finite(best: Values) -> None:
-    """Checks that row maxima are finite: sampling rows with NaN or infinity would hide a fault.
-
-    Raises:
-        ValueError: if one is not, with its value and possible causes.
-    """
-    finite = np.isfinite(best)
-    if not finite.all():
-        raise ValueError(
-            f"the largest logit of a row is {best[~finite][0]}: the model returned NaN or infinity,"
-            " or the logits processors banned every token; check the model's precision (dtype) and"
-            " the processors"
-        )
 
 
 def sample(
@@ -68,16 +60,56 @@ def sample(
     Raises:
         ValueError: for rows with NaN, infinity or no allowed token.
     """
-    parts = _weighed(logits, temperature, top_k, top_p)
-    tokens = [part.sample(uniforms[rows]) for rows, part in parts]
-    return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+    values = logits.numpy()
+    filtered = 0 < top_k < values.shape[1] or top_p < 1.0
+    tokens, left = np.empty(len(values), np.int64), np.arange(len(values))
+    if large_rows.serves(values) and not filtered:
+        tokens = large_rows.sample(values, uniforms, temperature)
+        left = np.flatnonzero(tokens == large_rows.OPEN)
+    if len(left):
+        for rows, part in _weighed(rows_of(values, left), temperature, top_k, top_p):
+            tokens[left[rows]] = part.sample(uniforms[left[rows]])
+    return tokens
 
 
 def weigh(
     logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Distribution:
     """Applies temperature, top-k (and all ties with the k-th), then top-p; see ``sample``."""
-    return _stacked([part for _, part in _weighed(logits, temperature, top_k, top_p)])
+    groups, parts = zip(*_weighed(logits.numpy(), temperature, top_k, top_p), strict=True)
+    return _stacked(groups, parts)
+
+
+def top_of_large(logits: Tensor, k: int, temperature: float) -> tuple[IntArray, FloatArray]:
+    """Returns the ``k`` best tokens and their log probabilities, int64 and float64[W, k].
+
+    For logits that ``large_rows`` serves; k is at most V. Ties are in token-id order.
+    """
+    values = logits.numpy()
+    parts = block_sums(values, temperature)
+    ids, chosen = best_entries(values, parts, temperature, k)
+    order = np.argsort(-chosen, axis=1, kind="stable")[:, :k]
+    scaled = np.take_along_axis(chosen, order, axis=1).astype(np.float64) / temperature
+    tokens = np.take_along_axis(ids, order, axis=1)
+    return tokens, scaled - parts.log_totals()[:, None]
+
+
+def _weighed(
+    values: Values, temperature: float, top_k: int, top_p: float
+) -> Iterator[tuple[IntArray, Distribution]]:
+    """The processed distributions of values[A, V], in groups of rows with their indices."""
+    num_rows, vocab_size = values.shape
+    if 0 < top_k < vocab_size:
+        kept = keep_top_k(values, temperature, top_k, top_p)
+        yield np.arange(num_rows), Distribution(kept.ids, kept.weights, vocab_size)
+    elif top_p < 1.0:
+        for rows, kept in keep_top_p(values, temperature, top_p):
+            yield rows, Distribution(kept.ids, kept.weights, vocab_size)
+    else:
+        for rows in chunks(np.arange(num_rows), vocab_size):
+            some = rows_of(values, rows)
+            mass = weights_of(some, row_max(some), temperature)
+            yield rows, Distribution(None, mass, vocab_size)
 
 
 def one_hot(logits: Tensor) -> Distribution:
@@ -88,30 +120,10 @@ def one_hot(logits: Tensor) -> Distribution:
 
 def top(scores: Tensor, k: int) -> tuple[IntArray, FloatArray]:
     """Returns the ``k`` best (tokens int64[W, S >= k], scores), ties in token-id order."""
-    tokens, kept, _ = _at_least_kth(scores.numpy(), k)
+    tokens, kept, _ = at_least_kth(scores.numpy(), k)
     order = np.argsort(-kept, axis=1, kind="stable")
     logprobs = np.take_along_axis(kept, order, axis=1).astype(np.float64)
     return np.take_along_axis(tokens, order, axis=1), logprobs
-
-
-def _row_max(values: Values) -> Values:
-    """[A, 1]: the row maxima, checked to be finite."""
-    best = values.max(axis=1, keepdims=True)
-    check_finite(best)
-    return best
-
-
-def _weights(values: Values, best: Values, temperature: float) -> FloatArray:
-    """float64[A, S]: exp((values - best) / temperature), at most 1."""
-    scaled = _scaled(values, best, temperature)
-    return np.exp(scaled, out=scaled)
-
-
-def _scaled(values: Values, best: Values, temperature: float) -> FloatArray:
-    scaled = np.subtract(values, best, dtype=np.float64)
-    if temperature != 1.0:
-        scaled /= temperature
-    return scaled
 
 
 # ---------------------------------------------------------------------- distributions
@@ -139,28 +151,32 @@ class Distribution:
 
     def probs(self) -> FloatArray:
         """Returns the normalised probabilities, float64[A, V]."""
+        return on_host(self.on_support())
+
+    def on_support(self) -> FloatArray | SupportProbs:
+        """Returns the normalised probabilities without those of removed tokens, if any are."""
         weights = self.weights
         if self.ids is None:
             return weights / weights.sum(axis=1, keepdims=True)
         total = weights.cumsum(axis=1)[:, -1:]  # unlike sum, independent of padding
-        dense = np.zeros((len(weights), self.vocab_size))
-        rows, columns = np.nonzero(weights)
-        dense[rows, self.ids[rows, columns]] = (weights / total)[rows, columns]
-        return dense
+        return SupportProbs(self.ids, weights / total, self.vocab_size)
 
 
-def _stacked(parts: Sequence[Distribution]) -> Distribution:
-    """Returns one distribution with the rows of all parts, padded to the widest."""
+def _stacked(groups: Sequence[IntArray], parts: Sequence[Distribution]) -> Distribution:
+    """Returns one distribution of the rows of all parts, in the order of their indices."""
     if len(parts) == 1:
         return parts[0]
     width = max(part.weights.shape[1] for part in parts)
 
-    def widen(array: npt.NDArray) -> npt.NDArray:
-        return np.pad(array, ((0, 0), (0, width - array.shape[1])))
+    def merged(arrays: Sequence[npt.NDArray]) -> npt.NDArray:
+        whole = np.zeros((sum(len(rows) for rows in groups), width), arrays[0].dtype)
+        for rows, array in zip(groups, arrays, strict=True):
+            whole[rows, : array.shape[1]] = array
+        return whole
 
-    ids = [widen(part.ids) for part in parts if part.ids is not None]
-    rows = np.concatenate([widen(part.weights) for part in parts])
-    return Distribution(np.concatenate(ids) if ids else None, rows, parts[0].vocab_size)
+    ids = [part.ids for part in parts if part.ids is not None]
+    weights = merged([part.weights for part in parts])
+    return Distribution(merged(ids) if ids else None, weights, parts[0].vocab_size)
 
 
 def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
@@ -236,155 +252,3 @@ def sample_candidates(
         remaining[live, drawn] = 0.0
     with np.errstate(divide="ignore"):
         return tokens, np.log(chances), counts
-
-
-# ---------------------------------------------------------------------- filters
-
-
-def _weighed(
-    logits: Tensor, temperature: float, top_k: int, top_p: float
-) -> Iterator[tuple[slice, Distribution]]:
-    """Applies the filters; without top-k, which keeps few entries, to chunks of rows."""
-    values = logits.numpy()
-    num_rows, vocab_size = values.shape
-    if 0 < top_k < vocab_size:
-        yield slice(num_rows), _filter_top_k(values, temperature, top_k, top_p)
-        return
-    step = max(1, _CHUNK // vocab_size)
-    for start in range(0, num_rows, step):
-        rows = slice(start, start + step)
-        if top_p < 1.0:
-            yield rows, _filter_top_p(values[rows], temperature, top_p)
-        else:
-            mass = _weights(values[rows], _row_max(values[rows]), temperature)
-            yield rows, Distribution(None, mass, vocab_size)
-
-
-def _at_least_kth(values: Values, k: int) -> tuple[IntArray, Values, Values]:
-    """All entries that are at least the row's k-th largest value, and possibly a few more.
-
-    Returns:
-        (token ids int64[A, S], increasing along a row; values[A, S], -inf in the padding at the
-        end; row maxima [A, 1]), S >= k.
-    """
-    best = _row_max(values)
-    flat = np.flatnonzero(values >= _lower_bound(values, k))
-    return *_by_row(flat, values.reshape(-1)[flat], values.shape), best
-
-
-def _lower_bound(values: Values, k: int) -> Values:
-    """[A, 1]: a lower bound of the row's k-th largest value, close to it.
-
-    The k-th largest of block maxima: each of k blocks contains an entry at least as large. Much
-    faster than a partition of the whole row.
-    """
-    vocab_size = values.shape[1]
-    size = max(1, vocab_size // max(_BLOCKS_PER_CHOICE * k, _MIN_BLOCKS))
-    num_blocks = vocab_size // size
-    maxima = values[:, : num_blocks * size].reshape(-1, size, num_blocks).max(axis=1)
-    kth = num_blocks - k
-    return np.partition(maxima, kth, axis=1)[:, kth, None]
-
-
-def _by_row(flat: IntArray, chosen: Values, shape: tuple[int, ...]) -> tuple[IntArray, Values]:
-    """Entries at sorted flat indices of an [A, V] array as (ids[A, S], values[A, S])."""
-    num_rows, vocab_size = shape
-    if num_rows == 1:
-        return flat[None], chosen[None]
-    starts = np.searchsorted(flat, np.arange(num_rows) * vocab_size)
-    counts = np.diff(starts, append=len(flat))
-    rows = np.repeat(np.arange(num_rows), counts)
-    columns = np.arange(len(flat)) - starts[rows]
-    width = int(counts.max())
-    ids = np.zeros((num_rows, width), np.int64)
-    ids[rows, columns] = flat - rows * vocab_size
-    padded = np.full((num_rows, width), -np.inf, chosen.dtype)
-    padded[rows, columns] = chosen
-    return ids, padded
-
-
-def _filter_top_k(values: Values, temperature: float, top_k: int, top_p: float) -> Distribution:
-    """Applies temperature, top-k < V (including all entries that tie with the k-th), then top-p."""
-    ids, chosen, best = _at_least_kth(values, top_k)
-    ordered = np.sort(chosen, axis=1)
-    kth = ordered[:, -top_k, None]
-    keep = chosen >= kth
-    if top_p < 1.0:
-        mass = _weights(ordered, best, temperature)
-        mass[ordered < kth] = 0.0
-        cdf = mass.cumsum(axis=1)
-        keep &= _above_cut(chosen, ordered, cdf, (1.0 - top_p) * cdf[:, -1:])
-    kept = np.where(keep, _weights(chosen, best, temperature), 0.0)
-    return Distribution(ids, kept, values.shape[1])
-
-
-def _filter_top_p(values: Values, temperature: float, top_p: float) -> Distribution:
-    """Applies temperature, then top-p over the whole vocabulary.
-
-    The cut is located in a histogram of the mass over log-probability; only the bin that contains
-    it is sorted.
-    """
-    shape, num_rows = values.shape, len(values)
-    scaled = _scaled(values, _row_max(values), temperature)
-    mass = np.exp(scaled)
-    total = mass.sum(axis=1)
-    budget = (1.0 - top_p) * total  # mass that may be cut
-    # Tokens below an equal share of the budget are all cut: together they are within it.
-    share = budget[:, None] / shape[1]
-    flat = np.flatnonzero(mass >= share)
-    starts = np.searchsorted(flat, np.arange(num_rows) * shape[1])
-    rows = np.repeat(np.arange(num_rows), np.diff(starts, append=len(flat)))
-    scaled, mass = scaled.reshape(-1)[flat], mass.reshape(-1)[flat]
-
-    steepness = _BINS / np.minimum(np.log(share[:, 0]), -1e-6)
-    bins = np.minimum((scaled * steepness[rows]).astype(np.int64), _BINS - 1)
-    by_bin = np.bincount(rows * _BINS + bins, weights=mass, minlength=num_rows * _BINS)
-    tail_up = by_bin.reshape(num_rows, _BINS)[:, ::-1].cumsum(axis=1)  # from the least probable
-    below = total - tail_up[:, -1]
-    tail_up += below[:, None]
-    above = tail_up > budget[:, None]
-    above[:, -1] = True  # the best is kept, even if 1 - top_p rounds to 1
-    cut = above.argmax(axis=1)
-    rest = budget - np.where(cut > 0, tail_up[np.arange(num_rows), cut - 1], below)
-    cut_bin = _BINS - 1 - cut
-
-    split = np.flatnonzero(bins == cut_bin[rows])
-    keep = bins < cut_bin[rows]
-    keep[split] = _keep_of_bin(flat[split], scaled[split], rest, shape)
-    ids, kept = _by_row(flat[keep], mass[keep], shape)
-    return Distribution(ids, np.maximum(kept, 0.0), shape[1])  # padding: -inf -> 0
-
-
-def _keep_of_bin(
-    flat: IntArray, scaled: FloatArray, budget: FloatArray, shape: tuple[int, ...]
-) -> BoolArray:
-    """bool[len(flat)]: which entries of the bins that contain the cut are kept.
-
-    ``flat`` are sorted indices into [A, V], ``scaled`` their log weights, and ``budget``[A] is the
-    mass that may be cut from each bin.
-    """
-    _, chosen = _by_row(flat, scaled, shape)
-    ordered = np.sort(chosen, axis=1)
-    cdf = np.exp(ordered).cumsum(axis=1)
-    return _above_cut(chosen, ordered, cdf, budget[:, None])[chosen > -np.inf]
-
-
-def _above_cut(chosen: Values, ordered: Values, cdf: FloatArray, budget: FloatArray) -> BoolArray:
-    """bool[A, S]: the entries that top-p keeps.
-
-    As in transformers, entries in ascending order are cut while their cumulative mass is within
-    the budget [A, 1], and the best is always kept. Of equal logits at the cut, the lower token ids
-    are kept, as in greedy decoding (in transformers this depends on the sort). ``ordered`` is
-    ``chosen`` in ascending order, and ``cdf`` its cumulative mass.
-    """
-    above = cdf > budget
-    cut = np.where(above[:, -1], above.argmax(axis=1), above.shape[1] - 1)
-    rows = np.arange(len(cut))
-    threshold = ordered[rows, cut]
-    keep = chosen >= threshold[:, None]
-    split = np.flatnonzero((cut > 0) & (ordered[rows, cut - 1] == threshold))
-    for row in split:  # equal logits on both sides of the cut
-        num_cut = int(cut[row]) - int(np.searchsorted(ordered[row], threshold[row]))
-        ties = np.flatnonzero(chosen[row] == threshold[row])
-        keep[row, ties[len(ties) - num_cut :]] = False
-    return keep

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.device import DeviceProbs, to_device, to_host
-from specdec.sampling.host import check_finite
+from specdec.sampling.filters import check_finite
 from specdec.types import FloatArray, IntArray
 
 BLOCK = 64

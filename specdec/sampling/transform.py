@@ -20,9 +20,10 @@ from torch import Tensor
 
 from specdec.device import Probs, to_host
 from specdec.parts.fields import Limit, PositiveShare, expects, validated
-from specdec.sampling import host, on_device
+from specdec.sampling import host, large_rows, on_device
 from specdec.sampling.captured import StaticDraws
-from specdec.sampling.host import Distribution, check_finite
+from specdec.sampling.filters import check_finite
+from specdec.sampling.host import Distribution
 from specdec.sampling.on_device import Weighted, on_accelerator
 from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.types import FloatArray, IntArray
@@ -169,6 +170,9 @@ class SamplingTransform:
         if not len(logits):
             return np.zeros((0, k), np.int64), np.zeros((0, k))
         logits = self._processed(logits, histories)
+        if not on_accelerator(logits) and large_rows.serves(logits.numpy()):
+            tokens, logprobs = host.top_of_large(logits, k, self.params.temperature or 1.0)
+            return tokens, np.minimum(logprobs, 0.0)
         if self.params.temperature not in (0.0, 1.0):
             logits = logits / self.params.temperature
         # Few calls: a pass of a small draft leaves some 100 us for sampling.

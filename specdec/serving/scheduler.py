@@ -73,6 +73,8 @@ class FifoScheduler:
         self._state: DecodeState | None = None
         self._turns = Turns(feeding=rules.feeding, in_flight=executor.in_flight, policy=policy)
         self.budget = rules.budget(policy, executor.in_flight)
+        held_nodes = getattr(policy, "held_nodes", None)  # optional without paged caches
+        self._tree_nodes = 0 if held_nodes is None else held_nodes(executor.in_flight)
         # Answers in any order: nodes stay cached until those above are answered too.
         bounded = self.budget is not None and executor.latency is None
         self._max_batches = executor.in_flight if bounded else None
@@ -94,6 +96,8 @@ class FifoScheduler:
                 continue
             request.admitted_s = state.clock.now()
             state.requests[request.id] = request
+            longest = request.num_prompt + request.stop.max_new_tokens
+            request.max_cached = longest + self._tree_nodes
             for part in self._parts:
                 part.open(request)
         state.turn = self._turn(state)

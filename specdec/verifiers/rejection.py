@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.device import DeviceProbs, Probs, on_host, to_device
+from specdec.device import DeviceProbs, Probs, SupportProbs, on_host, to_device
 from specdec.sampling import on_device
 from specdec.sampling.host import inverse_cdf
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
@@ -73,9 +73,7 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
     if request.sampling.greedy:
         support, target = np.array([own_token]), np.ones(1)
     else:
-        probs = target_probs(tree, slot)
-        support = np.flatnonzero(probs)
-        target = probs[support]
+        support, target = _support(tree, slot)
     for judged, (child, token) in enumerate(zip(children.tolist(), tokens.tolist(), strict=True)):
         if judged:
             draft = _without(draft, int(tokens[judged - 1]))
@@ -128,7 +126,7 @@ def _judge_on_device(request: RequestState, draws: KeyedDraws) -> dict[int, tupl
 
 
 def _rows_on(probs: Probs, device: torch.device) -> torch.Tensor:
-    rows = probs.rows if isinstance(probs, DeviceProbs) else torch.from_numpy(probs)
+    rows = probs.rows if isinstance(probs, DeviceProbs) else torch.from_numpy(on_host(probs))
     return rows.to(device)
 
 
@@ -142,6 +140,16 @@ def _look_up(tree: TokenTree, judged: dict[int, tuple[int, int]], slot: int) -> 
         child = int(children[index])
         return Choice(child, int(tree.tokens[child]), index)
     return Choice(NO_NODE, correction, len(children))
+
+
+def _support(tree: TokenTree, slot: int) -> tuple[IntArray, FloatArray]:
+    """Tokens int64[S] of positive probability after an answered slot, and their probabilities."""
+    probs = tree.target_probs[int(tree.ids[slot])]
+    if isinstance(probs, SupportProbs):
+        return probs.support
+    dense = target_probs(tree, slot)
+    support = np.flatnonzero(dense)
+    return support, dense[support]
 
 
 def _without(draft: FloatArray, token: int) -> FloatArray:

@@ -1,0 +1,100 @@
+"""Distributions on their support: conversion, messages between ranks, and verdicts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.device import SupportProbs, on_host, select_rows
+from specdec.distributed.messages import Kind
+from specdec.distributed.replies import ReceivedReply, answers_reply, read_answers
+from specdec.executors import ModelAnswerer
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.state import StopRules
+from specdec.types import Answers, Batch, TreeRows
+from tests.unit.test_sampling import logits_of, tree_rows
+
+T06 = SamplingParams(temperature=0.6, top_k=80, top_p=0.9)
+PLAIN = SamplingParams(temperature=0.6)
+
+
+def answered(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[Batch, tuple]:
+    """A batch with one chain per parameters, and its answers with distributions."""
+    answerer = ModelAnswerer(draws=KeyedDraws(seed=3), needs_probs=True)
+    num = len(logits) // len(params)
+    trees: list[TreeRows] = []
+    for request, sampling in enumerate(params):
+        answerer.open(Opened(request, sampling))
+        trees.append(tree_rows(request, np.arange(num), 9, np.arange(num)))
+    batch = Batch(step=0, trees=tuple(trees))
+    return batch, answerer.answer(batch, logits)
+
+
+class Opened:
+    """What an answerer reads of a request."""
+
+    tokens = np.zeros(0, np.int64)
+
+    def __init__(self, request: int, sampling: SamplingParams) -> None:
+        self.id, self.sampling, self.stop = request, sampling, StopRules(max_new_tokens=1)
+
+
+def sent(answers: tuple, batch: Batch, is_open=lambda request: True) -> tuple[tuple, int]:
+    """The answers as rank 0 reads them, and the bytes of both messages."""
+    reply = answers_reply(answers)
+    second = reply.rows
+    packed = reply.pack(session=1, tick=2)
+    received = ReceivedReply.unpack(packed, lambda rows: rows.copy_(second))
+    assert received.reply.kind is Kind.ANSWERS
+    num_bytes = packed.nbytes + (0 if second is None else second.numel() * second.element_size())
+    return read_answers(received.reply, batch, is_open), num_bytes
+
+
+@pytest.mark.parametrize("params", [[T06], [T06, T06], [PLAIN], [T06, PLAIN]], ids=len)
+def test_messages_keep_distributions(params):
+    """Bit for bit, whether all, none or some requests have filters."""
+    batch, answers = answered(logits_of("plain", rows=6), params)
+    received, _ = sent(answers, batch)
+    for mine, expected in zip(received, answers, strict=True):
+        np.testing.assert_array_equal(mine.tokens, expected.tokens)
+        np.testing.assert_array_equal(on_host(mine.probs), on_host(expected.probs))
+    (last,), _ = sent(answers, batch, lambda request: request == len(params) - 1)
+    np.testing.assert_array_equal(on_host(last.probs), on_host(answers[-1].probs))
+
+
+def test_a_message_about_64_rows_of_a_large_vocabulary_is_small():
+    """At most 0.5 MB with top-k; the rows themselves are 65.7 MB."""
+    batch, answers = answered(logits_of("plain", rows=64, vocab=128_256).float(), [T06])
+    received, num_bytes = sent(answers, batch)
+    assert num_bytes <= 500_000
+    assert isinstance(received[0].probs, SupportProbs)
+    assert received[0].probs.shape == (64, 128_256)
+
+
+@pytest.mark.parametrize("given", [T06, PLAIN])
+def test_answers_have_the_transforms_distributions(given):
+    logits = logits_of("tied", rows=6)
+    _, (answers,) = answered(logits, [given])
+    assert isinstance(answers, Answers)
+    assert isinstance(answers.probs, SupportProbs) == (given is T06)
+    np.testing.assert_array_equal(on_host(answers.probs), SamplingTransform(given).probs(logits))
+
+
+def test_rows_on_their_support_are_those_of_the_array():
+    probs = SupportProbs(
+        np.array([[1, 4, 0], [0, 2, 3]]), np.array([[0.25, 0.75, 0], [0.5, 0, 0.5]]), 5
+    )
+    dense = np.array([[0, 0.25, 0, 0, 0.75], [0.5, 0, 0, 0.5, 0]])
+    np.testing.assert_array_equal(on_host(probs), dense)
+    assert len(probs) == 2
+    for row, expected in zip(probs, dense, strict=True):
+        assert len(row) == 5
+        np.testing.assert_array_equal(on_host(row), expected)
+        ids, values = row.support
+        np.testing.assert_array_equal(ids, np.flatnonzero(expected))
+        np.testing.assert_array_equal(values, expected[ids])
+    chosen = np.array([1, 0, 1])
+    np.testing.assert_array_equal(on_host(select_rows(probs, chosen)), dense[chosen])
+    np.testing.assert_array_equal(on_host(probs[1:]), dense[1:])
