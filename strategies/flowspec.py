@@ -12,6 +12,7 @@ deepens the tree instead. A token that is not in the tree ends the round.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +54,6 @@ def build(
     grown_nodes: int | None = None,
     grown_segment: int | None = None,
     idle_depth: int | None = None,
-    tree_first: bool | None = None,
     stages: int | None = None,
 ) -> Parts:
     """FlowSpec on a pipeline and a draft device.
@@ -61,12 +61,12 @@ def build(
     Args:
         bench: models, clock and seed.
         nodes, segment, width, children, depth: of a round's tree, see ``FlowSpec``.
-        grown_nodes, grown_segment, idle_depth, tree_first: see ``FlowSpec``.
+        grown_nodes, grown_segment, idle_depth: see ``FlowSpec``.
         stages: of the pipeline.
     """
     tree = {"nodes": nodes, "segment": segment, "width": width, "children": children}
     grown = {"grown_nodes": grown_nodes, "grown_segment": grown_segment, "idle_depth": idle_depth}
-    keys = {**tree, "depth": depth, **grown, "tree_first": tree_first}
+    keys = {**tree, "depth": depth, **grown}
     policy = {f"policy.{name}": value for name, value in keys.items()}
     return build_preset("flowspec", bench, {**policy, "executor.stages": stages})
 
@@ -110,7 +110,6 @@ class FlowSpec:
         grown_nodes: NodeCount,
         grown_segment: DraftCount | None = None,
         idle_depth: Index = 1,
-        tree_first: bool = True,
     ) -> None:
         """Sets the sizes.
 
@@ -123,9 +122,6 @@ class FlowSpec:
             grown_nodes: nodes of the tree that is drawn at each new root.
             grown_segment: nodes per step after the round's first verdict. Default: all that wait.
             idle_depth: further levels in a step without a verdict. Default: 1.
-            tree_first: draft a round's tree before its root goes to the target, as published.
-                False: the root goes at once, alone, and the tree is drafted beside it. Default:
-                true.
         """
         self.nodes = nodes
         self.segment = segment
@@ -135,8 +131,7 @@ class FlowSpec:
         self.grown_nodes = grown_nodes
         self.grown_segment = grown_segment or max(nodes, grown_nodes)
         self.idle_depth = idle_depth
-        self.tree_first = tree_first
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)
 
     def open(self, request: RequestState) -> None:
         """A round begins."""
@@ -149,9 +144,8 @@ class FlowSpec:
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """The next segment of every ready request; a new round's tree is drafted before."""
         requests = ready_requests(state, serial=False)
-        if self.tree_first:
-            new = [r for r in requests if r.tree.submitted_at[0] < 0 and not r.tree.expanded[0]]
-            self._draft(state, source, [(r, 0, self.depth + 1) for r in new])
+        new = [r for r in requests if r.tree.submitted_at[0] < 0 and not r.tree.expanded[0]]
+        self._draft(state, source, [(r, 0, self.depth + 1) for r in new])
         return as_nodes((r, self._segment(r)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
@@ -175,7 +169,7 @@ class FlowSpec:
 
     def close(self, request_id: int) -> None:
         """Forgets the request."""
-        del self._rounds[request_id]
+        self._rounds.pop(request_id, None)
 
     def _draft(
         self,

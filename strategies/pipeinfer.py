@@ -14,6 +14,7 @@ falls with every attempt that had no token for a run.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,7 @@ class PipeInfer:
         self.cutoff = cutoff
         self.recovery = recovery
         self.decay = decay
-        self._requests: dict[int, _Speculation] = {}
+        self._requests: defaultdict[int, _Speculation] = defaultdict(_Speculation)
 
     def open(self, request: RequestState) -> None:
         """No run has begun."""
@@ -150,7 +151,7 @@ class PipeInfer:
 
     def close(self, request_id: int) -> None:
         """Forgets the request."""
-        del self._requests[request_id]
+        self._requests.pop(request_id, None)
 
     def _run(self, request: RequestState) -> IntArray:
         """Slots of the unsubmitted nodes that may be sent."""

@@ -117,7 +117,7 @@ def test_pipeinfers_law_without_a_cutoff_is_the_closed_form(alpha: float, tokens
 def test_a_run_enters_every_step_and_a_miss_sends_the_root_alone() -> None:
     """Without a cut-off: after a miss the root, then runs of ``tokens`` behind each other."""
     parts = pipeinfer.build(bench(0.7, 10.0, 1.0), stages=4, tokens=3, cutoff=0.0)
-    steps = submitted(parts)[1:-12]  # the last runs are cut at the end of the text
+    steps = submitted(parts)[1:100]  # far from the end of the text, where runs are cut
     assert {"miss", "hit", ""} == {kind for _, kind in steps}
     for (_, kind), (size, _) in pairwise(steps):
         assert size == (1 if kind == "miss" else 3)
@@ -239,14 +239,3 @@ def test_a_verdict_keeps_what_waits_and_merges_the_new_tree() -> None:
         pass
     assert np.mean(sizes["kept"]) > 3
     assert np.mean(sizes["grown"]) > 1
-
-
-def test_the_root_goes_at_once_where_it_does_not_wait_for_its_tree() -> None:
-    """tree_first=false saves the drafting between rounds."""
-    times = [
-        milliseconds_per_token(
-            flowspec.build(bench(0.6, 10.0, 1.0), stages=3, depth=4, tree_first=first), 1
-        )
-        for first in (True, False)
-    ]
-    assert times[1] < 0.95 * times[0]

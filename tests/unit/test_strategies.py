@@ -81,9 +81,7 @@ EVERY_ARGUMENT = {
     "flowspec": changed(
         flowspec.build, nodes=20, segment=5, width=4, children=3, depth=2, stages=5
     ),
-    "flowspec, grown": changed(
-        flowspec.build, grown_nodes=9, grown_segment=7, idle_depth=2, tree_first=False
-    ),
+    "flowspec, grown": changed(flowspec.build, grown_nodes=9, grown_segment=7, idle_depth=2),
     "medusa": changed(medusa.build, heads=2, branching=[3, 2], stages=3),
 }
 

@@ -38,11 +38,8 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "pearl": lambda: Pearl(gamma=3),
     "pearl_in_steps": lambda: Pearl(gamma=5, latency=3),
     "pipe_runs": lambda: PipeInfer(tokens=2, cutoff=0.2, recovery=0.1, decay=0.05),
-    "pipe_segments": lambda: FlowSpec(
+    "pipe_best_segments": lambda: FlowSpec(
         nodes=12, segment=4, width=3, children=4, depth=3, grown_nodes=10
-    ),
-    "pipe_segments_root": lambda: FlowSpec(
-        nodes=12, segment=4, width=3, children=4, depth=3, grown_nodes=10, tree_first=False
     ),
     "ssd": lambda: Ssd(gamma=3, outcomes=6),
     "ssd_in_steps": lambda: Ssd(gamma=3, outcomes=6, latency=3),
@@ -152,7 +149,7 @@ def test_no_node_is_beyond_the_last_token() -> None:
 def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
     made = {name: make() for name, make in POLICIES.items()}
     waiting = {name for name, policy in made.items() if policy.serial}  # type: ignore[attr-defined]
-    feeding = {"fixed", "fixed2", "pipe_best", "pipe_best1"}
+    feeding = {"fixed", "fixed2", "pipe_best", "pipe_best1", "pipe_runs", "pipe_best_segments"}
     assert set(made) - waiting == feeding
     dependent = {name for name, policy in made.items() if policy.value_dependent}
     staged = {name for name, policy in made.items() if isinstance(policy, StagedTree)}
