@@ -169,6 +169,8 @@ class _Bench:
                 try:
                     runs[name] = self._run(case, method, hits)
                 except UserError as error:
+                    if name == self._config["reference"]:
+                        raise
                     self._miss(f"{name}: {error}")
         plain = runs[self._config["reference"]]
         return {

@@ -6,7 +6,7 @@ prompts, is above 1; the case is *open* if the interval contains 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from experiments.reproduce.lab import speed_ratio
 if TYPE_CHECKING:
     from experiments.open.asynchronous import Case, Speed, Speeds
 
-_AXES = {"link_ms": ("a link of {:g} ms", "links"), "batch": ("a batch of {:g}", "batch sizes")}
+_AXES = {"link_ms": "a link of {:g} ms", "batch": "a batch of {:g}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ def duel(
     ]
     for phrase, group in groupby(phrases, key=lambda entry: entry[1]):
         ratios = [ratio for ratio, _ in group]
-        parts.append(f"{phrase} at t_target/t_draft {_span(ratios)}")
+        parts.append(f"with {_span(ratios)} {phrase}")
     least, most = (pick(grid.values(), key=lambda r: r.value) for pick in (min, max))
     title = config["layouts"][layout]["title"]
     return (
-        f"{name.capitalize()} ({first}) beats {other} ({second}) with {title}: {'; '.join(parts)};"
-        f" it is {least} to {most} as fast."
+        f"{name.capitalize()} ({first}) beats {other} ({second}), {title}: with t_target/t_draft"
+        f" of {'; '.join(parts).removeprefix('with ')}. It is {least} to {most} as fast."
     )
 
 
@@ -103,7 +103,6 @@ def leaders(config: Mapping[str, Any], speeds: Speeds, layout: str) -> str:
 
 def along(config: Mapping[str, Any], speeds: Speeds, layout: str, axis: str) -> str:
     """The best asynchronous method over the best serial one at each value of an axis."""
-    form, _ = _AXES[axis]
     base = config["base"]
     others = {key: value for key, value in base.items() if key != axis}
     points = {
@@ -121,7 +120,7 @@ def along(config: Mapping[str, Any], speeds: Speeds, layout: str, axis: str) -> 
             max(names, key=lambda name: methods[name].value) for names in _kinds(config, methods)
         )
         ratio = Ratio(*speed_ratio(methods[beside].run, methods[serial].run))
-        parts.append(f"at {form.format(value)} {beside} is {ratio} as fast as {serial}")
+        parts.append(f"at {_AXES[axis].format(value)} {beside} is {ratio} as fast as {serial}")
     title = config["layouts"][layout]["title"]
     return (
         f"Best method that drafts beside the target over the best serial one, {title},"
@@ -151,25 +150,18 @@ def _grid(
 def _where(beats: Mapping[float, bool | None]) -> str:
     """The acceptances at which a duel is won, lost and open, in words."""
     won = [a for a, outcome in beats.items() if outcome]
-    lost = [a for a, outcome in beats.items() if outcome is False]
     if len(won) == len(beats):
         return "at every acceptance"
-    if len(lost) == len(beats):
-        return "never (it is slower at every acceptance)"
-    still = [a for a in beats if a not in won and a not in lost]
-    parts = [
-        f"{word} {_span(values)}"
-        for word, values in (("at acceptance", won), ("slower at", lost), ("open at", still))
-        if values
-    ]
-    text = ", ".join(parts)
-    return text if won else f"nowhere ({text})"
+    lost = [a for a, outcome in beats.items() if outcome is False]
+    still = [a for a, outcome in beats.items() if outcome is None]
+    head = f"at acceptance {_span(won)}" if won else "at no acceptance"
+    rest = [f"{word} at {_span(v)}" for word, v in (("slower", lost), ("open", still)) if v]
+    return f"{head} ({', '.join(rest)})"
 
 
 def _span(values: Iterable[float | None]) -> str:
-    """Sorted values, three or more of them as a range if they are all that there are between."""
-    ordered: Sequence[float] = sorted(value for value in values if value is not None)
-    return ", ".join(f"{value:g}" for value in ordered)
+    """The values in order."""
+    return ", ".join(f"{value:g}" for value in sorted(v for v in values if v is not None))
 
 
 def _value(speed: Speed) -> float:
