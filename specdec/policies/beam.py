@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from pydantic import Field
 
 from specdec.parts.fields import Count, DraftCount, expects, validated
 from specdec.policies.tree_growth import (
-    NO_SLOTS,
     Stateless,
     as_nodes,
+    best_of_level,
     best_unsubmitted,
     expand,
-    last_position,
-    most_probable,
     ready_requests,
 )
-from specdec.types import IntArray, Nodes
+from specdec.types import Nodes
 
 if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
-    from specdec.state import DecodeState, RequestState
+    from specdec.state import DecodeState
 
 
 class BestOfBeam(Stateless):
@@ -70,16 +67,7 @@ class BestOfBeam(Stateless):
         """The best nodes of every ready request; one source call per level."""
         requests = ready_requests(state, serial=True)
         for level in range(self.depth + 1):
-            beams = [(r, self._beam(r, level)) for r in requests]
+            beams = [(r, best_of_level(r, level, self.width)) for r in requests]
             open_ = [(r, slots[~r.tree.expanded[slots]]) for r, slots in beams]
             expand(state, source, open_, self.children)
         return as_nodes((r, best_unsubmitted(r.tree, self.nodes)) for r in requests)
-
-    def _beam(self, request: RequestState, level: int) -> IntArray:
-        """int64[<= width]: slots of the level's best nodes; candidates among them become nodes."""
-        tree = request.tree
-        if tree.positions[0] + level >= last_position(request):
-            return NO_SLOTS
-        nodes = np.where(tree.depths == level, tree.scores, -np.inf)
-        above = np.where(tree.depths == level - 1, tree.scores, -np.inf)
-        return most_probable(tree, nodes, above, self.width)

@@ -230,3 +230,16 @@ def best_leaves(
     if len(excluded):
         nodes[excluded] = -np.inf
     return most_probable(tree, nodes, parents, num, min_score)
+
+
+def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
+    """int64[<= num]: slots of the most probable nodes ``level`` steps below the root.
+
+    Candidates among them become nodes. Empty where their children could not be emitted.
+    """
+    tree = request.tree
+    if tree.positions[0] + level >= last_position(request):
+        return NO_SLOTS
+    nodes = np.where(tree.depths == level, tree.scores, -np.inf)
+    above = np.where(tree.depths == level - 1, tree.scores, -np.inf)
+    return most_probable(tree, nodes, above, num)

@@ -15,7 +15,7 @@ from specdec.distributed.executor import Ranks
 from tests import toys
 from tests.distributed.threads import thread_ranks
 
-PRESETS = ("pearl", "ssd", "amusd")
+PRESETS = ("pearl", "ssd", "amusd", "pipeinfer", "flowspec")
 CLOCKS: dict[str, dict[str, Any]] = {
     "measured": {"kind": "measured"},
     "paced": {

@@ -24,11 +24,13 @@ from strategies import (
     best_first,
     eagle,
     eesd,
+    flowspec,
     leviathan2023,
     medusa,
     multi_exit,
     pearl,
     pipedec,
+    pipeinfer,
     ppsd,
     specinfer,
     specpipe,
@@ -75,6 +77,11 @@ EVERY_ARGUMENT = {
     "amusd": changed(amusd.build, ahead=5, wait=False),
     "pearl": changed(pearl.build, gamma=3),
     "ssd": changed(ssd.build, gamma=3, outcomes=7, acceptance=0.5, power=2.0),
+    "pipeinfer": changed(pipeinfer.build, tokens=4, cutoff=0.3, recovery=0.2, decay=0.1, stages=5),
+    "flowspec": changed(
+        flowspec.build, nodes=20, segment=5, width=4, children=3, depth=2, stages=5
+    ),
+    "flowspec, grown": changed(flowspec.build, grown_nodes=9, grown_segment=7, idle_depth=2),
     "medusa": changed(medusa.build, heads=2, branching=[3, 2], stages=3),
 }
 

@@ -8,7 +8,9 @@ import pytest
 
 from specdec.interfaces import TreePolicy
 from specdec.policies import BestFirst, BestOfBeam, Chain, FixedWidth, RootOnly, Static
+from strategies.flowspec import FlowSpec
 from strategies.pearl import Pearl
+from strategies.pipeinfer import PipeInfer
 from strategies.specpipe_bf import PipelineBestFirst
 from strategies.ssd import Ssd
 from strategies.staged import StagedTree
@@ -35,6 +37,10 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "pipe_best1": lambda: PipelineBestFirst(width=6, children=4, draft_passes=1),
     "pearl": lambda: Pearl(gamma=3),
     "pearl_in_steps": lambda: Pearl(gamma=5, latency=3),
+    "pipe_runs": lambda: PipeInfer(tokens=2, cutoff=0.2, recovery=0.1, decay=0.05),
+    "pipe_best_segments": lambda: FlowSpec(
+        nodes=12, segment=4, width=3, children=4, depth=3, grown_nodes=10
+    ),
     "ssd": lambda: Ssd(gamma=3, outcomes=6),
     "ssd_in_steps": lambda: Ssd(gamma=3, outcomes=6, latency=3),
     "staged": lambda: StagedTree(inner=Chain(gamma=3), extend_leaves=2, extend_depth=3),
@@ -72,7 +78,7 @@ def test_output_is_the_targets_own(name: str, latency: int, silent: bool) -> Non
 @pytest.mark.parametrize("name", [n for n in POLICIES if n != "root"])
 def test_speculation_saves_steps(name: str) -> None:
     """A policy that submitted roots only would pass every other test of this file."""
-    feeding = ("fixed", "pipe_best", "best_pipe", "best_cont")
+    feeding = ("fixed", "pipe_", "best_pipe", "best_cont")
     pipelined = name.startswith(feeding) and name != "fixed_serial"
     latency = 4 if pipelined else 1
     plain = run(RootOnly(), latency=latency).steps
@@ -143,7 +149,7 @@ def test_no_node_is_beyond_the_last_token() -> None:
 def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
     made = {name: make() for name, make in POLICIES.items()}
     waiting = {name for name, policy in made.items() if policy.serial}  # type: ignore[attr-defined]
-    feeding = {"fixed", "fixed2", "pipe_best", "pipe_best1"}
+    feeding = {"fixed", "fixed2", "pipe_best", "pipe_best1", "pipe_runs", "pipe_best_segments"}
     assert set(made) - waiting == feeding
     dependent = {name for name, policy in made.items() if policy.value_dependent}
     staged = {name for name, policy in made.items() if isinstance(policy, StagedTree)}

@@ -1,0 +1,305 @@
+"""Strategies that draft while the target works, side by side (``open/asynchronous``).
+
+A *case* is a layout of the target's devices, a ratio of pass times, hits, a link latency and a
+batch size. In each case all methods decode the same prompts with the same hits on one generated
+profile, so their times differ by the schedule alone.
+
+A hop between stages, and each answer, takes one link latency; what the controller sends with it
+takes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.open.asynchronous_figure import picture
+from experiments.open.asynchronous_text import sentences
+from experiments.reproduce.drafts import size_overrides
+from experiments.reproduce.findings import Findings
+from experiments.reproduce.items import Item
+from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+from experiments.reproduce.profiles import write_profile
+from specdec.config.options import options
+from specdec.errors import UserError
+from specdec.metrics.speedup import expected_accepted
+
+MAX_CHAIN = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One point of the comparison.
+
+    Attributes:
+        layout: name of the layout of the target's devices.
+        ratio: target pass over draft pass.
+        acceptance: chance of a draft token; None: ``hits`` has its own.
+        hits: name of the hits.
+        link_ms: latency of a link.
+        batch: requests at a time.
+    """
+
+    layout: str
+    ratio: float
+    acceptance: float | None
+    hits: str
+    link_ms: float
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """A method's speed-up over the reference in one case.
+
+    Attributes:
+        value: times as fast; low, high: its 95 % interval over prompts.
+        devices: devices that the method uses, as a multiple of the reference's.
+        loops: loop share of its tokens; None for synthetic tokens.
+        run: what was run.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    devices: float
+    loops: float | None
+    run: Outcome
+
+    @property
+    def per_device(self) -> float:
+        """Speed-up divided by the ratio of devices."""
+        return self.value / self.devices
+
+
+Speeds = Mapping[Case, Mapping[str, Speed]]
+
+
+def asynchronous(item: Item, lab: Lab) -> Findings:
+    """Tables, page of plots, sentences and claims.
+
+    Keys: ``target_ms``, ``law`` (hits by acceptance), ``layouts``, ``methods`` (words, extra
+    devices, layouts), ``reference``, ``base``, ``grid`` and ``axes`` by size, ``replayed``,
+    ``duels``, ``laws``, ``claims``, ``distance``.
+    """
+    findings = Findings()
+    bench = _Bench(item, lab, findings)
+    speeds = {case: bench.speeds(case) for case in cases(item.config, quick=lab.quick)}
+    replayed = {case: bench.speeds(case, words) for case, words in bench.replays()}
+    for title, found in (("Synthetic hits", speeds), ("Bundled pair, replayed", replayed)):
+        findings.table(f"{title}: speed-up over plain decoding, and per device", *_rows(found))
+    bench.claims()
+    bench.distance()
+    findings.notes += sentences(item.config, speeds)
+    findings.figure = picture(item, speeds, replayed)
+    return findings
+
+
+def cases(config: Mapping[str, Any], *, quick: bool) -> list[Case]:
+    """The grid over ratio and acceptance, and the further values of each axis at the base."""
+    size, base = ("quick" if quick else "full"), config["base"]
+    found = []
+    for layout in config["layouts"]:
+        middle = Case(layout=layout, hits="synthetic", **base)
+        grid = config["grid"][size]
+        found += [middle]
+        found += [
+            replace(middle, ratio=ratio, acceptance=acceptance)
+            for ratio in grid["ratio"]
+            for acceptance in grid["acceptance"]
+        ]
+        for axis, values in config["axes"][size].items():
+            found += [replace(middle, **{axis: value}) for value in values]
+    return list(dict.fromkeys(found))
+
+
+def numbers(case: Case, stages: int) -> dict[str, int]:
+    """The settings that follow from the case, by their names in ``words``."""
+    per_step = max(1, int(case.ratio / stages + 1e-9))
+    alpha = 0.8 if case.acceptance is None else case.acceptance
+    lengths = range(1, MAX_CHAIN + 1)
+    return {
+        "stages": stages,
+        "per_step": per_step,
+        "beside": max(1, min(MAX_CHAIN, int(case.ratio) - 1)),
+        "chain": max(
+            lengths, key=lambda g: (1 + expected_accepted(alpha, g)) / (1 + g / case.ratio)
+        ),
+        "levels": max(1, min(6, per_step)),
+    }
+
+
+def hits_of(law: Mapping[str, Any], acceptance: float) -> list[str]:
+    """Overrides of ``model=synthetic`` with this mean acceptance."""
+    top1 = [round(1.0 - wrong * (1.0 - acceptance), 6) for wrong in law["wrong"]]
+    each = {"top1": top1} | {k: [law[k]] * len(top1) for k in ("decay", "miss")}
+    shape = {"weights": law["weights"], **each}
+    return [
+        *("model=synthetic", "ignore_eos=true"),
+        *(f"model.{key}={values}".replace(" ", "") for key, values in shape.items()),
+    ]
+
+
+class _Bench:
+    """Runs the methods of a case."""
+
+    def __init__(self, item: Item, lab: Lab, findings: Findings) -> None:
+        self._item = item
+        self._config = item.config
+        self._lab = lab
+        self._findings = findings
+        known = options("strategy", ())
+        self._methods = {}
+        for name, method in self._config["methods"].items():
+            preset = method["words"][0].removeprefix("strategy=")
+            if preset in known:
+                self._methods[name] = method
+            else:
+                findings.missing.append(f"{name}: preset {preset} does not exist")
+
+    def speeds(self, case: Case, hits: Sequence[str] | None = None) -> dict[str, Speed]:
+        """Every method of the case's layout; ``hits``: overrides in place of the synthetic law."""
+        if hits is None:
+            assert case.acceptance is not None
+            hits = hits_of(self._config["law"], case.acceptance)
+        runs = {}
+        for name, method in self._methods.items():
+            if case.layout in method.get("layouts", self._config["layouts"]):
+                try:
+                    runs[name] = self._run(case, method, hits)
+                except UserError as error:
+                    if name == self._config["reference"]:
+                        raise
+                    self._miss(f"{name}: {error}")
+        plain = runs[self._config["reference"]]
+        return {
+            name: self._speed(case, self._methods[name], run, plain) for name, run in runs.items()
+        }
+
+    def replays(self) -> Iterator[tuple[Case, list[str]]]:
+        """The bundled pair at the base case, per layout and temperature."""
+        for title, words in self._config["replayed"].items():
+            try:
+                prompts, tokens = self._item.size["quick" if self._lab.quick else "full"]
+                size = [f"data.limit={max(8, prompts)}", f"max_new_tokens={tokens}"]
+                path = self._lab.record([*words, *size])
+            except UserError as error:
+                self._miss(f"bundled pair, {title}: {error}")
+                continue
+            for layout in self._config["layouts"]:
+                base = {**self._config["base"], "acceptance": None}
+                hits = ["model=replay", f"model.record={path}"]
+                yield Case(layout=layout, hits=f"bundled pair, {title}", **base), hits
+
+    def claims(self) -> None:
+        """The stated values: the ratio of two methods with the hits of a measured pair."""
+        for claim, spec in self._config["claims"].items():
+            absent = [name for name in spec["rows"] if name not in self._methods]
+            if absent:
+                self._miss(f"claim {claim}: no {', '.join(absent)}")
+                continue
+            case = self._case(spec)
+            try:
+                fast, slow = (
+                    self._run(case, self._methods[name], self._hits(spec["hits"]))
+                    for name in spec["rows"]
+                )
+            except UserError as error:
+                self._miss(f"claim {claim}: {error}")
+                continue
+            value, low, high = speed_ratio(fast, slow)
+            title = self._config["laws"][spec["hits"]]["title"]
+            layout = self._config["layouts"][spec["layout"]]["title"]
+            where = f"{title}; {layout}, t_target/t_draft {spec['ratio']:g}"
+            self._findings.add(
+                claim, value, "simulated", where, kind="calibrated", interval=(low, high)
+            )
+
+    def distance(self) -> None:
+        """Serial speculation with the draft beside the target or across a link."""
+        spec = self._config["distance"]
+        hits, serial = self._hits(spec["hits"]), self._methods["speculative"]
+        rows = []
+        for link_ms in spec["link_ms"]:
+            case = self._case({"layout": "group", **spec, "link_ms": link_ms})
+            across = {**serial, "words": [*serial["words"], "executor=two_groups"]}
+            plain = self._run(case, self._methods[self._config["reference"]], hits)
+            alone, split = self._run(case, serial, hits), self._run(case, across, hits)
+            own, far = speed_ratio(alone, plain), speed_ratio(split, plain)
+            gamma = numbers(case, 1)["chain"]
+            rows.append((link_ms, own[0], *far, far[0] / own[0], 1 + gamma / case.ratio))
+        columns = ("link ms", "co-located", "split", "low", "high", "split/co-located")
+        last = "requests per target device, split over co-located: 1 + gamma t_draft/t_target"
+        self._findings.table(
+            "Speculation at a distance: speed-up over plain decoding", (*columns, last), rows
+        )
+
+    def _case(self, spec: Mapping[str, Any]) -> Case:
+        base = {**self._config["base"], "acceptance": None}
+        own = {key: spec[key] for key in ("ratio", "link_ms") if key in spec}
+        return Case(layout=spec["layout"], hits=spec["hits"], **{**base, **own})
+
+    def _hits(self, law: str) -> Sequence[str]:
+        """Overrides of one of ``laws``."""
+        words: Sequence[str] = self._config["laws"][law]["words"]
+        return words
+
+    def _run(self, case: Case, method: Mapping[str, Any], hits: Sequence[str]) -> Outcome:
+        stages = self._config["layouts"][case.layout]["stages"]
+        words = [word.format(**numbers(case, stages)) for word in method["words"]]
+        if not any(word.startswith("executor=") for word in words):
+            words += self._executor(words[0], stages, case.link_ms)
+        profile = write_profile(
+            self._lab.folder,
+            target_ms=self._config["target_ms"],
+            stages=stages,
+            draft_ms=self._config["target_ms"] / case.ratio,
+            transfer_ms=case.link_ms,
+        )
+        prompts, tokens = size_overrides(self._item, self._lab)
+        if case.batch > 1:
+            num = max(int(prompts.partition("=")[2]), case.batch)
+            prompts = f"data.limit={num}"
+        time = ["clock=simulated", f"clock.profile={profile}"]
+        size = [prompts, tokens, f"batch_size={case.batch}"]
+        return self._lab.run([*words, *hits, *time, *size])
+
+    def _executor(self, strategy: str, stages: int, link_ms: float) -> list[str]:
+        """Executor overrides: one group or a pipeline; a serial draft is beside its target."""
+        if stages > 1:
+            return ["executor=pipeline", f"executor.stages={stages}"]
+        serial = self._methods_without_own_device()
+        return [] if strategy in serial else ["executor=two_groups"]
+
+    def _methods_without_own_device(self) -> set[str]:
+        return {m["words"][0] for m in self._methods.values() if not m["extra"]}
+
+    def _speed(self, case: Case, method: Mapping[str, Any], run: Outcome, plain: Outcome) -> Speed:
+        value, low, high = speed_ratio(run, plain)
+        stages = self._config["layouts"][case.layout]["stages"]
+        devices = (stages * method.get("copies", 1) + method["extra"]) / stages
+        loops = run.summary["loop_share"]
+        return Speed(value=value, low=low, high=high, devices=devices, loops=loops, run=run)
+
+    def _miss(self, text: str) -> None:
+        if text not in self._findings.missing:
+            self._findings.missing.append(text)
+
+
+def _rows(speeds: Speeds) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """Columns and rows of a table of speed-ups."""
+    columns = (
+        *("hits", "layout", "t_target/t_draft", "acceptance", "link ms", "batch", "method"),
+        *("speed-up", "low", "high", "devices", "per device", "hit rate", "loop_share"),
+    )
+    rows = [
+        (
+            *(case.hits, case.layout, case.ratio, case.acceptance, case.link_ms, case.batch, name),
+            *(speed.value, speed.low, speed.high, speed.devices, speed.per_device),
+            *(speed.run.summary["hit_rate"], speed.loops),
+        )
+        for case, methods in speeds.items()
+        for name, speed in methods.items()
+    ]
+    return columns, rows

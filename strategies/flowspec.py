@@ -1,0 +1,200 @@
+"""FlowSpec (arXiv 2507.02620): a drafted tree goes down a pipeline in segments, best first.
+
+A round begins with a tree that is drafted whole (EAGLE-2's beam) and cut into segments in order of
+score. A segment enters the pipeline per step, and each one that leaves it is judged at once: the
+nodes that contradict the verdict are dropped from the caches, from the segments in flight and from
+those that wait. While the stages compute, the draft draws a tree at the new root; it is merged with
+what is left of the old one, and its new nodes go down as further segments. A step without a verdict
+deepens the tree instead. A token that is not in the tree ends the round.
+
+    parts = flowspec.build(bench, segment=8, stages=4)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+from pydantic import Field
+
+from specdec.compose.presets import build_preset
+from specdec.parts.fields import Count, DraftCount, Index, expects, validated
+from specdec.policies.tree_growth import (
+    NO_SLOTS,
+    as_nodes,
+    best_of_level,
+    expand,
+    live_requests,
+    most_probable,
+    ready_requests,
+)
+from specdec.sampling.top_stable import top_set
+from specdec.types import Commit, CommitKind, IntArray, Nodes, Output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specdec.compose.workbench import Parts, Workbench
+    from specdec.interfaces import Events, TokenSource
+    from specdec.state import DecodeState, RequestState
+
+NodeCount = Annotated[int, Field(ge=2), expects("it must be at least 2: root and a child")]
+
+
+def build(
+    bench: Workbench,
+    *,
+    nodes: int | None = None,
+    segment: int | None = None,
+    width: int | None = None,
+    children: int | None = None,
+    depth: int | None = None,
+    grown_nodes: int | None = None,
+    grown_segment: int | None = None,
+    idle_depth: int | None = None,
+    stages: int | None = None,
+) -> Parts:
+    """FlowSpec on a pipeline and a draft device.
+
+    Args:
+        bench: models, clock and seed.
+        nodes, segment, width, children, depth: of a round's tree, see ``FlowSpec``.
+        grown_nodes, grown_segment, idle_depth: see ``FlowSpec``.
+        stages: of the pipeline.
+    """
+    tree = {"nodes": nodes, "segment": segment, "width": width, "children": children}
+    grown = {"grown_nodes": grown_nodes, "grown_segment": grown_segment, "idle_depth": idle_depth}
+    keys = {**tree, "depth": depth, **grown}
+    policy = {f"policy.{name}": value for name, value in keys.items()}
+    return build_preset("flowspec", bench, {**policy, "executor.stages": stages})
+
+
+@dataclass(slots=True)
+class _Round:
+    """One request's tree.
+
+    Attributes:
+        chosen: int64[C], ids of the nodes that go to the target, in increasing order.
+        levels: levels below the root that are drafted; 0 where the root is new.
+        judged: whether a verdict has arrived since the round began.
+    """
+
+    chosen: IntArray = field(default_factory=lambda: NO_SLOTS)
+    levels: int = 0
+    judged: bool = False
+
+
+class FlowSpec:
+    """Feeds a pipeline the best nodes of a tree in segments, and regrows it at every verdict.
+
+    A draft of L levels expands the ``width`` best nodes of each level from the root down, taking
+    ``children`` candidates of each; expanded nodes cost no draft pass. Of all nodes and candidates
+    the best by cumulative probability are then *chosen*; earlier choices stay. ``select`` submits
+    the best chosen nodes that the target does not have: a parent never later than its child.
+    """
+
+    value_dependent = True
+    serial = False
+
+    @validated
+    def __init__(
+        self,
+        *,
+        nodes: NodeCount,
+        segment: DraftCount,
+        width: DraftCount,
+        children: Count,
+        depth: Count,
+        grown_nodes: NodeCount,
+        grown_segment: DraftCount | None = None,
+        idle_depth: Index = 1,
+    ) -> None:
+        """Sets the sizes.
+
+        Args:
+            nodes: nodes of a round's first tree, root included.
+            segment: nodes per step until the round's first verdict.
+            width: nodes expanded per level.
+            children: candidates per expanded node.
+            depth: levels expanded below the root.
+            grown_nodes: nodes of the tree that is drawn at each new root.
+            grown_segment: nodes per step after the round's first verdict. Default: all that wait.
+            idle_depth: further levels in a step without a verdict. Default: 1.
+        """
+        self.nodes = nodes
+        self.segment = segment
+        self.width = width
+        self.children = children
+        self.depth = depth
+        self.grown_nodes = grown_nodes
+        self.grown_segment = grown_segment or max(nodes, grown_nodes)
+        self.idle_depth = idle_depth
+        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)
+
+    def open(self, request: RequestState) -> None:
+        """A round begins."""
+        self._rounds[request.id] = _Round()
+
+    def held_nodes(self, in_flight: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + max(self.segment, self.grown_segment) * in_flight
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The next segment of every ready request; a new round's tree is drafted before."""
+        requests = ready_requests(state, serial=False)
+        new = [r for r in requests if r.tree.submitted_at[0] < 0 and not r.tree.expanded[0]]
+        self._draft(state, source, [(r, 0, self.depth + 1) for r in new])
+        return as_nodes((r, self._segment(r)) for r in requests)
+
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
+        """Draws a tree at each new root, and deepens the others; one source call per level."""
+        spans = []
+        for request in live_requests(state):
+            if request.tree.submitted_at[0] >= 0:
+                levels = self._rounds[request.id].levels
+                span = (0, self.depth + 1) if not levels else (levels, levels + self.idle_depth)
+                spans.append((request, *span))
+        self._draft(state, source, spans)
+        return False
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """The tree is redrawn at the new root; after a miss a new round begins."""
+        for commit in commits:
+            ended = commit.kind is CommitKind.MISS
+            past = self._rounds[commit.request]
+            chosen = NO_SLOTS if ended else past.chosen[np.isin(past.chosen, commit.kept_ids)]
+            self._rounds[commit.request] = _Round(chosen=chosen, judged=not ended)
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._rounds.pop(request_id, None)
+
+    def _draft(
+        self,
+        state: DecodeState,
+        source: TokenSource,
+        spans: Sequence[tuple[RequestState, int, int]],
+    ) -> None:
+        """Expands the beams of the levels first .. last - 1 of each request, then chooses."""
+        for step in range(max((last - first for _, first, last in spans), default=0)):
+            growing = [(r, first + step) for r, first, last in spans if first + step < last]
+            beams = [(r, best_of_level(r, level, self.width)) for r, level in growing]
+            open_ = [(r, slots[~r.tree.expanded[slots]]) for r, slots in beams]
+            expand(state, source, open_, self.children)
+        for request, _, last in spans:
+            now, tree = self._rounds[request.id], request.tree
+            num = self.grown_nodes if now.judged else self.nodes
+            best = most_probable(tree, tree.scores, tree.scores, num)
+            now.chosen = np.union1d(now.chosen, tree.ids[best])
+            now.levels = last
+
+    def _segment(self, request: RequestState) -> IntArray:
+        """Slots of the best chosen nodes that were not submitted, parents first."""
+        tree, now = request.tree, self._rounds[request.id]
+        waits = np.isin(tree.ids, now.chosen) & (tree.submitted_at < 0)
+        waits[0] = tree.submitted_at[0] < 0
+        slots = np.flatnonzero(waits)
+        num = self.grown_segment if now.judged else self.segment
+        return slots[top_set(tree.scores[slots], num)]

@@ -1,0 +1,192 @@
+"""PipeInfer (arXiv 2407.11798): short speculative runs, one after the other, down a pipeline.
+
+The draft drafts without waiting for the target. Each step's few tokens are a run of their own,
+which enters the pipeline behind the runs before it, so several are in flight. A verdict that
+contradicts a run cancels it and all later ones wherever they are: stages that did not begin them
+skip them. A token that no run carried goes down the pipeline alone.
+
+A cut-off bounds speculation. Drafting stops at a token whose draft probability is below it. It
+rises with every run since the last verdict, so runs far ahead of the target need a surer draft, and
+falls with every attempt that had no token for a run.
+
+    parts = pipeinfer.build(bench, tokens=3, stages=4)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.compose.presets import build_preset
+from specdec.parts.fields import DraftCount, NotNegative, Share, validated
+from specdec.policies.tree_growth import (
+    append_best,
+    as_nodes,
+    expand,
+    last_position,
+    live_requests,
+    ready_requests,
+)
+from specdec.types import Commit, IntArray, Nodes, Output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specdec.compose.workbench import Parts, Workbench
+    from specdec.interfaces import Events, TokenSource
+    from specdec.state import DecodeState, RequestState
+
+
+def build(
+    bench: Workbench,
+    *,
+    tokens: int | None = None,
+    cutoff: float | None = None,
+    recovery: float | None = None,
+    decay: float | None = None,
+    stages: int | None = None,
+) -> Parts:
+    """PipeInfer on a pipeline and a draft device.
+
+    Args:
+        bench: models, clock and seed.
+        tokens, cutoff, recovery, decay: see ``PipeInfer``.
+        stages: of the pipeline.
+    """
+    run = {"policy.tokens": tokens, "policy.cutoff": cutoff}
+    moves = {"policy.recovery": recovery, "policy.decay": decay}
+    return build_preset("pipeinfer", bench, {**run, **moves, "executor.stages": stages})
+
+
+@dataclass(slots=True)
+class _Speculation:
+    """One request's runs since the last verdict.
+
+    Attributes:
+        sendable: largest id of a node that a run may carry; one beyond it is held back.
+        runs: runs that were begun.
+        fruitless: attempts that had no token for a run.
+    """
+
+    sendable: int = -1
+    runs: int = 0
+    fruitless: int = 0
+
+
+class PipeInfer:
+    """Begins a run of up to ``tokens`` chain tokens in every step.
+
+    The cut-off is ``cutoff``, plus ``recovery`` for each run since the last verdict, minus
+    ``decay`` for each fruitless attempt since then; at 1 or more no run is begun. A token below it
+    ends the run and is held back: a node that is not submitted, tested again in the next step. If
+    it becomes the root it goes down the pipeline alone, as a token does that was not drafted.
+
+    Whether a token has successors depends on its own draft probability, never on theirs, so
+    rejection sampling stays unbiased. Hits need an executor of latency 2 or more.
+    """
+
+    value_dependent = False
+    serial = False
+
+    @validated
+    def __init__(
+        self, *, tokens: DraftCount, cutoff: Share, recovery: NotNegative, decay: NotNegative
+    ) -> None:
+        """Sets the sizes.
+
+        Args:
+            tokens: maximum number of tokens of a run, and of draft passes per step.
+            cutoff: least draft probability of a token of the first run after a verdict.
+            recovery: added to it by each run since the last verdict.
+            decay: subtracted by each attempt since then that had no token for a run.
+        """
+        self.tokens = tokens
+        self.cutoff = cutoff
+        self.recovery = recovery
+        self.decay = decay
+        self._requests: defaultdict[int, _Speculation] = defaultdict(_Speculation)
+
+    def open(self, request: RequestState) -> None:
+        """No run has begun."""
+        self._requests[request.id] = _Speculation()
+
+    def held_nodes(self, in_flight: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + self.tokens * in_flight
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The run that was drafted last, or a root that the target does not have."""
+        return as_nodes((r, self._run(r)) for r in ready_requests(state, serial=False))
+
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
+        """Drafts the next run of every request, one source call per token."""
+        attempts = [(r, self._cutoff(r)) for r in live_requests(state) if self._may_begin(r)]
+        attempts = [(r, cutoff) for r, cutoff in attempts if cutoff < 1.0]
+        sizes = {r.id: self._held_passes(r, cutoff) for r, cutoff in attempts}
+        growing = [entry for entry in attempts if not self._holds(entry[0])]
+        while growing := [(r, c) for r, c in growing if sizes[r.id] < self.tokens and _has_room(r)]:
+            tips = [(r, np.array([len(r.tree) - 1])) for r, _ in growing]
+            open_ = [(r, tip[~r.tree.expanded[tip]]) for r, tip in tips]
+            expand(state, source, open_, 1)
+            longer = []
+            for (request, cutoff), (_, tip) in zip(growing, tips, strict=True):
+                if len(append_best(request.tree, tip, 1, 1)) and self._passes(request, cutoff):
+                    sizes[request.id] += 1
+                    longer.append((request, cutoff))
+            growing = longer
+        for request, _ in attempts:
+            speculation = self._requests[request.id]
+            speculation.runs += sizes[request.id] > 0
+            speculation.fruitless += sizes[request.id] == 0
+        return False
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """A verdict returns the cut-off to its start; the trees are rerooted already."""
+        for commit in commits:
+            speculation = self._requests[commit.request]
+            speculation.runs = speculation.fruitless = 0
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._requests.pop(request_id, None)
+
+    def _run(self, request: RequestState) -> IntArray:
+        """Slots of the unsubmitted nodes that may be sent."""
+        tree = request.tree
+        sendable = tree.ids <= self._requests[request.id].sendable
+        sendable[0] = True
+        return np.flatnonzero(sendable & (tree.submitted_at < 0))
+
+    def _may_begin(self, request: RequestState) -> bool:
+        """Whether the root is in the target and no run waits to be sent."""
+        return bool(request.tree.submitted_at[0] >= 0) and not len(self._run(request))
+
+    def _cutoff(self, request: RequestState) -> float:
+        speculation = self._requests[request.id]
+        raised = self.cutoff + self.recovery * speculation.runs
+        return raised - self.decay * speculation.fruitless
+
+    def _holds(self, request: RequestState) -> bool:
+        """Whether the chain's last token is held back."""
+        tree = request.tree
+        return len(tree) > 1 and int(tree.ids[-1]) > self._requests[request.id].sendable
+
+    def _held_passes(self, request: RequestState, cutoff: float) -> int:
+        """1 if the chain's last token was held back and may now be sent, else 0."""
+        return int(self._holds(request) and self._passes(request, cutoff))
+
+    def _passes(self, request: RequestState, cutoff: float) -> bool:
+        """Tests the chain's last token, and notes it as sendable if its probability suffices."""
+        tree = request.tree
+        if np.exp(tree.logprobs[-1]) < cutoff:
+            return False
+        self._requests[request.id].sendable = int(tree.ids[-1])
+        return True
+
+
+def _has_room(request: RequestState) -> bool:
+    """Whether a token below the chain's last one could be emitted."""
+    return int(request.tree.positions[-1]) < last_position(request)

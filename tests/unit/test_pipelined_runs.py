@@ -1,0 +1,241 @@
+"""PipeInfer and FlowSpec: their laws against simulated time, their runs, segments and cut-offs.
+
+The synthetic pair has one class of positions and the profile constant times, so the simulated time
+per token must be the law's, up to chance and the ends of texts. The bound is 5 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from specdec.compose.workbench import Parts, Workbench
+from specdec.interfaces import Events, TokenSource
+from specdec.metrics.pipelines import flowspec_time, pipeinfer_time
+from specdec.pairs import build_pair
+from specdec.pairs.synthetic import SyntheticModels
+from specdec.sampling.transform import SamplingParams
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import Batch, Commit, CommitKind, Nodes, Output
+from strategies import flowspec, pipeinfer
+from tests import toys
+
+BOUND = 0.05
+NUM_REQUESTS, NUM_TOKENS = 24, 400
+
+
+@cache
+def models(alpha: float) -> SyntheticModels:
+    """A draft whose first candidate is right with probability ``alpha``, at every position."""
+    law = {"weights": [1.0], "top1": [alpha], "decay": [2.0], "miss": [0.0]}
+    found = build_pair({"kind": "synthetic", **law, "vocab_size": 4096})
+    assert isinstance(found, SyntheticModels)
+    return found
+
+
+def bench(alpha: float, stage: float, draft: float) -> Workbench:
+    return Workbench(models(alpha), clock=toys.simulated(stage, draft))
+
+
+def request(number: int, num_tokens: int = NUM_TOKENS) -> RequestState:
+    """A greedy request with a prompt of one token."""
+    return RequestState(
+        request_id=number,
+        prompt=np.array([1]),
+        stop=StopRules(max_new_tokens=num_tokens),
+        sampling=SamplingParams(),
+    )
+
+
+def milliseconds_per_token(
+    parts: Parts, num_requests: int = NUM_REQUESTS, num_tokens: int = NUM_TOKENS
+) -> float:
+    """Of requests that share every step; their rows cost nothing."""
+    requests = [request(number, num_tokens) for number in range(num_requests)]
+    for _ in parts.decode(parts.new_state(), requests, batch_size=num_requests):
+        pass
+    return 1e3 * float(np.mean([r.emitted_s[-1] for r in requests])) / num_tokens
+
+
+def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str]]:
+    """(nodes submitted, kind of the commit or "") of every step of one request."""
+    sizes: list[int] = []
+    kinds: list[str] = []
+    submit = parts.executor.submit
+
+    def noting(batch: Batch) -> None:
+        sizes.append(batch.num_nodes)
+        submit(batch)
+
+    parts.executor.submit = noting  # type: ignore[method-assign]
+    for commits in parts.decode(parts.new_state(), [request(1, num_tokens)]):
+        kinds.append("".join(commit.kind for commit in commits))
+    return list(zip(sizes, kinds, strict=True))
+
+
+# ---------------------------------------------------------------------- PipeInfer
+
+
+@pytest.mark.parametrize(
+    ("alpha", "stages", "tokens", "draft", "cutoff", "recovery", "decay"),
+    [
+        (0.8, 4, 2, 1.0, 0.1, 0.0, 0.0),
+        (0.8, 6, 1, 1.0, 0.6, 0.15, 0.05),  # speculation pauses
+        pytest.param(0.6, 4, 3, 1.0, 0.7, 0.0, 0.05, marks=pytest.mark.slow),  # and must wait
+        pytest.param(0.9, 8, 3, 4.0, 0.1, 0.0, 0.0, marks=pytest.mark.slow),  # the draft is slower
+        pytest.param(0.7, 1, 2, 1.0, 0.1, 0.05, 0.05, marks=pytest.mark.slow),  # no pipeline
+    ],
+)
+def test_pipeinfer_takes_the_time_of_its_law(
+    alpha: float,
+    stages: int,
+    tokens: int,
+    draft: float,
+    cutoff: float,
+    recovery: float,
+    decay: float,
+) -> None:
+    run = {"tokens": tokens, "cutoff": cutoff, "recovery": recovery, "decay": decay}
+    parts = pipeinfer.build(bench(alpha, 10.0, draft), stages=stages, **run)  # type: ignore[arg-type]
+    law = pipeinfer_time(alpha=alpha, stages=stages, stage=10.0, draft=draft, **run)  # type: ignore[arg-type]
+    assert milliseconds_per_token(parts) == pytest.approx(law, rel=BOUND)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_pipeinfers_law_without_a_cutoff_is_the_closed_form(alpha: float, tokens: int) -> None:
+    stages, step = 5, max(10.0, 3.0 * tokens)
+    closed = step * (1 - alpha) * (stages + alpha / (1 - alpha**tokens))
+    law = pipeinfer_time(alpha=alpha, tokens=tokens, stages=stages, stage=10.0, draft=3.0)
+    assert law == pytest.approx(closed)
+
+
+def test_a_run_enters_every_step_and_a_miss_sends_the_root_alone() -> None:
+    """Without a cut-off: after a miss the root, then runs of ``tokens`` behind each other."""
+    parts = pipeinfer.build(bench(0.7, 10.0, 1.0), stages=4, tokens=3, cutoff=0.0)
+    steps = submitted(parts)[1:100]  # far from the end of the text, where runs are cut
+    assert {"miss", "hit", ""} == {kind for _, kind in steps}
+    for (_, kind), (size, _) in pairwise(steps):
+        assert size == (1 if kind == "miss" else 3)
+
+
+def test_the_cutoff_rises_with_runs_and_falls_with_fruitless_attempts() -> None:
+    """Before the first verdict: 0.5, 0.6, 0.7 begin runs, 0.8 (above 0.75) none, 0.7 one, ..."""
+    run = {"tokens": 1, "cutoff": 0.5, "recovery": 0.1, "decay": 0.1}
+    parts = pipeinfer.build(bench(0.75, 10.0, 1.0), stages=8, **run)  # type: ignore[arg-type]
+    sizes = "".join(str(size) for size, _ in submitted(parts)[:8])
+    assert sizes == "11110101"
+
+
+def test_a_contradicted_run_is_cancelled_half_way() -> None:
+    """Later stages compute fewer rows than the first: those of cancelled runs are skipped."""
+    stages = 6
+    parts = pipeinfer.build(bench(0.5, 10.0, 1.0), stages=stages, tokens=2, cutoff=0.0)
+    milliseconds_per_token(parts, 1)
+    rows = parts.executor.stage_rows  # type: ignore[attr-defined]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < 0.7 * rows[0]
+
+
+# ---------------------------------------------------------------------- FlowSpec
+
+
+def ranks(alpha: float) -> list[float]:
+    """Chance that the target's token is the draft's first, second, ... candidate."""
+    found: list[float] = models(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("alpha", "stages", "segment", "nodes", "draft", "num_requests"),
+    [
+        (0.5, 3, 4, 16, 1e-6, 8),
+        pytest.param(0.7, 3, 6, 40, 1e-6, 16, marks=pytest.mark.slow),
+        pytest.param(0.6, 4, 8, 40, 1e-6, 16, marks=pytest.mark.slow),
+        pytest.param(0.6, 3, 6, 24, 0.5, 1, marks=pytest.mark.slow),  # drafting between rounds
+    ],
+)
+def test_flowspec_takes_the_time_of_its_law(
+    alpha: float, stages: int, segment: int, nodes: int, draft: float, num_requests: int
+) -> None:
+    """Requests of a batch would wait for each other's drafting, so with a cost one is alone."""
+    width, depth = nodes // 3, 8
+    sizes = {"segment": segment, "grown_segment": segment, "nodes": nodes, "grown_nodes": nodes}
+    beam = {"width": width, "children": width, "depth": depth}
+    parts = flowspec.build(bench(alpha, 10.0, draft), stages=stages, **sizes, **beam)
+    law = flowspec_time(
+        ranks=ranks(alpha)[:width],
+        segment=segment,
+        nodes=nodes,
+        stages=stages,
+        stage=10.0,
+        between=(depth + 1) * draft,
+    )
+    num_tokens = NUM_TOKENS if num_requests > 1 else 2000
+    time = milliseconds_per_token(parts, num_requests, num_tokens)
+    assert time == pytest.approx(law, rel=BOUND)
+
+
+def test_segments_are_the_best_nodes_that_wait() -> None:
+    """Each step submits the most probable chosen nodes that the target does not have."""
+    parts = flowspec.build(bench(0.7, 10.0, 1.0), stages=4, segment=5, grown_segment=6)
+    policy, state = parts.policy, parts.new_state()
+    checked = 0
+    select = policy.select
+
+    def checking(state_: DecodeState, source: TokenSource) -> Nodes:
+        nonlocal checked
+        nodes = select(state_, source)
+        for request_id, ids in nodes.items:
+            tree = state.requests[request_id].tree
+            now = policy._rounds[request_id]  # type: ignore[attr-defined]
+            waits = np.isin(tree.ids, now.chosen) & (tree.submitted_at < 0)
+            waits &= ~np.isin(tree.ids, ids)
+            assert len(ids) <= (6 if now.judged else 5)
+            if waits.any():
+                checked += 1
+                assert len(ids) == (6 if now.judged else 5)
+                assert tree.scores[waits].max() <= tree.scores[tree.slots(ids)].min()
+        return nodes
+
+    policy.select = checking  # type: ignore[method-assign]
+    for _ in parts.decode(state, [request(1, 100)]):
+        pass
+    assert checked > 20
+
+
+def test_a_verdict_keeps_what_waits_and_merges_the_new_tree() -> None:
+    """After a hit the chosen nodes of the subtree stay chosen, and the redrawn tree adds others."""
+    parts = flowspec.build(bench(0.8, 10.0, 1.0), stages=3, nodes=30, grown_nodes=20, segment=4)
+    policy = parts.policy
+    sizes: dict[str, list[int]] = {"kept": [], "grown": []}
+    commit, overlap = policy.commit, policy.overlap
+
+    def committing(commits: Sequence[Commit], output: Output) -> None:
+        before = {c.request: policy._rounds[c.request].chosen for c in commits}  # type: ignore[attr-defined]
+        commit(commits, output)
+        for c in commits:
+            kept = policy._rounds[c.request].chosen  # type: ignore[attr-defined]
+            if c.kind is CommitKind.HIT:
+                assert set(kept) == set(before[c.request]) & set(c.kept_ids)
+                sizes["kept"].append(len(kept))
+            else:
+                assert not len(kept)
+
+    def growing(state: DecodeState, source: TokenSource, events: Events) -> bool:
+        before = policy._rounds[1].chosen  # type: ignore[attr-defined]
+        found = overlap(state, source, events)
+        after = policy._rounds[1].chosen  # type: ignore[attr-defined]
+        assert set(before) <= set(after)
+        sizes["grown"].append(len(after) - len(before))
+        return found
+
+    policy.commit, policy.overlap = committing, growing  # type: ignore[method-assign]
+    for _ in parts.decode(parts.new_state(), [request(1, 100)]):
+        pass
+    assert np.mean(sizes["kept"]) > 3
+    assert np.mean(sizes["grown"]) > 1
