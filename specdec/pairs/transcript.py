@@ -13,7 +13,6 @@ Shape letters: T tokens of a request, n given positions.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +194,7 @@ def _read(texts: str, subset: str | None) -> tuple[list[Turn], dict[str, Any]]:
     return pairs, {"data": path.name, "turns": len(pairs), "crc32": digest}
 
 
-def _turn(fields: Mapping[str, Any], where: str) -> Turn:
+def _turn(fields: dict[str, Any], where: str) -> Turn:
     if not all(key in fields for key in _IDS):
         prompt, completion = (
             text_field(fields, key, where=where, hint=_HINT) for key in ("prompt", "completion")

@@ -72,6 +72,9 @@ def test_calibrated_rows_on_assumed_stage_times_come_at_both_ends(tmp_path: Path
         assert len({draft.title for draft in found}) == len(found)
         assert len({draft.short for draft in found}) == len(found)
         banded += on_a_band
+        assert [bool(draft.swapped) for draft in found] == [True, False] * (len(found) // 2) or (
+            not on_a_band
+        )
         for draft in found[: 2 * on_a_band]:
             words = draft.words("clock.profile=specpipe_8x3090", "clock.profile=vllm_8x3090")
             assert words[-2] == f"clock.profile={draft.profiles['specpipe_8x3090']}"
