@@ -39,8 +39,7 @@ def _hits(result: RequestResult) -> tuple[float, float]:
 
 
 def _tokens(result: RequestResult) -> tuple[float, float]:
-    lengths = result.counters.path_lengths
-    return sum(length * num for length, num in lengths.items()), lengths.total()
+    return len(result.output), result.counters.answers
 
 
 PARTS: dict[str, Part] = {"hit rate": _hits, "tokens per pass": _tokens}

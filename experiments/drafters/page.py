@@ -104,8 +104,10 @@ def lateness(folder: Path = RESULTS) -> str:
                     [f"`{strategy}`", str(num), _cell(late)]
                     + [_cell(early) if gained else "the same", str(gained)]
                     + [_change(early, late) if gained else "0", _cell(draft)]
+                    + [_change(late, draft)]
                 )
-        columns = ("", "stages", *list(DRAFTS)[:2], "steps gained", "early - late", "draft model")
+        columns = ("", "stages", *list(DRAFTS)[:2], "steps gained", "early - late")
+        columns += ("draft model", "late - draft model")
         parts.append(f"{_title(content)}\n\n{_grid(columns, lines)}")
     return "\n".join(parts)
 
@@ -141,9 +143,15 @@ def lateness_groups(folder: Path = RESULTS) -> str:
 
 def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:
     """Hit rate over the number of stages: a column per workload, a row per pipeline."""
-    size = (3.4 * len(contents) + 0.6, 5.6)
+    size = (max(5.0, 3.2 * len(contents)), 6.0)
     figure, axes = plt.subplots(
-        len(PIPELINES), len(contents), figsize=size, sharey="row", sharex=True, squeeze=False
+        len(PIPELINES),
+        len(contents),
+        figsize=size,
+        sharey="row",
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
     for column, content in enumerate(contents):
         for axis, strategy in zip(axes[:, column], PIPELINES, strict=True):
@@ -166,7 +174,8 @@ def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:
         axes[-1, column].set_xlabel("stages")
     for axis, strategy in zip(axes[:, 0], PIPELINES, strict=True):
         axis.set_ylabel(f"{strategy}: hit rate (simulated)")
-    axes[0, 0].legend(fontsize=7, loc="lower right")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=2)
     _save(figure, path)
 
 
@@ -178,7 +187,6 @@ def _points(axis: Any, at: Sequence[float], found: Sequence[Measured], label: st
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -241,7 +249,12 @@ def _kept(found: Measured, own: Measured) -> str:
 def draw_tokenizers(contents: Sequence[dict[str, Any]], path: Path) -> None:
     """Accepted draft tokens per pass, of those with the target's tokenizer."""
     figure, axes = plt.subplots(
-        1, len(contents), figsize=(3.4 * len(contents) + 0.6, 3.4), sharey=True, squeeze=False
+        1,
+        len(contents),
+        figsize=(3.4 * len(contents) + 0.6, 3.4),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, content in zip(axes[0], contents, strict=True):
         for policy in dict.fromkeys(row["policy"] for row in content["rows"]):

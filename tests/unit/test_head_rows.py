@@ -28,8 +28,8 @@ def test_a_head_runs_beside_rows_of_the_same_tokens(tmp_path: Path) -> None:
     rows = {row[1]: dict(zip(COLUMNS, row, strict=True)) for row in table.rows}
     assert list(rows) == ["PP", "SpecPipe", ROW]
     assert len({row["tokens"] for row in rows.values()}) == 1
-    assert rows[ROW]["draft passes/token"] > 1.0
-    assert rows[ROW]["nodes/pass"] == pytest.approx(60, abs=8)  # the tree of EAGLE-2
+    assert rows[ROW]["draft passes/token"] >= 1.0
+    assert 20 < rows[ROW]["nodes/pass"] <= 60  # EAGLE-2's tree, cut at the sixth token
     found = {measure.claim: measure for measure in findings.measures}
     ratio = rows[ROW]["TBT ms"] / rows["SpecPipe"]["TBT ms"]
     assert found["over_eagle3"].value == pytest.approx(ratio)
