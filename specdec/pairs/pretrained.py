@@ -22,6 +22,7 @@ from specdec.models.loading import (
     load_model,
     load_stage,
     load_tokenizer,
+    own_dtype,
     torch_dtype,
     weight_bytes,
 )
@@ -33,10 +34,10 @@ from specdec.pairs.options import (
     AttentionName,
     BackendName,
     Device,
-    Dtype,
     ExitHeadName,
     GraphsName,
     KernelsName,
+    OwnDtype,
     QuantizationName,
 )
 from specdec.parts.fields import Count, Text, validated
@@ -68,7 +69,7 @@ class PretrainedPair(HuggingFacePair):
         middle: Text | None = None,
         translated: Text | None = None,
         ngram: Text | None = None,
-        dtype: Dtype = "float32",
+        dtype: OwnDtype = "auto",
         device: Device = "auto",
         attention: AttentionName = "auto",
         graphs: GraphsName = "off",
@@ -89,7 +90,8 @@ class PretrainedPair(HuggingFacePair):
             draft, middle: likewise; None if no strategy needs them.
             translated: likewise, a draft with a tokenizer of its own.
             ngram: safetensors file of token samples for n-gram counts.
-            dtype, ..., backend, exit_layer, exit_head, exact: see ``HuggingFacePair``.
+            dtype: as there, or auto: the target's own on CUDA devices, float32 on others.
+            device, ..., backend, exit_layer, exit_head, exact: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
 
@@ -97,7 +99,7 @@ class PretrainedPair(HuggingFacePair):
             UserError: a path without a usable model, or vocabularies that differ.
         """
         super().__init__(
-            dtype=dtype,
+            dtype="float32" if dtype == "auto" else dtype,
             device=device,
             attention=attention,
             graphs=graphs,
@@ -114,6 +116,8 @@ class PretrainedPair(HuggingFacePair):
         self.info = inspect_model(family_path(target))
         paths = {"draft": draft, "middle": middle, TRANSLATED: translated}
         self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
+        if dtype == "auto" and self.device.startswith("cuda"):
+            self.dtype = own_dtype(self.info)
         self._ngram = None if ngram is None else _samples_file(ngram)
         self._weights = Weights()
         self._quantized_parts: dict[tuple[int, int], PreTrainedModel] = {}
