@@ -67,7 +67,7 @@ def exact_dtype(subject: Subject) -> Check:
         if (problem := _problem(case, outputs[case.id], expected[case.id]))
     ]
     num_tokens = sum(len(outputs[case.id].output) for case in cases)
-    detail = f"{model['dtype']}, {torch.get_num_threads()} threads, {num_tokens} tokens"
+    detail = f"{pair.dtype}, {torch.get_num_threads()} threads, {num_tokens} tokens"
     if problems:
         return Check("exact_dtype", False, f"{detail}: {joined_details(problems)}")
     return Check("exact_dtype", True, f"{detail}: no difference from plain decoding")

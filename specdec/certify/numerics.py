@@ -214,7 +214,7 @@ def numerics(subject: Subject) -> Check:
     ties = [c.text for c in comparisons if c.text and c.tied]
     faults = [c.text for c in comparisons if c.text and not c.tied]
     measured = f"batched and single-token logits differ by up to {error:.1e}"
-    label = f"{cfg['model'].get('dtype')}, {len(cases)} prompts"
+    label = f"{pair.dtype}, {len(cases)} prompts"
     if faults:
         return Check("numerics", False, f"{label}: {joined_details(faults)}; {measured}")
     equal = f"{len(cases) - len(ties)} equal plain decoding"

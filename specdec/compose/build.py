@@ -70,7 +70,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     meter = Meter()
     timeline = Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
-    ranks = _ranks(cfg, clock)
+    ranks = _ranks(cfg, pair, clock)
     bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter, ranks=ranks)
     return build_parts(cfg, bench)
 
@@ -140,7 +140,7 @@ def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
     return planned(cls, pair, **keys)
 
 
-def _ranks(cfg: Mapping[str, Any], clock: Clock) -> Ranks | None:
+def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
     """Processes of a distributed executor; None for a single process.
 
     A simulated clock runs all ranks in one process.
@@ -153,8 +153,11 @@ def _ranks(cfg: Mapping[str, Any], clock: Clock) -> Ranks | None:
             f"clock._target_={cfg['clock']['_target_']} has no method report, which ranks that are"
             " processes need: add it (specdec.clocks.WallClock)"
         )
+    model = dict(cfg["model"])
+    if "dtype" in model:  # auto is decided once, not by each rank
+        model["dtype"] = getattr(pair, "dtype", model["dtype"])
     return Ranks(
-        model=cfg["model"],
+        model=model,
         clock=cfg["clock"],
         timeout_s=float(node["timeout_s"]),
         threads=cfg.get("threads"),

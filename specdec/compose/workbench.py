@@ -23,6 +23,7 @@ from specdec.compose import refusals
 from specdec.compose.planned import Planned, planned
 from specdec.distributed.draft_leader import DraftGroup
 from specdec.distributed.executor import DistributedExecutor, Ranks
+from specdec.distributed.placement import check_gpus
 from specdec.distributed.plan import DraftPlan, ExitPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
 from specdec.executors import ExitFront, LocalExecutor, PipelineExecutor
@@ -300,6 +301,8 @@ class Workbench:
     ) -> DistributedExecutor:
         """See ``OverRanks``."""
         layout = plan.layout
+        if ranks.model.get("device") in ("auto", "cuda") and torch.cuda.is_available():
+            check_gpus(layout, plan.num_ranks + 1, torch.cuda.device_count())
         parts = plan_ranks(
             bounds,
             layout.devices,

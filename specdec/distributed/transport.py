@@ -101,26 +101,32 @@ def collective_group(
     return _nccl(store, index, size)
 
 
+_NO_GPU = "cpu"
+
+
 def wire_device(
     store: dist.Store, me: int, others: Iterable[int], device: torch.device
 ) -> torch.device:
     """Device on which tensors are exchanged with other ranks: ``device``, or the CPU.
 
-    NCCL refuses ranks that share a GPU; such ranks exchange tensors over gloo, on the host.
+    NCCL refuses ranks that share a GPU. If any two of the participants do, or one has none, all of
+    them exchange tensors over gloo, on the host: each decides from the GPUs of all.
 
     Args:
         store: shared by all participants, each of which calls this once.
-        me, others: their names in the store.
+        me: this rank's name in the store.
+        others: the names of all participants; may include ``me``.
         device: device of this rank's model.
     """
-    if device.type == "cpu":
+    is_cpu = device.type == "cpu"
+    store.set(f"gpu/{me}", _NO_GPU if is_cpu else gpu_id(device))
+    if is_cpu:
         return device
-    own_gpu = gpu_id(device)
-    store.set(f"gpu/{me}", own_gpu)
-    keys = [f"gpu/{other}" for other in others if other != me]
+    keys = [f"gpu/{name}" for name in {me, *others}]
     while not store.check(keys):  # Store.wait would block this process's heartbeats
         time.sleep(_POLL_S)
-    return CPU if own_gpu.encode() in [store.get(key) for key in keys] else device
+    gpus = [store.get(key) for key in keys]
+    return CPU if _NO_GPU.encode() in gpus or len(set(gpus)) < len(gpus) else device
 
 
 def gpu_id(device: torch.device) -> str:

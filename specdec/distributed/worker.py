@@ -29,6 +29,7 @@ from specdec.distributed.messages import (
     unpack_entry,
     unpack_json,
 )
+from specdec.distributed.placement import own_gpu
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import Reply
 from specdec.distributed.stage_worker import StageSession, build_session
@@ -228,9 +229,9 @@ class Worker:
             torch.set_num_threads(plan.threads)
         model = dict(plan.model)
         if torch.cuda.is_available() and model.get("device") in ("auto", "cuda"):
-            index = int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count()
-            torch.cuda.set_device(index)
-            model["device"] = f"cuda:{index}"
+            device = own_gpu(self.rank)
+            torch.cuda.set_device(device)
+            model["device"] = str(device)
             self._on_gpu = True
         key = json.dumps(model, sort_keys=True)
         if key not in self._pairs:

@@ -325,6 +325,21 @@ def _reference_attention(config: AutoConfig) -> str:
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
+def own_dtype(info: ModelInfo) -> str:
+    """The type of a checkpoint's weights according to its config.json; float32 if it has none.
+
+    Raises:
+        UserError: a type that is not in ``DTYPES``.
+    """
+    own = getattr(_config(info), "dtype", None)
+    names = [name for name, kind in DTYPES.items() if kind == (own or torch.float32)]
+    if not names:
+        raise UserError(
+            f"{info.path} has weights of type {own}: choose model.dtype, one of {', '.join(DTYPES)}"
+        )
+    return names[0]
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Returns the type of that name.
 

@@ -11,6 +11,9 @@ from specdec.errors import UserError
 from specdec.parts.fields import expects
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+OwnDtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+"""``Dtype``, or auto: the checkpoint's own on CUDA devices, float32 on others."""
+
 Device = Annotated[
     str,
     Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$"),

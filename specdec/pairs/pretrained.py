@@ -22,10 +22,12 @@ from specdec.models.loading import (
     load_model,
     load_stage,
     load_tokenizer,
+    own_dtype,
     torch_dtype,
     weight_bytes,
 )
-from specdec.models.quantize import Quantization, quantize
+from specdec.models.quantize import Quantization, num_bytes, quantize
+from specdec.models.slicing import layers_name
 from specdec.models.translated import MODEL as TRANSLATED
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
@@ -33,10 +35,10 @@ from specdec.pairs.options import (
     AttentionName,
     BackendName,
     Device,
-    Dtype,
     ExitHeadName,
     GraphsName,
     KernelsName,
+    OwnDtype,
     QuantizationName,
 )
 from specdec.parts.fields import Count, Text, validated
@@ -68,7 +70,7 @@ class PretrainedPair(HuggingFacePair):
         middle: Text | None = None,
         translated: Text | None = None,
         ngram: Text | None = None,
-        dtype: Dtype = "float32",
+        dtype: OwnDtype = "auto",
         device: Device = "auto",
         attention: AttentionName = "auto",
         graphs: GraphsName = "off",
@@ -89,7 +91,8 @@ class PretrainedPair(HuggingFacePair):
             draft, middle: likewise; None if no strategy needs them.
             translated: likewise, a draft with a tokenizer of its own.
             ngram: safetensors file of token samples for n-gram counts.
-            dtype, ..., backend, exit_layer, exit_head, exact: see ``HuggingFacePair``.
+            dtype: as there, or auto: the target's own on CUDA devices, float32 on others.
+            device, ..., backend, exit_layer, exit_head, exact: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
 
@@ -97,7 +100,7 @@ class PretrainedPair(HuggingFacePair):
             UserError: a path without a usable model, or vocabularies that differ.
         """
         super().__init__(
-            dtype=dtype,
+            dtype="float32" if dtype == "auto" else dtype,
             device=device,
             attention=attention,
             graphs=graphs,
@@ -114,12 +117,27 @@ class PretrainedPair(HuggingFacePair):
         self.info = inspect_model(family_path(target))
         paths = {"draft": draft, "middle": middle, TRANSLATED: translated}
         self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
+        self.dtype = self._resolved(dtype)
         self._ngram = None if ngram is None else _samples_file(ngram)
-        self._weights = Weights()
-        self._quantized_parts: dict[tuple[int, int], PreTrainedModel] = {}
         for name, info in self._infos.items():
             if name != TRANSLATED:
                 check_vocabularies(self.info, info, name)
+
+    def _resolved(self, dtype: OwnDtype) -> str:
+        """``model.dtype``, where auto is the target's own on a CUDA device."""
+        if dtype != "auto":
+            return dtype
+        return own_dtype(self.info) if self.device.startswith("cuda") else "float32"
+
+    @cached_property
+    def _weights(self) -> Weights:
+        """Parameters that stages have loaded and use."""
+        return Weights()
+
+    @cached_property
+    def _quantized_parts(self) -> dict[tuple[int, int], PreTrainedModel]:
+        """(first, last) layer -> quantised layers."""
+        return {}
 
     def folder(self, name: str) -> Path:
         """The folder of a model.
@@ -254,15 +272,28 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def weight_bytes(self) -> Mapping[str, int]:
-        """Name of each model -> bytes of its weights, without loading it unless quantised."""
-        if self._quantization != Quantization.NONE:
-            return super().weight_bytes
+        """Name of each model -> bytes of its weights, without loading more than one layer of it.
+
+        Quantised layers have the share of their plain bytes that a layer in the middle has.
+        """
         infos = {"target": self.info, **self._infos}
-        sizes = {name: weight_bytes(info, self.dtype) for name, info in infos.items()}
+        sizes = {name: self._bytes(info) for name, info in infos.items()}
         if (head := self._eagle_files) is not None:
             num = head.num_weights + head.num_shared(self.info.vocab_size)
             sizes["eagle"] = num * torch_dtype(self.dtype).itemsize
         return sizes
+
+    def _bytes(self, info: ModelInfo) -> int:
+        plain = weight_bytes(info, self.dtype)
+        if self._quantization == Quantization.NONE:
+            return plain
+        number = info.num_layers // 2
+        part = load_stage(info, number, number + 1, dtype=self.dtype, device=self.device)
+        layers = part.get_submodule(layers_name(part))
+        in_layers, in_one = num_bytes(layers), num_bytes(layers.get_submodule(str(number)))
+        quantize(part, self._quantization)
+        share = num_bytes(layers.get_submodule(str(number))) / in_one
+        return plain - in_layers + round(in_layers * share)
 
     @property
     def shared_bytes(self) -> Mapping[str, int]:

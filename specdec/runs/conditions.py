@@ -33,7 +33,7 @@ def conditions_of(
         "seed": cfg["seed"],
         "batch_size": cfg["batch_size"],
         "model": model["kind"],
-        "dtype": model.get("dtype"),
+        "dtype": getattr(pair, "dtype", None) if "dtype" in model else None,
         "backend": getattr(pair, "backend", None),
         "threads": torch.get_num_threads(),
         "repeats": repeats,

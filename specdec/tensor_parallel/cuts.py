@@ -84,8 +84,11 @@ class HeadSplit:
 
     Groups (a key/value head and its query heads) are assigned in order, equally many per rank; the
     last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection is
-    zero, so that they add nothing. With at least twice as many ranks as groups, each group is first
-    split into parts with the same key/value head and a share of its query heads.
+    zero, so that they add nothing. Each group is first split into parts with the same key/value
+    head and a share of its query heads, as many as give a rank the fewest heads. SwiftSpec pads the
+    number of query heads alone: 64 heads in 8 groups on 6 ranks are 11 per rank there, and here 12
+    with 3 key/value heads (without splitting 16, and two ranks with none); 11 regular ones would
+    need 11 key/value heads.
 
     Attributes:
         query: pieces of the query heads, counted in heads.
@@ -108,7 +111,12 @@ class HeadSplit:
             size: P.
         """
         per_group = num_heads // num_kv_heads
-        parts = min(max(1, size // num_kv_heads), per_group)  # per group
+
+        def num_held(parts: int) -> int:
+            """Query and key/value heads per rank, with so many parts per group."""
+            return -(-num_kv_heads * parts // size) * (-(-per_group // parts) + 1)
+
+        parts = min(range(1, per_group + 1), key=num_held)
         width = -(-per_group // parts)
         per_rank = -(-num_kv_heads * parts // size)
         query, key_value = [], []

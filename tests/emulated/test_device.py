@@ -159,6 +159,20 @@ def test_where_ranks_meet(other, wire, monkeypatch):
         assert wire_device(store, 1, (1, 3), CPU) == CPU  # nobody is asked
 
 
+def test_ranks_agree_where_to_meet(monkeypatch):
+    """Also the rank whose GPU nobody shares: it would wait for the others in another group."""
+    with emulated():
+        for mine, gpus in (("GPU-a", "bb"), ("GPU-a", "ab"), ("GPU-a", ("b", "cpu"))):
+            monkeypatch.setattr(
+                torch.cuda, "get_device_properties", lambda _, own=mine: SimpleNamespace(uuid=own)
+            )
+            names = [g if g == "cpu" else f"GPU-{g}" for g in gpus]
+            store = _Store({f"gpu/{i}": name.encode() for i, name in enumerate(names, 1)})
+            assert wire_device(store, 0, range(3), HERE) == CPU
+        apart = _Store({"gpu/1": b"GPU-b", "gpu/2": b"GPU-c"})
+        assert wire_device(apart, 0, range(3), HERE) == HERE
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_dense_attention_folds_heads_on_cuda(masked):
     """Query heads folded into rows of their key/value head give the same attention."""

@@ -18,6 +18,7 @@ from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource, NullSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
+from tests.pretrained import pretrained
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
@@ -92,3 +93,16 @@ def test_refusals_without_the_library(monkeypatch):
         quantize(model, "int8")
     with pytest.raises(UserError, match=r"quantization=int2 is unknown; choose none, int8, int4"):
         quantize(model, "int2")
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_bytes_are_counted_from_one_layer(kind, tmp_path, monkeypatch):
+    """A rank 0 that runs none of a 70B target has no memory for it."""
+    from specdec.pairs import pretrained as pairs
+
+    model = random_model("llama", num_layers=3, hidden_size=64, scale=0.1)
+    model.save_pretrained(tmp_path)
+    expected = num_bytes(pretrained(tmp_path, quantization=kind).target)
+    monkeypatch.setattr(pairs, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    assert pretrained(tmp_path, quantization=kind).weight_bytes == {"target": expected}

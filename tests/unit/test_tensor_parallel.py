@@ -116,6 +116,24 @@ def test_every_query_head_is_on_one_rank_with_its_key_value_head(heads: tuple[in
         assert seen == list(range(num_heads)), f"{size} ranks"
 
 
+@pytest.mark.parametrize(
+    ("heads", "size", "query", "key_value"),
+    [
+        ((64, 8), 6, 12, 3),  # 16 query heads, and two ranks without any, if groups stay whole
+        ((64, 8), 8, 8, 1),
+        ((64, 8), 4, 16, 2),
+        ((64, 8), 3, 24, 3),
+        ((64, 8), 7, 12, 3),
+        ((32, 8), 6, 6, 3),
+        ((40, 8), 3, 15, 3),
+    ],
+)
+def test_ranks_share_heads_almost_evenly(heads, size, query, key_value):
+    """At degrees that do not divide the key/value heads; those that do keep groups whole."""
+    split = HeadSplit.of(*heads, rank=0, size=size)
+    assert (len(split.query) * split.group_size, len(split.key_value)) == (query, key_value)
+
+
 @pytest.mark.parametrize("total", [1, 5, 8, 61])
 def test_even_shares_cover_all_and_are_padded_alike(total: int) -> None:
     for size in (1, 2, 3, 7):

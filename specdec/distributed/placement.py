@@ -1,0 +1,62 @@
+"""One GPU per process: which layouts fit a machine."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from specdec.errors import UserError
+from specdec.executors.layout import StageLayout
+
+_LOCAL_RANK = "LOCAL_RANK"  # set by torchrun
+
+
+def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
+    """Refuses a layout with more processes than GPUs.
+
+    Two processes on one GPU would wait for each other's kernels, hold two sets of weights, and
+    exchange tensors through the host, because NCCL refuses them.
+
+    Args:
+        layout: placement of the target and of the draft.
+        num_processes: all ranks, rank 0 (controller and draft) included.
+        num_gpus: GPUs of the machine.
+
+    Raises:
+        UserError: with layouts that fit.
+    """
+    if num_processes <= num_gpus or _LOCAL_RANK in os.environ:
+        return  # with a launcher there may be other machines: each process checks its own
+    other = num_processes - layout.num_devices  # rank 0 and further ranks of the draft
+    room = num_gpus - other
+    keys = {"stages": layout.stages, "target_degree": layout.degree}
+    fits = []
+    if room >= layout.degree and layout.stages > 1:
+        fits.append(f"executor.stages={room // layout.degree}")
+    if room >= layout.stages and layout.degree > 1:
+        fits.append(f"executor.target_degree={room // layout.stages}")
+    if layout.draft_degree > 1:
+        fits.append("a smaller executor.draft_degree")
+    asked = ", ".join(f"executor.{key}={value}" for key, value in keys.items() if value > 1)
+    raise UserError(
+        f"{asked or 'executor.transport=distributed'} needs {num_processes} processes with a GPU"
+        f" each ({other} of them for controller and draft), and this machine has {num_gpus}: use"
+        f" {' or '.join([*fits, 'model.device=cpu'])}"
+    )
+
+
+def own_gpu(rank: int) -> torch.device:
+    """The GPU of this process: that of its number among the processes of the machine.
+
+    Raises:
+        UserError: the machine has fewer GPUs than processes.
+    """
+    index, num_gpus = int(os.environ.get(_LOCAL_RANK, rank)), torch.cuda.device_count()
+    if index >= num_gpus:
+        raise UserError(
+            f"rank {rank} is process {index} (from 0) of a machine with {num_gpus} GPUs, and each"
+            " process needs one of its own: start fewer processes per machine, or use"
+            " model.device=cpu"
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,62 @@
+"""``model.dtype=auto``: the checkpoint's own type on a GPU, float32 elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from specdec.errors import UserError
+from specdec.models.inspection import inspect_model
+from specdec.models.loading import own_dtype
+from specdec.models.random import random_model
+from specdec.pairs import PretrainedPair
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bfloat16")
+    random_model("llama", dtype="bfloat16").save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cpu", "auto", "float32"),
+        ("cuda", "auto", "bfloat16"),
+        ("cuda:1", "auto", "bfloat16"),
+        ("cuda", "float32", "float32"),
+        ("cpu", "float64", "float64"),
+    ],
+)
+def test_the_type_depends_on_the_device(folder, device, given, expected):
+    assert PretrainedPair(target=str(folder), device=device, dtype=given).dtype == expected
+
+
+def test_a_run_on_a_gpu_by_default(folder, monkeypatch):
+    """``device=auto``, which is the default, finds the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pair = PretrainedPair(target=str(folder))
+    assert (pair.device, pair.dtype) == ("cuda", "bfloat16")
+    size = sum(p.numel() for p in random_model("llama").parameters())
+    assert pair.weight_bytes["target"] == 2 * size
+
+
+def test_a_type_that_cannot_run_is_named(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    name = "dtype" if "dtype" in config else "torch_dtype"
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: "float8_e4m3fn"}))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(UserError, match="float8_e4m3fn"):
+        own_dtype(inspect_model(tmp_path))
+
+
+def test_a_configuration_without_a_type_means_float32(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert own_dtype(inspect_model(tmp_path)) == "float32"

@@ -1,0 +1,52 @@
+"""One GPU per process, or a refusal that names layouts that fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdec.distributed.placement import check_gpus, own_gpu
+from specdec.errors import UserError
+from specdec.executors.layout import StageLayout
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_gpus", "fits"),
+    [
+        ({"stages": 8}, 8, ["executor.stages=7"]),
+        ({"stages": 1, "degree": 8}, 8, ["executor.target_degree=7"]),
+        ({"stages": 4, "degree": 2}, 8, ["executor.stages=3", "executor.target_degree=1"]),
+        ({"stages": 1, "degree": 6, "draft_degree": 4}, 8, ["target_degree=4", "draft_degree"]),
+        ({"stages": 3}, 1, ["model.device=cpu"]),
+    ],
+)
+def test_layouts_that_fit_are_named(layout, num_gpus, fits):
+    """The controller and the draft's ranks have GPUs too."""
+    asked = StageLayout(**layout)
+    others = asked.draft_degree
+    with pytest.raises(UserError) as refusal:
+        check_gpus(asked, asked.num_devices + others, num_gpus)
+    for fit in fits:
+        assert fit in str(refusal.value)
+    assert "=0" not in str(refusal.value)
+    check_gpus(asked, asked.num_devices + others, asked.num_devices + others)
+
+
+def test_a_suggested_layout_is_accepted():
+    check_gpus(StageLayout(stages=7), 8, 8)
+
+
+def test_each_rank_has_its_own_gpu(monkeypatch):
+    """Rank 8 of 9 on eight GPUs would share that of rank 0's draft."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [own_gpu(rank).index for rank in (1, 7)] == [1, 7]
+    with pytest.raises(UserError, match="rank 8"):
+        own_gpu(8)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the second process of the second machine
+    assert own_gpu(9).index == 1
+    check_gpus(StageLayout(stages=16), 17, 8)  # each machine checks its own processes
