@@ -211,7 +211,8 @@ class _Bench:
             value, low, high = speed_ratio(fast, slow)
             title = self._config["laws"][spec["hits"]]["title"]
             layout = self._config["layouts"][spec["layout"]]["title"]
-            where = f"{title}; {layout}, t_target/t_draft {spec['ratio']:g}"
+            rows = " over ".join(spec["rows"])
+            where = f"{rows}; {title}; {layout}, t_target/t_draft {spec['ratio']:g}"
             self._findings.add(
                 claim, value, "simulated", where, kind="calibrated", interval=(low, high)
             )
