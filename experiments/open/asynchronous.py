@@ -29,7 +29,7 @@ def asynchronous(item: Item, lab: Lab) -> Findings:
     """Tables, page of plots, sentences and claims.
 
     Keys: ``target_ms``, ``law`` (hits by acceptance), ``layouts``, ``methods`` (words, extra
-    devices, layouts), ``reference``, ``base``, ``grid`` and ``axes`` by size, ``replayed``,
+    devices, layouts, words of a layout of one group), ``reference``, ``base``, ``grid`` and ``axes`` by size, ``replayed``,
     ``duels``, ``laws``, ``claims``, ``distance``.
     """
     findings = Findings()
@@ -128,7 +128,7 @@ class _Bench:
         rows = []
         for link_ms in spec["link_ms"]:
             case = self._case({"layout": "group", **spec, "link_ms": link_ms})
-            across = {**serial, "words": [*serial["words"], "executor=two_groups"]}
+            across = {**serial, "in_group": ["executor=two_groups"]}
             plain = self._run(case, self._methods[self._config["reference"]], hits)
             alone, split = self._run(case, serial, hits), self._run(case, across, hits)
             own, far = speed_ratio(alone, plain), speed_ratio(split, plain)
@@ -154,8 +154,10 @@ class _Bench:
         stages = self._config["layouts"][case.layout]["stages"]
         settings = numbers(self._config["law"], case, stages)
         words = [word.format(**settings) for word in method["words"]]
-        if not any(word.startswith("executor=") for word in words):
-            words += self._executor(words[0], stages, case.link_ms)
+        if stages > 1:
+            words += ["executor=pipeline", f"executor.stages={stages}"]
+        else:
+            words += method.get("in_group", ())
         profile = write_profile(
             self._lab.folder,
             target_ms=self._config["target_ms"],
@@ -170,16 +172,6 @@ class _Bench:
         time = ["clock=simulated", f"clock.profile={profile}"]
         size = [prompts, tokens, f"batch_size={case.batch}"]
         return self._lab.run([*words, *hits, *time, *size])
-
-    def _executor(self, strategy: str, stages: int, link_ms: float) -> list[str]:
-        """Executor overrides: one group or a pipeline; a serial draft is beside its target."""
-        if stages > 1:
-            return ["executor=pipeline", f"executor.stages={stages}"]
-        serial = self._methods_without_own_device()
-        return [] if strategy in serial else ["executor=two_groups"]
-
-    def _methods_without_own_device(self) -> set[str]:
-        return {m["words"][0] for m in self._methods.values() if not m["extra"]}
 
     def _speed(self, case: Case, method: Mapping[str, Any], run: Outcome, plain: Outcome) -> Speed:
         value, low, high = speed_ratio(run, plain)

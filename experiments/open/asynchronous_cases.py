@@ -1,4 +1,4 @@
-"""The cases of ``open/asynchronous``, what a method's settings are in each, and a method's speed."""
+"""The cases of ``open/asynchronous``, the settings of methods in each, and a method's speed."""
 
 from __future__ import annotations
 
