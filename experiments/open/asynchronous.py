@@ -28,9 +28,9 @@ from specdec.errors import UserError
 def asynchronous(item: Item, lab: Lab) -> Findings:
     """Tables, page of plots, sentences and claims.
 
-    Keys: ``target_ms``, ``law`` (hits by acceptance), ``layouts``, ``methods`` (words, extra
-    devices, layouts, words of a layout of one group), ``reference``, ``base``, ``grid`` and ``axes`` by size, ``replayed``,
-    ``duels``, ``laws``, ``claims``, ``distance``.
+    Keys: ``target_ms``, ``law`` (hits by acceptance), ``layouts``, ``methods`` (see the YAML),
+    ``reference``, ``base``, ``grid`` and ``axes`` by size, ``replayed``, ``duels``, ``laws``,
+    ``claims``, ``distance``.
     """
     findings = Findings()
     bench = _Bench(item, lab, findings)
