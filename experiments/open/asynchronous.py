@@ -11,9 +11,9 @@ takes none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from experiments.open.asynchronous_cases import Case, Speed, Speeds, cases, hits_of, numbers
 from experiments.open.asynchronous_figure import picture
 from experiments.open.asynchronous_text import sentences
 from experiments.reproduce.drafts import size_overrides
@@ -23,65 +23,14 @@ from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.profiles import write_profile
 from specdec.config.options import options
 from specdec.errors import UserError
-from specdec.metrics.speedup import expected_accepted
-
-MAX_CHAIN = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One point of the comparison.
-
-    Attributes:
-        layout: name of the layout of the target's devices.
-        ratio: target pass over draft pass.
-        acceptance: chance of a draft token; None: ``hits`` has its own.
-        hits: name of the hits.
-        link_ms: latency of a link.
-        batch: requests at a time.
-    """
-
-    layout: str
-    ratio: float
-    acceptance: float | None
-    hits: str
-    link_ms: float
-    batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """A method's speed-up over the reference in one case.
-
-    Attributes:
-        value: times as fast; low, high: its 95 % interval over prompts.
-        devices: devices that the method uses, as a multiple of the reference's.
-        loops: loop share of its tokens; None for synthetic tokens.
-        run: what was run.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    devices: float
-    loops: float | None
-    run: Outcome
-
-    @property
-    def per_device(self) -> float:
-        """Speed-up divided by the ratio of devices."""
-        return self.value / self.devices
-
-
-Speeds = Mapping[Case, Mapping[str, Speed]]
 
 
 def asynchronous(item: Item, lab: Lab) -> Findings:
     """Tables, page of plots, sentences and claims.
 
-    Keys: ``target_ms``, ``law`` (hits by acceptance), ``layouts``, ``methods`` (words, extra
-    devices, layouts), ``reference``, ``base``, ``grid`` and ``axes`` by size, ``replayed``,
-    ``duels``, ``laws``, ``claims``, ``distance``.
+    Keys: ``target_ms``, ``law`` (hits by acceptance), ``layouts``, ``methods`` (see the YAML),
+    ``reference``, ``base``, ``grid`` and ``axes`` by size, ``replayed``, ``duels``, ``laws``,
+    ``claims``, ``distance``.
     """
     findings = Findings()
     bench = _Bench(item, lab, findings)
@@ -94,51 +43,6 @@ def asynchronous(item: Item, lab: Lab) -> Findings:
     findings.notes += sentences(item.config, speeds)
     findings.figure = picture(item, speeds, replayed)
     return findings
-
-
-def cases(config: Mapping[str, Any], *, quick: bool) -> list[Case]:
-    """The grid over ratio and acceptance, and the further values of each axis at the base."""
-    size, base = ("quick" if quick else "full"), config["base"]
-    found = []
-    for layout in config["layouts"]:
-        middle = Case(layout=layout, hits="synthetic", **base)
-        grid = config["grid"][size]
-        found += [middle]
-        found += [
-            replace(middle, ratio=ratio, acceptance=acceptance)
-            for ratio in grid["ratio"]
-            for acceptance in grid["acceptance"]
-        ]
-        for axis, values in config["axes"][size].items():
-            found += [replace(middle, **{axis: value}) for value in values]
-    return list(dict.fromkeys(found))
-
-
-def numbers(case: Case, stages: int) -> dict[str, int]:
-    """The settings that follow from the case, by their names in ``words``."""
-    per_step = max(1, int(case.ratio / stages + 1e-9))
-    alpha = 0.8 if case.acceptance is None else case.acceptance
-    lengths = range(1, MAX_CHAIN + 1)
-    return {
-        "stages": stages,
-        "per_step": per_step,
-        "beside": max(1, min(MAX_CHAIN, int(case.ratio) - 1)),
-        "chain": max(
-            lengths, key=lambda g: (1 + expected_accepted(alpha, g)) / (1 + g / case.ratio)
-        ),
-        "levels": max(1, min(6, per_step)),
-    }
-
-
-def hits_of(law: Mapping[str, Any], acceptance: float) -> list[str]:
-    """Overrides of ``model=synthetic`` with this mean acceptance."""
-    top1 = [round(1.0 - wrong * (1.0 - acceptance), 6) for wrong in law["wrong"]]
-    each = {"top1": top1} | {k: [law[k]] * len(top1) for k in ("decay", "miss")}
-    shape = {"weights": law["weights"], **each}
-    return [
-        *("model=synthetic", "ignore_eos=true"),
-        *(f"model.{key}={values}".replace(" ", "") for key, values in shape.items()),
-    ]
 
 
 class _Bench:
@@ -211,7 +115,8 @@ class _Bench:
             value, low, high = speed_ratio(fast, slow)
             title = self._config["laws"][spec["hits"]]["title"]
             layout = self._config["layouts"][spec["layout"]]["title"]
-            where = f"{title}; {layout}, t_target/t_draft {spec['ratio']:g}"
+            rows = " over ".join(spec["rows"])
+            where = f"{rows}; {title}; {layout}, t_target/t_draft {spec['ratio']:g}"
             self._findings.add(
                 claim, value, "simulated", where, kind="calibrated", interval=(low, high)
             )
@@ -223,11 +128,11 @@ class _Bench:
         rows = []
         for link_ms in spec["link_ms"]:
             case = self._case({"layout": "group", **spec, "link_ms": link_ms})
-            across = {**serial, "words": [*serial["words"], "executor=two_groups"]}
+            across = {**serial, "in_group": ["executor=two_groups"]}
             plain = self._run(case, self._methods[self._config["reference"]], hits)
             alone, split = self._run(case, serial, hits), self._run(case, across, hits)
             own, far = speed_ratio(alone, plain), speed_ratio(split, plain)
-            gamma = numbers(case, 1)["chain"]
+            gamma = numbers(self._config["law"], case, 1)["chain"]
             rows.append((link_ms, own[0], *far, far[0] / own[0], 1 + gamma / case.ratio))
         columns = ("link ms", "co-located", "split", "low", "high", "split/co-located")
         last = "requests per target device, split over co-located: 1 + gamma t_draft/t_target"
@@ -247,9 +152,12 @@ class _Bench:
 
     def _run(self, case: Case, method: Mapping[str, Any], hits: Sequence[str]) -> Outcome:
         stages = self._config["layouts"][case.layout]["stages"]
-        words = [word.format(**numbers(case, stages)) for word in method["words"]]
-        if not any(word.startswith("executor=") for word in words):
-            words += self._executor(words[0], stages, case.link_ms)
+        settings = numbers(self._config["law"], case, stages)
+        words = [word.format(**settings) for word in method["words"]]
+        if stages > 1:
+            words += ["executor=pipeline", f"executor.stages={stages}"]
+        else:
+            words += method.get("in_group", ())
         profile = write_profile(
             self._lab.folder,
             target_ms=self._config["target_ms"],
@@ -264,16 +172,6 @@ class _Bench:
         time = ["clock=simulated", f"clock.profile={profile}"]
         size = [prompts, tokens, f"batch_size={case.batch}"]
         return self._lab.run([*words, *hits, *time, *size])
-
-    def _executor(self, strategy: str, stages: int, link_ms: float) -> list[str]:
-        """Executor overrides: one group or a pipeline; a serial draft is beside its target."""
-        if stages > 1:
-            return ["executor=pipeline", f"executor.stages={stages}"]
-        serial = self._methods_without_own_device()
-        return [] if strategy in serial else ["executor=two_groups"]
-
-    def _methods_without_own_device(self) -> set[str]:
-        return {m["words"][0] for m in self._methods.values() if not m["extra"]}
 
     def _speed(self, case: Case, method: Mapping[str, Any], run: Outcome, plain: Outcome) -> Speed:
         value, low, high = speed_ratio(run, plain)

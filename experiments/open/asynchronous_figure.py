@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.open.asynchronous_cases import Case, Speed, Speeds
 from experiments.reproduce.drawing import COLORS, tidy
 from experiments.reproduce.items import Item
-
-if TYPE_CHECKING:
-    from experiments.open.asynchronous import Case, Speed, Speeds
 
 _PANELS = {
     "ratio": "t_target / t_draft",
@@ -56,7 +54,7 @@ def picture(item: Item, speeds: Speeds, replayed: Speeds) -> Figure:
     for i, name in enumerate(names):
         shown = any(name in methods for methods in speeds.values())
         if shown:
-            grid[0][0].plot([], [], marker="o", ms=4, color=COLORS[i % len(COLORS)], label=name)
+            grid[0][0].plot([], [], ms=4, label=name, **_look(i))
     fig.legend(loc="outside lower center", ncols=len(names), fontsize=9, frameon=False)
     fig.suptitle(f"{item.stated.title} (simulated; bands: 95 % over prompts)", fontsize=11)
     return fig
@@ -65,7 +63,7 @@ def picture(item: Item, speeds: Speeds, replayed: Speeds) -> Figure:
 def _points(
     config: Mapping[str, Any], speeds: Speeds, layout: str, axis: str
 ) -> dict[float, Mapping[str, Speed]]:
-    """Value of the axis -> speeds, the other axes at the base; a grid's nearest value if not."""
+    """Value of the axis -> speeds, the other axes at the base."""
     base = {key: value for key, value in config["base"].items() if key != axis}
 
     def on_line(case: Case) -> bool:
@@ -80,15 +78,21 @@ def _along(ax: Axes, names: Sequence[str], points: Mapping[float, Mapping[str, S
         found = [(x, methods[name]) for x, methods in points.items() if name in methods]
         if not found:
             continue
-        color = COLORS[i % len(COLORS)]
+        look = _look(i)
         xs = [x for x, _ in found]
-        ax.plot(xs, [s.value for _, s in found], marker="o", ms=3.5, lw=1.3, color=color)
+        ax.plot(xs, [s.value for _, s in found], ms=3.5, lw=1.3, **look)
         banded = [(x, s.low, s.high) for x, s in found if s.low is not None and s.high is not None]
         if len(banded) == len(found):
-            ax.fill_between(
-                xs, [b[1] for b in banded], [b[2] for b in banded], color=color, alpha=0.12, lw=0
-            )
+            lows, highs = [b[1] for b in banded], [b[2] for b in banded]
+            ax.fill_between(xs, lows, highs, color=look["color"], alpha=0.12, lw=0)
     ax.axhline(1.0, color="#888888", lw=0.8)
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Colour, marker and line of a method; dashed where the colours begin again."""
+    again = number >= len(COLORS)
+    marker, line = ("s", "--") if again else ("o", "-")
+    return {"color": COLORS[number % len(COLORS)], "marker": marker, "ls": line}
 
 
 def _doublings(ax: Axes, axis: str) -> None:

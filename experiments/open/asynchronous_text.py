@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from experiments.open.asynchronous_cases import Case, Speed, Speeds
 from experiments.reproduce.findings import surely
 from experiments.reproduce.lab import speed_ratio
-
-if TYPE_CHECKING:
-    from experiments.open.asynchronous import Case, Speed, Speeds
 
 _AXES = {"link_ms": "a link of {:g} ms", "batch": "a batch of {:g}"}
 

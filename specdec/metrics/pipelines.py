@@ -141,7 +141,9 @@ def _best_below(ranks: Sequence[float], num_nodes: int) -> list[list[int]]:
     A node's score is the product of the ranks' chances along its path; the root is the best one.
     """
     counts = [[0, 0] for _ in ranks]  # of the best 0 and of the root alone
-    heap = [(-chance, (rank,)) for rank, chance in enumerate(ranks) if chance]
+    heap: list[tuple[float, tuple[int, ...]]] = [
+        (-chance, (rank,)) for rank, chance in enumerate(ranks) if chance
+    ]
     heapify(heap)
     for _ in range(num_nodes - 1):
         score, path = heappop(heap)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.open import asynchronous_text
-from experiments.open.asynchronous import Case, cases, hits_of, numbers
+from experiments.open.asynchronous_cases import Case, cases, hits_of, numbers
 from experiments.open.asynchronous_text import along, duel, leaders
 from experiments.reproduce.items import all_items
 from specdec.pairs import build_pair
@@ -26,9 +26,8 @@ def case(**changes: Any) -> Case:
 def test_names_of_the_config_are_those_of_its_methods_and_claims() -> None:
     methods, layouts = CONFIG["methods"], CONFIG["layouts"]
     assert set(CONFIG["claims"]) == set(ITEM.stated.claims)
-    rows = [(*spec["rows"], spec["layout"]) for spec in CONFIG["claims"].values()]
-    rows += [(first, second, layout) for first, second, _, _, layout in CONFIG["duels"]]
-    for first, second, layout in rows:
+    assert {name for spec in CONFIG["claims"].values() for name in spec["rows"]} <= set(methods)
+    for first, second, _, _, layout in CONFIG["duels"]:
         for name in (first, second):
             assert layout in methods[name].get("layouts", layouts), name
     assert {spec["hits"] for spec in CONFIG["claims"].values()} <= set(CONFIG["laws"])
@@ -54,21 +53,29 @@ def test_the_axes_cross_at_the_base_and_the_grid_is_full(quick: bool) -> None:
 @pytest.mark.parametrize(
     ("ratio", "stages", "wanted"),
     [
-        (10, 1, {"per_step": 10, "beside": 9, "levels": 6}),
-        (5, 4, {"per_step": 1, "beside": 4, "levels": 1}),
-        (40, 4, {"per_step": 10, "beside": 12, "levels": 6}),
+        (10, 1, {"per_step": 10, "levels": 6}),
+        (5, 4, {"per_step": 1, "levels": 1}),
+        (40, 4, {"per_step": 10, "levels": 6}),
     ],
 )
 def test_settings_follow_from_the_ratio(ratio: int, stages: int, wanted: dict[str, int]) -> None:
-    found = numbers(case(ratio=ratio), stages)
+    found = numbers(CONFIG["law"], case(ratio=ratio), stages)
     assert found["stages"] == stages
     assert {name: found[name] for name in wanted} == wanted
 
 
 def test_the_serial_chain_has_the_best_length_of_its_law() -> None:
-    """At equal cost per pass of a tenth and acceptance 0.8: by hand, 5 tokens."""
     speeds = [(1 - 0.8 ** (g + 1)) / 0.2 / (1 + g / 10) for g in range(1, 13)]
-    assert numbers(case(), 1)["chain"] == 1 + int(np.argmax(speeds))
+    assert numbers(CONFIG["law"], case(), 1)["chain"] == 1 + int(np.argmax(speeds))
+
+
+def test_an_enumerated_chain_is_hidden_beside_the_pass_and_longer_for_a_surer_draft() -> None:
+    lengths = [
+        numbers(CONFIG["law"], case(acceptance=a, ratio=8), 1)["enumerated"]
+        for a in (0.5, 0.8, 0.95)
+    ]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1] <= 7
 
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.8, 0.95])
