@@ -17,6 +17,7 @@ from specdec.config.options import GROUPS, config_dir, first_comment, options
 NAV: dict[str, list[str]] = {
     "Start": ["index.md", "models_and_data.md", "python.md", "adding.md"],
     "How it works": [
+        "strategies.md",
         "architecture.md",
         "specpipe.md",
         "swiftspec.md",

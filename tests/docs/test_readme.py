@@ -1,4 +1,4 @@
-"""README: the layout is complete, links and tables agree with the code."""
+"""README and the layout in docs/architecture.md: complete, and links and tables agree with the code."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from tests.docs.blocks import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+LAYOUT = ARCHITECTURE.split("## Layout")[1].split("\n## ")[0]
+LISTED = re.findall(r"^\| `(\S+)` \|", LAYOUT, re.MULTILINE)
+
+
 def test_every_file_of_the_layout_exists() -> None:
-    layout = README.split("## Layout")[1]
-    listed = re.findall(r"^    (\S+/\S*) ", layout, re.MULTILINE)
-    assert len(listed) > 30
-    assert not [path for path in listed if not (ROOT / path).exists()]
+    assert len(LISTED) > 30
+    assert not [path for path in LISTED if not (ROOT / path).exists()]
 
 
 def test_the_layout_is_complete() -> None:
-    layout = README.split("## Layout")[1]
-    listed = {path.rstrip("/") for path in re.findall(r"^    (\S+/\S*) ", layout, re.MULTILINE)}
+    listed = {path.rstrip("/") for path in LISTED}
     there = {
         f"specdec/{entry.name}"
         for entry in (ROOT / "specdec").iterdir()
@@ -32,11 +34,10 @@ def test_the_layout_is_complete() -> None:
     assert there - listed == {"specdec/__init__.py", "specdec/conf"}
 
 
-def test_architecture_has_the_same_layout() -> None:
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    layout = README.split("## Layout")[1]
-    listed = re.findall(r"^    (\S+/\S*) ", layout, re.MULTILINE)
-    assert not [path for path in listed if f"`{path}`" not in page]
+def test_readme_is_short_and_says_where_to_look() -> None:
+    assert len(README.splitlines()) <= 150
+    for path in re.findall(r"`((?:specdec|strategies|experiments)/\S*)`", README):
+        assert (ROOT / path).exists(), path
 
 
 def test_few_modules_lie_loose() -> None:
@@ -45,14 +46,17 @@ def test_few_modules_lie_loose() -> None:
 
 
 def test_every_preset_is_in_the_table() -> None:
-    missing = [name for name in options("strategy") if f"`{name}`" not in README]
-    assert not missing, f"add them to README's table of strategies: {missing}"
+    page = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
+    missing = [name for name in options("strategy") if f"`{name}`" not in page]
+    assert not missing, f"add them to the table of docs/strategies.md: {missing}"
 
 
 def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert "docs/images/loop.svg" in links
+    assert "docs/images/pipeline_fills.png" in links
     assert not [link for link in links if not (ROOT / link).exists()]
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"api.md"}
+    assert pages <= {link.removeprefix("docs/") for link in links}, "every page has its link"
 
 
 def test_the_demo_shows_what_the_demo_prints() -> None:
