@@ -14,14 +14,16 @@ distribution exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
+from specdec.clocks import LatencyProfile
 from specdec.compose.presets import build_preset
 from specdec.parts.fields import DraftCount, NotNegative, expects, validated
 from specdec.policies.chain import first_path, grow_chains
+from specdec.policies.pass_times import draft_passes
 from specdec.policies.tree_growth import (
     NO_SLOTS,
     as_nodes,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from specdec.interfaces import Events, TokenSource, Verifier
     from specdec.state import DecodeState, RequestState
 
+AUTO = "auto"
+_UNPRICED, _MOST = 4, 8  # draft tokens of "auto": without a profile, and at most
 _OPEN_SHARE = expects("it must be a number above 0 and below 1")
 OpenShare = Annotated[float, Field(gt=0, lt=1), _OPEN_SHARE]
 
@@ -47,7 +51,7 @@ OpenShare = Annotated[float, Field(gt=0, lt=1), _OPEN_SHARE]
 def build(
     bench: Workbench,
     *,
-    gamma: int | None = None,
+    gamma: int | Literal["auto"] | None = None,
     outcomes: int | None = None,
     acceptance: float | None = None,
     power: float | None = None,
@@ -102,24 +106,32 @@ class Ssd:
     def __init__(
         self,
         *,
-        gamma: DraftCount,
+        gamma: DraftCount | Literal["auto"],
         outcomes: DraftCount,
         acceptance: OpenShare = 0.8,
         power: NotNegative = 1.0,
         latency: int | None = 1,
+        profile: LatencyProfile | None = None,
     ) -> None:
         """Sets the sizes.
 
         Args:
-            gamma: draft tokens per target pass.
+            gamma: draft tokens per target pass. "auto": as many as leave gamma + 1 draft passes
+                beside it by the latency profile, at most 8; 4 where there is none.
             outcomes: outcomes that are prepared for, the rows of a draft pass.
             acceptance, power: shape of the fan-out, see ``fan_outs``. Default: 0.8 and 1.
             latency: steps of the executor from submission to answer. Default: 1.
+            profile: of the clock; read by "auto".
         """
-        self.gamma = gamma
-        self.fan_outs = fan_outs(gamma=gamma, outcomes=outcomes, acceptance=acceptance, power=power)
+        if gamma == AUTO:
+            passes = draft_passes(profile, stages=latency or 1, rows=outcomes)
+            gamma = _UNPRICED if passes is None else min(max(1, int(passes + 1e-9) - 1), _MOST)
+        self.gamma = int(gamma)
+        self.fan_outs = fan_outs(
+            gamma=self.gamma, outcomes=outcomes, acceptance=acceptance, power=power
+        )
         self._children = 1 + max(self.fan_outs)
-        self._per_step = -(-(gamma + 1) // (latency or 1))
+        self._per_step = -(-(self.gamma + 1) // (latency or 1))
         self._passes: dict[int, int] = {}  # request -> draft passes of its round so far
 
     def open(self, request: RequestState) -> None:

@@ -345,8 +345,8 @@ class _Copy:
         """The answers to the nodes that were asked for."""
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
-        first = self._deferred.pop(0) if self._deferred else ()
-        self.executor.commit(first, output)
+        if self._rank is None:
+            self.executor.commit(self._deferred.pop(0) if self._deferred else (), output)
         return [
             _only(a, self._asked[a.request]) for a in output.answers if a.request in self._asked
         ]
@@ -356,7 +356,10 @@ class _Copy:
         for commit in commits:
             if commit.request in self._held:
                 self._held[commit.request].commit(commit)
-        self._deferred.append(commits)
+        if self._rank is None:
+            self._deferred.append(commits)
+        else:  # what it works on is computed already
+            self.executor.commit(commits, Output(step=commits[0].step))
 
     def _catch_up(self, step: int) -> None:
         """Applies the commits of former steps, in empty ones of its own."""

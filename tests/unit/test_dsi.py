@@ -78,7 +78,7 @@ def test_the_output_is_that_of_plain_decoding(
 
 def test_copies_work_at_the_same_time_and_answers_overtake() -> None:
     clock = SimulatedClock(toys.profile(10.0, 2.0), timeline=Timeline())
-    parts = dsi.build(Workbench(models(0.9), clock=clock), lookahead=2, replicas=4)
+    parts = dsi.build(Workbench(models(0.9), clock=clock), lookahead=1, replicas=4)
     rows: list[int] = []
     submit = parts.executor.submit
 
@@ -89,7 +89,7 @@ def test_copies_work_at_the_same_time_and_answers_overtake() -> None:
     parts.executor.submit = noting  # type: ignore[method-assign]
     for _ in parts.decode(parts.new_state(), [request(1, 200)]):
         pass
-    assert {1, 2} <= {*rows} <= {1, 2, 3}  # a root, a block, a root with a block
+    assert {1, 2} == {*rows}  # a root or a block, and both after a hit
     assert clock.timeline is not None
     spans = [span for span in clock.timeline.take() if span.kind == "stage"]
     assert {span.rank for span in spans} == {1, 2, 3, 4}

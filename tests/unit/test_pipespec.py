@@ -33,6 +33,11 @@ LAW_CASES = [  # chances of draft and middle model, times of target, middle mode
     pytest.param(0.8, 0.95, 30.0, 6.0, 1.0, marks=pytest.mark.slow),
 ]
 
+CERTIFIED = (
+    *("strategy=pipespec", "model=random", "policy.ahead=6"),
+    *("clock=simulated", "clock.profile=pipespec_70b"),
+)
+
 
 def clock_of(target: float, middle: float, draft: float) -> SimulatedClock:
     costs = {"stage": target, "middle": middle, "draft": draft}
@@ -153,9 +158,8 @@ def test_the_middle_model_lifts_acceptance() -> None:
 
 
 def test_it_is_certified() -> None:
-    words = ["strategy=pipespec", "model=random", "clock=simulated", "clock.profile=pipespec_70b"]
     checks = ["greedy_parity", "sampled_parity", "cache_invariant", "tree_invariant", "draft_rows"]
-    report = certify(run_job_of(words).config, checks=checks)
+    report = certify(run_job_of([*CERTIFIED]).config, checks=checks)
     assert [check.passed for check in report.checks] == [True] * len(checks)
 
 
@@ -168,8 +172,7 @@ def test_a_rollback_that_does_not_reach_the_draft_is_found(monkeypatch: pytest.M
         original(self, kept if self.model == "middle" else commits, output)
 
     monkeypatch.setattr(DraftModelSource, "commit", forgets_misses)
-    words = ["strategy=pipespec", "model=random", "clock=simulated", "clock.profile=pipespec_70b"]
-    report = certify(run_job_of(words).config, checks=["cache_invariant"])
+    report = certify(run_job_of([*CERTIFIED]).config, checks=["cache_invariant"])
     assert [check.passed for check in report.checks] == [False]
 
 
