@@ -8,20 +8,17 @@ batch's paths along with the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import sleep
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from specdec.clocks import CONTROLLER, Clock, ClockKind
 from specdec.clocks.build import check_in_process
-from specdec.device import select_rows
 from specdec.errors import UserError
 from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, OverRanks, PlannedModels, TargetModels
+from specdec.executors.target_copy import TargetCopy
 from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
 from specdec.state import RequestState, tree_rows
@@ -32,11 +29,9 @@ from specdec.types import (
     Commit,
     ExecutorPlan,
     HiddenName,
-    IntArray,
     Needs,
     Output,
     Placement,
-    PrefillChunk,
     TreeRows,
 )
 
@@ -163,9 +158,9 @@ class ReplicasExecutor:
         """
         self.in_flight = len(copies)
         self.counters = ExecutorCounters()
-        self._clock, self._meter = clock, meter
+        self._clock, self._meter, self._remote = clock, meter, remote
         self._copies = [
-            _Copy(executor, clock, None if remote else rank)
+            TargetCopy(executor, clock, None if remote else rank)
             for rank, executor in enumerate(copies, 1)
         ]
         self._queue: list[Batch] = []
@@ -227,8 +222,36 @@ class ReplicasExecutor:
             copy.executor.shutdown()
 
     def reports(self) -> list[dict[str, Any]]:
-        """Reports of the copies' processes, in the order of the copies."""
-        return [report for copy in self._copies for report in copy.executor.reports()]
+        """Reports of the copies' processes, each under its copy's rank; none in one process.
+
+        Raises:
+            RankFailure: a process has ended.
+        """
+        if not self._remote:
+            return []
+        found = []
+        for rank, copy in enumerate(self._copies, 1):
+            (report,) = copy.executor.reports()
+            spans = [{**span, "rank": rank} for span in report["clock"]["spans"]]
+            found.append({**report, "clock": {**report["clock"], "rank": rank, "spans": spans}})
+        return found
+
+    @property
+    def pids(self) -> list[int] | None:
+        """Process ids of the copies; None in one process."""
+        if not self._remote:
+            return None
+        return [pid for copy in self._copies for pid in copy.executor.pids or ()]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent to the copies."""
+        return sum(getattr(copy.executor, "bytes_sent", 0) for copy in self._copies)
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Rank -> stage: every copy is the whole target."""
+        return dict.fromkeys(range(1, self.in_flight + 1), 1)
 
     @property
     def wakeup(self) -> threading.Event | None:
@@ -259,7 +282,7 @@ class ReplicasExecutor:
         slots = slots[slots != NO_NODE]
         return tree_rows(request, slots) if len(slots) else None
 
-    def _wait(self, busy: Sequence[_Copy]) -> None:
+    def _wait(self, busy: Sequence[TargetCopy]) -> None:
         """Waits for the first copy that ends."""
         due = [copy.due_s for copy in busy if copy.due_s is not None]
         if due:
@@ -270,128 +293,3 @@ class ReplicasExecutor:
                 for copy in busy:
                     copy.executor.poll()  # raises if a process has failed
                 sleep(_LOOK_EVERY_S)
-
-
-@dataclass(slots=True)
-class _Held:
-    """What a copy has of a request: the first ``cached_len`` committed tokens, and nodes."""
-
-    request: RequestState
-    cached_len: int = 0
-    nodes: set[int] = field(default_factory=set)
-
-    def commit(self, commit: Commit) -> None:
-        """Retired nodes extend the committed tokens; pruned ones are dropped."""
-        position = commit.prefix_len - len(commit.retired_ids)
-        for node_id in commit.retired_ids.tolist():
-            self.cached_len += node_id in self.nodes and self.cached_len == position
-            position += 1
-        self.nodes &= set(commit.kept_ids.tolist())
-
-    def has(self, ids: IntArray) -> Any:
-        """bool[n]: which nodes the copy has."""
-        return np.array([node_id in self.nodes for node_id in ids.tolist()], np.bool_)
-
-
-class _Copy:
-    """One copy, and what it has computed."""
-
-    def __init__(self, executor: Any, clock: Clock, rank: int | None) -> None:
-        """``rank``: clock rank of a copy in this process; None for a remote one."""
-        self.executor = executor
-        self.is_busy = False
-        self.due_s: float | None = None
-        self._clock, self._rank = clock, rank
-        self._held: dict[int, _Held] = {}
-        self._asked: dict[int, IntArray] = {}  # request -> nodes of the batch at work
-        self._output: Output | None = None
-        self._deferred: list[Sequence[Commit]] = []
-
-    def open(self, request: RequestState) -> None:
-        self.executor.open(request)
-        self._held[request.id] = _Held(request)
-
-    def close(self, request_id: int) -> None:
-        self.executor.close(request_id)
-        self._held.pop(request_id, None)
-        self._asked.pop(request_id, None)
-        self._deferred = [
-            [commit for commit in commits if commit.request != request_id]
-            for commits in self._deferred
-        ]
-
-    def start(self, batch: Batch) -> None:
-        """Computes a batch, or makes the copy's process begin."""
-        self._catch_up(batch.step)
-        self.is_busy = True
-        self._asked = {rows.request: rows.node_ids for rows in batch.trees}
-        whole = self._completed(batch)
-        with nullcontext() if self._rank is None else self._clock.on(self._rank):
-            self.executor.submit(whole)
-            if self._rank is not None:
-                self._output = self.executor.collect()
-        if self._rank is not None:
-            self.due_s = self._clock.ends_s(self._rank)
-
-    def ready(self) -> bool:
-        """Whether the copy has answers."""
-        if not self.is_busy:
-            return False
-        if self._rank is None:
-            return bool(self.executor.ready())
-        return self.due_s is None or self.due_s <= self._clock.now()
-
-    def finish(self) -> list[Answers]:
-        """The answers to the nodes that were asked for."""
-        output = self.executor.collect() if self._output is None else self._output
-        self.is_busy, self._output, self.due_s = False, None, None
-        if self._rank is None:
-            self.executor.commit(self._deferred.pop(0) if self._deferred else (), output)
-        return [
-            _only(a, self._asked[a.request]) for a in output.answers if a.request in self._asked
-        ]
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Follows commits; the caches do so when the copy is free."""
-        for commit in commits:
-            if commit.request in self._held:
-                self._held[commit.request].commit(commit)
-        if self._rank is None:
-            self._deferred.append(commits)
-        else:  # what it works on is computed already
-            self.executor.commit(commits, Output(step=commits[0].step))
-
-    def _catch_up(self, step: int) -> None:
-        """Applies the commits of former steps, in empty ones of its own."""
-        for commits in self._deferred:
-            if commits:
-                self.executor.submit(Batch(step=step))
-                self.executor.commit(commits, self.executor.collect())
-        self._deferred = []
-
-    def _completed(self, batch: Batch) -> Batch:
-        """The batch with the committed tokens and the ancestors that the copy lacks."""
-        trees, prefills = [], []
-        for rows in batch.trees:
-            held = self._held[rows.request]
-            request, start = held.request, held.cached_len
-            tree = request.tree
-            if start < request.prefix_len:
-                missing = request.tokens[start : request.prefix_len]
-                prefills.append(PrefillChunk(request=request.id, start=start, tokens=missing))
-                held.cached_len = request.prefix_len
-            slots = tree.with_missing_ancestors(tree.slots(rows.node_ids), held.has)
-            held.nodes.update(tree.ids[slots].tolist())
-            trees.append(tree_rows(request, slots))
-        return Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
-
-
-def _only(answers: Answers, ids: IntArray) -> Answers:
-    """The answers to the nodes ``ids``."""
-    asked = np.flatnonzero(np.isin(answers.node_ids, ids))
-    return Answers(
-        request=answers.request,
-        node_ids=answers.node_ids[asked],
-        tokens=answers.tokens[asked],
-        probs=None if answers.probs is None else select_rows(answers.probs, asked),
-    )
